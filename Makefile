@@ -1,0 +1,68 @@
+# Two commands do everything on a machine that has Python 3.11+, pip and make:
+#   make train    set up, then run the main job
+#   make test     set up, then lint, types and tests
+# Everything is installed into .venv in this checkout; the machine's Python is never touched.
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+# pip of the machine, working on .venv: no ensurepip or python3-venv package is needed.
+PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
+
+.PHONY: help train test lint types check format setup setup-dev lock wheel clean
+
+help:
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+train: setup ## set up, then run the main job
+	@$(BIN)/dreamfleet train
+
+test: setup-dev lint types ## set up, then lint, types and tests
+	@$(BIN)/python -m pytest
+
+lint: setup-dev ## ruff: rules and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup-dev ## mypy, strict, on src/
+	@$(BIN)/mypy
+
+format: setup-dev ## fix what ruff can fix
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+setup: .venv/base.stamp ## .venv with what a user needs
+
+setup-dev: .venv/dev.stamp ## .venv with what a developer needs
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Dreamfleet needs Python 3.11 or newer: install it, or say PYTHON=/path/to/python3."; exit 1; }
+	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "Dreamfleet's set-up needs pip for $(PYTHON): install python3-pip."; exit 1; }
+	@echo "Setting up .venv with $$($(PYTHON) --version) (once, a minute or two)"
+	@$(PYTHON) -m venv --without-pip --clear .venv
+
+.venv/base.stamp: locks/base.txt pyproject.toml | .venv/bin/python
+	@$(INSTALL) --require-hashes -r locks/base.txt
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv/dev.stamp: locks/dev.txt .venv/base.stamp
+	@echo "Installing the developer tools"
+	@$(INSTALL) --require-hashes -r locks/dev.txt
+	@touch $@
+
+# Locks hold versions and hashes for every platform, and no download address.
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
+	--generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+EXTRAS := --extra dev --extra bench
+
+lock: setup-dev ## refresh the lock files
+	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)
+	@$(COMPILE) pyproject.toml locks/build.in -c locks/dev.txt -o locks/base.txt $(LOCKFLAGS)
+
+wheel: setup-dev ## build the wheel into dist/
+	@$(BIN)/python -m build --no-isolation --wheel --outdir dist .
+
+clean: ## remove .venv and what tools left behind
+	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

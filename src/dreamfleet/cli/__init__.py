@@ -1,0 +1,59 @@
+"""The command line: `dreamfleet COMMAND ...`.
+
+Each command is one module of this package with a function of its own name; its signature is its
+command line (tyro). A command is imported only when it is asked for, so that the others stay
+quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from dreamfleet import __version__
+from dreamfleet.cli.console import complain, say
+from dreamfleet.errors import DreamfleetError
+
+COMMANDS = {
+    "train": "train an agent",
+    "bench": "measure speed, side by side with peers",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    name = args[0] if args else "--help"
+    if name in ("-h", "--help"):
+        say(_usage())
+        return 0
+    if name == "--version":
+        say(f"dreamfleet {__version__}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else " See 'dreamfleet --help'."
+        complain(f"There is no command {name!r}.{hint}")
+        return 2
+    command = getattr(importlib.import_module(f"dreamfleet.cli.{name.replace('-', '_')}"), name)
+    try:
+        tyro.cli(command, args=args[1:], prog=f"dreamfleet {name}")
+    except DreamfleetError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: dreamfleet COMMAND [OPTIONS]\n\n"
+        f"commands:\n{rows}\n\n"
+        "'dreamfleet COMMAND --help' explains one. 'dreamfleet --version' tells the version."
+    )

@@ -1,0 +1,111 @@
+"""What one key of an observation or an action may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """A dtype, a shape and bounds.
+
+    Integer and bool spaces are discrete: `low` is inclusive, `high` exclusive, so a space with n
+    choices runs from 0 to n. Float spaces are continuous: both bounds are inclusive and may be
+    infinite. Bounds broadcast to the shape.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    low: NDArray[Any]
+    high: NDArray[Any]
+
+    def __init__(
+        self,
+        dtype: Any,
+        shape: int | tuple[int, ...] = (),
+        low: Any = None,
+        high: Any = None,
+    ) -> None:
+        kind = np.dtype(dtype)
+        dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        if kind.kind not in "biuf":
+            raise ConfigError(f"A space holds bools, integers or floats, not {kind}.")
+        if any(n < 1 for n in dims):
+            raise ConfigError(f"A space has positive dimensions, not {dims}.")
+        bounds = np.float64 if kind.kind == "f" else np.int64
+        lowest, highest = _natural_bounds(kind)
+        object.__setattr__(self, "dtype", kind)
+        object.__setattr__(self, "shape", dims)
+        for name, given, natural in (("low", low, lowest), ("high", high, highest)):
+            value = np.asarray(natural if given is None else given, bounds)
+            try:
+                value = np.broadcast_to(value, dims)
+            except ValueError:
+                raise ConfigError(
+                    f"{name} has shape {value.shape}, which does not fit a space of shape {dims}."
+                ) from None
+            object.__setattr__(self, name, value)
+        if not np.all(self.low < self.high if self.discrete else self.low <= self.high):
+            raise ConfigError(f"A space needs low below high, got {self.low} and {self.high}.")
+
+    @property
+    def discrete(self) -> bool:
+        return self.dtype.kind in "biu"
+
+    @property
+    def classes(self) -> NDArray[np.int64]:
+        """Number of choices of each element of a discrete space."""
+        if not self.discrete:
+            raise ConfigError(f"{self} is continuous and has no classes.")
+        return np.asarray(self.high - self.low, np.int64)
+
+    def contains(self, value: Any) -> bool:
+        array = np.asarray(value)
+        if array.shape != self.shape or array.dtype != self.dtype:
+            return False
+        above = array < self.high if self.discrete else array <= self.high
+        return bool(np.all(array >= self.low) and np.all(above))
+
+    def sample(self, rng: np.random.Generator) -> NDArray[Any]:
+        """A uniform draw; unbounded sides are drawn from a standard normal."""
+        if self.discrete:
+            return np.asarray(rng.integers(self.low, self.high), self.dtype).reshape(self.shape)
+        finite = np.isfinite(self.low) & np.isfinite(self.high)
+        low, high = np.where(finite, self.low, 0.0), np.where(finite, self.high, 1.0)
+        draw = np.where(finite, rng.uniform(low, high), rng.normal(size=self.shape))
+        return np.clip(draw, self.low, self.high).astype(self.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Space):
+            return NotImplemented
+        return (
+            (self.dtype, self.shape) == (other.dtype, other.shape)
+            and np.array_equal(self.low, other.low)
+            and np.array_equal(self.high, other.high)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.shape, self.low.tobytes(), self.high.tobytes()))
+
+    def __repr__(self) -> str:
+        low, high = (
+            bound.flat[0] if np.all(bound == bound.flat[0]) else "..."
+            for bound in (self.low, self.high)
+        )
+        return f"Space({self.dtype.name}, shape={self.shape}, low={low}, high={high})"
+
+
+def _natural_bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
+    if dtype.kind == "b":
+        return 0, 2
+    if dtype.kind == "f":
+        return -np.inf, np.inf
+    info = np.iinfo(dtype)
+    # The exclusive upper bound of a 64-bit space does not fit an int64.
+    return max(info.min, -(2**62)), min(info.max + 1, 2**62)

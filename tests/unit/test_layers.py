@@ -1,0 +1,84 @@
+"""Imports point downward only, and the heavy ones stay where they belong."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dreamfleet
+
+SOURCE = Path(dreamfleet.__file__).parent
+
+# Top to bottom. A module may import from its own layer's package and from lower layers.
+LAYERS = [
+    ["cli"],
+    ["benchmarks"],
+    ["parallel"],
+    ["fleet"],
+    ["roles"],
+    ["agent", "replay", "envs", "metrics"],
+    ["transport"],
+    ["checkpoint", "clock", "config", "presets"],
+    ["spaces"],
+    ["errors"],
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_packages(source: str) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.add(node.module or "")
+            if node.module == "dreamfleet":
+                names |= {f"dreamfleet.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("dreamfleet.")}
+
+
+def violations(package: str, source: str) -> list[str]:
+    return [
+        f"{package} imports {target}"
+        for target in sorted(imported_packages(source))
+        if target in RANK and target != package and RANK[target] <= RANK[package]
+    ]
+
+
+def modules() -> list[Path]:
+    return [path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_downward(path: Path) -> None:
+    package = package_of(path)
+    assert package in RANK, f"{package} has no layer: add it to LAYERS and to ARCHITECTURE.md"
+    assert violations(package, path.read_text()) == []
+
+
+def test_the_rule_catches_an_upward_import() -> None:
+    assert violations("transport", "from dreamfleet.replay import Replay") != []
+    assert violations("replay", "from dreamfleet.agent import Dreamer") != []
+    assert violations("errors", "import dreamfleet.spaces") != []
+    assert violations("replay", "from dreamfleet.transport import Client") == []
+
+
+LIGHT = [
+    name
+    for name in ("transport", "replay", "envs", "metrics", "spaces", "config", "checkpoint")
+    if (SOURCE / name).exists() or (SOURCE / f"{name}.py").exists()
+]
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_light_layers_never_import_jax(name: str) -> None:
+    """Environment, replay and logger processes start quickly and stay small."""
+    code = f"import sys, dreamfleet.{name}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
