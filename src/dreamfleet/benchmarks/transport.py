@@ -1,0 +1,196 @@
+"""How many environment steps a second the transport carries.
+
+Client processes send an observation (or a block of them) to a batching server and wait for the
+action, as environment processes do. The server computes nothing, so what is measured is the
+transport. Portal's `BatchServer` does the same work in the same run where the package is there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.transport import BatchServer, Client, Keys, Server
+
+BATCH = 4
+_spawn = multiprocessing.get_context("spawn")
+
+Tree = dict[str, Any]
+
+
+def observation(envs: int) -> Tree:
+    """What one environment sends, or `envs` of them as a block."""
+    lead = (envs,) if envs > 1 else ()
+    return {
+        "image": np.zeros((*lead, 64, 64, 3), np.uint8),
+        "vector": np.zeros((*lead, 7), np.float32),
+        "reward": np.zeros(lead, np.float32),
+        "is_first": np.zeros(lead, bool),
+        "is_last": np.zeros(lead, bool),
+        "is_terminal": np.zeros(lead, bool),
+    }
+
+
+class _Counter:
+    """A policy that knows nothing and counts its steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, obs: Tree) -> tuple[Tree, None]:
+        return {"action": self.act(obs)}, None
+
+    def act(self, obs: Tree) -> Any:
+        count = len(obs["reward"])
+        self.steps += count
+        return np.zeros(count, np.int32)
+
+
+def _environments(address: str, keys: Keys | None, envs: int) -> None:
+    client = Client(address, keys=keys)
+    obs = observation(envs)
+    call = client.call if envs == 1 else client.call_block
+    while True:
+        call("act", obs).result()
+
+
+def _portal_environment(address: str) -> None:
+    import portal
+
+    client = portal.Client(address, logging=False)
+    obs = observation(1)
+    while True:
+        client.act(obs).result()
+
+
+def _rate(counter: _Counter, processes: list[BaseProcess], seconds: float) -> float:
+    """Steps a second once everybody is up and running."""
+    for process in processes:
+        process.start()
+    try:
+        _await_steps(counter, 50 * len(processes))
+        start, steps = time.perf_counter(), counter.steps
+        time.sleep(seconds)
+        return (counter.steps - steps) / (time.perf_counter() - start)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _await_steps(counter: _Counter, steps: int) -> None:
+    deadline = time.monotonic() + 60
+    while counter.steps < steps:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Only {counter.steps} of {steps} warm-up steps came in a minute.")
+        time.sleep(0.05)
+
+
+def measure_ours(
+    address: str, keys: Keys | None, processes: int, envs: int, seconds: float
+) -> float:
+    """Steps a second with so many client processes of so many environments each."""
+    counter = _Counter()
+    server = BatchServer(address, "Actor", keys)
+    server.bind("act", counter, batch=BATCH)
+    with server:
+        clients: list[BaseProcess] = [
+            _spawn.Process(target=_environments, args=(server.address, keys, envs), daemon=True)
+            for _ in range(processes)
+        ]
+        return _rate(counter, clients, seconds)
+
+
+def measure_portal(processes: int, seconds: float) -> float:
+    """The same with portal, one environment per client process."""
+    import portal
+
+    counter = _Counter()
+    port = portal.free_port()
+    server = portal.BatchServer(port, "Actor", logging=False)
+    server.bind("act", lambda obs: {"action": counter.act(obs)}, batch=BATCH)
+    server.start(block=False)
+    try:
+        clients: list[BaseProcess] = [
+            _spawn.Process(target=_portal_environment, args=(f"localhost:{port}",), daemon=True)
+            for _ in range(processes)
+        ]
+        return _rate(counter, clients, seconds)
+    finally:
+        server.close(timeout=1)
+
+
+def _echo_server(channel: Any) -> None:
+    server = Server("ipc://{auto}", "Echo")
+    server.bind("echo", lambda value: value)
+    with server:
+        channel.send(server.address)
+        channel.recv()
+
+
+@contextmanager
+def _echo_process() -> Iterator[str]:
+    ours, theirs = _spawn.Pipe()
+    process = _spawn.Process(target=_echo_server, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        ours.send(None)
+        process.join(10)
+        process.kill()
+
+
+def measure_latency(calls: int) -> tuple[float, float]:
+    """Median and 99th percentile of one small call to another process, in milliseconds."""
+    with _echo_process() as address, Client(address) as client:
+        for _ in range(calls // 10):
+            client.echo(0).result()
+        times = []
+        for number in range(calls):
+            start = time.perf_counter()
+            client.echo(number).result()
+            times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times), statistics.quantiles(times, n=100)[98]
+
+
+def run(quick: bool) -> list[Row]:
+    seconds = 0.5 if quick else 5.0
+    median, tail = measure_latency(100 if quick else 5000)
+    rows = [
+        Row("latency of a small call, median", median, "ms", note="ipc, to another process"),
+        Row("latency of a small call, 99th percentile", tail, "ms"),
+    ]
+    peer = None
+    if importlib.util.find_spec("portal"):
+        peer = measure_portal(8, seconds)
+    keys = Keys.generate()
+    shapes = {
+        "8 processes x 1 environment": (8, 1),
+        "2 processes x 8 environments": (2, 8),
+    }
+    for label, (processes, envs) in shapes.items():
+        rate: Callable[..., Row] = _rate_row(peer)
+        plain = measure_ours("ipc://{auto}", None, processes, envs, seconds)
+        curve = measure_ours("tcp://127.0.0.1:{auto}", keys, processes, envs, seconds)
+        rows.append(rate(f"{label}, ipc", plain))
+        rows.append(rate(f"{label}, tcp with CURVE", curve, f"{100 * curve / plain:.0f} % of ipc"))
+    return rows
+
+
+def _rate_row(peer: float | None) -> Callable[..., Row]:
+    def row(name: str, value: float, note: str = "") -> Row:
+        if peer is None:
+            return Row(name, value, "steps/s", note=note or "portal is not installed")
+        return compare(name, value, "steps/s", "portal, 8 processes x 1", peer, note=note)
+
+    return row

@@ -1,0 +1,42 @@
+"""Calls between processes: fast, encrypted where they leave the machine, and hard to kill.
+
+A `Server` offers functions, a `Client` calls them and gets a `Future`; a `BatchServer` answers
+many callers with one computation. Read `wire` for what travels, `codec` for how values become
+bytes, `loop` for how a server works inside and `client` for how a client does.
+"""
+
+from dreamfleet.transport.address import resolve
+from dreamfleet.transport.batching import BatchServer
+from dreamfleet.transport.client import Client
+from dreamfleet.transport.errors import (
+    AddressError,
+    Closed,
+    CodecError,
+    Disconnected,
+    MessageError,
+    RemoteError,
+    SecurityError,
+    Timeout,
+    TransportError,
+)
+from dreamfleet.transport.future import Future
+from dreamfleet.transport.security import Keys
+from dreamfleet.transport.server import Server
+
+__all__ = [
+    "AddressError",
+    "BatchServer",
+    "Client",
+    "Closed",
+    "CodecError",
+    "Disconnected",
+    "Future",
+    "Keys",
+    "MessageError",
+    "RemoteError",
+    "SecurityError",
+    "Server",
+    "Timeout",
+    "TransportError",
+    "resolve",
+]

@@ -1,0 +1,172 @@
+"""Addresses a person may write, and what they mean.
+
+ipc:///run/user/1000/x/replay   a socket file; its directory is, or is made, private (0700)
+tcp://host:port, host:port      a port; anything but loopback needs keys
+inproc://name                   inside this process only, for the serial mode
+{auto}                          anywhere in the last part: a free port, file or name
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dreamfleet.transport.errors import AddressError, SecurityError
+
+AUTO = "{auto}"
+_PATH_LIMIT = 103  # bytes; the smallest limit on a socket file's path among the systems we know
+
+
+@dataclass(frozen=True)
+class Address:
+    """A parsed address; `text` is what a client may use to connect."""
+
+    kind: str
+    host: str = ""
+    port: int = 0
+    path: Path = Path()
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        if self.kind == "tcp":
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            return f"tcp://{host}:{self.port or AUTO}"
+        return f"inproc://{self.name}" if self.kind == "inproc" else f"ipc://{self.path}"
+
+    @property
+    def endpoint(self) -> str:
+        """What libzmq is told. In-process names are socket files in a private directory, so that
+        they behave like every other connection: they are lost, found again and limited."""
+        return self.text if self.kind == "tcp" else f"ipc://{self.path}"
+
+    @property
+    def loopback(self) -> bool:
+        if self.kind != "tcp":
+            return True
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse(text: str) -> Address:
+    """Understand an address.
+
+    Raises:
+        AddressError: It cannot be understood; the message shows what an address looks like.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        scheme, rest = "tcp", text
+    if scheme == "tcp":
+        return _parse_tcp(text, rest)
+    if scheme == "ipc" and rest:
+        return _with_path(Address("ipc", path=Path(rest)))
+    if scheme == "inproc" and rest and "/" not in rest:
+        name = rest.replace(AUTO, secrets.token_hex(6))
+        return _with_path(Address("inproc", name=name, path=_process_directory() / name))
+    raise AddressError(_examples(text))
+
+
+def resolve(text: str) -> str:
+    """Replace `{auto}` now, for servers that others must know before they are started.
+
+    A port found this way is free at the moment of asking; a socket file's name is unique.
+    """
+    address = parse(text)
+    if address.kind == "tcp" and address.port == 0:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind(("" if address.host in ("*", "0.0.0.0") else address.host, 0))
+            port = probe.getsockname()[1]
+        return Address("tcp", address.host, port).text
+    return address.text
+
+
+def prepare(address: Address) -> None:
+    """Make a private directory for a socket file, and refuse one that others can enter.
+
+    Raises:
+        SecurityError: The directory is open to others, or is somebody else's.
+        AddressError: Another server is alive at this address.
+    """
+    if address.kind == "tcp":
+        return
+    directory = address.path.parent
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.getuid():
+        raise SecurityError(
+            f"The directory {directory} of a socket file must be yours alone: run 'chmod 700 "
+            f"{directory}', name another directory, or use ipc://{AUTO}."
+        )
+    # libzmq replaces a socket file without asking, which would steal a living server's address.
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(address.path))
+        except OSError:
+            return
+    raise AddressError(f"Another server is already running at {address.text}.")
+
+
+def clean_up(address: Address) -> None:
+    """Remove the socket file, and its directory if we made it up."""
+    if address.kind == "tcp":
+        return
+    address.path.unlink(missing_ok=True)
+    directory = address.path.parent
+    if directory.name.startswith(_PREFIX):
+        with suppress(OSError):  # another server of this process still lives there
+            directory.rmdir()
+
+
+_PREFIX = "dreamfleet-"
+_TOKEN = secrets.token_hex(4)
+
+
+def _process_directory() -> Path:
+    return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{_TOKEN}"
+
+
+def _with_path(address: Address) -> Address:
+    path = address.path
+    if AUTO in path.name:
+        name = path.name.replace(AUTO, secrets.token_hex(6))
+        parent = _process_directory() if path.parent == Path() else path.parent
+        path = parent / name
+    path = path.absolute()
+    if len(os.fsencode(path)) > _PATH_LIMIT:
+        raise AddressError(
+            f"The socket file {path} has too long a path (at most {_PATH_LIMIT} bytes): use a "
+            f"shorter directory, or ipc://{AUTO}."
+        )
+    return Address(address.kind, path=path, name=address.name)
+
+
+def _parse_tcp(text: str, rest: str) -> Address:
+    host, separator, port = rest.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or "/" in rest:
+        raise AddressError(_examples(text))
+    if port == AUTO:
+        return Address("tcp", host)
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise AddressError(f"{text!r} needs a port from 1 to 65535, or {AUTO} for a free one.")
+    return Address("tcp", host, int(port))
+
+
+def _examples(text: str) -> str:
+    return (
+        f"{text!r} is not an address; write ipc:///directory/file, tcp://host:port, host:port or "
+        f"inproc://name, with {AUTO} for a free port or file."
+    )

@@ -1,0 +1,365 @@
+"""A client of a server's methods."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from dreamfleet.transport import wire
+from dreamfleet.transport.address import parse
+from dreamfleet.transport.codec import Encoded, encode
+from dreamfleet.transport.connection import Connection, Lost, Message, News, Welcome
+from dreamfleet.transport.errors import (
+    Closed,
+    Disconnected,
+    MessageError,
+    RemoteError,
+    Timeout,
+    TransportError,
+)
+from dreamfleet.transport.future import Future
+from dreamfleet.transport.security import Keys
+from dreamfleet.transport.waker import Waker
+
+log = logging.getLogger(__name__)
+
+_FOREVER = float("inf")
+
+
+@dataclass(slots=True)
+class _Request:
+    """A call that has no answer yet."""
+
+    value: Encoded
+    rows: int
+    created: float
+    sent: bool = False
+
+
+class Client:
+    """Calls methods of a server, any number of threads at once.
+
+    `client.method(*args)` and `client.call('method', *args)` send a call and return a `Future`.
+    What is sent is copied before the call returns, so buffers may be reused at once; received
+    arrays are read-only.
+
+    There is no thread behind a client. A thread that waits for an answer reads the socket itself,
+    and gives other threads' answers to them.
+
+    Args:
+        address: Where the server listens; see `dreamfleet.transport.address`.
+        name: Shown in errors and logs.
+        maxinflight: Calls without an answer; one more makes the caller wait.
+        timeout: Seconds any wait may take, unless the wait says otherwise; None waits as long as
+            the server is alive.
+        keys: The run key, for `tcp` servers that have one.
+        patience: Seconds without a connection after which waiting calls fail.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str = "Client",
+        maxinflight: int = 16,
+        timeout: float | None = None,
+        keys: Keys | None = None,
+        *,
+        patience: float = 60.0,
+    ) -> None:
+        if not 1 <= maxinflight <= wire.MAX_INFLIGHT:
+            raise TransportError(
+                f"{name}: maxinflight is from 1 to {wire.MAX_INFLIGHT}, not {maxinflight}."
+            )
+        self.name = name
+        self.address = parse(address).text
+        self._maxinflight, self._timeout, self._patience = maxinflight, timeout, patience
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._receiving = False  # a thread waits at the socket, outside of the lock
+        self._closed = False
+        self._pending: dict[int, Future] = {}
+        self._errors: deque[TransportError] = deque(maxlen=64)
+        self._number = 0
+        self._welcome: Welcome | None = None
+        self._counts: Counter[str] = Counter()
+        self._waker = Waker()
+        self._connection = Connection(self.address, name, keys, self._waker)
+        self._down_since = time.monotonic()
+
+    # --- what callers use ------------------------------------------------------------------------
+
+    def call(self, method: str, /, *args: Any) -> Future:
+        """Send a call.
+
+        Raises:
+            CodecError: An argument cannot be sent.
+            Timeout: `maxinflight` calls are unanswered, and none was answered in time.
+            TransportError: An earlier call failed and nobody looked at its answer.
+        """
+        return self._call(method, 0, args)
+
+    def call_block(self, method: str, /, *args: Any) -> Future:
+        """Send one call that holds a block of items for a `BatchServer`: every leaf is an array
+        with the same leading axis k, and so is every leaf of the answer."""
+        rows = _rows(args)
+        if not rows:
+            raise TransportError(
+                f"{method!r}: a block needs arrays that share a leading axis of at least 1."
+            )
+        return self._call(method, rows, args)
+
+    def __getattr__(self, method: str) -> Callable[..., Future]:
+        if method.startswith("_"):
+            raise AttributeError(f"A client has no {method!r}.")
+        return partial(self.call, method)
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            Disconnected: It did not within `timeout` seconds; the message says why, if known.
+        """
+        limit = self._patience if timeout is None else timeout
+        if not self._progress(lambda: self._welcome is not None, time.monotonic() + limit):
+            raise Disconnected(self._absence(limit))
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start, and how many calls are in flight now."""
+        names = ("requests", "replies", "errors", "resent", "connects", "bytes_out", "bytes_in")
+        counts = {name: float(self._counts[name]) for name in names}
+        return {**counts, "inflight": float(len(self._pending))}
+
+    def close(self) -> None:
+        """Hang up. Calls without an answer fail with `Closed`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._waker.wake()
+            while self._receiving:
+                self._changed.wait()
+            self._fail_all(Closed(f"{self.name} was closed before {self.address} answered."))
+            self._connection.close()
+            self._waker.close()
+            self._changed.notify_all()
+        for error in self._errors:
+            if not isinstance(error, Closed):
+                log.error("%s: a call failed and nobody looked: %s", self.name, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
+        value = encode(args)
+        if self._pending:
+            self._progress(lambda: False, 0.0)  # learn of failures before sending more
+        deadline = self._deadline(None)
+        while True:
+            with self._lock:
+                self._check()
+                if len(self._pending) < self._maxinflight:
+                    return self._enqueue(Future(self, method), value, rows)
+            if not self._progress(lambda: len(self._pending) < self._maxinflight, deadline):
+                raise Timeout(self._why_waiting(method))
+
+    def _enqueue(self, future: Future, value: Encoded, rows: int) -> Future:
+        self._number += 1
+        future.request = _Request(value, rows, time.monotonic())
+        self._pending[self._number] = future
+        self._counts["requests"] += 1
+        if self._welcome is None:
+            future.request.value = value.snapshot()  # sent later, when the caller may have moved on
+        else:
+            self._send(self._number, future, self._welcome)
+        return future
+
+    def _send(self, number: int, future: Future, welcome: Welcome) -> None:
+        request: _Request = future.request
+        if future.method in welcome.repeatable:
+            request.value = request.value.snapshot()
+        frames = wire.pack(wire.CALL, number, request.value, future.method, request.rows)
+        request.sent = True
+        self._counts["bytes_out"] += sum(map(len, frames))
+        self._connection.send(frames)
+        if self._receiving and self._connection.readable:
+            # A send may swallow the signal of a message that came meanwhile.
+            self._waker.wake()
+
+    # --- receiving -------------------------------------------------------------------------------
+
+    def _progress(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Move the connection along until `done` or the deadline; returns whether it is done.
+
+        Any thread may call it. One of them at a time waits at the socket; the others sleep until
+        it has news for them, or leaves its place to them.
+        """
+        with self._lock:
+            last_look = False
+            while not done():
+                if self._closed:
+                    raise Closed(f"{self.name} is closed.")
+                if not self._receiving:
+                    self._connection.collect()
+                    if self._connection.news:
+                        self._learn(self._connection.news.popleft())
+                        self._changed.notify_all()
+                        continue
+                    self._expire()
+                if last_look:
+                    return done()
+                remaining = deadline - time.monotonic()
+                last_look = remaining <= 0
+                if not self._receiving:
+                    self._sleep(max(0.0, remaining))
+                elif remaining > 0:
+                    self._changed.wait(None if remaining == _FOREVER else remaining)
+            return True
+
+    def _sleep(self, timeout: float) -> None:
+        timeout = min(timeout, self._next_expiry())
+        self._receiving = True
+        self._lock.release()
+        try:
+            self._connection.sleep(timeout)
+        finally:
+            self._lock.acquire()
+            self._receiving = False
+            self._changed.notify_all()
+
+    def _learn(self, news: News) -> None:
+        match news:
+            case Message():
+                self._settle(news)
+            case Welcome():
+                self._on_welcome(news)
+            case Lost():
+                self._on_lost()
+            case MessageError():
+                self._fail_all(news)
+
+    def _settle(self, message: Message) -> None:
+        """Give an answer to the call it belongs to."""
+        header = message.header
+        self._counts["bytes_in"] += sum(map(len, message.frames))
+        try:
+            value = wire.value_of(header, message.frames)
+            future = self._pending.pop(header.id, None)
+            if header.kind == wire.REPLY and future:
+                self._counts["replies"] += 1
+                future._resolve(value)
+            elif header.kind == wire.ERROR:
+                self._counts["errors"] += 1
+                kind, text, trace = value
+                error = RemoteError(f"{self._server}: {text}", kind, trace)
+                if future:
+                    future._fail(error)
+                else:  # the server could not even read which call it was
+                    self._errors.append(error)
+        except (TransportError, ValueError, TypeError) as problem:
+            self._fail_all(MessageError(f"{self._server} sent an answer that is odd: {problem}"))
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if self._welcome and self._welcome.incarnation == welcome.incarnation:
+            return
+        self._welcome = welcome
+        self._maxinflight = min(self._maxinflight, welcome.limit)
+        self._counts["connects"] += 1
+        for number, future in self._pending.items():
+            if not future.request.sent:
+                self._send(number, future, welcome)
+
+    def _on_lost(self) -> None:
+        assert self._welcome is not None
+        repeatable = self._welcome.repeatable
+        error = Disconnected(
+            f"{self._server} was lost before it answered; whether the call was carried out is not "
+            "known."
+        )
+        self._welcome = None
+        self._down_since = time.monotonic()
+        for number, future in list(self._pending.items()):
+            request: _Request = future.request
+            if request.sent and future.method in repeatable:
+                request.sent = False
+                self._counts["resent"] += 1
+            elif request.sent:
+                self._pending.pop(number)._fail(error)
+
+    def _next_expiry(self) -> float:
+        """Seconds until a call has waited too long for a connection."""
+        if self._welcome or not self._pending:
+            return _FOREVER
+        oldest: float = next(iter(self._pending.values())).request.created
+        return max(0.0, max(oldest, self._down_since) + self._patience - time.monotonic())
+
+    def _expire(self) -> None:
+        while self._next_expiry() == 0.0:
+            number = next(iter(self._pending))
+            self._pending.pop(number)._fail(Disconnected(self._absence(self._patience)))
+
+    def _fail_all(self, error: TransportError) -> None:
+        while self._pending:
+            self._pending.pop(next(iter(self._pending)))._fail(error)
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def _deadline(self, timeout: float | None) -> float:
+        limit = self._timeout if timeout is None else timeout
+        return _FOREVER if limit is None else time.monotonic() + limit
+
+    def _unheard(self, method: str, error: TransportError) -> None:
+        """An error that no caller can see any more. Called by the garbage collector, anywhere."""
+        error.add_note(f"(The answer to an earlier call of {method!r} that nobody looked at.)")
+        self._errors.append(error)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Closed(f"{self.name} is closed.")
+        if self._errors:
+            raise self._errors.popleft()
+
+    @property
+    def _server(self) -> str:
+        name = self._welcome.name if self._welcome else "The server"
+        return f"{name} at {self.address}"
+
+    def _absence(self, seconds: float) -> str:
+        return (
+            f"{self.name} found no server at {self.address} for {seconds:g} s "
+            f"({self._connection.trouble})."
+        )
+
+    def _why_waiting(self, method: str) -> str:
+        state = "connected" if self._welcome else f"not connected: {self._connection.trouble}"
+        return (
+            f"{self._server} did not answer {method!r} of {self.name} in time "
+            f"({state}; {len(self._pending)} calls in flight)."
+        )
+
+
+def _rows(tree: Any) -> int:
+    """The leading axis of the first leaf; the server checks that the others agree."""
+    while isinstance(tree, (dict, list, tuple)):
+        children = list(tree.values()) if isinstance(tree, dict) else tree
+        if not children:
+            return 0
+        tree = children[0]
+    shape = getattr(tree, "shape", ())
+    return int(shape[0]) if shape else 0

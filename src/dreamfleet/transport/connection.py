@@ -1,0 +1,174 @@
+"""One client's socket: connecting, greeting, noticing loss.
+
+Touched by one thread at a time, under the client's lock; see `client`. What it learns it puts into
+`news`, in order: `Welcome` when a server has greeted back, `Lost` when that server has gone, and
+messages.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dreamfleet.transport import wire
+from dreamfleet.transport.address import parse
+from dreamfleet.transport.codec import encode
+from dreamfleet.transport.errors import MessageError
+from dreamfleet.transport.security import Keys
+from dreamfleet.transport.waker import Waker
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """What a server says about itself. Another incarnation is another process or object."""
+
+    protocol: int
+    name: str
+    incarnation: str
+    limit: int
+    repeatable: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The server that had greeted us has gone."""
+
+
+@dataclass(frozen=True)
+class Message:
+    header: wire.Header
+    frames: list[Any]
+
+
+News = Welcome | Lost | Message | MessageError
+
+_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
+
+_HANDSHAKE_FAILURES = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed; is the server given the same key?",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed; do both sides have a key?",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "the server refused the key",
+}
+_EVENTS = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+
+
+class Connection:
+    def __init__(self, address: str, name: str, keys: Keys | None, waker: Waker) -> None:
+        self.news: deque[News] = deque()
+        self.trouble = "nobody listens there"
+        self._address = parse(address)
+        self._name = name
+        self._keys = keys if self._address.kind == "tcp" else None
+        self._waker = waker
+        self._greeted = False
+        self._open()
+
+    def _open(self) -> None:
+        # One context, and so one I/O thread of libzmq, serves all clients of a process.
+        context = _contexts.setdefault(os.getpid(), zmq.Context())
+        self._socket = context.socket(zmq.DEALER)
+        wire.set_limits(self._socket)
+        self._socket.linger = 1000
+        self._socket.reconnect_ivl = 20
+        self._socket.reconnect_ivl_max = 500
+        self._socket.ipv6 = ":" in self._address.host
+        if self._keys:
+            self._keys.protect_client(self._socket)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._monitor_descriptor = self._monitor.fileno()
+        self._alarmed = True  # its descriptor tells of changes, so it is looked at once before
+        self._bell = select.poll()
+        for source in (self._socket, self._monitor, self._waker):
+            self._bell.register(source.fileno(), select.POLLIN)
+        self._socket.connect(self._address.endpoint)
+
+    def send(self, frames: list[Any]) -> None:
+        wire.send(self._socket, frames)
+
+    def sleep(self, timeout: float) -> None:
+        """Wait for a sign of news, a wake-up or the end of `timeout` seconds. Touches no socket,
+        so another thread may send meanwhile."""
+        for descriptor, _ in self._bell.poll(None if timeout == float("inf") else 1000 * timeout):
+            if descriptor == self._waker.fileno():
+                self._waker.clear()
+            elif descriptor == self._monitor_descriptor:
+                self._alarmed = True
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message is waiting."""
+        return wire.readable(self._socket)
+
+    def collect(self) -> None:
+        """Turn what has come into news, one thing at a time."""
+        if not self.news:
+            if wire.readable(self._socket):
+                self._read()
+            elif self._alarmed:
+                self._watch()
+
+    def close(self, linger: int | None = None) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger)
+
+    def _read(self) -> None:
+        first, *frames = wire.receive(self._socket)
+        try:
+            header = wire.unpack(first)
+            if header.kind == wire.WELCOME:
+                self.news.append(self._welcome(header, frames))
+                self._greeted = True
+            else:
+                self.news.append(Message(header, frames))
+        except MessageError as problem:
+            self.news.append(problem)
+
+    def _welcome(self, header: wire.Header, frames: list[Any]) -> Welcome:
+        try:
+            welcome = msgspec.convert(wire.value_of(header, frames), Welcome)
+        except msgspec.ValidationError as problem:
+            raise MessageError(f"The greeting of {self._address.text} is odd: {problem}") from None
+        if welcome.protocol != wire.PROTOCOL:
+            raise MessageError(
+                f"{welcome.name} at {self._address.text} speaks protocol {welcome.protocol} and "
+                f"this client {wire.PROTOCOL}: use the same version of Dreamfleet on both sides."
+            )
+        return welcome
+
+    def _watch(self) -> None:
+        lost = self._alarmed = False
+        while True:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                break
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.send(wire.pack(wire.HELLO, 0, encode((wire.PROTOCOL, self._name))))
+            elif event == zmq.Event.DISCONNECTED:
+                if self._greeted:
+                    self.trouble = "the server has gone"
+                    lost = True
+            else:
+                self.trouble = _HANDSHAKE_FAILURES[zmq.Event(event)]
+        if lost:
+            while wire.readable(self._socket):
+                self._read()  # what the server had answered before it went still counts
+            self._greeted = False
+            self.news.append(Lost())
+            # A fresh socket forgets what was queued for the old server: whether that is sent
+            # again is decided call by call.
+            self.close(linger=0)
+            self._open()

@@ -1,0 +1,59 @@
+"""What can go wrong between a client and a server.
+
+TransportError
+├── AddressError        an address that cannot be understood or used
+├── SecurityError       a server that strangers could reach, or a key that is missing or open
+├── CodecError          a value that cannot be sent; the message names its place
+├── MessageError        bytes that are not one of our messages
+├── RemoteError         the server's method failed; holds the remote traceback
+├── Disconnected        the connection was lost, or nobody answers at the address
+├── Timeout             the answer did not come in the time allowed
+└── Closed              the client or server was closed on this side
+"""
+
+from dreamfleet.errors import DreamfleetError
+
+
+class TransportError(DreamfleetError):
+    """Base of everything the transport raises."""
+
+
+class AddressError(TransportError, ValueError):
+    """An address that cannot be understood or used."""
+
+
+class SecurityError(TransportError):
+    """Strangers could get in, or the key does not open the door."""
+
+
+class CodecError(TransportError, TypeError):
+    """A value that cannot be sent."""
+
+
+class MessageError(TransportError, ValueError):
+    """Bytes that are not a valid message."""
+
+
+class RemoteError(TransportError):
+    """The method failed on the server, which lives on."""
+
+    def __init__(self, message: str, kind: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n\nRemote traceback:\n{self.traceback}" if self.traceback else text
+
+
+class Disconnected(TransportError, ConnectionError):
+    """The connection was lost before the answer came. Whether the method ran is unknown."""
+
+
+class Timeout(TransportError, TimeoutError):
+    """The answer did not come in the time allowed. It may still come."""
+
+
+class Closed(TransportError):
+    """This side was closed."""

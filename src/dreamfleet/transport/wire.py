@@ -1,0 +1,128 @@
+"""Messages: a small header frame, then one frame per large array.
+
+    client                              server
+    HELLO  protocol, name       ---->
+                                <----   WELCOME  protocol, name, incarnation, limit, repeatable
+    CALL   id, method, rows, value -->
+                                <----   REPLY id, value      or      ERROR id, (kind, text, trace)
+
+A client sends nothing but HELLO before it has read WELCOME. Headers are decoded into a typed
+struct, so a header of another shape is refused as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from dreamfleet.transport.codec import Buffer, Encoded, Plain, decode, encode
+from dreamfleet.transport.errors import MessageError
+
+PROTOCOL = 1
+HELLO, WELCOME, CALL, REPLY, ERROR = range(5)
+
+MAX_HEADER = 1 << 20
+MAX_FRAMES = 4096
+MAX_MESSAGE = 1 << 30  # bytes in one frame; libzmq hangs up on a peer that announces more
+MAX_INFLIGHT = 256  # requests of one client that a server holds
+
+HEARTBEAT = 5_000  # ms between pings, answered by libzmq's own thread however busy Python is
+HEARTBEAT_TIMEOUT = 15_000  # ms of silence after which the other side counts as dead
+
+
+class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What a message is, and everything of its value that is small."""
+
+    kind: int
+    id: int
+    method: str = ""
+    rows: int = 0  # 0: one item; k: a block of k items along a leading axis
+    schema: bytes = b""
+    plain: list[Plain] = []
+    blob: bytes = b""
+
+
+_encode_header = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(Header).decode
+
+
+def pack(kind: int, number: int, value: Encoded, method: str = "", rows: int = 0) -> list[Buffer]:
+    """The frames of a message."""
+    header = Header(kind, number, method, rows, value.schema, value.plain, value.blob)
+    return [_encode_header(header), *value.frames]
+
+
+def pack_error(number: int, kind: str, text: str, traceback: str = "") -> list[Buffer]:
+    return pack(ERROR, number, encode((kind, text, traceback)))
+
+
+def unpack(frame: Buffer) -> Header:
+    """The header of a message.
+
+    Raises:
+        MessageError: It is not one of ours.
+    """
+    if len(frame) > MAX_HEADER:
+        raise MessageError(f"A header of {len(frame)} bytes is above the limit of {MAX_HEADER}.")
+    try:
+        return _decode_header(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
+        raise MessageError(f"A header cannot be read: {problem}") from None
+
+
+def value_of(header: Header, frames: Sequence[Buffer]) -> Any:
+    """The value a message carries.
+
+    Raises:
+        MessageError: It is malformed.
+    """
+    return decode(header.schema, header.plain, header.blob, frames)
+
+
+# Plain numbers: pyzmq's enums do their arithmetic in Python, which shows at this rate.
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+
+
+def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """Hand a whole message to libzmq, which copies it.
+
+    Raises:
+        zmq.ZMQError: It cannot be delivered.
+    """
+    for frame in frames[:-1]:
+        socket.send(frame, _NOBLOCK_MORE)
+    socket.send(frames[-1], _NOBLOCK)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[Any]:
+    """Read one whole message that is waiting. Frames beyond the limit are read and dropped.
+
+    Raises:
+        zmq.Again: Nothing is waiting.
+    """
+    frame = socket.recv(_NOBLOCK, copy=False)
+    frames: list[Any] = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(copy=False)
+        if len(frames) <= MAX_FRAMES:
+            frames.append(frame.buffer)
+    return frames if len(frames) <= MAX_FRAMES else frames[:1]
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is waiting."""
+    return bool(int(socket.get(zmq.EVENTS)) & _POLLIN)
+
+
+def set_limits(socket: zmq.Socket[bytes]) -> None:
+    """Bound what one peer may cost, and notice a peer that has gone without a word."""
+    socket.maxmsgsize = MAX_MESSAGE
+    socket.sndhwm = socket.rcvhwm = MAX_INFLIGHT + 8
+    socket.heartbeat_ivl = HEARTBEAT
+    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT
+    socket.heartbeat_ttl = HEARTBEAT_TIMEOUT
