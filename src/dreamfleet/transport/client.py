@@ -83,6 +83,7 @@ class Client:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._receiving = False  # a thread waits at the socket, outside of the lock
+        self._bystanders = 0  # threads that wait for the one at the socket
         self._closed = False
         self._pending: dict[int, Future] = {}
         self._errors: deque[TransportError] = deque(maxlen=64)
@@ -143,6 +144,7 @@ class Client:
                 return
             self._closed = True
             self._waker.wake()
+            self._bystanders += 1
             while self._receiving:
                 self._changed.wait()
             self._fail_all(Closed(f"{self.name} was closed before {self.address} answered."))
@@ -219,7 +221,7 @@ class Client:
                     self._connection.collect()
                     if self._connection.news:
                         self._learn(self._connection.news.popleft())
-                        self._changed.notify_all()
+                        self._tell_others()
                         continue
                     self._expire()
                 if last_look:
@@ -229,7 +231,9 @@ class Client:
                 if not self._receiving:
                     self._sleep(max(0.0, remaining))
                 elif remaining > 0:
+                    self._bystanders += 1
                     self._changed.wait(None if remaining == _FOREVER else remaining)
+                    self._bystanders -= 1
             return True
 
     def _sleep(self, timeout: float) -> None:
@@ -241,18 +245,21 @@ class Client:
         finally:
             self._lock.acquire()
             self._receiving = False
+            self._tell_others()
+
+    def _tell_others(self) -> None:
+        if self._bystanders:
             self._changed.notify_all()
 
     def _learn(self, news: News) -> None:
-        match news:
-            case Message():
-                self._settle(news)
-            case Welcome():
-                self._on_welcome(news)
-            case Lost():
-                self._on_lost()
-            case MessageError():
-                self._fail_all(news)
+        if isinstance(news, Message):
+            self._settle(news)
+        elif isinstance(news, Welcome):
+            self._on_welcome(news)
+        elif isinstance(news, Lost):
+            self._on_lost()
+        else:
+            self._fail_all(news)
 
     def _settle(self, message: Message) -> None:
         """Give an answer to the call it belongs to."""

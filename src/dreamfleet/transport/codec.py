@@ -306,8 +306,7 @@ def check_sizes(
     if (
         len(plain) != len(schema.plain_paths)
         or len(blob) != schema.blob_size
-        or len(frames) != len(schema.frame_sizes)
-        or any(len(f) != n for f, n in zip(frames, schema.frame_sizes, strict=True))
+        or tuple(map(len, frames)) != schema.frame_sizes
     ):
         raise MessageError("The data of a message does not have the size its schema announces.")
 
@@ -358,7 +357,8 @@ def decode(schema: bytes, plain: Sequence[Plain], blob: Buffer, frames: Sequence
     """
     parsed = parse_schema(schema)
     check_sizes(parsed, plain, blob, frames)
-    return assemble(parsed, plain, decode_leaves(parsed, blob, frames))
+    leaves = decode_leaves(parsed, blob, frames) if parsed.leaves else ()
+    return assemble(parsed, plain, leaves)
 
 
 def _assemble(node: Any, plain: Any, leaves: Any) -> Any:

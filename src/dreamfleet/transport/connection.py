@@ -40,7 +40,7 @@ class Lost:
     """The server that had greeted us has gone."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Message:
     header: wire.Header
     frames: list[Any]
@@ -114,8 +114,9 @@ class Connection:
     def collect(self) -> None:
         """Turn what has come into news, one thing at a time."""
         if not self.news:
-            if wire.readable(self._socket):
-                self._read()
+            message = wire.receive(self._socket)
+            if message:
+                self._read(message)
             elif self._alarmed:
                 self._watch()
 
@@ -124,10 +125,10 @@ class Connection:
         self._monitor.close()
         self._socket.close(linger)
 
-    def _read(self) -> None:
-        first, *frames = wire.receive(self._socket)
+    def _read(self, message: list[Any]) -> None:
+        frames = message[1:]
         try:
-            header = wire.unpack(first)
+            header = wire.unpack(message[0])
             if header.kind == wire.WELCOME:
                 self.news.append(self._welcome(header, frames))
                 self._greeted = True
@@ -164,8 +165,8 @@ class Connection:
             else:
                 self.trouble = _HANDSHAKE_FAILURES[zmq.Event(event)]
         if lost:
-            while wire.readable(self._socket):
-                self._read()  # what the server had answered before it went still counts
+            while message := wire.receive(self._socket):
+                self._read(message)  # what the server had answered before it went still counts
             self._greeted = False
             self.news.append(Lost())
             # A fresh socket forgets what was queued for the old server: whether that is sent

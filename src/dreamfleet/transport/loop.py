@@ -247,12 +247,10 @@ class Loop:
             return task
 
     def _receive(self) -> None:
-        for socket in self._doorkeeper_sockets():
-            while wire.readable(socket):
-                assert self._doorkeeper
-                self._doorkeeper.answer()
-        while not self._ready and wire.readable(self._socket):
-            peer, *frames = wire.receive(self._socket)
+        while self._doorkeeper and wire.readable(self._doorkeeper.socket):
+            self._doorkeeper.answer()
+        while not self._ready and (message := wire.receive(self._socket)):
+            peer, frames = message[0], message[1:]
             try:
                 self._handle(peer, frames)
             except TransportError as problem:

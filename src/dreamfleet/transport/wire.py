@@ -86,6 +86,7 @@ def value_of(header: Header, frames: Sequence[Buffer]) -> Any:
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+_send = zmq.backend.Socket.send  # without the options of the class above it
 
 
 def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
@@ -95,17 +96,17 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
         zmq.ZMQError: It cannot be delivered.
     """
     for frame in frames[:-1]:
-        socket.send(frame, _NOBLOCK_MORE)
-    socket.send(frames[-1], _NOBLOCK)
+        _send(socket, frame, _NOBLOCK_MORE)
+    _send(socket, frames[-1], _NOBLOCK)
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[Any]:
-    """Read one whole message that is waiting. Frames beyond the limit are read and dropped.
-
-    Raises:
-        zmq.Again: Nothing is waiting.
-    """
-    frame = socket.recv(_NOBLOCK, copy=False)
+    """Read one whole message, or an empty list if none is waiting. Of a message with too many
+    frames only the first is kept."""
+    try:
+        frame = socket.recv(_NOBLOCK, copy=False)
+    except zmq.Again:
+        return []
     frames: list[Any] = [frame.bytes]
     while frame.more:
         frame = socket.recv(copy=False)
