@@ -8,6 +8,7 @@ inproc://name                   inside this process only, for the serial mode
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import secrets
@@ -74,7 +75,7 @@ def parse(text: str) -> Address:
         return _with_path(Address("ipc", path=Path(rest)))
     if scheme == "inproc" and rest and "/" not in rest:
         name = rest.replace(AUTO, secrets.token_hex(6))
-        return _with_path(Address("inproc", name=name, path=_process_directory() / name))
+        return _with_path(Address("inproc", name=name, path=_private_directory(name) / "socket"))
     raise AddressError(_examples(text))
 
 
@@ -126,7 +127,7 @@ def clean_up(address: Address) -> None:
     address.path.unlink(missing_ok=True)
     directory = address.path.parent
     if directory.name.startswith(_PREFIX):
-        with suppress(OSError):  # another server of this process still lives there
+        with suppress(OSError):  # somebody put something else into it
             directory.rmdir()
 
 
@@ -134,16 +135,18 @@ _PREFIX = "dreamfleet-"
 _TOKEN = secrets.token_hex(4)
 
 
-def _process_directory() -> Path:
-    return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{_TOKEN}"
+def _private_directory(name: str) -> Path:
+    """A directory for one address of this process. No two share one, so that each is free to
+    remove its own."""
+    digest = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+    return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{_TOKEN}-{digest}"
 
 
 def _with_path(address: Address) -> Address:
     path = address.path
     if AUTO in path.name:
         name = path.name.replace(AUTO, secrets.token_hex(6))
-        parent = _process_directory() if path.parent == Path() else path.parent
-        path = parent / name
+        path = (_private_directory(name) if path.parent == Path() else path.parent) / name
     path = path.absolute()
     if len(os.fsencode(path)) > _PATH_LIMIT:
         raise AddressError(

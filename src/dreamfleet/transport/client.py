@@ -133,9 +133,12 @@ class Client:
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and how many calls are in flight now."""
-        names = ("requests", "replies", "errors", "resent", "connects", "bytes_out", "bytes_in")
-        counts = {name: float(self._counts[name]) for name in names}
-        return {**counts, "inflight": float(len(self._pending))}
+        names = ("requests", "replies", "errors", "resent", "connects", "bytes_out")
+        return {
+            **{name: float(self._counts[name]) for name in names},
+            "bytes_in": float(self._connection.bytes_in),
+            "inflight": float(len(self._pending)),
+        }
 
     def close(self) -> None:
         """Hang up. Calls without an answer fail with `Closed`."""
@@ -223,7 +226,8 @@ class Client:
                         self._learn(self._connection.news.popleft())
                         self._tell_others()
                         continue
-                    self._expire()
+                    if self._expire():
+                        continue
                 if last_look:
                     return done()
                 remaining = deadline - time.monotonic()
@@ -264,7 +268,6 @@ class Client:
     def _settle(self, message: Message) -> None:
         """Give an answer to the call it belongs to."""
         header = message.header
-        self._counts["bytes_in"] += sum(map(len, message.frames))
         try:
             value = wire.value_of(header, message.frames)
             future = self._pending.pop(header.id, None)
@@ -316,10 +319,14 @@ class Client:
         oldest: float = next(iter(self._pending.values())).request.created
         return max(0.0, max(oldest, self._down_since) + self._patience - time.monotonic())
 
-    def _expire(self) -> None:
+    def _expire(self) -> bool:
+        """Give up calls that have waited too long for a connection; whether there were any."""
+        expired = False
         while self._next_expiry() == 0.0:
             number = next(iter(self._pending))
             self._pending.pop(number)._fail(Disconnected(self._absence(self._patience)))
+            expired = True
+        return expired
 
     def _fail_all(self, error: TransportError) -> None:
         while self._pending:

@@ -7,7 +7,6 @@ messages.
 
 from __future__ import annotations
 
-import os
 import select
 from collections import deque
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ class Message:
 
 News = Welcome | Lost | Message | MessageError
 
-_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
-
 _HANDSHAKE_FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed; is the server given the same key?",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed; do both sides have a key?",
@@ -68,6 +65,7 @@ class Connection:
     def __init__(self, address: str, name: str, keys: Keys | None, waker: Waker) -> None:
         self.news: deque[News] = deque()
         self.trouble = "nobody listens there"
+        self.bytes_in = 0
         self._address = parse(address)
         self._name = name
         self._keys = keys if self._address.kind == "tcp" else None
@@ -77,7 +75,7 @@ class Connection:
 
     def _open(self) -> None:
         # One context, and so one I/O thread of libzmq, serves all clients of a process.
-        context = _contexts.setdefault(os.getpid(), zmq.Context())
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         wire.set_limits(self._socket)
         self._socket.linger = 1000
@@ -127,6 +125,7 @@ class Connection:
 
     def _read(self, message: list[Any]) -> None:
         frames = message[1:]
+        self.bytes_in += sum(map(len, message))
         try:
             header = wire.unpack(message[0])
             if header.kind == wire.WELCOME:

@@ -137,6 +137,8 @@ class Loop:
         with self.lock:
             self._stopping = True
         self._waker.wake()
+        with self._baton:  # from here on nobody reads
+            pass
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -1,0 +1,807 @@
+"""What every transport promises: ipc, tcp, tcp with keys, and inside one process."""
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dreamfleet.transport import (
+    AddressError,
+    BatchServer,
+    Client,
+    Closed,
+    CodecError,
+    Disconnected,
+    Keys,
+    RemoteError,
+    Server,
+    Timeout,
+    TransportError,
+)
+
+KEYS = Keys.generate()
+TRANSPORTS = {
+    "ipc": ("ipc://{auto}", None),
+    "tcp": ("tcp://127.0.0.1:{auto}", None),
+    "tcp with keys": ("127.0.0.1:{auto}", KEYS),
+    "inproc": ("inproc://{auto}", None),
+}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> tuple[str, Keys | None]:
+    return TRANSPORTS[request.param]
+
+
+class Gate:
+    """A method that blocks until the test lets it go on, and tells that it was entered."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def __call__(self, *args: object) -> object:
+        self.entered.release()
+        assert self.open.wait(60)
+        return args
+
+
+class Plain:
+    """A server with the methods the tests call, and its clients."""
+
+    def __init__(self, address: str, keys: Keys | None) -> None:
+        self.keys = keys
+        self.clients: list[Client] = []
+        self.gate = Gate()
+        self.added: list[int] = []
+        self.server = self.make(address)
+        self.server.start(block=False)
+
+    def make(self, address: str) -> Server:
+        server = Server(address, "Plain", keys=self.keys)
+        server.bind("echo", lambda *args: args)
+        server.bind("fail", self.fail)
+        server.bind("add", self.add, repeatable=True)
+        server.bind("gate", self.gate, workers=1)
+        server.bind("safe_gate", self.gate, workers=1, repeatable=True)
+        server.bind("odd", lambda: object())
+        return server
+
+    def fail(self, text: str = "no luck") -> None:
+        raise ValueError(text)
+
+    def add(self, number: int) -> int:
+        self.added.append(number)
+        return len(self.added)
+
+    def client(self, **options: object) -> Client:
+        client = Client(self.server.address, keys=self.keys, **options)
+        self.clients.append(client)
+        client.connect(20)
+        return client
+
+    def restart(self) -> None:
+        """The server goes away, and another one comes at the same address."""
+        address = self.server.address
+        self.gate.open.set()
+        self.server.close()
+        self.gate.open.clear()
+        self.server = self.make(address)
+        self.server.start(block=False)
+
+    def close(self) -> None:
+        self.gate.open.set()
+        for client in self.clients:
+            client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def plain(transport: tuple[str, Keys | None]) -> Iterator[Plain]:
+    bench = Plain(*transport)
+    yield bench
+    bench.close()
+
+
+# --- values and calls ----------------------------------------------------------------------------
+
+
+def test_values_come_back_as_they_were_sent(plain: Plain) -> None:
+    value = {
+        "image": np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3),
+        "nested": [1, 2.5, None, True, ("text", b"bytes", np.float32(3))],
+        "empty": {},
+    }
+    (back,) = plain.client().echo(value).result(20)
+    np.testing.assert_array_equal(back["image"], value["image"])
+    assert back["nested"] == value["nested"]
+    assert isinstance(back["nested"][4], tuple)
+    assert back["empty"] == {}
+
+
+def test_large_arrays_arrive_whole_and_read_only(plain: Plain) -> None:
+    array = np.random.default_rng(0).random((3, 1000, 1000))
+    (back,) = plain.client().echo(array).result(20)
+    np.testing.assert_array_equal(back, array)
+    with pytest.raises(ValueError, match="read-only"):
+        back[0] = 1
+
+
+def test_a_buffer_may_be_reused_right_after_the_call(plain: Plain) -> None:
+    client = plain.client()
+    buffer = np.zeros(100_000)
+    futures = []
+    for number in range(10):
+        buffer[:] = number
+        futures.append(client.echo(buffer))
+    for number, future in enumerate(futures):
+        assert set(future.result(20)[0].tolist()) == {float(number)}
+
+
+def test_calls_of_a_client_run_in_order(plain: Plain) -> None:
+    client = plain.client()
+    futures = [client.call("add", number) for number in range(100)]
+    assert [future.result(20) for future in futures] == list(range(1, 101))
+    assert plain.added == list(range(100))
+
+
+def test_answers_may_be_taken_in_any_order(plain: Plain) -> None:
+    client = plain.client()
+    futures = [client.echo(number) for number in range(10)]
+    assert [f.result(20)[0] for f in reversed(futures)] == list(reversed(range(10)))
+    assert futures[3].result() == (3,)
+
+
+def test_a_call_made_before_the_server_is_there_waits_for_it(
+    transport: tuple[str, Keys | None],
+) -> None:
+    address, keys = transport
+    probe = Server(address, keys=keys)
+    probe.close()
+    buffer = np.zeros(10)
+    with Client(probe.address, keys=keys) as client:
+        future = client.echo(buffer)
+        buffer[:] = 1  # the call was made with zeros
+        assert not future.done()
+        server = Server(probe.address, keys=keys)
+        server.bind("echo", lambda value: value)
+        with server:
+            assert future.result(20).tolist() == [0] * 10
+
+
+def test_many_threads_may_share_a_client(plain: Plain) -> None:
+    client = plain.client(maxinflight=4)
+    wrong = []
+
+    def work(base: int) -> None:
+        for number in range(base, base + 50):
+            answer = client.echo(number, np.full(1000, number)).result(30)
+            if answer[0] != number or answer[1][0] != number:
+                wrong.append((number, answer))
+
+    threads = [threading.Thread(target=work, args=(1000 * index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert client.stats()["replies"] == 400
+
+
+def test_one_thread_sends_while_another_waits(plain: Plain) -> None:
+    client = plain.client()
+    blocked = client.gate("first")
+    answers = []
+    waiter = threading.Thread(target=lambda: answers.append(blocked.result(30)))
+    waiter.start()
+    assert plain.gate.entered.acquire(timeout=20)
+    assert client.echo("second").result(20) == ("second",)
+    plain.gate.open.set()
+    waiter.join(20)
+    assert answers == [("first",)]
+
+
+def test_sixty_four_clients_at_once(plain: Plain) -> None:
+    clients = [plain.client() for _ in range(64)]
+    futures = [(number, client.echo(number)) for number in range(0, 1280, 64) for client in clients]
+    assert all(future.result(30) == (number,) for number, future in futures)
+    assert plain.server.stats()["inflight"] == 0
+
+
+def await_answers(client: Client) -> None:
+    """Let the client learn all its answers without looking at any."""
+    assert client._progress(lambda: not client._pending, time.monotonic() + 20)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_an_error_reaches_the_caller_with_its_traceback_and_the_server_lives(
+    plain: Plain,
+) -> None:
+    client = plain.client()
+    with pytest.raises(RemoteError, match="no luck") as caught:
+        client.fail().result(20)
+    assert caught.value.kind == "ValueError"
+    assert "in fail" in caught.value.traceback
+    assert "raise ValueError(text)" in str(caught.value)
+    assert client.echo(1).result(20) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "words"),
+    [
+        ("nothing", (), "has no method 'nothing'; its methods are add, echo, fail"),
+        ("add", (), "missing 1 required positional argument"),
+        ("add", (1, 2), "takes 2 positional arguments but 3 were given"),
+        ("odd", (), "type object are not supported"),
+    ],
+)
+def test_a_wrong_call_costs_an_error(
+    plain: Plain, method: str, args: tuple[int, ...], words: str
+) -> None:
+    client = plain.client()
+    with pytest.raises(RemoteError, match=words):
+        client.call(method, *args).result(20)
+    assert client.echo(1).result(20) == (1,)
+
+
+def test_a_value_that_cannot_be_sent_is_refused_on_the_spot(plain: Plain) -> None:
+    client = plain.client()
+    with pytest.raises(CodecError, match="0/key/1: values of type object"):
+        client.echo({"key": [1, object()]})
+    assert client.stats()["requests"] == 0
+    assert client.echo(1).result(20) == (1,)
+
+
+def test_an_error_nobody_looks_at_is_raised_by_the_next_call(plain: Plain) -> None:
+    client = plain.client()
+    client.fail("unseen")
+    await_answers(client)
+    with pytest.raises(RemoteError, match="unseen") as caught:
+        client.add(2)
+    assert "nobody looked at" in caught.value.__notes__[0]
+    assert plain.added == []
+    assert client.add(2).result(20) == 1
+
+
+def test_an_error_nobody_looks_at_before_the_end_is_logged(
+    plain: Plain, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = plain.client()
+    client.fail("unseen")
+    await_answers(client)
+    with caplog.at_level(logging.ERROR):
+        client.close()
+    assert "unseen" in caplog.text
+
+
+def test_an_error_somebody_looked_at_is_not_raised_again(plain: Plain) -> None:
+    client = plain.client()
+    future = client.fail()
+    with pytest.raises(RemoteError):
+        future.result(20)
+    del future
+    gc.collect()
+    assert client.echo(1).result(20) == (1,)
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+def test_no_more_than_maxinflight_calls_are_under_way(plain: Plain) -> None:
+    client = plain.client(maxinflight=3, timeout=0.2)
+    futures = [client.gate(number) for number in range(3)]
+    with pytest.raises(Timeout, match="3 calls in flight"):
+        client.gate(3)
+    assert client.stats()["requests"] == 3
+    plain.gate.open.set()
+    assert [future.result(20) for future in futures] == [(0,), (1,), (2,)]
+    assert client.gate(3).result(20) == (3,)
+
+
+def test_a_caller_at_the_limit_goes_on_when_an_answer_comes(plain: Plain) -> None:
+    client = plain.client(maxinflight=1)
+    first = client.gate("first")
+    assert plain.gate.entered.acquire(timeout=20)
+    second = []
+    caller = threading.Thread(target=lambda: second.append(client.echo("second").result(20)))
+    caller.start()
+    assert client.stats()["requests"] == 1
+    plain.gate.open.set()
+    caller.join(20)
+    assert second == [("second",)]
+    assert first.result(20) == ("first",)
+
+
+def test_a_wait_ends_with_its_timeout_and_may_be_repeated(plain: Plain) -> None:
+    client = plain.client()
+    future = client.gate("late")
+    assert not future.done()
+    assert not future.wait(0.05)
+    with pytest.raises(Timeout, match="did not answer 'gate'"):
+        future.result(0.05)
+    plain.gate.open.set()
+    assert future.wait(20)
+    assert future.done()
+    assert future.result() == ("late",)
+
+
+def test_the_clients_timeout_bounds_every_wait(plain: Plain) -> None:
+    client = plain.client(timeout=0.05)
+    with pytest.raises(Timeout):
+        client.gate().result()
+    assert isinstance(Timeout("x"), TimeoutError)
+
+
+def test_a_timeout_passes_to_the_next_thread_what_it_was_doing(plain: Plain) -> None:
+    """The thread that waits at the socket leaves, and the other one must take its place."""
+    client = plain.client()
+    impatient, patient = client.gate("a"), client.gate("b")
+    assert plain.gate.entered.acquire(timeout=20)
+    started = threading.Event()
+    answers = []
+
+    def wait_long() -> None:
+        started.set()
+        answers.append(patient.result(30))
+
+    thread = threading.Thread(target=wait_long)
+    leaving = threading.Thread(target=lambda: impatient.wait(0.3))
+    leaving.start()
+    thread.start()
+    assert started.wait(20)
+    leaving.join(20)
+    plain.gate.open.set()
+    thread.join(20)
+    assert answers == [("b",)]
+
+
+def test_a_server_that_is_not_there_is_named(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    gone = Server(address, keys=keys)
+    gone.close()
+    with Client(gone.address, "Learner", keys=keys, patience=0.2) as client:
+        with pytest.raises(Disconnected, match=r"Learner found no server at .*nobody listens"):
+            client.connect(0.1)
+        with pytest.raises(Disconnected, match=r"for 0\.2 s"):
+            client.echo(1).result(20)
+
+
+# --- loss and return -----------------------------------------------------------------------------
+
+
+def test_a_server_that_comes_back_is_found_again(plain: Plain) -> None:
+    client = plain.client()
+    assert client.add(1).result(20) == 1
+    plain.restart()
+    assert client.add(2).result(20) == 2
+    assert client.stats()["connects"] == 2
+
+
+def test_calls_in_flight_fail_unless_they_may_be_repeated(plain: Plain) -> None:
+    client = plain.client()
+    once, again = client.gate("once"), client.safe_gate("again")
+    assert plain.gate.entered.acquire(timeout=20)
+    assert plain.gate.entered.acquire(timeout=20)
+    address = plain.server.address
+    # The methods are still running when the address is given up: their answers are lost.
+    plain.server._loop.close(timeout=0)
+    plain.gate.open.set()
+    plain.server = plain.make(address)
+    plain.server.start(block=False)
+    with pytest.raises(Disconnected, match="whether the call was carried out is not known"):
+        once.result(20)
+    assert again.result(20) == ("again",)
+    assert client.stats()["resent"] == 1
+    assert client.echo(1).result(20) == (1,)
+
+
+def test_an_answer_sent_before_the_server_went_still_counts(plain: Plain) -> None:
+    client = plain.client()
+    future = client.echo("answered")
+    probe = plain.client()
+    while plain.server.stats()["requests"] < 1:
+        probe.connect(1)
+    plain.restart()
+    assert future.result(20) == ("answered",)
+
+
+def test_a_closed_client_says_so(plain: Plain) -> None:
+    client = plain.client()
+    future = client.gate()
+    waiting = plain.client()
+    other = waiting.gate()
+    errors = []
+
+    def wait() -> None:
+        try:
+            other.result(30)
+        except TransportError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.close()
+    thread.join(20)
+    assert isinstance(errors[0], Closed)
+    client.close()
+    client.close()
+    with pytest.raises(Closed):
+        future.result()
+    with pytest.raises(Closed):
+        client.echo(1)
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+def test_methods_with_workers_of_their_own_do_not_block_the_others(plain: Plain) -> None:
+    client = plain.client()
+    blocked = [client.gate(), client.gate()]
+    assert plain.gate.entered.acquire(timeout=20)
+    assert client.echo(1).result(20) == (1,)
+    assert client.stats()["inflight"] == 2
+    plain.gate.open.set()
+    assert all(future.result(20) == () for future in blocked)
+
+
+def test_workers_run_side_by_side(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    together = threading.Barrier(3)
+    server = Server(address, keys=keys, workers=3)
+    server.bind("meet", lambda: together.wait(20) >= 0)
+    with server, Client(server.address, keys=keys) as client:
+        assert all(f.result(20) for f in [client.meet(), client.meet(), client.meet()])
+
+
+def test_a_second_server_at_the_same_address_is_refused(plain: Plain) -> None:
+    with pytest.raises(AddressError):
+        Server(plain.server.address, keys=plain.keys)
+    assert plain.client().echo(1).result(20) == (1,)
+
+
+def test_stats_count_what_happened(plain: Plain) -> None:
+    client = plain.client()
+    client.echo(np.zeros(10_000)).result(20)
+    with pytest.raises(RemoteError):
+        client.fail().result(20)
+    stats = plain.server.stats()
+    assert stats["requests"] == 2
+    assert stats["errors"] == 1
+    assert stats["inflight"] == 0
+    assert stats["bytes_in"] > 80_000
+    assert stats["bytes_out"] > 80_000
+    assert client.stats()["bytes_in"] > 80_000
+
+
+def test_nothing_is_left_behind(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    before = set(threading.enumerate())
+    server = Server(address, keys=keys, workers=3)
+    server.bind("echo", lambda value: value)
+    path = server._loop._address.path
+    with server:
+        assert path == Path() or path.is_socket()
+        with Client(server.address, keys=keys) as client:
+            client.echo(1).result(20)
+    assert set(threading.enumerate()) == before
+    assert path == Path() or not path.exists()
+    assert path == Path() or not path.parent.exists()
+
+
+def test_a_server_may_be_closed_by_its_own_method(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    server = Server(address, keys=keys)
+    server.bind("stop", server.close)
+    starter = threading.Thread(target=server.start)
+    starter.start()
+    with Client(server.address, keys=keys) as client:
+        client.stop()
+        client.connect(20)
+        client._progress(lambda: False, 0.0)
+        starter.join(20)
+    assert not starter.is_alive()
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+class Batching:
+    """A batching server that doubles `x`, and remembers what it was given."""
+
+    def __init__(self, address: str, keys: Keys | None, **options: object) -> None:
+        self.keys = keys
+        self.clients: list[Client] = []
+        self.sizes: list[int] = []
+        self.posted: list[int] = []
+        self.all_posted = threading.Condition()
+        self.server = BatchServer(address, "Batching", keys=keys)
+        self.server.bind("act", self.act, self.post, **{"batch": 4, "wait": 30.0, **options})
+        self.server.start(block=False)
+
+    def act(self, obs: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
+        self.sizes.append(len(obs["x"]))
+        if np.any(obs["x"] < 0):
+            raise ValueError("below zero")
+        return {"y": obs["x"] * 2, "who": obs["who"]}, len(self.sizes)
+
+    def post(self, info: int) -> None:
+        with self.all_posted:
+            self.posted.append(info)
+            self.all_posted.notify_all()
+
+    def await_posts(self, count: int) -> list[int]:
+        with self.all_posted:
+            assert self.all_posted.wait_for(lambda: len(self.posted) >= count, 20)
+        return self.posted
+
+    def client(self) -> Client:
+        client = Client(self.server.address, keys=self.keys)
+        self.clients.append(client)
+        client.connect(20)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def batching(transport: tuple[str, Keys | None]) -> Iterator[Batching]:
+    bench = Batching(*transport)
+    yield bench
+    bench.close()
+
+
+def item(who: int, size: int = 3) -> dict[str, object]:
+    return {"x": np.full(size, who, np.float32), "who": np.int64(who)}
+
+
+def block(*who: int) -> dict[str, np.ndarray]:
+    numbers = np.array(who)
+    return {"x": np.repeat(numbers[:, None], 3, 1).astype(np.float32), "who": numbers}
+
+
+def test_a_full_batch_is_answered_with_one_call(batching: Batching) -> None:
+    clients = [batching.client() for _ in range(8)]
+    futures = [client.act(item(who)) for who, client in enumerate(clients)]
+    for who, future in enumerate(futures):
+        answer = future.result(20)
+        assert answer["who"] == who
+        assert answer["y"].tolist() == [2 * who] * 3
+    assert batching.sizes == [4, 4]
+    assert batching.await_posts(2) == [1, 2]
+
+
+def test_a_batch_that_does_not_fill_is_closed_when_its_oldest_has_waited(
+    transport: tuple[str, Keys | None],
+) -> None:
+    bench = Batching(*transport, wait=0.02)
+    try:
+        futures = [bench.client().act(item(who)) for who in (5, 6)]
+        assert [f.result(20)["who"] for f in futures] == [5, 6]
+        assert sum(bench.sizes) == 2
+        assert bench.server.stats()["act/wait"] >= 0.02
+    finally:
+        bench.close()
+
+
+def test_a_block_of_items_is_one_message_and_one_answer(batching: Batching) -> None:
+    client = batching.client()
+    answer = client.call_block("act", block(1, 2, 3, 4)).result(20)
+    assert answer["y"][:, 0].tolist() == [2, 4, 6, 8]
+    assert answer["who"].tolist() == [1, 2, 3, 4]
+    assert client.stats()["requests"] == 1
+
+
+def test_blocks_and_items_share_batches_and_no_block_is_split(batching: Batching) -> None:
+    one, two, three = (batching.client() for _ in range(3))
+    futures = [one.act(item(1)), two.call_block("act", block(2, 3))]
+    while batching.server.stats()["requests"] < 2:
+        one.connect(1)
+    futures.append(three.act(item(4)))
+    answers = [future.result(20)["who"] for future in futures]
+    assert [np.asarray(a).tolist() for a in answers] == [1, [2, 3], 4]
+    assert batching.sizes == [4]
+    # A block that does not fit any more starts the next batch.
+    futures = [one.act(item(1)), two.call_block("act", block(2, 3, 4, 5, 6))]
+    assert futures[1].result(20)["who"].tolist() == [2, 3, 4, 5, 6]
+    assert futures[0].result(20)["who"] == 1
+    assert sorted(batching.sizes[1:]) == [1, 5]
+
+
+def test_plain_numbers_are_stacked_too(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    seen = []
+
+    def act(number: np.ndarray, flag: np.ndarray) -> tuple[np.ndarray, None]:
+        seen.append((number.dtype.kind, flag.dtype.kind, number.shape))
+        return number + 1, None
+
+    server = BatchServer(address, keys=keys)
+    server.bind("act", act, batch=2, wait=30)
+    with server, Client(server.address, keys=keys) as a, Client(server.address, keys=keys) as b:
+        a.connect(20)
+        b.connect(20)
+        futures = [a.act(1, True), b.act(2, False)]
+        assert sorted(int(f.result(20)) for f in futures) == [2, 3]
+    assert seen == [("i", "b", (2,))]
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"x": np.zeros(4, np.float32), "who": np.int64(0)}, r"x has dtype float32 and shape \(4,"),
+        ({"x": np.zeros(3, np.float64), "who": np.int64(0)}, "x has dtype float64"),
+        ({"x": np.zeros(3, np.float32)}, "who is missing"),
+        ({**item(0), "more": np.zeros(3)}, "more is in this request but not"),
+    ],
+)
+def test_an_odd_request_gets_an_error_and_the_batch_goes_on(
+    batching: Batching, odd: dict[str, object], words: str
+) -> None:
+    wrong = batching.client().act(odd)
+    futures = [batching.client().act(item(who)) for who in range(3)]
+    with pytest.raises(RemoteError, match=words):
+        wrong.result(20)
+    assert [f.result(20)["who"] for f in futures] == [0, 1, 2]
+    assert batching.sizes == [3]
+
+
+def test_an_odd_request_may_be_the_first_without_making_the_others_odd(batching: Batching) -> None:
+    """Once there has been a good batch, its structure is the right one."""
+    clients = [batching.client() for _ in range(4)]
+    for future in [client.act(item(who)) for who, client in enumerate(clients)]:
+        future.result(20)
+    odd = [client.act(item(0, size=7)) for client in clients[:3]]
+    good = clients[3].act(item(1))
+    assert good.result(20)["who"] == 1
+    for future in odd:
+        with pytest.raises(RemoteError, match=r"x has dtype float32 and shape \(7,"):
+            future.result(20)
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"x": np.zeros(3, np.float32), "who": "me"}, "who is str, which cannot be batched"),
+        ({"x": b"raw" * 3000, "who": np.int64(0)}, "x is text or bytes"),
+    ],
+)
+def test_a_request_that_has_no_place_in_any_batch_is_refused_at_once(
+    batching: Batching, odd: dict[str, object], words: str
+) -> None:
+    with pytest.raises(RemoteError, match=words):
+        batching.client().act(odd).result(20)
+    futures = [batching.client().act(item(who)) for who in range(4)]
+    assert [f.result(20)["who"] for f in futures] == [0, 1, 2, 3]
+
+
+def test_a_block_with_unequal_leading_axes_is_refused(batching: Batching) -> None:
+    client = batching.client()
+    wrong = {"x": np.zeros((4, 3), np.float32), "who": np.zeros(5, np.int64)}
+    with pytest.raises(RemoteError, match=r"who has shape \(5,\), which is not a block of 4"):
+        client.call_block("act", wrong).result(20)
+    with pytest.raises(TransportError, match="share a leading axis"):
+        client.call_block("act", {"x": 3})
+    answer = client.call_block("act", block(1, 2, 3, 4)).result(20)
+    assert answer["who"].tolist() == [1, 2, 3, 4]
+
+
+def test_an_error_in_the_work_reaches_everyone_in_the_batch(batching: Batching) -> None:
+    clients = [batching.client() for _ in range(4)]
+    futures = [client.act(item(-1 if who == 2 else who)) for who, client in enumerate(clients)]
+    for future in futures:
+        with pytest.raises(RemoteError, match="below zero"):
+            future.result(20)
+    futures = [client.act(item(who)) for who, client in enumerate(clients)]
+    assert [f.result(20)["who"] for f in futures] == [0, 1, 2, 3]
+    assert batching.await_posts(1) == [2]
+
+
+def test_a_result_without_a_row_per_item_is_named(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    server = BatchServer(address, keys=keys)
+    server.bind("short", lambda x: ({"a": {"b": x[:1]}}, None), batch=2, wait=30)
+    server.bind("single", lambda x: x, batch=2, wait=30)
+    with server, Client(server.address, keys=keys) as client:
+        with pytest.raises(RemoteError, match=r"returned a/b with shape \(1, 3\) for a batch of 2"):
+            client.call_block("short", np.zeros((2, 3))).result(20)
+        with pytest.raises(RemoteError, match="returns two things"):
+            client.call_block("single", np.zeros((2, 3))).result(20)
+
+
+def test_what_follows_a_batch_runs_after_the_answers_in_the_order_of_the_batches(
+    transport: tuple[str, Keys | None],
+) -> None:
+    """Two workers, and the first batch is held back until the second has been answered."""
+    address, keys = transport
+    hold = threading.Event()
+    finished = threading.Semaphore(0)
+    posted = []
+
+    def work(number: np.ndarray) -> tuple[np.ndarray, int]:
+        if number[0] == 0:
+            assert hold.wait(60)
+        return number, int(number[0])
+
+    def post(info: int) -> None:
+        posted.append(info)
+        finished.release()
+
+    server = BatchServer(address, keys=keys)
+    server.bind("act", work, post, batch=1, workers=2)
+    with server, Client(server.address, keys=keys) as client:
+        first = client.act(np.int64(0))
+        assert client.act(np.int64(1)).result(20) == 1
+        assert posted == []
+        assert not first.done()
+        hold.set()
+        assert first.result(20) == 0
+        assert finished.acquire(timeout=20)
+        assert finished.acquire(timeout=20)
+    assert posted == [0, 1]
+
+
+def test_the_answer_does_not_wait_for_what_follows(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    hold = threading.Event()
+    server = BatchServer(address, keys=keys)
+    server.bind("act", lambda x: (x, None), lambda _: hold.wait(60) or None, batch=1, backlog=2)
+    with server, Client(server.address, keys=keys, maxinflight=8) as client:
+        assert client.act(np.int64(1)).result(20) == 1
+        assert client.act(np.int64(2)).result(20) == 2
+        third = client.act(np.int64(3))  # two are outstanding: the backlog is full
+        assert not third.wait(0.2)
+        hold.set()
+        assert third.result(20) == 3
+
+
+def test_an_error_in_what_follows_is_logged_and_counted(
+    transport: tuple[str, Keys | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    address, keys = transport
+
+    def post(info: None) -> None:
+        raise ValueError("afterwards")
+
+    server = BatchServer(address, keys=keys)
+    server.bind("act", lambda x: (x, None), post, batch=1)
+    with server, Client(server.address, keys=keys) as client:
+        assert client.act(np.int64(1)).result(20) == 1
+    assert server.stats()["act/post_errors"] == 1
+    assert "afterwards" in caplog.text
+
+
+def test_a_client_that_goes_away_does_not_hold_up_the_others(batching: Batching) -> None:
+    gone = batching.client()
+    gone.act(item(9))
+    while batching.server.stats()["requests"] < 1:
+        gone.connect(1)
+    gone.close()
+    clients = [batching.client() for _ in range(3)]
+    futures = [client.act(item(who)) for who, client in enumerate(clients)]
+    assert [f.result(20)["who"] for f in futures] == [0, 1, 2]
+
+
+def test_settings_that_cannot_work_are_refused(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    server = BatchServer(address, keys=keys)
+    with pytest.raises(TransportError, match="at least 1"):
+        server.bind("act", lambda x: (x, None), batch=0)
+    server.bind("act", lambda x: (x, None))
+    with pytest.raises(TransportError, match="bound already"):
+        server.bind("act", lambda x: (x, None))
+    with server, pytest.raises(TransportError, match="before the server is started"):
+        server.bind("late", lambda x: (x, None))
+    with pytest.raises(TransportError, match="at least one worker"):
+        Server(address, keys=keys, workers=0)
+    with pytest.raises(TransportError, match="maxinflight is from 1 to"):
+        Client(server.address, maxinflight=0)

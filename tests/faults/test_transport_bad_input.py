@@ -1,0 +1,281 @@
+"""Whatever is thrown at a server, it goes on answering everyone else, at no cost in memory."""
+
+import itertools
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+from transport_processes import ServerProcess, server_process
+
+from dreamfleet.transport import Client, wire
+from dreamfleet.transport.codec import encode
+
+MALFORMED = 10_000
+MEGABYTE = 1 << 20
+
+
+class GoodClient:
+    """Calls the server all the time, and counts the answers."""
+
+    def __init__(self, address: str, batching: bool) -> None:
+        self.answers = 0
+        self.wrong: list[Any] = []
+        self._stop = threading.Event()
+        self._client = Client(address, "Good", timeout=30)
+        self._call = self._act if batching else self._echo
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._call(self.answers)
+                self.answers += 1
+        except Exception as problem:
+            self.wrong.append(problem)
+
+    def _echo(self, number: int) -> None:
+        answer = self._client.echo(number, np.full(2000, number)).result()
+        if answer[0] != number or set(answer[1].tolist()) != {number}:
+            self.wrong.append(answer)
+
+    def _act(self, number: int) -> None:
+        answer = self._client.act({"x": np.full(3, number, np.float32)}).result()
+        if answer["action"].tolist() != [2 * number] * 3:
+            self.wrong.append(answer)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+
+@contextmanager
+def raw_socket(address: str) -> Iterator[zmq.Socket[bytes]]:
+    """A peer that speaks ZeroMQ and sends what it likes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.sndtimeo = peer.rcvtimeo = 20_000
+    peer.connect(address)
+    try:
+        yield peer
+    finally:
+        peer.close()
+        context.term()
+
+
+def header(schema: Any, plain: Any = (), blob: bytes = b"", **fields: Any) -> bytes:
+    values = {"kind": wire.CALL, "id": 1, "method": "echo", "rows": 0, **fields}
+    packed = schema if isinstance(schema, bytes) else msgspec.msgpack.encode(schema)
+    return msgspec.msgpack.encode([*values.values(), packed, list(plain), blob])
+
+
+ARRAY, TUPLE, DICT = 4, 3, 1
+LIES: list[list[bytes]] = [
+    [b""],
+    [b"", b""],
+    [b"\xc1"],
+    [b"\x91" * 10_000],
+    [header([TUPLE, [[ARRAY, 5, 2**62]]])],
+    [header([TUPLE, [[ARRAY, 5, 2**62]]]), b"x"],
+    [header([TUPLE, [[ARRAY, 5, -1]]]), b"x" * 5000],
+    [header([TUPLE, [[ARRAY, 99, 5000]]]), b"x" * 5000],
+    [header([TUPLE, [[ARRAY, "O", 5000]]]), b"x" * 5000],
+    [header([TUPLE, [[ARRAY, 5, 5000]]])],
+    [header([TUPLE, [[ARRAY, 5, 5000]]]), b"x" * 4999],
+    [header([TUPLE, [[ARRAY, 5, 5000]]]), b"x" * 5000, b"more"],
+    [header([TUPLE, [0]])],
+    [header([TUPLE, [0]], [1, 2])],
+    [header([TUPLE, [0]], [{"a": 1}])],
+    [header(0, [1])],
+    [header([DICT, ["a"], [0]], [1])],
+    [header([DICT, [f"k{n}" for n in range(30_000)], [0] * 30_000], [0] * 30_000)],
+    [header([TUPLE, [0] * 1_000_000], [0] * 10)],
+    [header([TUPLE, [0] * 10], [0] * 1_000_000)],
+    [header(b"\x92\x02\x91" * 10_000 + b"\x00")],
+    [header([TUPLE, []], method="")],
+    [header([TUPLE, []], method="x" * 500_000)],
+    [header([TUPLE, []], method="__class__")],
+    [header([TUPLE, []], id=0)],
+    [header([TUPLE, []], id=-1)],
+    [header([TUPLE, []], rows=-1)],
+    [header([TUPLE, []], rows=2**62)],
+    [header([TUPLE, [[ARRAY, 5, 3]]], blob=b"x" * 8, rows=7, method="act")],
+    [header([TUPLE, []], kind=99)],
+    [header([TUPLE, []], kind=wire.REPLY)],
+    [header([TUPLE, []], kind=wire.WELCOME)],
+    [header([TUPLE, []], kind=wire.ERROR)],
+    [header([TUPLE, []], method=b"bytes")],
+    [header([TUPLE, []], id="one")],
+    [b"x" * (2 * MEGABYTE)],
+    [b"x"] * (wire.MAX_FRAMES + 10),
+]
+
+
+def malformed(seed: int) -> Iterator[list[bytes]]:
+    """Lies by hand, then random bytes, and good messages with bytes changed, cut off or added."""
+    rng = random.Random(seed)
+    yield from LIES
+    value = ({"x": np.arange(3, dtype=np.float32), "big": np.zeros(3000)}, 1, "text")
+    good = [
+        [bytes(frame) for frame in wire.pack(wire.CALL, 1, encode(value), method)]
+        for method in ("echo", "act")
+    ]
+    while True:
+        frames = list(rng.choice(good))
+        kind = rng.randrange(5)
+        if kind == 0:
+            frames = [rng.randbytes(rng.randrange(300)) for _ in range(rng.randrange(1, 4))]
+        elif kind == 1:
+            data = bytearray(frames[0])
+            for _ in range(rng.randrange(1, 8)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            frames[0] = bytes(data)
+        elif kind == 2:
+            cut = rng.randrange(len(frames))
+            frames[cut] = frames[cut][: rng.randrange(len(frames[cut]))]
+        elif kind == 3:
+            frames.insert(rng.randrange(len(frames) + 1), rng.randbytes(rng.randrange(50)))
+        else:
+            rng.shuffle(frames)
+            frames = frames[: rng.randrange(1, 3)]
+        yield frames
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("batching", [False, True], ids=["Server", "BatchServer"])
+def test_ten_thousand_malformed_messages_hurt_nobody_else(batching: bool) -> None:
+    with server_process(batching=batching) as server:
+        memory = psutil.Process(server.pid).memory_info
+        good = GoodClient(server.address, batching)
+        try:
+            with raw_socket(server.address) as peer:
+                throw(peer, itertools.islice(malformed(0), 1000))
+                before, answers = memory().rss, good.answers
+                throw(peer, itertools.islice(malformed(1), MALFORMED))
+            assert good.wrong == []
+            assert good.answers > answers
+            assert memory().rss - before < 64 * MEGABYTE
+        finally:
+            good.stop()
+        assert good.wrong == []
+
+
+def throw(peer: zmq.Socket[bytes], messages: Iterator[list[bytes]]) -> None:
+    """Send messages, and read what comes back so that it does not pile up."""
+    for frames in messages:
+        peer.send_multipart(frames)
+        while peer.poll(0):
+            peer.recv_multipart()
+
+
+def answers_to(server: ServerProcess, messages: list[list[bytes]]) -> Iterator[str]:
+    with raw_socket(server.address) as peer:
+        for frames in messages:
+            peer.send_multipart(frames)
+            first, *rest = peer.recv_multipart()
+            answer = wire.unpack(first)
+            assert answer.kind == wire.ERROR
+            yield wire.value_of(answer, rest)[1]
+
+
+@pytest.mark.parametrize("batching", [False, True], ids=["Server", "BatchServer"])
+def test_every_lie_is_answered_with_an_error(batching: bool) -> None:
+    with server_process(batching=batching) as server:
+        for text in answers_to(server, LIES):
+            assert text.endswith((".", "data", "bytes")) or "cannot be read" in text
+
+
+def test_a_message_above_the_limit_costs_the_connection() -> None:
+    """libzmq reads the announced length of a frame, and hangs up without allocating it."""
+    with server_process("tcp://127.0.0.1:{auto}") as server:
+        port = int(server.address.rpartition(":")[2])
+        before = psutil.Process(server.pid).memory_info().rss
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as peer:
+            greet(peer)
+            peer.sendall(b"\x02" + (wire.MAX_MESSAGE + 1).to_bytes(8, "big"))
+            while peer.recv(4096):
+                pass
+        assert psutil.Process(server.pid).memory_info().rss - before < 64 * MEGABYTE
+        with Client(server.address) as client:
+            assert client.echo(1).result(20) == (1,)
+
+
+def greet(peer: socket.socket) -> None:
+    """The handshake of ZMTP 3.0 without security, as a DEALER."""
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_bytes_that_are_not_even_zeromq_cost_the_connection(scheme: str) -> None:
+    address = "tcp://127.0.0.1:{auto}" if scheme == "tcp" else "ipc://{auto}"
+    rng = random.Random(0)
+    with server_process(address) as server:
+        good = GoodClient(server.address, batching=False)
+        try:
+            for _ in range(200):
+                with connect(server.address) as peer:
+                    try:
+                        peer.sendall(rng.randbytes(rng.randrange(1, 5000)))
+                    except (BrokenPipeError, ConnectionResetError):
+                        continue  # the server had seen enough
+        finally:
+            good.stop()
+        assert good.wrong == []
+        assert good.answers > 0
+
+
+def connect(address: str) -> socket.socket:
+    if address.startswith("ipc"):
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(str(Path(address.removeprefix("ipc://"))))
+        return peer
+    return socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=20)
+
+
+@pytest.mark.timeout(180)
+def test_a_client_that_stops_reading_costs_a_bounded_amount() -> None:
+    """It sends thousands of calls that want large answers, and never looks at one."""
+    size = MEGABYTE
+    frames = wire.pack(wire.CALL, 1, encode((np.zeros(size, np.uint8),)), "echo")
+    with server_process() as server, raw_socket(server.address) as lazy:
+        lazy.rcvhwm = 1
+        good = GoodClient(server.address, batching=False)
+        try:
+            for _ in range(3000):
+                lazy.send_multipart(frames)
+            rss = psutil.Process(server.pid).memory_info().rss
+            answers = good.answers
+            while good.answers < answers + 100 and not good.wrong:
+                assert good._thread.is_alive()
+        finally:
+            good.stop()
+        assert good.wrong == []
+        # What one client can make the server hold: its calls in flight and their answers.
+        assert rss < 3 * wire.MAX_INFLIGHT * size
+
+
+def test_more_calls_in_flight_than_allowed_are_refused() -> None:
+    with server_process() as server, raw_socket(server.address) as greedy:
+        total = wire.MAX_INFLIGHT + 50
+        for number in range(1, total + 1):
+            greedy.send_multipart(wire.pack(wire.CALL, number, encode(()), "block"))
+        for _ in range(50):
+            first, *rest = greedy.recv_multipart()
+            answer = wire.unpack(first)
+            assert answer.id > wire.MAX_INFLIGHT
+            assert "requests are in flight" in wire.value_of(answer, rest)[1]
+        with Client(server.address) as client:
+            assert client.echo(1).result(20) == (1,)

@@ -1,0 +1,135 @@
+"""Servers that are killed, stopped or idle."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from transport_processes import ServerProcess, server_process
+
+from dreamfleet.transport import Client, Disconnected, Keys, resolve
+
+TRANSPORTS = {
+    "ipc": ("ipc://{auto}", None),
+    "tcp": ("127.0.0.1:{auto}", None),
+    "tcp with keys": ("127.0.0.1:{auto}", Keys.generate()),
+}
+
+
+class Caller:
+    """Calls without pause. A call that may be repeated must never fail."""
+
+    def __init__(self, address: str, keys: Keys | None, method: str) -> None:
+        self.done = self.lost = 0
+        self.errors: list[Exception] = []
+        self._client = Client(address, keys=keys, timeout=60)
+        self._method = method
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._client.call(self._method, 1).result()
+                self.done += 1
+            except Disconnected:
+                self.lost += 1
+            except Exception as error:
+                self.errors.append(error)
+                return
+
+    def stop(self) -> dict[str, float]:
+        self._stop.set()
+        self._thread.join()
+        stats = self._client.stats()
+        self._client.close()
+        return stats
+
+
+def await_progress(callers: list[Caller], steps: int) -> None:
+    goals = [caller.done + steps for caller in callers]
+    deadline = time.monotonic() + 60
+    while any(c.done < goal and not c.errors for c, goal in zip(callers, goals, strict=True)):
+        assert time.monotonic() < deadline, "the callers do not get any further"
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_kill_nine_under_load_and_return(transport: str) -> None:
+    template, keys = TRANSPORTS[transport]
+    address = resolve(template)
+    server = ServerProcess(address, keys)
+    callers = [Caller(address, keys, method) for method in ("echo", "add") * 2]
+    kills = 3
+    try:
+        for _ in range(kills):
+            await_progress(callers, 50)
+            server.kill()
+            server = ServerProcess(address, keys)
+        await_progress(callers, 50)
+        with Client(address, keys=keys) as client:
+            total = client.total().result(20)
+    finally:
+        stats = [caller.stop() for caller in callers]
+        server.stop()
+    assert [caller.errors for caller in callers] == [[]] * 4
+    for caller, counts in zip(callers, stats, strict=True):
+        assert counts["connects"] == kills + 1
+        # At most the one call in flight is lost with each kill, and none that may be repeated.
+        assert caller.lost <= (kills if caller._method == "echo" else 0)
+    assert total > 0
+
+
+def test_a_server_that_hangs_is_given_up_by_the_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stopped process answers nothing, but its connections stay open."""
+    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT", 200)
+    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT_TIMEOUT", 600)
+    with server_process("127.0.0.1:{auto}") as server:
+        client = Client(server.address)
+        client.echo(1).result(20)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(Disconnected, match="was lost before it answered"):
+                client.echo(2).result(30)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert client.echo(3).result(30) == (3,)
+        client.close()
+
+
+def test_a_busy_server_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a method takes: heartbeats are answered by libzmq, not by Python."""
+    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT", 100)
+    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT_TIMEOUT", 300)
+    with server_process("127.0.0.1:{auto}") as server, Client(server.address) as client:
+        future = client.block()
+        assert not future.wait(1.5)
+        assert client.echo(1).result(20) == (1,)
+        assert client.stats()["connects"] == 1
+
+
+@pytest.mark.parametrize("batching", [False, True], ids=["Server", "BatchServer"])
+def test_an_idle_server_uses_no_measurable_cpu(batching: bool) -> None:
+    with server_process(batching=batching) as server, Client(server.address) as client:
+        client.connect(20)
+        process = psutil.Process(server.pid)
+        before = process.cpu_times()
+        time.sleep(3)  # the time over which it is measured
+        after = process.cpu_times()
+        used = after.user + after.system - before.user - before.system
+        assert used < 0.01 * 3
+
+
+def test_a_server_process_ends_and_leaves_no_file() -> None:
+    with server_process() as server:
+        path = server.address.removeprefix("ipc://")
+        assert os.path.exists(path)  # noqa: PTH110 - a socket, not a file
+    assert not os.path.exists(path)  # noqa: PTH110
+    assert not os.path.exists(os.path.dirname(path))  # noqa: PTH110, PTH120
+    assert not psutil.pid_exists(server.pid)

@@ -1,0 +1,75 @@
+"""The wheel builds, and works where there is no checkout; the locks say nothing of hosts."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT],
+        check=True,
+        capture_output=True,
+    )
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    source = ROOT / "src"
+    files = {
+        str(path.relative_to(source))
+        for path in (source / "dreamfleet").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert inside == files
+    assert "dreamfleet/py.typed" in inside
+
+
+def test_the_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """Installed beside the dependencies of this environment, but not beside its checkout."""
+    target = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    code = (
+        "import dreamfleet, pathlib, sys\n"
+        "from dreamfleet.cli import main\n"
+        "from dreamfleet.transport import Client, Server\n"
+        f"assert pathlib.Path(dreamfleet.__file__).is_relative_to({str(target)!r})\n"
+        "server = Server('ipc://{auto}')\n"
+        "server.bind('double', lambda x: 2 * x)\n"
+        "with server, Client(server.address) as client:\n"
+        "    assert client.double(21).result(20) == 42\n"
+        "sys.exit(main(['--version']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("dreamfleet ")
+
+
+@pytest.mark.parametrize("name", ["base.txt", "dev.txt"])
+def test_locks_pin_every_package_with_hashes_and_name_no_host(name: str) -> None:
+    text = (ROOT / "locks" / name).read_text()
+    entries = re.findall(r"^([a-z0-9][^\s=]*)==\S+.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    blocks = re.split(r"\n(?=[a-z0-9])", text)[1:]
+    assert len(blocks) >= 20
+    assert all("--hash=sha256:" in block for block in blocks)
+    assert len(entries) == len(blocks)
+    assert "://" not in text

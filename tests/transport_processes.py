@@ -1,0 +1,87 @@
+"""Servers in processes of their own, for tests that kill, starve or measure them."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dreamfleet.transport import BatchServer, Keys, Server
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+class ServerProcess:
+    """A process that serves `echo`, `add` (repeatable), `block` and the batched `act`."""
+
+    def __init__(self, address: str, keys: Keys | None = None, batching: bool = False) -> None:
+        ours, theirs = _spawn.Pipe()
+        self._channel = ours
+        self._process = _spawn.Process(
+            target=_serve, args=(theirs, address, keys, batching), daemon=True
+        )
+        self._process.start()
+        self.address: str = ours.recv()
+        self.pid = self._process.pid
+        assert self.pid
+
+    def kill(self) -> None:
+        assert self.pid
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.join()
+
+    def stop(self) -> None:
+        if self._process.is_alive():
+            self._channel.send("stop")
+            self._process.join(20)
+        assert not self._process.is_alive()
+        self._process.close()
+
+
+@contextmanager
+def server_process(
+    address: str = "ipc://{auto}", keys: Keys | None = None, batching: bool = False
+) -> Iterator[ServerProcess]:
+    process = ServerProcess(address, keys, batching)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def _serve(channel: Connection, address: str, keys: Keys | None, batching: bool) -> None:
+    server = _batch_server(address, keys) if batching else _plain_server(address, keys)
+    with server:
+        channel.send(server.address)
+        channel.recv()
+
+
+def _plain_server(address: str, keys: Keys | None) -> Server:
+    server = Server(address, "Plain", workers=4, keys=keys)
+    hold = threading.Event()
+    total = [0]
+
+    def add(number: int) -> int:
+        total[0] += number
+        return total[0]
+
+    def block() -> None:
+        hold.wait(60)
+
+    server.bind("echo", lambda *args: args)
+    server.bind("add", add, repeatable=True)
+    server.bind("block", block, workers=1)
+    server.bind("total", lambda: total[0], repeatable=True)
+    return server
+
+
+def _batch_server(address: str, keys: Keys | None) -> BatchServer:
+    def act(obs: dict[str, Any]) -> tuple[dict[str, Any], None]:
+        return {"action": obs["x"] * 2}, None
+
+    server = BatchServer(address, "Batching", keys=keys)
+    server.bind("act", act, batch=4, wait=0.002)
+    return server

@@ -1,0 +1,48 @@
+"""The command line, as a person types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dreamfleet import __version__
+from dreamfleet.cli import COMMANDS, main
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in COMMANDS)
+    assert main([]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"dreamfleet {__version__}"
+
+
+def test_a_typing_error_suggests_the_right_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bensh"]) == 2
+    assert "Did you mean 'bench'?" in capsys.readouterr().err
+
+
+def test_the_console_script_and_the_module_are_the_same() -> None:
+    script = Path(sys.executable).with_name("dreamfleet")
+    for command in ([str(script)], [sys.executable, "-m", "dreamfleet.cli"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == f"dreamfleet {__version__}"
+
+
+def test_the_transport_benchmark_runs_and_writes_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    assert main(["bench", "transport", "--quick", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    fields = {"name", "value", "unit", "peer", "peer_value", "ratio", "note"}
+    assert all(set(row) == fields for row in rows)
+    assert all(row["value"] > 0 for row in rows)
+    rates = [row for row in rows if row["unit"] == "steps/s"]
+    assert len(rates) == 4
+    assert all(row["ratio"] == pytest.approx(row["value"] / row["peer_value"]) for row in rates)

@@ -1,0 +1,141 @@
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from dreamfleet.transport import AddressError, Client, SecurityError, Server, resolve
+from dreamfleet.transport.address import parse
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:5555"),
+        ("localhost:5555", "tcp://localhost:5555"),
+        ("[::1]:5555", "tcp://[::1]:5555"),
+        ("tcp://[fe80::1]:80", "tcp://[fe80::1]:80"),
+        ("*:5555", "tcp://*:5555"),
+        ("inproc://replay", "inproc://replay"),
+        ("ipc:///tmp/x/y", "ipc:///tmp/x/y"),
+    ],
+)
+def test_addresses_a_person_may_write(text: str, meaning: str) -> None:
+    assert parse(text).text == meaning
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host",
+        "tcp://",
+        "tcp://host",
+        "http://host:80",
+        ":80",
+        "ipc://",
+        "inproc://",
+        "inproc://a/b",
+    ],
+)
+def test_what_is_not_an_address_is_shown_what_one_looks_like(text: str) -> None:
+    with pytest.raises(AddressError, match=r"is not an address; write ipc:///"):
+        parse(text)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http", ""])
+def test_a_port_must_be_one(port: str) -> None:
+    with pytest.raises(AddressError, match=r"from 1 to 65535|is not an address"):
+        parse(f"tcp://localhost:{port}")
+
+
+def test_a_path_that_is_too_long_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(AddressError, match=r"too long a path .* or ipc://\{auto\}"):
+        parse(f"ipc://{tmp_path}/{'x' * 120}")
+
+
+@pytest.mark.parametrize(
+    ("text", "loopback"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.8.8:1", True),
+        ("localhost:1", True),
+        ("[::1]:1", True),
+        ("*:1", False),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.0.0.1:1", False),
+        ("example.org:1", False),
+        ("ipc:///tmp/x/y", True),
+    ],
+)
+def test_what_is_reachable_from_outside(text: str, loopback: bool) -> None:
+    assert parse(text).loopback == loopback
+
+
+def test_auto_finds_something_free() -> None:
+    assert resolve("ipc://{auto}") != resolve("ipc://{auto}")
+    assert resolve("inproc://{auto}") != resolve("inproc://{auto}")
+    address = resolve("127.0.0.1:{auto}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+    assert resolve("tcp://127.0.0.1:77") == "tcp://127.0.0.1:77"
+
+
+def test_auto_in_a_directory(tmp_path: Path) -> None:
+    path = Path(resolve(f"ipc://{tmp_path}/run-{{auto}}").removeprefix("ipc://"))
+    assert path.parent == tmp_path
+    assert path.name.startswith("run-")
+
+
+def test_a_resolved_address_can_be_served_and_called() -> None:
+    for text in ("ipc://{auto}", "127.0.0.1:{auto}", "inproc://{auto}"):
+        address = resolve(text)
+        server = Server(address)
+        server.bind("ping", lambda: "pong")
+        with server, Client(address) as client:
+            assert server.address == address
+            assert client.ping().result(20) == "pong"
+
+
+def test_socket_files_live_in_private_directories(tmp_path: Path) -> None:
+    directory = tmp_path / "made"
+    with Server(f"ipc://{directory}/socket") as server:
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert server.address == f"ipc://{directory}/socket"
+    assert not (directory / "socket").exists()
+    with Server("ipc://{auto}") as server:
+        path = Path(server.address.removeprefix("ipc://"))
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o770])
+def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(SecurityError, match="chmod 700"):
+        Server(f"ipc://{directory}/socket")
+
+
+def test_a_socket_file_left_by_a_killed_server_is_no_obstacle(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    path = directory / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.is_socket()
+    server = Server(f"ipc://{path}")
+    server.bind("ping", lambda: "pong")
+    with server, Client(server.address) as client:
+        assert client.ping().result(20) == "pong"
+
+
+def test_an_address_that_cannot_be_bound_says_why() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=f"Replay cannot bind tcp://127.0.0.1:{port}"):
+            Server(f"127.0.0.1:{port}", "Replay")
+    assert os.getpid()  # and this process is none the worse for it
