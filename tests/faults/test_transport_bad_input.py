@@ -60,22 +60,34 @@ class GoodClient:
 
 
 @contextmanager
-def raw_socket(address: str) -> Iterator[zmq.Socket[bytes]]:
-    """A peer that speaks ZeroMQ and sends what it likes."""
+def raw_socket(address: str) -> Iterator[tuple[zmq.Socket[bytes], int]]:
+    """A peer that speaks ZeroMQ, greets the server, and then sends what it likes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(zmq.DEALER)
     peer.linger = 0
     peer.sndtimeo = peer.rcvtimeo = 20_000
     peer.connect(address)
     try:
-        yield peer
+        peer.send_multipart(wire.pack(wire.HELLO, 0, encode((wire.PROTOCOL, "Raw"))))
+        first, *rest = peer.recv_multipart()
+        yield peer, wire.value_of(wire.unpack(first), rest)["incarnation"]
     finally:
         peer.close()
         context.term()
 
 
+TO = 0x1122334455667788  # stands for the server's incarnation until it is known
+
+
+def addressed(frames: list[bytes], incarnation: int) -> list[bytes]:
+    """Put the incarnation where the message says TO, so that it gets past the address."""
+    return [
+        frame.replace(TO.to_bytes(8, "big"), incarnation.to_bytes(8, "big")) for frame in frames
+    ]
+
+
 def header(schema: Any, plain: Any = (), blob: bytes = b"", **fields: Any) -> bytes:
-    values = {"kind": wire.CALL, "id": 1, "method": "echo", "rows": 0, **fields}
+    values = {"kind": wire.CALL, "id": 1, "to": TO, "method": "echo", "rows": 0, **fields}
     packed = schema if isinstance(schema, bytes) else msgspec.msgpack.encode(schema)
     return msgspec.msgpack.encode([*values.values(), packed, list(plain), blob])
 
@@ -128,7 +140,7 @@ def malformed(seed: int) -> Iterator[list[bytes]]:
     yield from LIES
     value = ({"x": np.arange(3, dtype=np.float32), "big": np.zeros(3000)}, 1, "text")
     good = [
-        [bytes(frame) for frame in wire.pack(wire.CALL, 1, encode(value), method)]
+        [bytes(frame) for frame in wire.pack(wire.CALL, 1, encode(value), TO, method)]
         for method in ("echo", "act")
     ]
     while True:
@@ -159,10 +171,10 @@ def test_ten_thousand_malformed_messages_hurt_nobody_else(batching: bool) -> Non
         memory = psutil.Process(server.pid).memory_info
         good = GoodClient(server.address, batching)
         try:
-            with raw_socket(server.address) as peer:
-                throw(peer, itertools.islice(malformed(0), 1000))
+            with raw_socket(server.address) as (peer, incarnation):
+                throw(peer, incarnation, itertools.islice(malformed(0), 1000))
                 before, answers = memory().rss, good.answers
-                throw(peer, itertools.islice(malformed(1), MALFORMED))
+                throw(peer, incarnation, itertools.islice(malformed(1), MALFORMED))
             assert good.wrong == []
             assert good.answers > answers
             assert memory().rss - before < 64 * MEGABYTE
@@ -171,18 +183,18 @@ def test_ten_thousand_malformed_messages_hurt_nobody_else(batching: bool) -> Non
         assert good.wrong == []
 
 
-def throw(peer: zmq.Socket[bytes], messages: Iterator[list[bytes]]) -> None:
+def throw(peer: zmq.Socket[bytes], incarnation: int, messages: Iterator[list[bytes]]) -> None:
     """Send messages, and read what comes back so that it does not pile up."""
     for frames in messages:
-        peer.send_multipart(frames)
+        peer.send_multipart(addressed(frames, incarnation))
         while peer.poll(0):
             peer.recv_multipart()
 
 
 def answers_to(server: ServerProcess, messages: list[list[bytes]]) -> Iterator[str]:
-    with raw_socket(server.address) as peer:
+    with raw_socket(server.address) as (peer, incarnation):
         for frames in messages:
-            peer.send_multipart(frames)
+            peer.send_multipart(addressed(frames, incarnation))
             first, *rest = peer.recv_multipart()
             answer = wire.unpack(first)
             assert answer.kind == wire.ERROR
@@ -249,8 +261,9 @@ def connect(address: str) -> socket.socket:
 def test_a_client_that_stops_reading_costs_a_bounded_amount() -> None:
     """It sends thousands of calls that want large answers, and never looks at one."""
     size = MEGABYTE
-    frames = wire.pack(wire.CALL, 1, encode((np.zeros(size, np.uint8),)), "echo")
-    with server_process() as server, raw_socket(server.address) as lazy:
+    value = encode((np.zeros(size, np.uint8),))
+    with server_process() as server, raw_socket(server.address) as (lazy, incarnation):
+        frames = wire.pack(wire.CALL, 1, value, incarnation, "echo")
         lazy.rcvhwm = 1
         good = GoodClient(server.address, batching=False)
         try:
@@ -268,10 +281,10 @@ def test_a_client_that_stops_reading_costs_a_bounded_amount() -> None:
 
 
 def test_more_calls_in_flight_than_allowed_are_refused() -> None:
-    with server_process() as server, raw_socket(server.address) as greedy:
+    with server_process() as server, raw_socket(server.address) as (greedy, incarnation):
         total = wire.MAX_INFLIGHT + 50
         for number in range(1, total + 1):
-            greedy.send_multipart(wire.pack(wire.CALL, number, encode(()), "block"))
+            greedy.send_multipart(wire.pack(wire.CALL, number, encode(()), incarnation, "block"))
         for _ in range(50):
             first, *rest = greedy.recv_multipart()
             answer = wire.unpack(first)
@@ -279,3 +292,12 @@ def test_more_calls_in_flight_than_allowed_are_refused() -> None:
             assert "requests are in flight" in wire.value_of(answer, rest)[1]
         with Client(server.address) as client:
             assert client.echo(1).result(20) == (1,)
+
+
+def test_a_call_for_another_incarnation_is_not_carried_out() -> None:
+    with server_process() as server, raw_socket(server.address) as (peer, incarnation):
+        peer.send_multipart(wire.pack(wire.CALL, 7, encode((1,)), incarnation + 1, "add"))
+        answer = wire.unpack(peer.recv_multipart()[0])
+        assert (answer.kind, answer.id) == (wire.STALE, 7)
+        with Client(server.address) as client:
+            assert client.total().result(20) == 0

@@ -199,7 +199,14 @@ class Client:
         request: _Request = future.request
         if future.method in welcome.repeatable:
             request.value = request.value.snapshot()
-        frames = wire.pack(wire.CALL, number, request.value, future.method, request.rows)
+        frames = wire.pack(
+            wire.CALL,
+            number,
+            request.value,
+            welcome.incarnation,
+            future.method,
+            request.rows,
+        )
         request.sent = True
         self._counts["bytes_out"] += sum(map(len, frames))
         self._connection.send(frames)
@@ -268,6 +275,8 @@ class Client:
     def _settle(self, message: Message) -> None:
         """Give an answer to the call it belongs to."""
         header = message.header
+        if header.kind == wire.STALE:
+            return  # the server is another one by now; that it was lost is yet to be noticed
         try:
             value = wire.value_of(header, message.frames)
             future = self._pending.pop(header.id, None)

@@ -29,7 +29,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
     protocol: int
     name: str
-    incarnation: str
+    incarnation: int
     limit: int
     repeatable: frozenset[str]
 
@@ -149,26 +149,27 @@ class Connection:
         return welcome
 
     def _watch(self) -> None:
-        lost = self._alarmed = False
+        self._alarmed = False
         while True:
             try:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             except zmq.Again:
-                break
+                return
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.send(wire.pack(wire.HELLO, 0, encode((wire.PROTOCOL, self._name))))
-            elif event == zmq.Event.DISCONNECTED:
-                if self._greeted:
-                    self.trouble = "the server has gone"
-                    lost = True
-            else:
+            elif event != zmq.Event.DISCONNECTED:
                 self.trouble = _HANDSHAKE_FAILURES[zmq.Event(event)]
-        if lost:
-            while message := wire.receive(self._socket):
-                self._read(message)  # what the server had answered before it went still counts
-            self._greeted = False
-            self.news.append(Lost())
-            # A fresh socket forgets what was queued for the old server: whether that is sent
-            # again is decided call by call.
-            self.close(linger=0)
-            self._open()
+            elif self._greeted:
+                self._lose()
+                return
+
+    def _lose(self) -> None:
+        while message := wire.receive(self._socket):
+            self._read(message)  # what the server had answered before it went still counts
+        self.trouble = "the server has gone"
+        self._greeted = False
+        self.news.append(Lost())
+        # libzmq would connect again by itself. A fresh socket forgets what was queued for the old
+        # server: whether that is sent again is decided call by call.
+        self.close(linger=0)
+        self._open()

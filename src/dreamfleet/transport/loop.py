@@ -71,7 +71,7 @@ class Loop:
         self.counts: Counter[str] = Counter()
         self._on_call, self._repeatable = on_call, repeatable
         self._deadline, self._on_due = deadline, on_due
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = secrets.randbits(62) + 1
         self._inflight: Counter[Peer] = Counter()
         self._ready: deque[tuple[Lane, Job]] = deque()
         self._baton = threading.Lock()
@@ -141,7 +141,8 @@ class Loop:
             pass
         deadline = time.monotonic() + timeout
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            # A method may close its server before the last thread has been started.
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     log.warning("%s is still busy after %.0f s; left behind.", thread.name, timeout)
@@ -276,6 +277,9 @@ class Loop:
             return
         if header.kind != wire.CALL or header.id <= 0 or header.rows < 0:
             raise MessageError("A server takes greetings and calls, nothing else.")
+        if header.to != self._incarnation:
+            self._send(peer, wire.pack(wire.STALE, header.id, encode(None)))
+            return
         self.counts["requests"] += 1
         self.counts["inflight"] += 1
         self._inflight[peer] += 1

@@ -3,11 +3,13 @@
     client                              server
     HELLO  protocol, name       ---->
                                 <----   WELCOME  protocol, name, incarnation, limit, repeatable
-    CALL   id, method, rows, value -->
+    CALL   id, to, method, rows, value -->
                                 <----   REPLY id, value      or      ERROR id, (kind, text, trace)
 
-A client sends nothing but HELLO before it has read WELCOME. Headers are decoded into a typed
-struct, so a header of another shape is refused as a whole.
+A client sends nothing but HELLO before it has read WELCOME, and every call is addressed to the
+incarnation that it has read there: libzmq may deliver a call to a server's successor, which must
+not carry out what the client will count as lost (STALE). Headers are decoded into a typed struct,
+so a header of another shape is refused as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dreamfleet.transport.codec import Buffer, Encoded, Plain, decode, encode
 from dreamfleet.transport.errors import MessageError
 
 PROTOCOL = 1
-HELLO, WELCOME, CALL, REPLY, ERROR = range(5)
+HELLO, WELCOME, CALL, REPLY, ERROR, STALE = range(6)
 
 MAX_HEADER = 1 << 20
 MAX_FRAMES = 4096
@@ -38,6 +40,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fal
 
     kind: int
     id: int
+    to: int = 0
     method: str = ""
     rows: int = 0  # 0: one item; k: a block of k items along a leading axis
     schema: bytes = b""
@@ -49,9 +52,11 @@ _encode_header = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 
 
-def pack(kind: int, number: int, value: Encoded, method: str = "", rows: int = 0) -> list[Buffer]:
+def pack(
+    kind: int, number: int, value: Encoded, to: int = 0, method: str = "", rows: int = 0
+) -> list[Buffer]:
     """The frames of a message."""
-    header = Header(kind, number, method, rows, value.schema, value.plain, value.blob)
+    header = Header(kind, number, to, method, rows, value.schema, value.plain, value.blob)
     return [_encode_header(header), *value.frames]
 
 
