@@ -1,0 +1,292 @@
+"""Steps, chains and items of one schema, kept consistent with the journal.
+
+The order of an append is what makes it safe to be killed anywhere: make the chunks, write the
+rows, write their ticks, note the batch, commit. Only then are cursors and items moved in memory,
+and only then does anything old leave.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.replay import directory as directories
+from dreamfleet.replay.chains import Chains, Places
+from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.directory import Found
+from dreamfleet.replay.errors import StorageFullError
+from dreamfleet.replay.items import SLACK, Items
+from dreamfleet.replay.journal import Journal, Source
+from dreamfleet.replay.priorities import Priorities
+from dreamfleet.replay.schema import Schema
+from dreamfleet.replay.selectors import Selector
+from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
+
+log = logging.getLogger(__name__)
+
+_SPARE_SLOTS = 4096
+
+
+class Table:
+    """Everything about the stored steps; `Replay` adds locks, modes and statistics."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        steps: int,
+        *,
+        length: int,
+        capacity: int,
+        max_bytes: int | None,
+        directory: Path | None,
+        journal: Journal,
+        selector: Selector,
+        before_release: Callable[[], None],
+    ) -> None:
+        slots = min(2 * -(-capacity // steps) + _SPARE_SLOTS, MAX_SLOTS)
+        self.store = Store(schema, steps, slots, directory)
+        self.chains = Chains(self.store, length)
+        self.items = Items(capacity, steps)
+        self.length = length
+        self.max_bytes = max_bytes
+        self.journal = journal
+        self._before_release = before_release
+        selector.bind(capacity + SLACK)
+        self.priorities = (
+            Priorities(self.store, length, selector.prioritized) if selector.prioritized else None
+        )
+
+    @property
+    def data_bytes(self) -> int:
+        return self.store.chunks * self.store.chunk_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory used beside the steps themselves."""
+        return (
+            self.store.index_bytes
+            + self.chains.index_bytes
+            + self.items.index_bytes
+            + (self.priorities.index_bytes(self.store.chunks) if self.priorities else 0)
+        )
+
+    @property
+    def stored_steps(self) -> int:
+        return int(self.store.lengths.sum())
+
+    def append(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        streams: list[Stream],
+        source: Source | None,
+        seq: int | None,
+    ) -> None:
+        """Add one step for each row, all of them or, when anything goes wrong, none."""
+        chains, ranks = self.chains.lookup(streams)
+        self._make_room(lambda: self.chains.chunks_needed(chains, ranks))
+        places = self.chains.place(chains, ranks)
+        last = self.journal.committed + len(streams)
+        try:
+            self.store.write(places.slots, places.indices, arrays, last - len(streams) + 1)
+            if source is not None and seq is not None:
+                self.journal.stage(source, seq, last)
+            self.journal.commit(last)
+        finally:
+            # Also when interrupted: what is committed is taken in, what is not leaves no trace.
+            if self.journal.committed == last:
+                self._take_in(places, last)
+            else:
+                self.store.erase(places.slots, places.indices)
+                self.journal.forget_uncommitted()
+                self.store.release(slot for _, slot in places.links)
+
+    def restore(self, found: Iterable[Found]) -> None:
+        """Take in the chunks of the table's own directory."""
+        slots = []
+        infos = {}
+        for path, info in found:
+            try:
+                slot = self.store.attach(path, info)
+            except OSError as error:
+                log.warning("Skipping replay chunk %s: %s.", path, error)
+                continue
+            slots.append(slot)
+            infos[slot] = info
+        if self.journal.was_damaged:
+            log.warning("The replay's journal was damaged: every step found is kept.")
+            self.journal.commit(max((int(self.store.ticks[s].max()) for s in slots), default=0))
+        for slot in slots:
+            self._trim(slot, self.journal.committed)
+        empty = [slot for slot in slots if not self.store.lengths[slot]]
+        self.store.release(empty)
+        self.journal.forget_uncommitted()
+        living = [slot for slot in slots if self.store.lengths[slot]]
+        newest: dict[Stream, int] = {}
+        chains = self._linked(living, {slot: infos[slot].previous for slot in living})
+        for chain in chains:
+            stream = infos[chain[-1]].stream
+            if stream is not None:
+                best = newest.get(stream, chain[-1])
+                newest[stream] = max(best, chain[-1], key=self._last_tick)
+        continued = {slot: stream for stream, slot in newest.items()}
+        self._index([(chain, continued.get(chain[-1])) for chain in chains])
+
+    def adopt(self, found: Iterable[Found], committed: int, source: Source, seq: int) -> int:
+        """Copy another run's chunks in, as data that nothing is appended to; how many steps."""
+        new = [item for item in found if item.info.id not in self.store.slot_of]
+        ticks = {item.info.id: directories.read_ticks(item) for item in new}
+        for chunk, column in ticks.items():
+            ticks[chunk] = column[: _valid(column, committed)]
+        new = sorted(
+            (item for item in new if len(ticks[item.info.id])),
+            key=lambda item: int(ticks[item.info.id][-1]),
+        )
+        total, wanted = 0, []
+        for item in reversed(new):
+            if total >= self.items.capacity + self.length:
+                break
+            wanted.append(item)
+            total += len(ticks[item.info.id])
+        wanted.reverse()
+        self._make_room(lambda: len(wanted))
+        slots: list[int] = []
+        first = self.journal.committed + 1
+        try:
+            for path, info in wanted:
+                slots.append(self.store.copy(path, info))
+            every = np.concatenate([ticks[item.info.id] for item in wanted])
+            ranks = np.argsort(np.argsort(every, kind="stable"), kind="stable") + first
+            start = 0
+            for slot, item in zip(slots, wanted, strict=True):
+                count = len(ticks[item.info.id])
+                self.store.ticks[slot, :count] = ranks[start : start + count]
+                self.store.lengths[slot] = count
+                start += count
+            self.journal.stage(source, seq, first + total - 1)
+            self.journal.commit(first + total - 1)
+        except BaseException:
+            self.store.release(slots)
+            self.journal.forget_uncommitted()
+            raise
+        previous = {s: item.info.previous for s, item in zip(slots, wanted, strict=True)}
+        self._index([(chain, None) for chain in self._linked(slots, previous)])
+        return total
+
+    def _index(self, chains: list[tuple[list[int], Stream | None]]) -> None:
+        """Number the items of chains found on disk, in the order they were completed."""
+        parts = [self.chains.restore(chain, stream) for chain, stream in chains]
+        if parts:
+            starts = np.concatenate([start for start, _ in parts])
+            order = np.argsort(np.concatenate([tick for _, tick in parts]), kind="stable")
+            slots, indices = np.divmod(starts[order], self.store.steps)
+            if self.priorities:
+                for chain, _ in chains:
+                    for slot in chain:
+                        self.priorities.created(slot)
+            self._push(slots, indices, np.zeros(0, np.int64))
+            self._sweep()
+            self._make_room(lambda: 0)
+
+    def _take_in(self, places: Places, last: int) -> None:
+        if self.priorities:
+            for _, slot in places.links:
+                self.priorities.created(slot)
+        slots, indices, online = self.chains.advance(places, last)
+        self._push(slots, indices, np.flatnonzero(online))
+
+    def _push(self, slots: Ints, indices: Ints, online: Ints) -> None:
+        for first in range(0, len(slots), SLACK):
+            part = slice(first, first + SLACK)
+            mine = online[(online >= first) & (online < first + SLACK)] - first
+            if self.priorities:
+                self.priorities.started(slots[part], indices[part], self.items.high)
+            self.items.push(slots[part], indices[part], mine)
+            self._evict(len(self.items) - self.items.capacity)
+
+    def _evict(self, count: int) -> None:
+        if count > 0:
+            slots = self.items.pop(count)
+            if slots:
+                self._release(slots)
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Let chains go that hold nothing younger than the oldest item."""
+        if len(self.items):
+            slot, index = self.items.starts(np.array([self.items.low]))
+            slot, index = self.store.walk(slot, index + self.length - 1)
+            idle = self.chains.idle_since(int(self.store.ticks[slot[0], index[0]]))
+            if idle:
+                self._release(idle)
+
+    def _release(self, slots: list[int]) -> None:
+        self._before_release()
+        self.chains.forget(set(slots))
+        self.store.release(slots)
+
+    def _make_room(self, needed: Callable[[], int]) -> None:
+        """Evict until the chunks needed fit; evicting may change how many they are."""
+        while (chunks := needed()) > self._room():
+            if not len(self.items):
+                raise StorageFullError(self._why_full(chunks))
+            self._evict(self.items.until_chunk_end())
+
+    def _room(self) -> int:
+        if self.max_bytes is None:
+            return self.store.free_slots
+        spare = (self.max_bytes - self.data_bytes) // self.store.chunk_bytes
+        return min(self.store.free_slots, spare)
+
+    def _why_full(self, chunks: int) -> str:
+        if self.max_bytes is None:
+            return (
+                f"The replay has no place for {chunks} more chunks beside {self.store.chunks}: "
+                f"raise `chunk` ({self.store.steps} steps) or lower the number of streams."
+            )
+        return (
+            f"max_bytes={self.max_bytes:,} has no room for {chunks} more chunks of "
+            f"{self.store.chunk_bytes:,} bytes beside the {self.store.chunks} that streams are "
+            f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
+        )
+
+    def _trim(self, slot: int, committed: int) -> None:
+        """Keep the committed steps of a chunk and clear the rest, which a killed writer left."""
+        ticks = self.store.ticks[slot]
+        count = _valid(ticks, committed)
+        self.store.lengths[slot] = count
+        if ticks[count:].any():
+            ticks[count:] = 0
+
+    def _last_tick(self, slot: int) -> int:
+        return int(self.store.ticks[slot, self.store.lengths[slot] - 1])
+
+    def _linked(self, slots: list[int], previous: Mapping[int, bytes | None]) -> list[list[int]]:
+        """Chunks in chains: each follows the one it names, if that is here and full."""
+        after: dict[int, int] = {}
+        starts = []
+        for slot in slots:
+            before = self.store.slot_of.get(previous[slot] or b"")
+            full = before in previous and self.store.lengths[before] == self.store.steps
+            if before is None or not full or before in after:
+                starts.append(slot)
+            else:
+                after[before] = slot
+        chains = []
+        for slot in starts:
+            chain = [slot]
+            while chain[-1] in after:
+                chain.append(after[chain[-1]])
+            chains.append(chain)
+        return chains
+
+
+def _valid(ticks: NDArray[np.int64], committed: int) -> int:
+    """Length of the leading run of growing ticks up to the committed one."""
+    good = (ticks > 0) & (ticks <= committed)
+    good[1:] &= ticks[1:] > ticks[:-1]
+    return len(good) if good.all() else int(good.argmin())
