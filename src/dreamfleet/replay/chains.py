@@ -160,6 +160,16 @@ class Chains:
                 slot = int(self.store.next[slot])
         return slots
 
+    def owners(self) -> Ints:
+        """The chain that each slot belongs to, or -1."""
+        owner = np.full(self.store.slots, _NONE, np.int64)
+        for chain in np.flatnonzero(self.head_slot >= 0):
+            slot = int(self.head_slot[chain])
+            while slot >= 0:
+                owner[slot] = chain
+                slot = int(self.store.previous[slot])
+        return owner
+
     @property
     def index_bytes(self) -> int:
         return sum(getattr(self, field).nbytes for field in _FIELDS)

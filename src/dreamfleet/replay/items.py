@@ -72,6 +72,10 @@ class Items:
                 return first + int(ends[0]) + 1 - self.low
         return len(self)
 
+    def requeue(self, numbers: Ints) -> None:
+        """Replace the online queue."""
+        self.online = deque(np.unique(numbers[numbers >= self.low]).tolist())
+
     def take_online(self, count: int) -> list[int]:
         """Up to `count` windows that were never handed out, oldest first."""
         return [self.online.popleft() for _ in range(min(count, len(self.online)))]

@@ -68,7 +68,7 @@ class SamplesPerInsert:
         return self.ratio <= 0 or self._avail > -self.tolerance
 
     def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
-        """Wait until inserting is allowed, then count it; raises `RateLimitedError` after `timeout`."""
+        """Wait until inserting is allowed, then count it; `RateLimitedError` after `timeout`."""
         with self._changed:
             self._wait(self.can_insert, timeout, lambda: self._why_no_insert(who, timeout))
             earning = max(0, min(count, self._size + count - self.minsize + 1))
@@ -78,7 +78,7 @@ class SamplesPerInsert:
             self._changed.notify_all()
 
     def sample(self, count: int = 1, timeout: float | None = None, who: str = "sampler") -> None:
-        """Wait until sampling is allowed, then count it; raises `RateLimitedError` after `timeout`."""
+        """Wait until sampling is allowed, then count it; `RateLimitedError` after `timeout`."""
         with self._changed:
             self._wait(self.can_sample, timeout, lambda: self._why_no_sample(who, timeout))
             if self.ratio > 0:

@@ -22,6 +22,7 @@ from dreamfleet.replay.journal import Journal, Source
 from dreamfleet.replay.readers import Readers
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema, stored_steps
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
+from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
 from dreamfleet.replay.statistics import Statistics
 from dreamfleet.replay.table import Table
 
@@ -242,6 +243,29 @@ class Replay:
             added = self._table.adopt(found, committed, source, committed)
             self._warn()
             return added
+
+    def save(self) -> dict[str, NDArray[Any]]:
+        """Sync, and return what is not in the directory: random state, counts, online queue."""
+        with self._lock:
+            self.sync()
+            state = {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
+            state |= self._statistics.save()
+            if self._table:
+                state |= save_position(self._table, self._selector)
+            return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `save` returned, after the directory was opened.
+
+        Steps that came in since count as fresh: they are queued for online training.
+        """
+        with self._lock:
+            self._check_open()
+            for mode in _MODES:
+                load_rng(self._rngs[mode], state[f"rng/{mode}"])
+            self._statistics.load(state)
+            if self._table:
+                load_position(self._table, self._selector, state)
 
     def stats(self) -> dict[str, float]:
         """Counts since the replay was opened, and sizes now."""

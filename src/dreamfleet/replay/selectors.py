@@ -40,6 +40,7 @@ class Selector(Protocol):
 
     def bind(self, size: int) -> None:
         """Called once, before anything else: at most `size` items live at a time."""
+        return
 
     @property
     def prioritized(self) -> Sequence[Prioritized]:
@@ -52,6 +53,7 @@ class Selector(Protocol):
 
     def load(self, state: Mapping[str, int], shift: int) -> None:
         """Restore what `save` returned; `shift` is how far item numbers have moved since."""
+        return
 
 
 class Uniform(Selector):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 _RECENT = 1024
+_COUNTERS = ("inserts", "samples", "updates", "skipped_updates")
 
 
 class Statistics:
@@ -23,6 +27,13 @@ class Statistics:
         newest = ages[-_RECENT:]
         self._ages[(self.samples + np.arange(len(newest))) % _RECENT] = newest
         self.samples += len(ages)
+
+    def save(self) -> dict[str, NDArray[np.int64]]:
+        return {f"count/{name}": np.array(getattr(self, name), np.int64) for name in _COUNTERS}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, int(state[f"count/{name}"]))
 
     def summary(self, length: int) -> dict[str, float]:
         recent = self._ages[: min(self.samples, _RECENT)]

@@ -81,7 +81,7 @@ class Store:
         return int(self.ids.nbytes + 3 * self.next.nbytes)
 
     def create(self, stream: Stream | None, previous: int) -> int:
-        """A new, empty chunk; raises `StorageFullError` and changes nothing where there is no room."""
+        """A new, empty chunk; where there is no room, `StorageFullError` and nothing changes."""
         before = self.ids[previous].tobytes() if previous >= 0 else None
         return self._make(
             ChunkInfo(uuid.uuid4().bytes, before, stream, self.steps, self.schema)

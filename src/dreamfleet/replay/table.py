@@ -8,6 +8,7 @@ and only then does anything old leave.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,17 @@ class Table:
         self._index([(chain, None) for chain in self._linked(slots, previous)])
         return total
 
+    def completed_at(self, number: int) -> int:
+        """The tick of the step that completed a living item."""
+        slot, index = self.items.starts(np.array([number]))
+        slot, index = self.store.walk(slot, index + self.length - 1)
+        return int(self.store.ticks[slot[0], index[0]])
+
+    def items_until(self, tick: int) -> int:
+        """Number of the first living item that was completed after `tick`."""
+        numbers = range(self.items.low, self.items.high)
+        return self.items.low + bisect_right(numbers, tick, key=self.completed_at)
+
     def _index(self, chains: list[tuple[list[int], Stream | None]]) -> None:
         """Number the items of chains found on disk, in the order they were completed."""
         parts = [self.chains.restore(chain, stream) for chain, stream in chains]
@@ -218,9 +230,7 @@ class Table:
     def _sweep(self) -> None:
         """Let chains go that hold nothing younger than the oldest item."""
         if len(self.items):
-            slot, index = self.items.starts(np.array([self.items.low]))
-            slot, index = self.store.walk(slot, index + self.length - 1)
-            idle = self.chains.idle_since(int(self.store.ticks[slot[0], index[0]]))
+            idle = self.chains.idle_since(self.completed_at(self.items.low))
             if idle:
                 self._release(idle)
 
