@@ -17,7 +17,16 @@ from dreamfleet.replay.errors import (
 from dreamfleet.replay.forecast import Forecast
 from dreamfleet.replay.limiter import SamplesPerInsert, TrainRatio
 from dreamfleet.replay.replay import Replay
-from dreamfleet.replay.selectors import Draw, Fifo, Mixture, Prioritized, Recency, Selector, Uniform
+from dreamfleet.replay.selectors import (
+    Draw,
+    Fifo,
+    Mixture,
+    Prioritized,
+    Recency,
+    Selector,
+    SimpleSelector,
+    Uniform,
+)
 from dreamfleet.replay.stream import Stream
 
 __all__ = [
@@ -37,6 +46,7 @@ __all__ = [
     "SamplesPerInsert",
     "SchemaError",
     "Selector",
+    "SimpleSelector",
     "StorageFullError",
     "Stream",
     "TrainRatio",

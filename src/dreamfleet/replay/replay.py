@@ -248,7 +248,7 @@ class Replay:
         """Sync, and return what is not in the directory: random state, counts, online queue."""
         with self._lock:
             self.sync()
-            state = {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
+            state: dict[str, NDArray[Any]] = {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
             state |= self._statistics.save()
             if self._table:
                 state |= save_position(self._table, self._selector)

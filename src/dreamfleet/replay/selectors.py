@@ -32,7 +32,7 @@ class Draw:
 
 
 class Selector(Protocol):
-    """How items are chosen."""
+    """How items are chosen. Subclasses of `SimpleSelector` only need `draw`."""
 
     def draw(self, request: Draw) -> Ints:
         """As many item numbers as requested, possibly with repeats."""
@@ -40,30 +40,47 @@ class Selector(Protocol):
 
     def bind(self, size: int) -> None:
         """Called once, before anything else: at most `size` items live at a time."""
-        return
+        ...
 
     @property
     def prioritized(self) -> Sequence[Prioritized]:
         """The selectors in this one that follow priorities."""
-        return ()
+        ...
 
     def save(self) -> dict[str, int]:
         """What must survive a restart: item numbers, by name."""
-        return {}
+        ...
 
     def load(self, state: Mapping[str, int], shift: int) -> None:
         """Restore what `save` returned; `shift` is how far item numbers have moved since."""
-        return
+        ...
 
 
-class Uniform(Selector):
+class SimpleSelector:
+    """What a selector without state of its own answers."""
+
+    def bind(self, size: int) -> None:
+        """Nothing depends on the size."""
+
+    @property
+    def prioritized(self) -> Sequence[Prioritized]:
+        return ()
+
+    def save(self) -> dict[str, int]:
+        return {}
+
+    def load(self, state: Mapping[str, int], shift: int) -> None:
+        """There is nothing to restore."""
+
+
+class Uniform(SimpleSelector):
     """Every living item is equally likely."""
 
     def draw(self, request: Draw) -> Ints:
         return request.rng.integers(request.low, request.high, request.count)
 
 
-class Fifo(Selector):
+class Fifo(SimpleSelector):
     """Oldest first, each item once; after the newest it starts over with the oldest."""
 
     def __init__(self) -> None:
@@ -84,7 +101,7 @@ class Fifo(Selector):
         self._next = state.get("next", 0) + shift
 
 
-class Recency(Selector):
+class Recency(SimpleSelector):
     """The k-th newest item has a weight of `k ** -exponent`."""
 
     def __init__(self, exponent: float = 1.0) -> None:
@@ -103,7 +120,7 @@ class Recency(Selector):
         return np.asarray(request.high - 1 - np.minimum(ages, living - 1), np.int64)
 
 
-class Prioritized(Selector):
+class Prioritized(SimpleSelector):
     """In proportion to priority: an item's is made of those of its steps.
 
     `(max_fraction * max + (1 - max_fraction) * mean) ** exponent` over the steps of the item.
@@ -176,7 +193,7 @@ class Prioritized(Selector):
         self._low, self._high = low, high
 
 
-class Mixture(Selector):
+class Mixture(SimpleSelector):
     """Each draw comes from one of several selectors, with the given probabilities."""
 
     def __init__(self, *parts: tuple[Selector, float]) -> None:
