@@ -150,9 +150,16 @@ class Chains:
         for chain in np.flatnonzero(np.isin(self.head_slot, list(slots))):
             self._reset(int(chain))
 
-    def idle_since(self, tick: int) -> list[int]:
-        """Slots of chains whose newest step is older than `tick`."""
-        idle = np.flatnonzero((self.head_slot >= 0) & (self.last_tick < tick))
+    def idle_since(self, tick: int, patience: int) -> list[int]:
+        """Slots of chains whose newest step is older than `tick`.
+
+        A stream may still continue its chain, so it is given `patience` more ticks.
+        """
+        used = len(self._names)
+        open_chains = np.zeros(used, bool)
+        open_chains[list(self.streams.values())] = True
+        limit = np.where(open_chains, tick - patience, tick)
+        idle = np.flatnonzero((self.head_slot[:used] >= 0) & (self.last_tick[:used] < limit))
         slots = []
         for slot in self.tail_slot[idle].tolist():
             while slot >= 0:

@@ -31,6 +31,7 @@ from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
 log = logging.getLogger(__name__)
 
 _SPARE_SLOTS = 4096
+_PATIENCE = 1 << 20
 
 
 class Table:
@@ -227,10 +228,13 @@ class Table:
                 self._release(slots)
                 self._sweep()
 
-    def _sweep(self) -> None:
-        """Let chains go that hold nothing younger than the oldest item."""
+    def _sweep(self, patience: int = _PATIENCE) -> None:
+        """Let chains go that hold nothing younger than the oldest item.
+
+        Streams come to an end without saying so; their last steps would stay for ever.
+        """
         if len(self.items):
-            idle = self.chains.idle_since(self.completed_at(self.items.low))
+            idle = self.chains.idle_since(self.completed_at(self.items.low), patience)
             if idle:
                 self._release(idle)
 
@@ -245,6 +249,8 @@ class Table:
             if not len(self.items):
                 raise StorageFullError(self._why_full(chunks))
             self._evict(self.items.until_chunk_end())
+            if needed() > self._room():
+                self._sweep(patience=0)
 
     def _room(self) -> int:
         if self.max_bytes is None:
