@@ -248,8 +248,8 @@ class Replay:
         """Sync, and return what is not in the directory: random state, counts, online queue."""
         with self._lock:
             self.sync()
-            state: dict[str, NDArray[Any]] = {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
-            state |= self._statistics.save()
+            state: dict[str, NDArray[Any]] = dict(self._statistics.save())
+            state |= {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
             if self._table:
                 state |= save_position(self._table, self._selector)
             return state
