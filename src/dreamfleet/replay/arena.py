@@ -45,7 +45,6 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 _MS_SYNC = 4 if sys.platform == "linux" else 0x10
 _MADV_POPULATE_WRITE = 23
-PAGE = mmap.PAGESIZE
 
 
 class Arena:
@@ -88,10 +87,9 @@ class Arena:
         if _libc.msync(self._address(slot), self.slot_bytes, _MS_SYNC):
             _raise_last("writing a chunk to disk")
 
-    def populate(self, slot: int, start: int, end: int) -> None:
-        """Have the pages under these bytes ready for writing; a hint, so it may do nothing."""
-        first, last = start // PAGE * PAGE, -(-end // PAGE) * PAGE
-        _libc.madvise(self._address(slot) + first, last - first, _MADV_POPULATE_WRITE)
+    def populate(self, slot: int) -> None:
+        """Have the slot's pages ready for writing; a hint, which older kernels ignore."""
+        _libc.madvise(self._address(slot), self.slot_bytes, _MADV_POPULATE_WRITE)
 
     def _address(self, slot: int) -> int:
         return self._base + slot * self.slot_bytes

@@ -15,6 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SMALL = 64 << 10
+_PAGE = 4096
+# Copies into a buffer that numpy aligns (to 16 bytes) run at half the speed of the same copies
+# into one aligned to a cache line, and a little slower when source and target lie at the same
+# place in their pages. Rows in chunks tend to start at 0 or 2048, so targets start in between.
+_PLACE_IN_PAGE = 1024
 _KEEP = 8
 
 _Buffers = list[NDArray[np.uint8]]
@@ -26,6 +31,12 @@ def _references(buffers: _Buffers, which: int) -> int:
 
 # What the count is when only the list holds the buffer; it differs between versions of Python.
 _ONLY_THE_LIST = _references([np.empty(1, np.uint8)], 0)
+
+
+def _aligned(size: int) -> NDArray[np.uint8]:
+    raw = np.empty(size + 2 * _PAGE, np.uint8)
+    start = (_PLACE_IN_PAGE - raw.ctypes.data) % _PAGE
+    return raw[start : start + size]
 
 
 class BufferPool:
@@ -48,7 +59,7 @@ class BufferPool:
         for which in range(len(buffers)):
             if _references(buffers, which) == _ONLY_THE_LIST:
                 return buffers[which]
-        buffer = np.empty(size, np.uint8)
+        buffer = _aligned(size)
         if len(buffers) < _KEEP:
             buffers.append(buffer)
         return buffer

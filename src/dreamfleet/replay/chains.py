@@ -190,9 +190,7 @@ class Chains:
             slots = np.where(over, self.store.next[slots], slots)
             offsets = np.where(over, offsets - self.store.steps, offsets)
 
-    def _extend(
-        self, chains: Ints, hops: Ints, slots: Ints, links: list[tuple[int, int]]
-    ) -> Ints:
+    def _extend(self, chains: Ints, hops: Ints, slots: Ints, links: list[tuple[int, int]]) -> Ints:
         """Make the chunks that rows with hops need, in the order of the rows."""
         slots = slots.copy()
         made: dict[tuple[int, int], int] = {}

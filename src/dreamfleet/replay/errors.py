@@ -1,14 +1,14 @@
 """What can go wrong in the replay.
 
-    DreamfleetError
-    └── ReplayError
-        ├── SchemaError          steps, updates or files whose keys, dtypes or shapes differ
-        ├── NotEnoughDataError   a sample was asked for before there was a sequence to give
-        ├── BatchOrderError      a batch so late that nobody can tell whether it was added before
-        ├── StorageFullError     no room for another chunk; what was stored stays readable
-        ├── DirectoryInUseError  another process writes to the directory
-        ├── ReplayClosedError    the replay was used after `close`
-        └── RateLimitedError     a wait of the rate limiter ran into its timeout
+DreamfleetError
+└── ReplayError
+    ├── SchemaError          steps, updates or files whose keys, dtypes or shapes differ
+    ├── NotEnoughDataError   a sample was asked for before there was a sequence to give
+    ├── BatchOrderError      a batch so late that nobody can tell whether it was added before
+    ├── StorageFullError     no room for another chunk; what was stored stays readable
+    ├── DirectoryInUseError  another process writes to the directory
+    ├── ReplayClosedError    the replay was used after `close`
+    └── RateLimitedError     a wait of the rate limiter ran into its timeout
 """
 
 from dreamfleet.errors import DreamfleetError

@@ -17,7 +17,7 @@ import hashlib
 import mmap
 import os
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,11 +31,24 @@ WINDOW = 64
 _MAGIC = int.from_bytes(b"DFJOURN\x01", "little")
 _HEADER_WORDS = 8
 _MAGIC_WORD, _COMMITTED_WORD, _ID_WORD = 0, 1, 2
-_COPY = np.dtype([("newest", "<u8"), ("mask", "<u8"), ("tick", "<u8")])
-_RECORD = np.dtype([("key", "<u8", 2), ("copies", _COPY, 2)])
-_SIZE = _HEADER_WORDS * 8 + MAX_SOURCES * _RECORD.itemsize
+# A record is a key of two words and two copies of three: newest number, mask, tick.
+_RECORD_WORDS = 8
+_COPY_AT = (2, 5)
+_NEWEST, _MASK, _TICK = 0, 1, 2
+_SIZE = 8 * (_HEADER_WORDS + MAX_SOURCES * _RECORD_WORDS)
 
 Source = int | str | bytes
+
+
+class _Seen(NamedTuple):
+    """The valid copy of a source's record."""
+
+    row: int
+    copy: int
+    newest: int
+    mask: int
+    """Bit k: whether number `newest - k` was added."""
+    tick: int
 
 
 class Journal:
@@ -43,113 +56,106 @@ class Journal:
 
     def __init__(self, directory: Path | None) -> None:
         self.was_damaged = False
-        if directory is None:
-            self._map = mmap.mmap(-1, _SIZE)
-        else:
-            self._map = _open(directory / FILENAME)
-        words = np.frombuffer(self._map, "<u8", _HEADER_WORDS)
-        if words[_MAGIC_WORD] != _MAGIC:
-            self.was_damaged = bool(words.any())
-            self._map[:] = bytes(_SIZE)
-            words[_ID_WORD : _ID_WORD + 2] = np.frombuffer(os.urandom(16), "<u8")
-            words[_MAGIC_WORD] = _MAGIC
-        self._words = words
-        self._records: Any = np.frombuffer(
-            self._map, _RECORD, MAX_SOURCES, offset=_HEADER_WORDS * 8
-        )
-        self._rows: dict[bytes, int] = {}
+        self._map = mmap.mmap(-1, _SIZE) if directory is None else _open(directory / FILENAME)
+        # Stores of whole words: a word is never half written, wherever the process is killed.
+        self._words = np.frombuffer(self._map, "<u8")
+        if self._words[_MAGIC_WORD] != _MAGIC:
+            self.was_damaged = bool(self._words.any())
+            self._words[:] = 0
+            self._words[_ID_WORD : _ID_WORD + 2] = np.frombuffer(os.urandom(16), "<u8")
+            self._words[_MAGIC_WORD] = _MAGIC
+        self._records = self._words[_HEADER_WORDS:].reshape(MAX_SOURCES, _RECORD_WORDS)
+        self._sources: dict[bytes, _Seen] = {}
         self._free: list[int] = []
+        self._staged: tuple[bytes, _Seen] | None = None
+        self.committed = int(self._words[_COMMITTED_WORD])
+        """Steps with ticks up to and including this one count."""
         self._read_records()
 
     @property
     def id(self) -> bytes:
         """Identifies the directory, also after it was moved."""
-        return bytes(self._words[_ID_WORD : _ID_WORD + 2].tobytes())
-
-    @property
-    def committed(self) -> int:
-        """Steps with ticks up to and including this one count."""
-        return int(self._words[_COMMITTED_WORD])
+        return self._words[_ID_WORD : _ID_WORD + 2].tobytes()
 
     def commit(self, tick: int) -> None:
+        """Make every step up to `tick` count, and the batch that was staged with it."""
+        if self._staged:
+            key, seen = self._staged
+            self._sources[key], self._staged = seen, None
         self._words[_COMMITTED_WORD] = tick
+        self.committed = tick
 
     def newest(self, source: Source) -> int | None:
         """The highest batch number that was committed for the source."""
-        row = self._rows.get(_key(source))
-        return None if row is None else int(self._current(row)["newest"])
+        seen = self._sources.get(_key(source))
+        return None if seen is None else seen.newest
 
     def seen(self, source: Source, seq: int) -> bool:
         """Whether that batch of the source was committed before."""
-        row = self._rows.get(_key(source))
-        if row is None:
+        seen = self._sources.get(_key(source))
+        if seen is None or seq > seen.newest:
             return False
-        record = self._current(row)
-        behind = int(record["newest"]) - seq
-        if behind < 0:
-            return False
+        behind = seen.newest - seq
         if behind >= WINDOW:
             raise BatchOrderError(
-                f"Batch {seq} of source {source!r} comes after batch {record['newest']}: batches "
-                f"of one source may be at most {WINDOW - 1} numbers late. Send them in order, "
-                "and give a restarted sender a new source name."
+                f"Batch {seq} of source {source!r} comes after batch {seen.newest}: batches of one "
+                f"source may be at most {WINDOW - 1} numbers late. Send them in order, and give a "
+                "restarted sender a new source name."
             )
-        return bool(int(record["mask"]) >> behind & 1)
+        return bool(seen.mask >> behind & 1)
 
     def stage(self, source: Source, seq: int, tick: int) -> None:
         """Note the batch; it counts as seen once `tick` is committed."""
         key = _key(source)
-        row = self._rows.get(key)
-        newest, mask = seq, 0
-        if row is None:
-            row = self._claim(key)
+        old = self._sources.get(key)
+        if old is None:
+            new = _Seen(self._claim(key), 0, seq, 1, tick)
+        elif seq > old.newest:
+            mask = (old.mask << seq - old.newest if seq - old.newest < WINDOW else 0) | 1
+            new = _Seen(old.row, 1 - old.copy, seq, mask & (1 << WINDOW) - 1, tick)
         else:
-            current = self._current(row)
-            newest, mask = int(current["newest"]), int(current["mask"])
-        ahead = seq - newest
-        if ahead > 0:
-            newest, mask = seq, mask << ahead if ahead < WINDOW else 0
-        mask |= 1 << newest - seq
-        spare = self._records[row]["copies"][1 - self._active(row)]
-        spare["newest"], spare["mask"] = newest, mask & (1 << WINDOW) - 1
-        spare["tick"] = tick
+            mask = old.mask | 1 << old.newest - seq
+            new = _Seen(old.row, 1 - old.copy, old.newest, mask, tick)
+        at = _COPY_AT[new.copy]
+        record = self._records[new.row]
+        record[at + _NEWEST], record[at + _MASK] = new.newest, new.mask
+        record[at + _TICK] = tick
+        self._staged = key, new
 
     def forget_uncommitted(self) -> None:
         """Drop what was staged for a batch that was never committed."""
-        ticks = self._records["copies"]["tick"]
-        ticks[ticks > self.committed] = 0
+        self._staged = None
+        for at in _COPY_AT:
+            ticks = self._records[:, at + _TICK]
+            ticks[ticks > self.committed] = 0
         self._read_records()
 
     def flush(self) -> None:
         self._map.flush()
 
     def _read_records(self) -> None:
-        ticks = self._records["copies"]["tick"]
-        valid = ((ticks > 0) & (ticks <= self.committed)).any(1)
-        keys = self._records["key"]
-        self._rows = {keys[row].tobytes(): int(row) for row in np.flatnonzero(valid)}
-        self._free = np.flatnonzero(~valid)[::-1].tolist()
-
-    def _active(self, row: int) -> int:
-        ticks = self._records[row]["copies"]["tick"]
-        valid = np.where(ticks <= self.committed, ticks, 0)
-        return int(valid.argmax())
-
-    def _current(self, row: int) -> Any:
-        return self._records[row]["copies"][self._active(row)]
+        ticks = self._records[:, [at + _TICK for at in _COPY_AT]]
+        ticks[ticks > self.committed] = 0
+        self._sources = {}
+        for row in np.flatnonzero(ticks.any(1)).tolist():
+            copy = int(ticks[row].argmax())
+            at = _COPY_AT[copy]
+            newest, mask, tick = self._records[row, at : at + 3].tolist()
+            self._sources[self._records[row, :2].tobytes()] = _Seen(row, copy, newest, mask, tick)
+        self._free = np.flatnonzero(~ticks.any(1))[::-1].tolist()
 
     def _claim(self, key: bytes) -> int:
         """A record for a new source; when all are taken, the one longest unused gives way."""
-        if not self._free:
-            newest = self._records["copies"]["tick"].max(1)
-            row = int(newest.argmin())
-            del self._rows[self._records[row]["key"].tobytes()]
-        else:
+        if self._free:
             row = self._free.pop()
+        else:
+            oldest = min(self._sources, key=lambda source: self._sources[source].tick)
+            row = self._sources.pop(oldest).row
         record = self._records[row]
-        record["copies"]["tick"] = 0
-        record["key"] = np.frombuffer(key, "<u8")
-        self._rows[key] = row
+        # The key last: never may it stand beside what belonged to the source before.
+        for at in _COPY_AT:
+            record[at + _TICK] = 0
+        record[:2] = np.frombuffer(key, "<u8")
         return row
 
 

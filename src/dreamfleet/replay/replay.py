@@ -385,9 +385,7 @@ class Replay:
         if expected is not None and self._table is not None:
             data = self._table.data_bytes
             on_disk = self.directory is not None
-            forecasts.warn(
-                expected, self.directory, 0 if on_disk else data, data if on_disk else 0
-            )
+            forecasts.warn(expected, self.directory, 0 if on_disk else data, data if on_disk else 0)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -18,6 +18,7 @@ from dreamfleet.replay import chunkfile
 from dreamfleet.replay.arena import Arena
 from dreamfleet.replay.buffers import BufferPool
 from dreamfleet.replay.chunkfile import ChunkInfo, Stream
+from dreamfleet.replay.prefault import Prefault
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
 
 Ints = NDArray[np.int64]
@@ -48,6 +49,7 @@ class Store:
         self.chunk_bytes = chunkfile.chunk_bytes(schema, steps)
         self.slots = max(1, min(slots, MAX_SLOTS, _MAX_ADDRESSES // self.chunk_bytes))
         self._arena = Arena(self.chunk_bytes, self.slots)
+        self._prefault = Prefault(self._arena)
         base = chunkfile.header_bytes(schema)
         starts, _ = schema.offsets(steps)
         self._first_column = base + min(starts.values(), default=0)
@@ -83,9 +85,7 @@ class Store:
     def create(self, stream: Stream | None, previous: int) -> int:
         """A new, empty chunk; where there is no room, `StorageFullError` and nothing changes."""
         before = self.ids[previous].tobytes() if previous >= 0 else None
-        return self._make(
-            ChunkInfo(uuid.uuid4().bytes, before, stream, self.steps, self.schema)
-        )
+        return self._make(ChunkInfo(uuid.uuid4().bytes, before, stream, self.steps, self.schema))
 
     def attach(self, path: Path, info: ChunkInfo) -> int:
         """Map a chunk file that exists."""
@@ -239,6 +239,7 @@ class Store:
     def close(self) -> None:
         """Unmap everything; the arrays must not be touched afterwards, so they go first."""
         self.columns, self.ticks = {}, np.zeros((0, 0), np.int64)
+        self._prefault.stop()
         self._arena.close()
 
     def _make(self, info: ChunkInfo) -> int:
@@ -248,6 +249,7 @@ class Store:
         else:
             self._map(slot, chunkfile.create(self.directory, info))
         self._occupy(slot, info.id)
+        self._prefault.request(slot)
         return slot
 
     def _map(self, slot: int, fd: int) -> None:
