@@ -33,12 +33,6 @@ def _references(buffers: _Buffers, which: int) -> int:
 _ONLY_THE_LIST = _references([np.empty(1, np.uint8)], 0)
 
 
-def _aligned(size: int) -> NDArray[np.uint8]:
-    raw = np.empty(size + 2 * _PAGE, np.uint8)
-    start = (_PLACE_IN_PAGE - raw.ctypes.data) % _PAGE
-    return raw[start : start + size]
-
-
 class BufferPool:
     """A few buffers for each number of bytes asked for."""
 
@@ -52,14 +46,17 @@ class BufferPool:
         if size < _SMALL:
             return np.empty(shape, dtype)
         with self._lock:
-            return self._find(size).view(dtype).reshape(shape)
+            owner = self._find(size)
+            start = (_PLACE_IN_PAGE - owner.ctypes.data) % _PAGE
+            # Views of views refer to the array that owns the memory, so it is the one to watch.
+            return owner[start : start + size].view(dtype).reshape(shape)
 
     def _find(self, size: int) -> NDArray[np.uint8]:
         buffers = self._buffers.setdefault(size, [])
         for which in range(len(buffers)):
             if _references(buffers, which) == _ONLY_THE_LIST:
                 return buffers[which]
-        buffer = _aligned(size)
+        buffer = np.empty(size + _PAGE, np.uint8)
         if len(buffers) < _KEEP:
             buffers.append(buffer)
         return buffer

@@ -167,6 +167,10 @@ class Chains:
                 slot = int(self.store.next[slot])
         return slots
 
+    def oldest_end(self) -> int:
+        """The tick at which the chain that was idle longest ends."""
+        return int(self.last_tick[self.head_slot >= 0].min())
+
     def owners(self) -> Ints:
         """The chain that each slot belongs to, or -1."""
         owner = np.full(self.store.slots, _NONE, np.int64)

@@ -9,9 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dreamfleet.replay import chunkfile
 from dreamfleet.replay.chunkfile import ChunkInfo, NotAChunkError
 from dreamfleet.replay.errors import DirectoryInUseError, ReplayError
@@ -93,10 +90,3 @@ def remove_partial(directory: Path) -> None:
     """Files that were being made when a writer died never had steps in them."""
     for path in directory.glob(f"*{chunkfile.PARTIAL}"):
         path.unlink(missing_ok=True)
-
-
-def read_ticks(found: Found) -> NDArray[np.int64]:
-    """The ticks of a chunk in another run's directory."""
-    with found.path.open("rb") as file:
-        file.seek(chunkfile.header_bytes(found.info.schema))
-        return np.fromfile(file, np.int64, found.info.steps)

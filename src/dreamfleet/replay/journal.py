@@ -55,12 +55,12 @@ class Journal:
     """The committed tick and the batches seen, in a mapped file or in memory."""
 
     def __init__(self, directory: Path | None) -> None:
-        self.was_damaged = False
         self._map = mmap.mmap(-1, _SIZE) if directory is None else _open(directory / FILENAME)
         # Stores of whole words: a word is never half written, wherever the process is killed.
         self._words = np.frombuffer(self._map, "<u8")
-        if self._words[_MAGIC_WORD] != _MAGIC:
-            self.was_damaged = bool(self._words.any())
+        self.is_new = bool(self._words[_MAGIC_WORD] != _MAGIC)
+        """Whether there was none, or only a damaged one."""
+        if self.is_new:
             self._words[:] = 0
             self._words[_ID_WORD : _ID_WORD + 2] = np.frombuffer(os.urandom(16), "<u8")
             self._words[_MAGIC_WORD] = _MAGIC

@@ -20,6 +20,7 @@ from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, Repl
 from dreamfleet.replay.forecast import Forecast
 from dreamfleet.replay.journal import Journal, Source
 from dreamfleet.replay.readers import Readers
+from dreamfleet.replay.reopen import adopt, restore
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema, stored_steps
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
@@ -240,7 +241,7 @@ class Replay:
                     f"{store.schema.describe_difference(info.schema) or 'same keys'}; chunks of "
                     f"{info.steps} steps, here {store.steps}."
                 )
-            added = self._table.adopt(found, committed, source, committed)
+            added = adopt(self._table, found, committed, source, committed)
             self._warn()
             return added
 
@@ -377,7 +378,7 @@ class Replay:
             info = found[0].info
             self.chunk = info.steps
             self._table = self._make_table(info.schema, info.steps)
-            self._table.restore(found)
+            restore(self._table, found)
             self._warn()
 
     def _warn(self) -> None:
@@ -439,6 +440,8 @@ def _check_rows(arrays: Mapping[str, NDArray[Any]], count: int) -> None:
 
 def _stream_names(streams: Sequence[Stream] | NDArray[Any]) -> list[Stream]:
     names = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
+    if set(map(type, names)) == {int}:
+        return names
     for which, name in enumerate(names):
         if isinstance(name, np.integer):
             names[which] = int(name)

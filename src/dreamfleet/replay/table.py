@@ -7,19 +7,16 @@ and only then does anything old leave.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay import directory as directories
 from dreamfleet.replay.chains import Chains, Places
 from dreamfleet.replay.chunkfile import Stream
-from dreamfleet.replay.directory import Found
 from dreamfleet.replay.errors import StorageFullError
 from dreamfleet.replay.items import SLACK, Items
 from dreamfleet.replay.journal import Journal, Source
@@ -27,8 +24,6 @@ from dreamfleet.replay.priorities import Priorities
 from dreamfleet.replay.schema import Schema
 from dreamfleet.replay.selectors import Selector
 from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
-
-log = logging.getLogger(__name__)
 
 _SPARE_SLOTS = 4096
 _PATIENCE = 1 << 20
@@ -90,7 +85,7 @@ class Table:
     ) -> None:
         """Add one step for each row, all of them or, when anything goes wrong, none."""
         chains, ranks = self.chains.lookup(streams)
-        self._make_room(lambda: self.chains.chunks_needed(chains, ranks))
+        self.make_room(lambda: self.chains.chunks_needed(chains, ranks))
         places = self.chains.place(chains, ranks)
         last = self.journal.committed + len(streams)
         try:
@@ -107,78 +102,6 @@ class Table:
                 self.journal.forget_uncommitted()
                 self.store.release(slot for _, slot in places.links)
 
-    def restore(self, found: Iterable[Found]) -> None:
-        """Take in the chunks of the table's own directory."""
-        slots = []
-        infos = {}
-        for path, info in found:
-            try:
-                slot = self.store.attach(path, info)
-            except OSError as error:
-                log.warning("Skipping replay chunk %s: %s.", path, error)
-                continue
-            slots.append(slot)
-            infos[slot] = info
-        if self.journal.was_damaged:
-            log.warning("The replay's journal was damaged: every step found is kept.")
-            self.journal.commit(max((int(self.store.ticks[s].max()) for s in slots), default=0))
-        for slot in slots:
-            self._trim(slot, self.journal.committed)
-        empty = [slot for slot in slots if not self.store.lengths[slot]]
-        self.store.release(empty)
-        self.journal.forget_uncommitted()
-        living = [slot for slot in slots if self.store.lengths[slot]]
-        newest: dict[Stream, int] = {}
-        chains = self._linked(living, {slot: infos[slot].previous for slot in living})
-        for chain in chains:
-            stream = infos[chain[-1]].stream
-            if stream is not None:
-                best = newest.get(stream, chain[-1])
-                newest[stream] = max(best, chain[-1], key=self._last_tick)
-        continued = {slot: stream for stream, slot in newest.items()}
-        self._index([(chain, continued.get(chain[-1])) for chain in chains])
-
-    def adopt(self, found: Iterable[Found], committed: int, source: Source, seq: int) -> int:
-        """Copy another run's chunks in, as data that nothing is appended to; how many steps."""
-        new = [item for item in found if item.info.id not in self.store.slot_of]
-        ticks = {item.info.id: directories.read_ticks(item) for item in new}
-        for chunk, column in ticks.items():
-            ticks[chunk] = column[: _valid(column, committed)]
-        new = sorted(
-            (item for item in new if len(ticks[item.info.id])),
-            key=lambda item: int(ticks[item.info.id][-1]),
-        )
-        total, wanted = 0, []
-        for item in reversed(new):
-            if total >= self.items.capacity + self.length:
-                break
-            wanted.append(item)
-            total += len(ticks[item.info.id])
-        wanted.reverse()
-        self._make_room(lambda: len(wanted))
-        slots: list[int] = []
-        first = self.journal.committed + 1
-        try:
-            for path, info in wanted:
-                slots.append(self.store.copy(path, info))
-            every = np.concatenate([ticks[item.info.id] for item in wanted])
-            ranks = np.argsort(np.argsort(every, kind="stable"), kind="stable") + first
-            start = 0
-            for slot, item in zip(slots, wanted, strict=True):
-                count = len(ticks[item.info.id])
-                self.store.ticks[slot, :count] = ranks[start : start + count]
-                self.store.lengths[slot] = count
-                start += count
-            self.journal.stage(source, seq, first + total - 1)
-            self.journal.commit(first + total - 1)
-        except BaseException:
-            self.store.release(slots)
-            self.journal.forget_uncommitted()
-            raise
-        previous = {s: item.info.previous for s, item in zip(slots, wanted, strict=True)}
-        self._index([(chain, None) for chain in self._linked(slots, previous)])
-        return total
-
     def completed_at(self, number: int) -> int:
         """The tick of the step that completed a living item."""
         slot, index = self.items.starts(np.array([number]))
@@ -190,8 +113,11 @@ class Table:
         numbers = range(self.items.low, self.items.high)
         return self.items.low + bisect_right(numbers, tick, key=self.completed_at)
 
-    def _index(self, chains: list[tuple[list[int], Stream | None]]) -> None:
-        """Number the items of chains found on disk, in the order they were completed."""
+    def take_in_chains(self, chains: list[tuple[list[int], Stream | None]]) -> None:
+        """Number the items of chains found on disk, in the order they were completed.
+
+        A chain is given as its slots, with the stream that will continue it, if any.
+        """
         parts = [self.chains.restore(chain, stream) for chain, stream in chains]
         if parts:
             starts = np.concatenate([start for start, _ in parts])
@@ -203,7 +129,7 @@ class Table:
                         self.priorities.created(slot)
             self._push(slots, indices, np.zeros(0, np.int64))
             self._sweep()
-            self._make_room(lambda: 0)
+            self.make_room(lambda: 0)
 
     def _take_in(self, places: Places, last: int) -> None:
         if self.priorities:
@@ -243,14 +169,17 @@ class Table:
         self.chains.forget(set(slots))
         self.store.release(slots)
 
-    def _make_room(self, needed: Callable[[], int]) -> None:
+    def make_room(self, needed: Callable[[], int]) -> None:
         """Evict until the chunks needed fit; evicting may change how many they are."""
         while (chunks := needed()) > self._room():
+            self._sweep(patience=0)
+            if needed() <= self._room():
+                return
             if not len(self.items):
                 raise StorageFullError(self._why_full(chunks))
-            self._evict(self.items.until_chunk_end())
-            if needed() > self._room():
-                self._sweep(patience=0)
+            # Whichever comes first: a chunk without items, or a chain without any.
+            ended = self.items_until(self.chains.oldest_end()) - self.items.low
+            self._evict(min(self.items.until_chunk_end(), max(1, ended)))
 
     def _room(self) -> int:
         if self.max_bytes is None:
@@ -269,40 +198,3 @@ class Table:
             f"{self.store.chunk_bytes:,} bytes beside the {self.store.chunks} that streams are "
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )
-
-    def _trim(self, slot: int, committed: int) -> None:
-        """Keep the committed steps of a chunk and clear the rest, which a killed writer left."""
-        ticks = self.store.ticks[slot]
-        count = _valid(ticks, committed)
-        self.store.lengths[slot] = count
-        if ticks[count:].any():
-            ticks[count:] = 0
-
-    def _last_tick(self, slot: int) -> int:
-        return int(self.store.ticks[slot, self.store.lengths[slot] - 1])
-
-    def _linked(self, slots: list[int], previous: Mapping[int, bytes | None]) -> list[list[int]]:
-        """Chunks in chains: each follows the one it names, if that is here and full."""
-        after: dict[int, int] = {}
-        starts = []
-        for slot in slots:
-            before = self.store.slot_of.get(previous[slot] or b"")
-            full = before in previous and self.store.lengths[before] == self.store.steps
-            if before is None or not full or before in after:
-                starts.append(slot)
-            else:
-                after[before] = slot
-        chains = []
-        for slot in starts:
-            chain = [slot]
-            while chain[-1] in after:
-                chain.append(after[chain[-1]])
-            chains.append(chain)
-        return chains
-
-
-def _valid(ticks: NDArray[np.int64], committed: int) -> int:
-    """Length of the leading run of growing ticks up to the committed one."""
-    good = (ticks > 0) & (ticks <= committed)
-    good[1:] &= ticks[1:] > ticks[:-1]
-    return len(good) if good.all() else int(good.argmin())
