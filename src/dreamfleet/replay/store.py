@@ -49,7 +49,6 @@ class Store:
         self.chunk_bytes = chunkfile.chunk_bytes(schema, steps)
         self.slots = max(1, min(slots, MAX_SLOTS, _MAX_ADDRESSES // self.chunk_bytes))
         self._arena = Arena(self.chunk_bytes, self.slots)
-        self._prefault = Prefault(self._arena)
         base = chunkfile.header_bytes(schema)
         starts, _ = schema.offsets(steps)
         self._first_column = base + min(starts.values(), default=0)
@@ -60,6 +59,11 @@ class Store:
             )
             for column in schema.columns
         }
+        self._prefault = Prefault(
+            self._arena,
+            [(base + starts[column.name], column.row_bytes) for column in schema.columns],
+            steps,
+        )
         self.ids = np.zeros((self.slots, 16), np.uint8)
         self.next = np.full(self.slots, _NONE, np.int64)
         self.previous = np.full(self.slots, _NONE, np.int64)
@@ -166,6 +170,7 @@ class Store:
         for name, column in self.columns.items():
             column[slots, indices] = arrays[name]
         self.ticks[slots, indices] = np.arange(first_tick, first_tick + len(slots))
+        self._prefault.written(slots, indices)
 
     def erase(self, slots: Ints, indices: Ints) -> None:
         """Make rows that were written but not committed unreadable for good."""
@@ -249,7 +254,6 @@ class Store:
         else:
             self._map(slot, chunkfile.create(self.directory, info))
         self._occupy(slot, info.id)
-        self._prefault.request(slot)
         return slot
 
     def _map(self, slot: int, fd: int) -> None:
