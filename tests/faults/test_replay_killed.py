@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from replay_history import History, add, audit, open_replay
+from replay_history import CAPACITY, LENGTH, History, add, audit, open_replay
+from replay_model import all_items, step
 
 import dreamfleet.replay
 
@@ -40,10 +41,14 @@ def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(live, copy)
         with open_replay(copy) as reopened:
+            assert reopened.skipped_files == {}
             audit(reopened, history, acknowledged)
         # What a reopened replay wrote must be just as good when it is opened once more.
         with open_replay(copy) as again:
             audit(again, history, acknowledged + 2)
+        shutil.rmtree(copy)
+        shutil.copytree(live, copy)
+        audit_with_a_silent_writer(copy, history, acknowledged)
 
     def add_watched(number: int) -> None:
         at_every_change(live, lambda: add(replay, history, number), lambda: reopen(number))
@@ -61,6 +66,21 @@ def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
     assert before - after, "the batches should have evicted a chunk"
     assert after - before, "the batches should have made a chunk"
     assert moments > 100
+
+
+def audit_with_a_silent_writer(directory: Path, history: History, acknowledged: int) -> None:
+    """The killed writer stays away; what it left half done must not come alive through others."""
+    with open_replay(directory) as replay:
+        before = all_items(replay) if len(replay) else []
+        for tag in range(12):
+            replay.add(step(tag, 99), 99)
+    with open_replay(directory) as replay:
+        items = all_items(replay)
+        news = [tuple(range(tag, tag + LENGTH)) for tag in range(8)]
+        assert items == (before + news)[-CAPACITY:]
+        held = acknowledged + (before == history.items(acknowledged + 1))
+        if history.items(acknowledged) != history.items(acknowledged + 1):
+            assert bool(add(replay, history, acknowledged)) == (held == acknowledged)
 
 
 def at_every_change(directory: Path, action: Callable[[], Any], check: Callable[[], None]) -> None:

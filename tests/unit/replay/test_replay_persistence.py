@@ -141,6 +141,15 @@ def test_a_missing_chunk_breaks_a_sequence_and_mixes_nothing(directory: Path) ->
         assert all_items(replay) == expected
 
 
+def test_a_header_that_changed_is_not_believed(directory: Path) -> None:
+    """A stream's number that became another: sensible to read, and only the checksum knows."""
+    write_history(directory, 40)
+    chunk = next(p for p in directory.glob("*.chunk") if b'"stream": 0' in p.read_bytes())
+    chunk.write_bytes(chunk.read_bytes().replace(b'"stream": 0', b'"stream": 3', 1))
+    with open_replay(directory) as replay:
+        assert replay.skipped_files == {chunk.name: "has a damaged header"}
+
+
 @pytest.mark.parametrize("damage", ["missing", "zeros", "garbage", "short"])
 def test_without_a_journal_every_step_is_kept(directory: Path, damage: str) -> None:
     history = write_history(directory, 40)
@@ -295,11 +304,13 @@ def test_an_error_in_the_middle_of_a_write_leaves_no_trace(
                 patch.setattr(table.journal, method, _interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     add(replay, history, 41)
-        # A shorter batch takes the ticks; what the interrupted one wrote must not come alive.
-        assert replay.add_batch(*history.batch(42), "other", 0) > 0
-        before = len(replay)
+        # Others take its ticks; what the interrupted batch wrote must not come alive with them.
+        for tag in range(20):
+            replay.add(step(tag, 9), 9)
+        before = all_items(replay)
     with open_replay(directory) as replay:
-        assert len(replay) == before
+        assert all_items(replay) == before
+        assert add(replay, history, 41) > 0
 
 
 def _interrupt(*_: object) -> None:
@@ -330,6 +341,17 @@ def test_another_run_as_extra_data(directory: Path, tmp_path: Path) -> None:
     with Replay(LENGTH, 1000, tmp_path / "mine", selector=Fifo()) as replay:
         assert len(replay) == loaded + 4
         assert replay.load_directory(directory) == 0
+
+
+def test_extra_data_is_not_continued_after_a_restart(directory: Path, tmp_path: Path) -> None:
+    write_history(directory, 60)
+    with Replay(LENGTH, 1000, tmp_path / "mine", selector=Fifo()) as replay:
+        replay.load_directory(directory)
+        loaded = all_items(replay)
+    with Replay(LENGTH, 1000, tmp_path / "mine", selector=Fifo()) as replay:
+        for tag in range(10_000, 10_004):
+            replay.add(step(tag, 0), 0)
+        assert all_items(replay) == loaded, "four steps of a new chain are no item of five"
 
 
 def test_extra_data_from_a_run_that_is_still_writing(directory: Path) -> None:

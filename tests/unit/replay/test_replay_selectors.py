@@ -220,6 +220,10 @@ def test_priorities_of_a_reused_slot_do_not_leak() -> None:
             replay.update({"stepid": data["stepid"], "priority": np.full((4, 2), 1000.0)})
     for tag in range(200, 230):
         replay.add(step(tag))
+    # An update makes the items around it look at their steps again, and they know nothing.
+    for _ in range(20):
+        stepid = replay.sample(1, "eval")["stepid"][0, :1]
+        replay.update({"stepid": stepid, "priority": np.ones(1)})
     starts = replay.sample(DRAWS // 10, "eval")["tag"][:, 0]
     assert_matches(np.bincount(starts - 223, minlength=6) / len(starts), np.ones(6), len(starts))
 
