@@ -11,12 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.replay import Replay
@@ -100,12 +103,12 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
         while replay.stats()["online_queue"]:
             replay.sample(BATCH)
         repeats = 30 if quick else 300
-        sampled = _times(lambda: replay.sample(BATCH), repeats)
+        sampled = median(_times(partial(replay.sample, BATCH), repeats))
         memcpy.measure()
         data = replay.sample(BATCH)
         keys = ("stepid", "dyn/deter", "dyn/stoch")
         states = {key: np.ascontiguousarray(data[key][:, 1:]) for key in keys}
-        updated = _times(lambda: replay.update(states), repeats)
+        updated = median(_times(partial(replay.update, states), repeats))
         memcpy.measure()
         replay.close()
     size = sum(array.nbytes for array in data.values()) / 1e6
@@ -134,46 +137,44 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
 
 
 def _growth(quick: bool) -> list[Row]:
-    """Cost of an insert and a sample in a small and in a large replay, of small steps."""
-    sizes = (10**4, 10**5) if quick else (10**4, 2 * 10**6)
-    costs: dict[int, tuple[float, float]] = {}
-    overhead = 0.0
+    """Cost of an insert and of a sample in a small and in a large replay, measured in turn."""
+    small, large = (10**4, 5 * 10**4) if quick else (10**4, 2 * 10**6)
     memcpy = Memcpy()
-    bulk = {"vector": np.zeros((65536, 24), np.float32), "reward": np.zeros(65536, np.float32)}
-    one = {key: value[:BATCH] for key, value in bulk.items()}
-    for size in sizes:
-        before = _resident()
-        replay = Replay(LENGTH, size)
-        names = np.arange(65536) % BATCH
+    one, bulk = steps("vector"), steps("vector", 16384)
+    names, streams = np.arange(16384) % BATCH, list(range(BATCH))
+    step_bytes = sum(array[0].nbytes for array in bulk.values())
+    if large * step_bytes > psutil.virtual_memory().available / 2:
+        one, bulk = ({"vector": batch["vector"]} for batch in (one, bulk))
+        step_bytes = bulk["vector"][0].nbytes
+    replays = {}
+    overhead = 0.0
+    for size in (small, large):
+        before = psutil.Process().memory_info().rss
+        replay = replays[size] = Replay(LENGTH, size, online=False)
         while len(replay) < size:
             replay.add_batch(bulk, names)
-        stored = replay.stats()["steps"]
-        overhead = (_resident() - before) / stored - sum(v[0].nbytes for v in bulk.values())
-        while replay.stats()["online_queue"]:
-            replay.sample(256)
+        used = psutil.Process().memory_info().rss - before
+        overhead = used / replay.stats()["steps"] - step_bytes
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for _ in range(3 if quick else 30):
         memcpy.measure()
-        repeats = 300 if quick else 3000
-        streams = list(range(BATCH))
-        insert = _times(lambda r=replay, s=streams: r.add_batch(one, s), repeats)  # type: ignore[misc]
-        while replay.stats()["online_queue"]:
-            replay.sample(256)
-        sample = _times(lambda r=replay: r.sample(BATCH, "report"), repeats)  # type: ignore[misc]
-        costs[size] = insert, sample
-        replay.close()
-    small, large = sizes
+        for size, replay in replays.items():
+            times["insert", size] += _times(partial(replay.add_batch, one, streams), 100)
+            times["sample", size] += _times(partial(replay.sample, BATCH), 20)
+    note = f"{large:,} items of {step_bytes} bytes a step, {memcpy.note}"
     rows = [
         compare(
             f"growth/{what}",
-            1e6 * costs[large][which],
+            1e6 * median(times[what, large]),
             "us",
             f"{small:,} items",
-            1e6 * costs[small][which],
+            1e6 * median(times[what, small]),
             smaller_is_better=True,
-            note=f"{large:,} items, {memcpy.note}",
+            note=note,
         )
-        for which, what in enumerate(("insert", "sample"))
+        for what in ("insert", "sample")
     ]
-    return [*rows, Row("overhead", overhead, "bytes/step", note=f"{large:,} items in memory")]
+    return [*rows, Row("overhead", overhead, "bytes/step", note=f"{note}, in memory")]
 
 
 def _reopen(quick: bool) -> list[Row]:
@@ -204,17 +205,11 @@ def _reopen(quick: bool) -> list[Row]:
     return [Row("reopen", float(done.stdout), "s", note=note)]
 
 
-def _times(action: Callable[[], object], repeats: int) -> float:
-    """Median seconds of an action."""
+def _times(action: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of several runs."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         action()
         times.append(time.perf_counter() - start)
-    return median(times)
-
-
-def _resident() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
+    return times

@@ -12,6 +12,7 @@ be a crash, so only `Store` holds these arrays, and it never hands one out.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -95,9 +96,14 @@ class Arena:
         return np.ndarray((self.slot_bytes,), np.uint8, buffer)
 
     def sync(self, slot: int) -> None:
-        """Write the slot's dirty pages to its file."""
+        """Write the slot's dirty pages to its file; a slot that is unmapped has none."""
         if _libc.msync(self._address(slot), self.slot_bytes, _MS_SYNC):
-            _raise_last("writing a chunk to disk")
+            error = ctypes.get_errno()
+            if error != errno.ENOMEM:
+                raise StorageFullError(
+                    f"The replay's steps could not be written to disk ({os.strerror(error)}): "
+                    "check the disk; a checkpoint taken now would not survive a power failure."
+                )
 
     def populate(self, ranges: list[tuple[int, int, int]]) -> None:
         """Have the pages under these bytes (slot, start, end) ready for writing, where possible."""
@@ -137,13 +143,9 @@ class Arena:
 def _map(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
     result = _libc.mmap(address, size, protection, flags, fd, 0)
     if result == _FAILED:
-        _raise_last(f"mapping {size:,} bytes")
+        raise StorageFullError(
+            f"The operating system refused to map {size:,} bytes "
+            f"({os.strerror(ctypes.get_errno())}): lower the replay's capacity, or raise `chunk` "
+            "so that there are fewer, larger files."
+        )
     return int(result)
-
-
-def _raise_last(action: str) -> None:
-    error = ctypes.get_errno()
-    raise StorageFullError(
-        f"The operating system refused {action} ({os.strerror(error)}): lower the replay's "
-        "capacity, or raise `chunk` so that there are fewer, larger files."
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -30,27 +31,24 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ReplayError(
                 f"The replay directory {directory} cannot be used ({error.strerror})."
             ) from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd, 20, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
+            holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
             raise DirectoryInUseError(
                 f"Another replay (process {holder}) has {directory} open: stop it, or use another "
                 "directory."
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-
-    def release(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        # Runs at the latest when the lock is collected, so a forgotten replay blocks nobody.
+        self.release = weakref.finalize(self, os.close, fd)
 
 
 def scan(directory: Path) -> tuple[list[Found], dict[str, str]]:

@@ -14,14 +14,15 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.replay import directory as directories
 from dreamfleet.replay import forecast as forecasts
 from dreamfleet.replay import journal as journals
-from dreamfleet.replay.chunkfile import MAX_STREAM_NAME, Stream
+from dreamfleet.replay.checks import check_rows, stored_steps, stream_names, update_values
+from dreamfleet.replay.chunkfile import Stream
 from dreamfleet.replay.directory import DirectoryLock
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
 from dreamfleet.replay.forecast import Forecast
 from dreamfleet.replay.journal import Journal, Source
 from dreamfleet.replay.readers import Readers
 from dreamfleet.replay.reopen import adopt, restore
-from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema, stored_steps
+from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
 from dreamfleet.replay.statistics import Statistics
@@ -29,7 +30,6 @@ from dreamfleet.replay.table import Table
 
 Mode = Literal["train", "report", "eval"]
 _MODES: tuple[Mode, ...] = ("train", "report", "eval")
-PRIORITY = "priority"
 
 
 class Replay:
@@ -134,7 +134,7 @@ class Replay:
         if (source is None) != (seq is None):
             raise ConfigError("Give a batch both a source and a seq, or neither.")
         arrays = stored_steps(steps)
-        names = _stream_names(streams)
+        names = stream_names(streams)
         with self._lock:
             self._check_open()
             if source is not None and seq is not None and self._journal.seen(source, seq):
@@ -151,8 +151,8 @@ class Replay:
         The first step of a sequence has `is_first` set; where the next step is a first one,
         `is_last` is set. In train mode fresh sequences come first (see `online`).
         """
-        if mode not in _MODES:
-            raise ConfigError(f"There is no sampling mode {mode!r}: use one of {_MODES}.")
+        if mode not in _MODES or batch < 1:
+            raise ConfigError(f"Sample at least 1 in one of {_MODES}, not {batch} in {mode!r}.")
         with self._lock:
             self._check_open()
             table = self._table
@@ -196,7 +196,7 @@ class Replay:
                 self._statistics.skipped_updates += count
                 return 0
             table = self._table
-            values, priority = self._update_values(table, arrays, lead)
+            values, priority = update_values(table.store.schema, arrays, lead)
             runs = table.store.locate(stepid.reshape(-1, STEPID_BYTES))
             here = sum(run.size for run in runs if run.slot >= 0)
             self._statistics.skipped_updates += count - here
@@ -247,8 +247,9 @@ class Replay:
 
     def save(self) -> dict[str, NDArray[Any]]:
         """Sync, and return what is not in the directory: random state, counts, online queue."""
+        self.sync()
         with self._lock:
-            self.sync()
+            self._check_open()
             state: dict[str, NDArray[Any]] = dict(self._statistics.save())
             state |= {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
             if self._table:
@@ -305,9 +306,12 @@ class Replay:
         """Have everything on the disk itself, so that it survives the machine going down."""
         with self._lock:
             self._check_open()
-            if self._table:
-                self._table.store.sync()
-            self._journal.flush()
+            store = self._table.store if self._table else None
+            slots = list(store.slot_of.values()) if store else []
+        # Without the lock, for it may take seconds; chunks that leave meanwhile do no harm.
+        if store:
+            store.sync(slots)
+        self._journal.flush()
 
     def close(self) -> None:
         """Sync, unmap and let the directory go; closing twice is fine."""
@@ -337,7 +341,7 @@ class Replay:
         """The table, made from the first steps; raises if these steps do not fit it."""
         table = self._table
         if table is None:
-            _check_rows(arrays, len(names))
+            check_rows(arrays, len(names))
             self._table = table = self._make_table(Schema.of(arrays), self.chunk)
             table.chains.lookup(names)
             self._warn()
@@ -350,7 +354,7 @@ class Replay:
             and array.dtype == c.dtype
             for c in columns
         ):
-            _check_rows(arrays, count)
+            check_rows(arrays, count)
             difference = table.store.schema.describe_difference(Schema.of(arrays))
             raise SchemaError(
                 f"These steps differ from those in the replay: {difference}. Use a new directory "
@@ -396,29 +400,6 @@ class Replay:
         if self._directory_lock:
             self._directory_lock.release()
 
-    def _update_values(
-        self, table: Table, arrays: dict[str, NDArray[Any]], lead: tuple[int, ...]
-    ) -> tuple[dict[str, NDArray[Any]], NDArray[np.float32] | None]:
-        columns = {column.name: column for column in table.store.schema.columns}
-        priority = None
-        if PRIORITY in arrays and PRIORITY not in columns:
-            priority = np.asarray(arrays.pop(PRIORITY), np.float32)
-            if priority.shape != lead or not (np.isfinite(priority) & (priority >= 0)).all():
-                raise SchemaError(
-                    f"priority has to be finite, not negative and of the stepids' shape {lead}."
-                )
-            priority = priority.reshape(-1)
-        values = {}
-        for name, array in arrays.items():
-            column = columns.get(name)
-            if column is None or array.shape != (*lead, *column.shape):
-                raise SchemaError(
-                    f"An update of {name!r} with shape {array.shape} fits no stored key: "
-                    f"{', '.join(map(str, columns.values()))}."
-                )
-            values[name] = array.reshape(-1, *column.shape)
-        return values, priority
-
 
 def _annotate(data: dict[str, NDArray[Any]]) -> None:
     """A sequence begins with a first step, and an episode cut short ends where the next begins."""
@@ -427,29 +408,3 @@ def _annotate(data: dict[str, NDArray[Any]]) -> None:
         if last is not None:
             last[:, :-1] |= first[:, 1:]
         first[:, 0] = True
-
-
-def _check_rows(arrays: Mapping[str, NDArray[Any]], count: int) -> None:
-    for name, array in arrays.items():
-        if array.ndim < 1 or len(array) != count:
-            raise SchemaError(
-                f"Key {name!r} has shape {array.shape}, but there are {count} streams: give every "
-                "key one row for each stream."
-            )
-
-
-def _stream_names(streams: Sequence[Stream] | NDArray[Any]) -> list[Stream]:
-    names = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
-    if set(map(type, names)) == {int}:
-        return names
-    for which, name in enumerate(names):
-        if isinstance(name, np.integer):
-            names[which] = int(name)
-        elif not isinstance(name, int) and not (
-            isinstance(name, str) and len(name) <= MAX_STREAM_NAME
-        ):
-            raise SchemaError(
-                f"{name!r} cannot name a stream: use an integer or at most {MAX_STREAM_NAME} "
-                "characters."
-            )
-    return names

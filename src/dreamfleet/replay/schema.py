@@ -100,16 +100,6 @@ class Schema:
         return cls(tuple(columns))
 
 
-def stored_steps(steps: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """The keys that are stored, as arrays: everything but `log/`, which goes to metrics only."""
-    arrays = {k: np.asarray(v) for k, v in steps.items() if not k.startswith("log/")}
-    if STEPID in arrays:
-        raise SchemaError("The replay gives every step its stepid: leave the key out of steps.")
-    if not arrays:
-        raise SchemaError("A step needs at least one key that does not start with 'log/'.")
-    return arrays
-
-
 def _storable(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.kind not in "biuf" and dtype not in _EXTRA.values():
         raise SchemaError(f"Key {name!r} is {dtype}: steps hold bools, integers and floats.")

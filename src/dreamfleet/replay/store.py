@@ -235,9 +235,10 @@ class Store:
                 if slot >= 0:
                     column[slot, index : index + count] = array[at : at + count]
 
-    def sync(self) -> None:
+    def sync(self, slots: Iterable[int]) -> None:
+        """Write dirty pages and the directory itself to disk."""
         if self.directory is not None:
-            for slot in self.slot_of.values():
+            for slot in slots:
                 self._arena.sync(slot)
             _sync_directory(self.directory)
 
