@@ -120,10 +120,11 @@ class Arena:
 
         A call for each range would have to wait for Python's lock in between, and fall behind.
         """
-        if not hasattr(os, "pidfd_open"):
-            return False
         vector = (ctypes.c_size_t * len(words))(*words)
-        fd = os.pidfd_open(os.getpid())
+        try:
+            fd = os.pidfd_open(os.getpid())
+        except (AttributeError, OSError):  # not Linux, or a sandbox that forbids it
+            return False
         try:
             done: int = _libc.syscall(
                 _SYS_PROCESS_MADVISE, fd, vector, len(words) // 2, _MADV_POPULATE_WRITE, 0

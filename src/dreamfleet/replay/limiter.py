@@ -73,16 +73,14 @@ class SamplesPerInsert:
             self._wait(self.can_insert, timeout, lambda: self._why_no_insert(who, timeout))
             earning = max(0, min(count, self._size + count - self.minsize + 1))
             self._size += count
-            if self.ratio > 0:
-                self._avail += self.ratio * earning
+            self._avail += self.ratio * earning
             self._changed.notify_all()
 
     def sample(self, count: int = 1, timeout: float | None = None, who: str = "sampler") -> None:
         """Wait until sampling is allowed, then count it; `RateLimitedError` after `timeout`."""
         with self._changed:
             self._wait(self.can_sample, timeout, lambda: self._why_no_sample(who, timeout))
-            if self.ratio > 0:
-                self._avail -= count
+            self._avail -= count
             self._changed.notify_all()
 
     def prefill(self, steps: int) -> None:
