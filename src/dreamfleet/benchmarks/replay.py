@@ -1,0 +1,215 @@
+"""The replay: inserts, samples, updates, growth, overhead, reopening.
+
+The reference figures were measured on a machine whose memcpy ran at 24 GB/s. They are scaled by
+the memcpy rate measured around each figure here, so that `ratio` compares like with like.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+
+from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.replay import Replay
+
+REFERENCE_MEMCPY = 24.0
+PEER = "reference x memcpy/24"
+BATCH = 16
+LENGTH = 65
+
+Steps = dict[str, np.ndarray[Any, Any]]
+
+
+def run(quick: bool = False) -> list[Row]:
+    rows = []
+    for kind, insert, sample in (("vector", 36_000, 0.55), ("image", 26_000, 2.07)):
+        for storage in ("disk", "memory"):
+            rows += _speed(kind, storage, insert, sample, quick)
+    rows += _growth(quick)
+    rows += _reopen(quick)
+    return rows
+
+
+def steps(kind: str, count: int = BATCH) -> Steps:
+    """A batch of steps as DreamerV3 of the smallest size stores them."""
+    rng = np.random.default_rng(0)
+    batch: Steps = {
+        "dyn/deter": rng.normal(size=(count, 512)).astype(np.float32),
+        "dyn/stoch": rng.normal(size=(count, 32, 4)).astype(np.float32),
+        "action": rng.normal(size=(count, 6)).astype(np.float32),
+        "reward": np.zeros(count, np.float32),
+        "is_first": np.zeros(count, bool),
+        "is_last": np.zeros(count, bool),
+        "is_terminal": np.zeros(count, bool),
+    }
+    if kind == "vector":
+        batch["vector"] = rng.normal(size=(count, 24)).astype(np.float32)
+    else:
+        batch["image"] = rng.integers(0, 256, (count, 64, 64, 3), np.uint8)
+    return batch
+
+
+class Memcpy:
+    """The copy rate of this machine, in GB/s, as a median over the run."""
+
+    def __init__(self) -> None:
+        self._source = np.ones(64 << 20, np.uint8)
+        self._target = np.ones(64 << 20, np.uint8)
+        self._rates: list[float] = []
+
+    def measure(self) -> None:
+        for _ in range(5):
+            start = time.perf_counter()
+            self._target[:] = self._source
+            self._rates.append(self._source.nbytes / 1e9 / (time.perf_counter() - start))
+
+    @property
+    def rate(self) -> float:
+        return median(self._rates)
+
+    @property
+    def scale(self) -> float:
+        return self.rate / REFERENCE_MEMCPY
+
+    @property
+    def note(self) -> str:
+        return f"memcpy {self.rate:.1f} GB/s"
+
+
+def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -> list[Row]:
+    memcpy = Memcpy()
+    batch, streams = steps(kind), list(range(BATCH))
+    inserts = 300 if quick else 4000 if kind == "vector" else 2000
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+        replay = Replay(LENGTH, 10**6, folder if storage == "disk" else None)
+        memcpy.measure()
+        start = time.perf_counter()
+        for seq in range(inserts):
+            replay.add_batch(batch, streams, "bench", seq)
+        rate = BATCH * inserts / (time.perf_counter() - start)
+        memcpy.measure()
+        while replay.stats()["online_queue"]:
+            replay.sample(BATCH)
+        repeats = 30 if quick else 300
+        sampled = median(_times(partial(replay.sample, BATCH), repeats))
+        memcpy.measure()
+        data = replay.sample(BATCH)
+        keys = ("stepid", "dyn/deter", "dyn/stoch")
+        states = {key: np.ascontiguousarray(data[key][:, 1:]) for key in keys}
+        updated = median(_times(partial(replay.update, states), repeats))
+        memcpy.measure()
+        replay.close()
+    size = sum(array.nbytes for array in data.values()) / 1e6
+    name, note, scale = f"{kind}/{storage}", memcpy.note, memcpy.scale
+    return [
+        compare(f"insert/{name}", rate, "steps/s", PEER, insert * scale, note=note),
+        compare(
+            f"sample/{name}",
+            1e3 * sampled,
+            "ms",
+            PEER,
+            sample / scale,
+            smaller_is_better=True,
+            note=f"{BATCH} x {LENGTH} steps, {size:.1f} MB, {note}",
+        ),
+        compare(
+            f"update/{name}",
+            1e3 * updated,
+            "ms",
+            PEER,
+            0.18 / scale,
+            smaller_is_better=True,
+            note=f"{BATCH} x {LENGTH - 1} states, {note}",
+        ),
+    ]
+
+
+def _growth(quick: bool) -> list[Row]:
+    """Cost of an insert and of a sample in a small and in a large replay, measured in turn."""
+    small, large = (10**4, 5 * 10**4) if quick else (10**4, 2 * 10**6)
+    memcpy = Memcpy()
+    one, bulk = steps("vector"), steps("vector", 16384)
+    names, streams = np.arange(16384) % BATCH, list(range(BATCH))
+    step_bytes = sum(array[0].nbytes for array in bulk.values())
+    if large * step_bytes > psutil.virtual_memory().available / 2:
+        one, bulk = ({"vector": batch["vector"]} for batch in (one, bulk))
+        step_bytes = bulk["vector"][0].nbytes
+    replays = {}
+    overhead = 0.0
+    for size in (small, large):
+        before = psutil.Process().memory_info().rss
+        replay = replays[size] = Replay(LENGTH, size, online=False)
+        while len(replay) < size:
+            replay.add_batch(bulk, names)
+        used = psutil.Process().memory_info().rss - before
+        overhead = used / replay.stats()["steps"] - step_bytes
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for _ in range(3 if quick else 30):
+        memcpy.measure()
+        for size, replay in replays.items():
+            times["insert", size] += _times(partial(replay.add_batch, one, streams), 100)
+            times["sample", size] += _times(partial(replay.sample, BATCH), 20)
+    note = f"{large:,} items of {step_bytes} bytes a step, {memcpy.note}"
+    rows = [
+        compare(
+            f"growth/{what}",
+            1e6 * median(times[what, large]),
+            "us",
+            f"{small:,} items",
+            1e6 * median(times[what, small]),
+            smaller_is_better=True,
+            note=note,
+        )
+        for what in ("insert", "sample")
+    ]
+    return [*rows, Row("overhead", overhead, "bytes/step", note=f"{note}, in memory")]
+
+
+def _reopen(quick: bool) -> list[Row]:
+    """Time to open a directory of vector steps in a new process."""
+    count = 10**5 if quick else 10**6
+    memcpy = Memcpy()
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+        bulk = steps("vector", 4096)
+        names = np.arange(4096) % BATCH
+        with Replay(LENGTH, count, folder) as replay:
+            for _ in range(-(-count // 4096)):
+                replay.add_batch(bulk, names)
+        memcpy.measure()
+        code = (
+            "import sys, time; from dreamfleet.replay import Replay; start = time.perf_counter();"
+            f"replay = Replay({LENGTH}, {count}, sys.argv[1]); replay.sample({BATCH}, 'report');"
+            "sys.stdout.write(str(time.perf_counter() - start))"
+        )
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            [sys.executable, "-c", code, folder],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+    note = f"{count:,} vector steps, open and first sample, {memcpy.note}"
+    return [Row("reopen", float(done.stdout), "s", note=note)]
+
+
+def _times(action: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of several runs."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return times

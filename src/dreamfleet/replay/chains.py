@@ -1,0 +1,236 @@
+"""Where each stream writes next, and where its next item starts.
+
+A chain is an unbroken run of a stream's steps, from chunk to chunk. Its head is the place of the
+next step; its tail is the first step of the next item, `length - 1` steps behind. All of it is
+kept in arrays indexed by chain, so that a batch is handled without a loop over its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.store import Ints, Store
+
+_NONE = -1
+_FIELDS = ("head_slot", "head_len", "tail_slot", "tail_index", "pending", "started", "last_tick")
+
+
+class Places(NamedTuple):
+    """Where the rows of a batch go."""
+
+    chains: Ints
+    ranks: Ints
+    """How many earlier rows of the batch belong to the same chain."""
+    slots: Ints
+    indices: Ints
+    links: list[tuple[int, int]]
+    """New chunks: the slot before (or -1) and the slot."""
+
+
+class Chains:
+    """The cursors of every chain of a store."""
+
+    def __init__(self, store: Store, length: int) -> None:
+        self.store = store
+        self.length = length
+        self.streams: dict[Stream, int] = {}
+        self._names: list[Stream | None] = []
+        self.head_slot: Ints
+        self.head_len: Ints
+        self.tail_slot: Ints
+        self.tail_index: Ints
+        self.pending: Ints
+        self.started: Ints
+        self.last_tick: Ints
+        self._allocate(16)
+        self._cached: tuple[list[Stream], Ints, Ints] | None = None
+
+    def lookup(self, streams: list[Stream]) -> tuple[Ints, Ints]:
+        """Chain and rank of each row of a batch."""
+        if self._cached and self._cached[0] == streams:
+            return self._cached[1], self._cached[2]
+        chains = np.array([self._chain(stream) for stream in streams], np.int64)
+        ranks = np.zeros(len(chains), np.int64)
+        if len(set(streams)) < len(streams):
+            order = np.argsort(chains, kind="stable")
+            grouped = chains[order]
+            first = np.flatnonzero(np.diff(grouped, prepend=-1))
+            counts = np.diff(first, append=len(grouped))
+            ranks[order] = np.arange(len(grouped)) - np.repeat(first, counts)
+        self._cached = (streams, chains, ranks)
+        return chains, ranks
+
+    def chunks_needed(self, chains: Ints, ranks: Ints) -> int:
+        """New chunks that a batch with these rows needs."""
+        hops = (self.head_len[chains] + ranks) // self.store.steps
+        if not hops.any():
+            return 0
+        most = np.zeros(len(self._names), np.int64)
+        np.maximum.at(most, chains, hops)
+        return int(most.sum())
+
+    def place(self, chains: Ints, ranks: Ints) -> Places:
+        """Find a place for each row, making chunks where streams need them."""
+        steps = self.store.steps
+        offsets = self.head_len[chains] + ranks
+        slots = self.head_slot[chains]
+        links: list[tuple[int, int]] = []
+        hops = offsets // steps
+        if hops.any():
+            offsets = offsets - hops * steps
+            try:
+                slots = self._extend(chains, hops, slots, links)
+            except BaseException:
+                self.store.release(slot for _, slot in links)
+                raise
+        return Places(chains, ranks, slots, offsets, links)
+
+    def advance(self, places: Places, last_tick: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        """Take committed rows in: slot and index of each item they complete, and whether an
+        online window starts there."""
+        store, chains = self.store, places.chains
+        for before, slot in places.links:
+            if before >= 0:
+                store.link(before, slot)
+        # Where a stream occurs several times its last row decides, and numpy assigns in order.
+        self.head_slot[chains] = places.slots
+        self.head_len[chains] = places.indices + 1
+        store.lengths[places.slots] = places.indices + 1
+        count = len(chains)
+        self.last_tick[chains] = np.arange(last_tick - count + 1, last_tick + 1)
+        fresh = self.tail_slot[chains] < 0
+        if fresh.any():
+            born = fresh & (places.ranks == 0)
+            self.tail_slot[chains[born]] = places.slots[born]
+            self.tail_index[chains[born]] = 0
+        filled = self.pending[chains] + places.ranks + 1
+        ready = filled >= self.length
+        over = np.maximum(filled - self.length, -1)
+        origin, offset = self.tail_slot[chains], self.tail_index[chains]
+        ordinals = self.started[chains] + over
+        starts, indices = store.walk(origin[ready], (offset + over)[ready])
+        online = (ordinals % self.length == 1 % self.length)[ready]
+        self.pending[chains] = np.minimum(filled, self.length - 1)
+        self.started[chains] = ordinals + 1
+        tail, index = self._normalise(origin, offset + over + 1)
+        self.tail_slot[chains], self.tail_index[chains] = tail, index
+        return starts, indices, online
+
+    def restore(self, slots: Sequence[int], stream: Stream | None) -> tuple[Ints, Ints]:
+        """Take in a chain found on disk; flat positions of its items' starts, and the ticks of
+        the steps that completed them. With a stream the chain will be continued."""
+        store = self.store
+        chain = self._new(stream)
+        chunks = np.asarray(slots, np.int64)
+        for before, slot in pairwise(slots):
+            store.link(before, slot)
+        sizes = store.lengths[chunks]
+        ticks = np.concatenate([store.ticks[s, :n] for s, n in zip(slots, sizes, strict=True)])
+        flat = np.concatenate(
+            [s * store.steps + np.arange(n) for s, n in zip(slots, sizes, strict=True)]
+        )
+        items = max(0, len(flat) - self.length + 1)
+        self.head_slot[chain], self.head_len[chain] = slots[-1], sizes[-1]
+        self.last_tick[chain] = ticks[-1]
+        self.pending[chain] = len(flat) - items
+        tail, index = self._normalise(chunks[:1], np.array([items]))
+        self.tail_slot[chain], self.tail_index[chain] = tail[0], index[0]
+        # What was trained on before is not known, so online windows resume with the next step.
+        self.started[chain] = (1 - self.pending[chain]) % self.length
+        return flat[:items], ticks[self.length - 1 :]
+
+    def forget(self, slots: set[int]) -> None:
+        """Chunks were let go: a chain that ended in one of them starts anew."""
+        for chain in np.flatnonzero(np.isin(self.head_slot, list(slots))):
+            self._reset(int(chain))
+
+    def idle_since(self, tick: int, patience: int) -> list[int]:
+        """Slots of chains whose newest step is older than `tick`.
+
+        A stream may still continue its chain, so it is given `patience` more ticks.
+        """
+        used = len(self._names)
+        open_chains = np.zeros(used, bool)
+        open_chains[list(self.streams.values())] = True
+        limit = np.where(open_chains, tick - patience, tick)
+        idle = np.flatnonzero((self.head_slot[:used] >= 0) & (self.last_tick[:used] < limit))
+        slots = []
+        for slot in self.tail_slot[idle].tolist():
+            while slot >= 0:
+                slots.append(slot)
+                slot = int(self.store.next[slot])
+        return slots
+
+    def oldest_end(self) -> int:
+        """The tick at which the chain that was idle longest ends."""
+        return int(self.last_tick[self.head_slot >= 0].min())
+
+    def owners(self) -> Ints:
+        """The chain that each slot belongs to, or -1."""
+        owner = np.full(self.store.slots, _NONE, np.int64)
+        for chain in np.flatnonzero(self.head_slot >= 0):
+            slot = int(self.head_slot[chain])
+            while slot >= 0:
+                owner[slot] = chain
+                slot = int(self.store.previous[slot])
+        return owner
+
+    @property
+    def index_bytes(self) -> int:
+        return sum(getattr(self, field).nbytes for field in _FIELDS)
+
+    def _normalise(self, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+        """Step from the end of a full chunk into the next one, where there is a next one."""
+        while True:
+            over = (offsets >= self.store.steps) & (self.store.next[slots] >= 0)
+            if not over.any():
+                return slots, offsets
+            slots = np.where(over, self.store.next[slots], slots)
+            offsets = np.where(over, offsets - self.store.steps, offsets)
+
+    def _extend(self, chains: Ints, hops: Ints, slots: Ints, links: list[tuple[int, int]]) -> Ints:
+        """Make the chunks that rows with hops need, in the order of the rows."""
+        slots = slots.copy()
+        made: dict[tuple[int, int], int] = {}
+        for row in np.flatnonzero(hops):
+            chain, hop = int(chains[row]), int(hops[row])
+            if (chain, hop) not in made:
+                before = made.get((chain, hop - 1), int(self.head_slot[chain]))
+                slot = self.store.create(self._names[chain], before)
+                made[chain, hop] = slot
+                links.append((before, slot))
+            slots[row] = made[chain, hop]
+        return slots
+
+    def _chain(self, stream: Stream) -> int:
+        chain = self.streams.get(stream)
+        return self._new(stream) if chain is None else chain
+
+    def _new(self, stream: Stream | None) -> int:
+        chain = len(self._names)
+        if chain == len(self.head_slot):
+            self._allocate(2 * chain)
+        self._names.append(stream)
+        if stream is not None:
+            self.streams[stream] = chain
+        self._reset(chain)
+        return chain
+
+    def _reset(self, chain: int) -> None:
+        # As if a full chunk had just ended: the next step makes a new one.
+        self.head_slot[chain], self.head_len[chain] = _NONE, self.store.steps
+        self.tail_slot[chain], self.tail_index[chain] = _NONE, 0
+        self.pending[chain] = self.started[chain] = self.last_tick[chain] = 0
+
+    def _allocate(self, size: int) -> None:
+        for field in _FIELDS:
+            grown = np.full(size, _NONE, np.int64)
+            old: Ints = getattr(self, field, grown[:0])
+            grown[: len(old)] = old
+            setattr(self, field, grown)

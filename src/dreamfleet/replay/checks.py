@@ -1,0 +1,77 @@
+"""Checks of what callers hand to the replay, with sentences that say what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.replay.chunkfile import MAX_STREAM_NAME, Stream
+from dreamfleet.replay.errors import SchemaError
+from dreamfleet.replay.schema import STEPID, Schema
+
+PRIORITY = "priority"
+
+
+def stored_steps(steps: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """The keys that are stored, as arrays: everything but `log/`, which goes to metrics only."""
+    arrays = {k: np.asarray(v) for k, v in steps.items() if not k.startswith("log/")}
+    if STEPID in arrays:
+        raise SchemaError("The replay gives every step its stepid: leave the key out of steps.")
+    if not arrays:
+        raise SchemaError("A step needs at least one key that does not start with 'log/'.")
+    return arrays
+
+
+def check_rows(arrays: Mapping[str, NDArray[Any]], count: int) -> None:
+    """That every key has one row for each stream."""
+    for name, array in arrays.items():
+        if array.ndim < 1 or len(array) != count:
+            raise SchemaError(
+                f"Key {name!r} has shape {array.shape}, but there are {count} streams: give every "
+                "key one row for each stream."
+            )
+
+
+def stream_names(streams: Sequence[Stream] | NDArray[Any]) -> list[Stream]:
+    """Streams as plain integers and strings."""
+    names = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
+    if set(map(type, names)) == {int}:
+        return names
+    for which, name in enumerate(names):
+        if isinstance(name, np.integer):
+            names[which] = int(name)
+        elif not isinstance(name, int) and not (
+            isinstance(name, str) and len(name) <= MAX_STREAM_NAME
+        ):
+            raise SchemaError(
+                f"{name!r} cannot name a stream: use an integer or at most {MAX_STREAM_NAME} "
+                "characters."
+            )
+    return names
+
+
+def update_values(
+    schema: Schema, arrays: Mapping[str, NDArray[Any]], lead: tuple[int, ...]
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.float32] | None]:
+    """Values for stored keys `[n, ...]`, and the priorities `[n]` if there are any."""
+    columns = {column.name: column for column in schema.columns}
+    values, priority = {}, None
+    for name, array in arrays.items():
+        column = columns.get(name)
+        if column is None and name == PRIORITY:
+            if array.shape != lead or not (np.isfinite(array) & (array >= 0)).all():
+                raise SchemaError(
+                    f"priority has to be finite, not negative and of the stepids' shape {lead}."
+                )
+            priority = array.reshape(-1).astype(np.float32)
+        elif column is None or array.shape != (*lead, *column.shape):
+            raise SchemaError(
+                f"An update of {name!r} with shape {array.shape} fits no stored key: "
+                f"{', '.join(map(str, columns.values()))}."
+            )
+        else:
+            values[name] = array.reshape(-1, *column.shape)
+    return values, priority

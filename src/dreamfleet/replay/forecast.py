@@ -1,0 +1,73 @@
+"""What a replay will need when it is full, and whether the machine has it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+INDEX_BYTES_PER_ITEM = 8
+PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4 + 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes at full capacity."""
+
+    ram: int
+    disk: int
+
+    def shortages(self, directory: Path | None, used_ram: int, used_disk: int) -> list[str]:
+        """One sentence for each thing the machine has too little of."""
+        problems = []
+        free = psutil.virtual_memory().available + used_ram
+        if self.ram > free:
+            problems.append(
+                f"The replay needs {_size(self.ram)} of memory when full, but the machine has "
+                f"{_size(free)} to give: lower its capacity"
+                + (", or give it a directory." if directory is None else ".")
+            )
+        if directory is not None:
+            free = shutil.disk_usage(directory).free + used_disk
+            if self.disk > free:
+                problems.append(
+                    f"The replay needs {_size(self.disk)} of disk when full, but {directory} has "
+                    f"{_size(free)} to give: lower its capacity or set max_bytes."
+                )
+        return problems
+
+
+def forecast(
+    capacity: int,
+    streams: int,
+    steps: int,
+    chunk_bytes: int,
+    on_disk: bool,
+    max_bytes: int | None,
+    prioritized: bool,
+) -> Forecast:
+    """Chunks for `capacity` items, and one open chunk for each stream."""
+    data = (-(-capacity // steps) + streams) * chunk_bytes
+    if max_bytes is not None:
+        data = min(data, max_bytes)
+    per_item = INDEX_BYTES_PER_ITEM + (PRIORITY_BYTES_PER_ITEM if prioritized else 0)
+    index = capacity * per_item
+    return Forecast(ram=index + (0 if on_disk else data), disk=data if on_disk else 0)
+
+
+def warn(found: Forecast, directory: Path | None, used_ram: int, used_disk: int) -> None:
+    for problem in found.shortages(directory, used_ram, used_disk):
+        log.warning(problem)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

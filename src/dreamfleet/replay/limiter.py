@@ -1,0 +1,166 @@
+"""Keeping inserts and samples in step."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.replay.errors import RateLimitedError
+
+
+class SamplesPerInsert:
+    """Blocks whoever is ahead, so that samples follow inserts at a fixed ratio.
+
+    One insert is one step, one sample is one sequence. `avail` counts the samples owed:
+
+        start           size = 0, avail = -minsize
+        insert allowed  size < minsize  or ratio <= 0 or avail <  tolerance * ratio
+        after insert    size += 1, and avail += ratio once size >= minsize
+        sample allowed  size >= minsize and (ratio <= 0 or avail > -tolerance)
+        after sample    avail -= 1
+
+    With a positive tolerance the two can never be forbidden at once. A call for several is let
+    through whole when its first one would be, so `avail` stays within
+    `(-tolerance - count, (tolerance + count) * ratio)` after the start. A ratio of zero or less
+    means no limit.
+    """
+
+    def __init__(self, ratio: float, tolerance: float, minsize: int) -> None:
+        if not (math.isfinite(ratio) and math.isfinite(tolerance)):
+            raise ConfigError(f"ratio={ratio} and tolerance={tolerance} have to be finite.")
+        if minsize < 1:
+            raise ConfigError(
+                f"minsize={minsize} would allow sampling from nothing: it is at least 1."
+            )
+        if ratio > 0 and tolerance <= 0:
+            raise ConfigError(
+                f"tolerance={tolerance} with ratio={ratio} must deadlock: inserts wait for avail < "
+                f"{tolerance * ratio:g} while samples wait for avail > {-tolerance:g}. "
+                "Make the tolerance positive; four times the batch size is a good value."
+            )
+        self.ratio = ratio
+        self.tolerance = tolerance
+        self.minsize = minsize
+        self._size = 0
+        self._avail = float(-minsize)
+        self._changed = threading.Condition()
+
+    @property
+    def size(self) -> int:
+        """Steps inserted so far."""
+        return self._size
+
+    @property
+    def avail(self) -> float:
+        """Samples owed; negative when samples are ahead."""
+        return self._avail
+
+    def can_insert(self) -> bool:
+        if self._size < self.minsize or self.ratio <= 0:
+            return True
+        return self._avail < self.tolerance * self.ratio
+
+    def can_sample(self) -> bool:
+        if self._size < self.minsize:
+            return False
+        return self.ratio <= 0 or self._avail > -self.tolerance
+
+    def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
+        """Wait until inserting is allowed, then count it; `RateLimitedError` after `timeout`."""
+        with self._changed:
+            self._wait(self.can_insert, timeout, lambda: self._why_no_insert(who, timeout))
+            earning = max(0, min(count, self._size + count - self.minsize + 1))
+            self._size += count
+            self._avail += self.ratio * earning
+            self._changed.notify_all()
+
+    def sample(self, count: int = 1, timeout: float | None = None, who: str = "sampler") -> None:
+        """Wait until sampling is allowed, then count it; `RateLimitedError` after `timeout`."""
+        with self._changed:
+            self._wait(self.can_sample, timeout, lambda: self._why_no_sample(who, timeout))
+            self._avail -= count
+            self._changed.notify_all()
+
+    def prefill(self, steps: int) -> None:
+        """Steps that were there from the start: sampling may begin as soon as they suffice."""
+        with self._changed:
+            self._size += steps
+            if self._size >= self.minsize:
+                self._avail = max(self._avail, 0.0)
+            self._changed.notify_all()
+
+    def save(self) -> dict[str, float]:
+        with self._changed:
+            return {"size": float(self._size), "avail": self._avail}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Restore; whatever the settings were then, nobody owes more than these allow."""
+        with self._changed:
+            self._size = int(state["size"])
+            least, most = -max(float(self.minsize), self.tolerance), self.tolerance * self.ratio
+            avail = float(state["avail"])
+            if self._size < self.minsize:
+                avail = -float(self.minsize)
+            elif self.ratio > 0:
+                avail = min(max(avail, least), most)
+            self._avail = avail
+            self._changed.notify_all()
+
+    def _wait(
+        self, allowed: Callable[[], bool], timeout: float | None, why: Callable[[], str]
+    ) -> None:
+        if not self._changed.wait_for(allowed, timeout):
+            raise RateLimitedError(why())
+
+    def _why_no_insert(self, who: str, timeout: float | None) -> str:
+        bound = self.tolerance * self.ratio
+        return (
+            f"{who} waited {timeout:g} s to insert: the sampler is behind and has to take "
+            f"{math.floor(self._avail - bound) + 1} more sequences first (avail {self._avail:g}, "
+            f"inserts need it below {bound:g})."
+        )
+
+    def _why_no_sample(self, who: str, timeout: float | None) -> str:
+        if self._size < self.minsize:
+            return (
+                f"{who} waited {timeout:g} s to sample: the writers have inserted {self._size} of "
+                f"the {self.minsize} steps that have to come first."
+            )
+        missing = (-self.tolerance - self._avail) / self.ratio
+        return (
+            f"{who} waited {timeout:g} s to sample: the writers are behind and have to insert "
+            f"{math.floor(missing) + 1} more steps first (avail {self._avail:g}, samples need it "
+            f"above {-self.tolerance:g})."
+        )
+
+
+class TrainRatio:
+    """How many updates are due after a step, in a loop that does both in turn.
+
+    `per_step` is updates a step: `train_ratio / (batch_size * batch_length)`. The first question
+    is answered with 1; later ones with what has come due since, fractions carried over.
+    """
+
+    def __init__(self, per_step: float) -> None:
+        if not per_step >= 0:
+            raise ConfigError(f"Updates per step cannot be {per_step}.")
+        self.per_step = per_step
+        self._paid: float | None = None
+
+    def __call__(self, step: int) -> int:
+        if self.per_step == 0:
+            return 0
+        if self._paid is None:
+            self._paid = float(step)
+            return 1
+        due = math.floor((step - self._paid) * self.per_step)
+        self._paid += due / self.per_step
+        return due
+
+    def save(self) -> dict[str, float]:
+        return {} if self._paid is None else {"paid": self._paid}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        self._paid = float(state["paid"]) if "paid" in state else None

@@ -1,0 +1,69 @@
+"""From priorities of steps to priorities of items.
+
+A step belongs to up to `length` items. When steps are updated, every living item that holds one of
+them is worked out anew, from the priorities of all its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from dreamfleet.replay.selectors import Prioritized
+from dreamfleet.replay.store import Ints, Piece, Store
+
+
+class Priorities:
+    """Priorities of all steps, and the number of the item that starts at each."""
+
+    def __init__(self, store: Store, length: int, selectors: Sequence[Prioritized]) -> None:
+        self._store = store
+        self._length = length
+        self._selectors = selectors
+        positions = store.slots * store.steps
+        # Zeroed pages take memory only once they are written.
+        self._values = np.zeros(positions, np.float32)
+        self._known = np.zeros(positions, np.bool_)
+        self._numbers = np.zeros(positions, np.int64)
+
+    def index_bytes(self, chunks: int) -> int:
+        """Memory used with that many chunks."""
+        each = self._values.itemsize + self._known.itemsize + self._numbers.itemsize
+        return chunks * self._store.steps * each + sum(s.nbytes for s in self._selectors)
+
+    def started(self, slots: Ints, indices: Ints, first: int) -> None:
+        """Items with numbers from `first` on start at these steps."""
+        positions = slots * self._store.steps + indices
+        self._numbers[positions] = np.arange(first, first + len(positions))
+
+    def created(self, slot: int) -> None:
+        """A chunk begins in a slot that another may have used before."""
+        start = slot * self._store.steps
+        self._known[start : start + self._store.steps] = False
+        self._numbers[start : start + self._store.steps] = -1
+
+    def update(self, runs: list[Piece], values: NDArray[np.float32], low: int, high: int) -> None:
+        """Set the priorities of runs of steps, and of every living item that holds one."""
+        here = [run for run in runs if run.slot >= 0]
+        for run in here:
+            start = run.slot * self._store.steps + run.start
+            self._values[start : start + run.size] = values[run.at : run.at + run.size]
+            self._known[start : start + run.size] = True
+        numbers, windows = [], []
+        reach = self._length - 1
+        for run in here:
+            span = self._store.span(run.slot, run.start, reach, run.size - 1 + reach)
+            if len(span) < self._length:
+                continue
+            steps = np.where(self._known[span], self._values[span], np.nan).astype(np.float64)
+            items = self._numbers[span[: len(span) - reach]]
+            alive = (items >= low) & (items < high)
+            numbers.append(items[alive])
+            windows.append(sliding_window_view(steps, self._length)[alive])
+        if numbers:
+            # An item that two runs share comes twice, with the same value both times.
+            for selector in self._selectors:
+                selector.prioritize(np.concatenate(numbers), np.concatenate(windows), low, high)

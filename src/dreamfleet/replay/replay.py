@@ -1,0 +1,410 @@
+"""The replay: steps in, sequences out, states back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.replay import directory as directories
+from dreamfleet.replay import forecast as forecasts
+from dreamfleet.replay import journal as journals
+from dreamfleet.replay.checks import check_rows, stored_steps, stream_names, update_values
+from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.directory import DirectoryLock
+from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
+from dreamfleet.replay.forecast import Forecast
+from dreamfleet.replay.journal import Journal, Source
+from dreamfleet.replay.readers import Readers
+from dreamfleet.replay.reopen import adopt, restore
+from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
+from dreamfleet.replay.selectors import Draw, Selector, Uniform
+from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
+from dreamfleet.replay.statistics import Statistics
+from dreamfleet.replay.table import Table
+
+Mode = Literal["train", "report", "eval"]
+_MODES: tuple[Mode, ...] = ("train", "report", "eval")
+
+
+class Replay:
+    """A buffer of the newest `capacity` sequences of `length` consecutive steps of a stream.
+
+    Steps lie in chunk files that are mapped into memory, so the buffer may be larger than RAM and
+    a killed process loses nothing it acknowledged: `Replay(..., directory)` finds every step again.
+    Without a directory the same code runs on plain memory.
+
+    All methods may be called from any thread.
+
+    Args:
+        length: Steps in a sequence.
+        capacity: Sequences kept; the oldest leave first.
+        directory: Where chunk files live. One replay at a time may have it open.
+        chunk: Steps in a chunk file. A directory that has chunks already keeps their size.
+        online: Whether training samples get each fresh, non-overlapping sequence once, first.
+        selector: How sequences are chosen otherwise; uniformly if not given.
+        seed: Of the draws.
+        max_bytes: Bound on the chunks' bytes; the oldest sequences leave when it is reached.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        capacity: int,
+        directory: str | Path | None = None,
+        chunk: int = 1024,
+        online: bool = True,
+        selector: Selector | None = None,
+        seed: int = 0,
+        max_bytes: int | None = None,
+    ) -> None:
+        for name, value in (("length", length), ("capacity", capacity), ("chunk", chunk)):
+            if value < 1:
+                raise ConfigError(f"The replay's {name} is at least 1, not {value}.")
+        if max_bytes is not None and max_bytes < 1:
+            raise ConfigError(f"The replay's max_bytes is positive or None, not {max_bytes}.")
+        self.length = length
+        self.capacity = capacity
+        self.directory = None if directory is None else Path(directory)
+        self.chunk = chunk
+        self.online = online
+        self.max_bytes = max_bytes
+        self.skipped_files: dict[str, str] = {}
+        """Files in the directory that are no chunks of this replay, with the reason."""
+        self._selector = selector or Uniform()
+        self._rngs = {m: np.random.default_rng([seed, n]) for n, m in enumerate(_MODES)}
+        self._lock = threading.RLock()
+        self._readers = Readers()
+        self._statistics = Statistics()
+        self._table: Table | None = None
+        self._closed = False
+        self._directory_lock = DirectoryLock(self.directory) if self.directory else None
+        try:
+            self._journal = Journal(self.directory)
+            if self.directory:
+                self._open(self.directory)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def __len__(self) -> int:
+        """Sequences that can be sampled."""
+        return len(self._table.items) if self._table else 0
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, step: Mapping[str, Any], stream: Stream = 0) -> int:
+        """Add one step; see `add_batch`."""
+        return self.add_batch({k: np.asarray(v)[None] for k, v in step.items()}, [stream])
+
+    def add_batch(
+        self,
+        steps: Mapping[str, Any],
+        streams: Sequence[Stream] | NDArray[Any],
+        source: Source | None = None,
+        seq: int | None = None,
+    ) -> int:
+        """Add N steps, one for each stream named; all are stored when this returns.
+
+        Args:
+            steps: Arrays `[N, ...]`. Keys that start with `log/` are not stored.
+            streams: Which stream (environment) each step belongs to. A stream may occur several
+                times, with its steps in order.
+            source: Who sends numbered batches.
+            seq: Number of the batch. A batch that was added before, also before a restart, is
+                acknowledged and not added again.
+
+        Returns:
+            How many steps were added: N, or 0 for a batch seen before.
+
+        Raises:
+            SchemaError: Keys, dtypes or shapes are not those of the steps before.
+            StorageFullError: There is no room; nothing was added and nothing stored is lost.
+            BatchOrderError: The batch is too late to tell whether it was seen.
+        """
+        if (source is None) != (seq is None):
+            raise ConfigError("Give a batch both a source and a seq, or neither.")
+        arrays = stored_steps(steps)
+        names = stream_names(streams)
+        with self._lock:
+            self._check_open()
+            if source is not None and seq is not None and self._journal.seen(source, seq):
+                return 0
+            table = self._table_for(arrays, names)
+            if names:
+                table.append(arrays, names, source, seq)
+                self._statistics.inserts += len(names)
+            return len(names)
+
+    def sample(self, batch: int, mode: Mode = "train") -> dict[str, NDArray[Any]]:
+        """Copy sequences out: contiguous arrays `[batch, length, ...]`, with their `stepid`.
+
+        The first step of a sequence has `is_first` set; where the next step is a first one,
+        `is_last` is set. In train mode fresh sequences come first (see `online`).
+        """
+        if mode not in _MODES or batch < 1:
+            raise ConfigError(f"Sample at least 1 in one of {_MODES}, not {batch} in {mode!r}.")
+        with self._lock:
+            self._check_open()
+            table = self._table
+            if table is None or not len(table.items):
+                raise NotEnoughDataError(
+                    f"The replay holds no sequence of {self.length} steps of one stream yet: wait "
+                    "for the environments, or load recorded steps."
+                )
+            numbers = self._draw(table, batch, mode)
+            slots, indices = table.items.starts(numbers)
+            pieces = table.store.pieces(slots, indices, self.length)
+            self._statistics.sampled(table.items.high - numbers)
+            self._readers.enter()
+        try:
+            data = table.store.gather(pieces, batch, self.length)
+        finally:
+            self._readers.leave()
+        _annotate(data)
+        return data
+
+    def update(self, data: Mapping[str, Any]) -> int:
+        """Write values back to the steps that `stepid` names.
+
+        Args:
+            data: `stepid` `[..., 20]` and arrays with the same leading axes: stored keys, and
+                `priority`, which a prioritised selector follows.
+
+        Returns:
+            How many of the steps are still stored; the others are skipped and counted.
+        """
+        arrays = {key: np.asarray(value) for key, value in data.items()}
+        stepid = arrays.pop(STEPID, None)
+        if stepid is None or stepid.dtype != np.uint8 or stepid.shape[-1:] != (STEPID_BYTES,):
+            raise SchemaError(f"An update needs a uint8 stepid of shape [..., {STEPID_BYTES}].")
+        lead = stepid.shape[:-1]
+        with self._lock:
+            self._check_open()
+            count = int(np.prod(lead))
+            self._statistics.updates += count
+            if self._table is None:
+                self._statistics.skipped_updates += count
+                return 0
+            table = self._table
+            values, priority = update_values(table.store.schema, arrays, lead)
+            runs = table.store.locate(stepid.reshape(-1, STEPID_BYTES))
+            here = sum(run.size for run in runs if run.slot >= 0)
+            self._statistics.skipped_updates += count - here
+            # Nobody copies a sequence out while its states change, so none is half old, half new.
+            self._readers.wait_until_none()
+            table.store.scatter(runs, values)
+            if priority is not None and table.priorities:
+                items = table.items
+                table.priorities.update(runs, priority, items.low, items.high)
+            return here
+
+    def load_directory(self, directory: str | Path) -> int:
+        """Copy the steps of another run's replay in, as extra data; returns how many.
+
+        The other directory is only read and may be in use. Loading it again adds nothing unless it
+        has grown since.
+        """
+        path = Path(directory)
+        header = journals.read_committed(path) if path.is_dir() else None
+        if header is None:
+            raise ReplayError(f"{path} is not a replay directory: it has no journal.")
+        name, committed = header
+        source = b"load:" + name
+        with self._lock:
+            self._check_open()
+            if self.directory and path.resolve() == self.directory.resolve():
+                raise ReplayError(f"{path} is the replay's own directory: it is loaded already.")
+            newest = self._journal.newest(source)
+            if newest is not None and committed <= newest:
+                return 0
+            found, skipped = directories.scan(path)
+            self.skipped_files |= skipped
+            if not found:
+                return 0
+            info = found[0].info
+            if self._table is None:
+                self._table = self._make_table(info.schema, info.steps)
+            store = self._table.store
+            if (info.schema, info.steps) != (store.schema, store.steps):
+                raise SchemaError(
+                    f"The steps in {path} do not fit: "
+                    f"{store.schema.describe_difference(info.schema) or 'same keys'}; chunks of "
+                    f"{info.steps} steps, here {store.steps}."
+                )
+            added = adopt(self._table, found, committed, source, committed)
+            self._warn()
+            return added
+
+    def save(self) -> dict[str, NDArray[Any]]:
+        """Sync, and return what is not in the directory: random state, counts, online queue."""
+        self.sync()
+        with self._lock:
+            self._check_open()
+            state: dict[str, NDArray[Any]] = dict(self._statistics.save())
+            state |= {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
+            if self._table:
+                state |= save_position(self._table, self._selector)
+            return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `save` returned, after the directory was opened.
+
+        Steps that came in since count as fresh: they are queued for online training.
+        """
+        with self._lock:
+            self._check_open()
+            for mode in _MODES:
+                load_rng(self._rngs[mode], state[f"rng/{mode}"])
+            self._statistics.load(state)
+            if self._table:
+                load_position(self._table, self._selector, state)
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the replay was opened, and sizes now."""
+        with self._lock:
+            table = self._table
+            index = table.index_bytes if table else 0
+            data = table.data_bytes if table else 0
+            return {
+                "items": len(self),
+                "steps": table.stored_steps if table else 0,
+                "chunks": table.store.chunks if table else 0,
+                "streams": len(table.chains.streams) if table else 0,
+                "ram_bytes": index + (0 if self.directory else data),
+                "disk_bytes": data if self.directory else 0,
+                "online_queue": len(table.items.online) if table else 0,
+                **self._statistics.summary(self.length),
+            }
+
+    def forecast(self) -> Forecast | None:
+        """Bytes of RAM and disk at full capacity; None before the first step is known."""
+        with self._lock:
+            if self._table is None:
+                return None
+            store = self._table.store
+            return forecasts.forecast(
+                self.capacity,
+                len(self._table.chains.streams),
+                store.steps,
+                store.chunk_bytes,
+                self.directory is not None,
+                self.max_bytes,
+                self._table.priorities is not None,
+            )
+
+    def sync(self) -> None:
+        """Have everything on the disk itself, so that it survives the machine going down."""
+        with self._lock:
+            self._check_open()
+            store = self._table.store if self._table else None
+            slots = list(store.slot_of.values()) if store else []
+        # Without the lock, for it may take seconds; chunks that leave meanwhile do no harm.
+        if store:
+            store.sync(slots)
+        self._journal.flush()
+
+    def close(self) -> None:
+        """Sync, unmap and let the directory go; closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self.sync()
+            finally:
+                self._closed = True
+                self._readers.wait_until_none()
+                if self._table:
+                    self._table.store.close()
+                    self._table = None
+                self._unlock()
+
+    def _draw(self, table: Table, batch: int, mode: Mode) -> NDArray[np.int64]:
+        train = mode == "train"
+        items = table.items
+        fresh = items.take_online(batch) if train and self.online else []
+        drawn = self._selector.draw(
+            Draw(self._rngs[mode], batch - len(fresh), items.low, items.high, consume=train)
+        )
+        return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
+
+    def _table_for(self, arrays: Mapping[str, NDArray[Any]], names: list[Stream]) -> Table:
+        """The table, made from the first steps; raises if these steps do not fit it."""
+        table = self._table
+        if table is None:
+            check_rows(arrays, len(names))
+            self._table = table = self._make_table(Schema.of(arrays), self.chunk)
+            table.chains.lookup(names)
+            self._warn()
+            return table
+        columns = table.store.schema.columns
+        count = len(names)
+        if len(columns) != len(arrays) or not all(
+            (array := arrays.get(c.name)) is not None
+            and array.shape == (count, *c.shape)
+            and array.dtype == c.dtype
+            for c in columns
+        ):
+            check_rows(arrays, count)
+            difference = table.store.schema.describe_difference(Schema.of(arrays))
+            raise SchemaError(
+                f"These steps differ from those in the replay: {difference}. Use a new directory "
+                "for steps with other keys, dtypes or shapes."
+            )
+        return table
+
+    def _make_table(self, schema: Schema, steps: int) -> Table:
+        return Table(
+            schema,
+            steps,
+            length=self.length,
+            capacity=self.capacity,
+            max_bytes=self.max_bytes,
+            directory=self.directory,
+            journal=self._journal,
+            selector=self._selector,
+            before_release=self._readers.wait_until_none,
+        )
+
+    def _open(self, path: Path) -> None:
+        directories.remove_partial(path)
+        found, self.skipped_files = directories.scan(path)
+        if found:
+            info = found[0].info
+            self.chunk = info.steps
+            self._table = self._make_table(info.schema, info.steps)
+            restore(self._table, found)
+            self._warn()
+
+    def _warn(self) -> None:
+        expected = self.forecast()
+        if expected is not None and self._table is not None:
+            data = self._table.data_bytes
+            on_disk = self.directory is not None
+            forecasts.warn(expected, self.directory, 0 if on_disk else data, data if on_disk else 0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReplayClosedError("This replay is closed: open its directory again.")
+
+    def _unlock(self) -> None:
+        if self._directory_lock:
+            self._directory_lock.release()
+
+
+def _annotate(data: dict[str, NDArray[Any]]) -> None:
+    """A sequence begins with a first step, and an episode cut short ends where the next begins."""
+    first, last = data.get("is_first"), data.get("is_last")
+    if first is not None:
+        if last is not None:
+            last[:, :-1] |= first[:, 1:]
+        first[:, 0] = True

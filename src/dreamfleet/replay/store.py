@@ -1,0 +1,277 @@
+"""Steps in chunks: making chunks, writing rows, copying sequences out, writing values back.
+
+The store knows slots and indices, not streams or items. It does no locking; `Replay` does.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.replay import chunkfile
+from dreamfleet.replay.arena import Arena
+from dreamfleet.replay.buffers import BufferPool
+from dreamfleet.replay.chunkfile import ChunkInfo, Stream
+from dreamfleet.replay.prefault import Prefault
+from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
+
+Ints = NDArray[np.int64]
+
+# Below the kernel's default limit of 65,530 mappings a process, with room for everybody else.
+MAX_SLOTS = 60_000
+_MAX_ADDRESSES = 1 << 45
+_NONE = -1
+
+
+class Piece(NamedTuple):
+    """A run of steps inside one chunk, and the place in a batch that it fills."""
+
+    row: int
+    at: int
+    slot: int
+    start: int
+    size: int
+
+
+class Store:
+    """Chunks of `steps` steps in the slots of an arena, on disk or in memory."""
+
+    def __init__(self, schema: Schema, steps: int, slots: int, directory: Path | None) -> None:
+        self.schema = schema
+        self.steps = steps
+        self.directory = directory
+        self.chunk_bytes = chunkfile.chunk_bytes(schema, steps)
+        self.slots = max(1, min(slots, MAX_SLOTS, _MAX_ADDRESSES // self.chunk_bytes))
+        self._arena = Arena(self.chunk_bytes, self.slots)
+        base = chunkfile.header_bytes(schema)
+        starts, _ = schema.offsets(steps)
+        self._first_column = base + min(starts.values(), default=0)
+        self.ticks = self._arena.column(base, np.dtype(np.int64), steps)
+        self.columns = {
+            column.name: self._arena.column(
+                base + starts[column.name], column.dtype, steps, column.shape
+            )
+            for column in schema.columns
+        }
+        self._prefault = Prefault(
+            self._arena,
+            [(base + starts[column.name], column.row_bytes) for column in schema.columns],
+            steps,
+        )
+        self.ids = np.zeros((self.slots, 16), np.uint8)
+        self.next = np.full(self.slots, _NONE, np.int64)
+        self.previous = np.full(self.slots, _NONE, np.int64)
+        self.lengths = np.zeros(self.slots, np.int64)
+        self.slot_of: dict[bytes, int] = {}
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._index_bytes = np.arange(steps, dtype=">u4").view(np.uint8).reshape(steps, 4)
+        self._buffers = BufferPool()
+
+    @property
+    def chunks(self) -> int:
+        return len(self.slot_of)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory used beside the steps themselves."""
+        return int(self.ids.nbytes + 3 * self.next.nbytes)
+
+    def create(self, stream: Stream | None, previous: int) -> int:
+        """A new, empty chunk; where there is no room, `StorageFullError` and nothing changes."""
+        before = self.ids[previous].tobytes() if previous >= 0 else None
+        return self._make(ChunkInfo(uuid.uuid4().bytes, before, stream, self.steps, self.schema))
+
+    def attach(self, path: Path, info: ChunkInfo) -> int:
+        """Map a chunk file that exists."""
+        slot = self._free[-1]
+        self._map(slot, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        self._occupy(slot, info.id)
+        return slot
+
+    def copy(self, path: Path, info: ChunkInfo) -> int:
+        """A chunk with the steps of another run's file, still without ticks."""
+        before = info.previous if info.previous in self.slot_of else None
+        mine = ChunkInfo(info.id, before, None, self.steps, self.schema)
+        slot = self._make(mine)
+        rest = self._arena.bytes(slot)[self._first_column :]
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(rest):
+                count = os.preadv(fd, [rest[done:].data], self._first_column + done)
+                if count == 0:
+                    break
+                done += count
+        finally:
+            os.close(fd)
+        return slot
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Let chunks go, and their files with them."""
+        for slot in slots:
+            chunk = self.ids[slot].tobytes()
+            if self.directory is not None:
+                # Unlinked before it is unmapped, so that the kernel does not write it back first.
+                path = self.directory / f"{chunk.hex()}{chunkfile.SUFFIX}"
+                path.unlink(missing_ok=True)
+            self._arena.unmap(slot)
+            del self.slot_of[chunk]
+            if self.next[slot] >= 0:
+                self.previous[self.next[slot]] = _NONE
+            if self.previous[slot] >= 0:
+                self.next[self.previous[slot]] = _NONE
+            self.next[slot] = self.previous[slot] = _NONE
+            self.lengths[slot] = 0
+            self.ids[slot] = 0
+            self._free.append(slot)
+
+    def link(self, before: int, after: int) -> None:
+        """`after` continues the steps of `before`."""
+        self.next[before], self.previous[after] = after, before
+
+    def span(self, slot: int, index: int, before: int, after: int) -> Ints:
+        """Flat positions (`slot * steps + index`) from `before` steps earlier to `after` later,
+        both included, as far as the chain reaches."""
+        while before > index and self.previous[slot] >= 0:
+            slot = int(self.previous[slot])
+            index += self.steps
+        first = max(0, index - before)
+        last = index + after
+        parts = []
+        while slot >= 0 and last >= 0:
+            stop = min(last + 1, int(self.lengths[slot]))
+            parts.append(slot * self.steps + np.arange(first, stop))
+            slot, first, last = int(self.next[slot]), 0, last - self.steps
+        return np.concatenate(parts)
+
+    def walk(self, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+        """The slot and index that lie `offsets` steps after the start of `slots`."""
+        over = offsets >= self.steps
+        while over.any():
+            slots = np.where(over, self.next[slots], slots)
+            offsets = np.where(over, offsets - self.steps, offsets)
+            over = offsets >= self.steps
+        return slots, offsets
+
+    def write(
+        self, slots: Ints, indices: Ints, arrays: Mapping[str, NDArray[Any]], first_tick: int
+    ) -> None:
+        """Write one row each; they count once their ticks are committed."""
+        for name, column in self.columns.items():
+            column[slots, indices] = arrays[name]
+        self.ticks[slots, indices] = np.arange(first_tick, first_tick + len(slots))
+        self._prefault.written(slots, indices)
+
+    def erase(self, slots: Ints, indices: Ints) -> None:
+        """Make rows that were written but not committed unreadable for good."""
+        self.ticks[slots, indices] = 0
+
+    def pieces(self, slots: Ints, indices: Ints, length: int) -> list[Piece]:
+        """Cut sequences that start at these steps where they cross from chunk to chunk."""
+        result = []
+        for row, (slot, index) in enumerate(zip(slots.tolist(), indices.tolist(), strict=True)):
+            at = 0
+            while True:
+                count = min(length - at, self.steps - index)
+                result.append(Piece(row, at, slot, index, count))
+                at += count
+                if at == length:
+                    break
+                slot, index = int(self.next[slot]), 0
+        return result
+
+    def gather(self, pieces: list[Piece], batch: int, length: int) -> dict[str, NDArray[Any]]:
+        """Copy sequences out, each column into one contiguous array `[batch, length, ...]`."""
+        result = {}
+        for column in self.schema.columns:
+            source = self.columns[column.name]
+            out = self._buffers.take((batch, length, *column.shape), column.dtype)
+            for row, at, slot, index, count in pieces:
+                out[row, at : at + count] = source[slot, index : index + count]
+            result[column.name] = out
+        stepid = np.empty((batch, length, STEPID_BYTES), np.uint8)
+        for row, at, slot, index, count in pieces:
+            part = stepid[row, at : at + count]
+            part[:, :16] = self.ids[slot]
+            part[:, 16:] = self._index_bytes[index : index + count]
+        result[STEPID] = stepid
+        return result
+
+    def locate(self, stepid: NDArray[np.uint8]) -> list[Piece]:
+        """The runs of consecutive steps that stepids `[n, 20]` name; a slot of -1 is gone."""
+        if not len(stepid):
+            return []
+        flat = np.ascontiguousarray(stepid)
+        chunk = flat[:, :16].copy().view(np.uint64)
+        index = flat[:, 16:].copy().view(">u4")[:, 0].astype(np.int64)
+        new = np.ones(len(flat), bool)
+        new[1:] = (chunk[1:] != chunk[:-1]).any(1) | (index[1:] != index[:-1] + 1)
+        starts = np.flatnonzero(new)
+        ends = np.append(starts[1:], len(flat))
+        runs = []
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            slot = self.slot_of.get(chunk[start].tobytes(), _NONE)
+            first, count = int(index[start]), end - start
+            if slot >= 0 and first + count > self.lengths[slot]:
+                slot = _NONE
+            runs.append(Piece(0, start, slot, first, count))
+        return runs
+
+    def scatter(self, runs: list[Piece], values: Mapping[str, NDArray[Any]]) -> None:
+        """Write values `[n, ...]` back to the runs that are still here."""
+        for name, array in values.items():
+            column = self.columns[name]
+            for _, at, slot, index, count in runs:
+                if slot >= 0:
+                    column[slot, index : index + count] = array[at : at + count]
+
+    def sync(self, slots: Iterable[int]) -> None:
+        """Write dirty pages and the directory itself to disk."""
+        if self.directory is not None:
+            for slot in slots:
+                self._arena.sync(slot)
+            _sync_directory(self.directory)
+
+    def close(self) -> None:
+        """Unmap everything; the arrays must not be touched afterwards, so they go first."""
+        self.columns, self.ticks = {}, np.zeros((0, 0), np.int64)
+        self._prefault.stop()
+        self._arena.close()
+
+    def _make(self, info: ChunkInfo) -> int:
+        slot = self._free[-1]
+        if self.directory is None:
+            self._arena.map_memory(slot)
+        else:
+            self._map(slot, chunkfile.create(self.directory, info))
+        self._occupy(slot, info.id)
+        return slot
+
+    def _map(self, slot: int, fd: int) -> None:
+        try:
+            self._arena.map_file(slot, fd)
+        finally:
+            os.close(fd)
+
+    def _occupy(self, slot: int, chunk: bytes) -> None:
+        assert self._free.pop() == slot
+        self.ids[slot] = np.frombuffer(chunk, np.uint8)
+        self.slot_of[chunk] = slot
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,200 @@
+"""Steps, chains and items of one schema, kept consistent with the journal.
+
+The order of an append is what makes it safe to be killed anywhere: make the chunks, write the
+rows, write their ticks, note the batch, commit. Only then are cursors and items moved in memory,
+and only then does anything old leave.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.replay.chains import Chains, Places
+from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.errors import StorageFullError
+from dreamfleet.replay.items import SLACK, Items
+from dreamfleet.replay.journal import Journal, Source
+from dreamfleet.replay.priorities import Priorities
+from dreamfleet.replay.schema import Schema
+from dreamfleet.replay.selectors import Selector
+from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
+
+_SPARE_SLOTS = 4096
+_PATIENCE = 1 << 20
+
+
+class Table:
+    """Everything about the stored steps; `Replay` adds locks, modes and statistics."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        steps: int,
+        *,
+        length: int,
+        capacity: int,
+        max_bytes: int | None,
+        directory: Path | None,
+        journal: Journal,
+        selector: Selector,
+        before_release: Callable[[], None],
+    ) -> None:
+        slots = min(2 * -(-capacity // steps) + _SPARE_SLOTS, MAX_SLOTS)
+        self.store = Store(schema, steps, slots, directory)
+        self.chains = Chains(self.store, length)
+        self.items = Items(capacity, steps)
+        self.length = length
+        self.max_bytes = max_bytes
+        self.journal = journal
+        self._before_release = before_release
+        selector.bind(capacity + SLACK)
+        self.priorities = (
+            Priorities(self.store, length, selector.prioritized) if selector.prioritized else None
+        )
+
+    @property
+    def data_bytes(self) -> int:
+        return self.store.chunks * self.store.chunk_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory used beside the steps themselves."""
+        return (
+            self.store.index_bytes
+            + self.chains.index_bytes
+            + self.items.index_bytes
+            + (self.priorities.index_bytes(self.store.chunks) if self.priorities else 0)
+        )
+
+    @property
+    def stored_steps(self) -> int:
+        return int(self.store.lengths.sum())
+
+    def append(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        streams: list[Stream],
+        source: Source | None,
+        seq: int | None,
+    ) -> None:
+        """Add one step for each row, all of them or, when anything goes wrong, none."""
+        chains, ranks = self.chains.lookup(streams)
+        self.make_room(lambda: self.chains.chunks_needed(chains, ranks))
+        places = self.chains.place(chains, ranks)
+        last = self.journal.committed + len(streams)
+        try:
+            self.store.write(places.slots, places.indices, arrays, last - len(streams) + 1)
+            if source is not None and seq is not None:
+                self.journal.stage(source, seq, last)
+            self.journal.commit(last)
+        finally:
+            # Also when interrupted: what is committed is taken in, what is not leaves no trace.
+            if self.journal.committed == last:
+                self._take_in(places, last)
+            else:
+                self.store.erase(places.slots, places.indices)
+                self.journal.forget_uncommitted()
+                self.store.release(slot for _, slot in places.links)
+
+    def completed_at(self, number: int) -> int:
+        """The tick of the step that completed a living item."""
+        slot, index = self.items.starts(np.array([number]))
+        slot, index = self.store.walk(slot, index + self.length - 1)
+        return int(self.store.ticks[slot[0], index[0]])
+
+    def items_until(self, tick: int) -> int:
+        """Number of the first living item that was completed after `tick`."""
+        numbers = range(self.items.low, self.items.high)
+        return self.items.low + bisect_right(numbers, tick, key=self.completed_at)
+
+    def take_in_chains(self, chains: list[tuple[list[int], Stream | None]]) -> None:
+        """Number the items of chains found on disk, in the order they were completed.
+
+        A chain is given as its slots, with the stream that will continue it, if any.
+        """
+        parts = [self.chains.restore(chain, stream) for chain, stream in chains]
+        if parts:
+            starts = np.concatenate([start for start, _ in parts])
+            order = np.argsort(np.concatenate([tick for _, tick in parts]), kind="stable")
+            slots, indices = np.divmod(starts[order], self.store.steps)
+            if self.priorities:
+                for chain, _ in chains:
+                    for slot in chain:
+                        self.priorities.created(slot)
+            self._push(slots, indices, np.zeros(0, np.int64))
+            self._sweep()
+            self.make_room(lambda: 0)
+
+    def _take_in(self, places: Places, last: int) -> None:
+        if self.priorities:
+            for _, slot in places.links:
+                self.priorities.created(slot)
+        slots, indices, online = self.chains.advance(places, last)
+        self._push(slots, indices, np.flatnonzero(online))
+
+    def _push(self, slots: Ints, indices: Ints, online: Ints) -> None:
+        for first in range(0, len(slots), SLACK):
+            part = slice(first, first + SLACK)
+            mine = online[(online >= first) & (online < first + SLACK)] - first
+            if self.priorities:
+                self.priorities.started(slots[part], indices[part], self.items.high)
+            self.items.push(slots[part], indices[part], mine)
+            self._evict(len(self.items) - self.items.capacity)
+
+    def _evict(self, count: int) -> None:
+        if count > 0:
+            slots = self.items.pop(count)
+            if slots:
+                self._release(slots)
+                self._sweep()
+
+    def _sweep(self, patience: int = _PATIENCE) -> None:
+        """Let chains go that hold nothing younger than the oldest item.
+
+        Streams come to an end without saying so; their last steps would stay for ever.
+        """
+        if len(self.items):
+            idle = self.chains.idle_since(self.completed_at(self.items.low), patience)
+            if idle:
+                self._release(idle)
+
+    def _release(self, slots: list[int]) -> None:
+        self._before_release()
+        self.chains.forget(set(slots))
+        self.store.release(slots)
+
+    def make_room(self, needed: Callable[[], int]) -> None:
+        """Evict until the chunks needed fit; evicting may change how many they are."""
+        while (chunks := needed()) > self._room():
+            self._sweep(patience=0)
+            if needed() <= self._room():
+                return
+            if not len(self.items):
+                raise StorageFullError(self._why_full(chunks))
+            # Whichever comes first: a chunk without items, or a chain without any.
+            ended = self.items_until(self.chains.oldest_end()) - self.items.low
+            self._evict(min(self.items.until_chunk_end(), max(1, ended)))
+
+    def _room(self) -> int:
+        if self.max_bytes is None:
+            return self.store.free_slots
+        spare = (self.max_bytes - self.data_bytes) // self.store.chunk_bytes
+        return min(self.store.free_slots, spare)
+
+    def _why_full(self, chunks: int) -> str:
+        if self.max_bytes is None:
+            return (
+                f"The replay has no place for {chunks} more chunks beside {self.store.chunks}: "
+                f"raise `chunk` ({self.store.steps} steps) or lower the number of streams."
+            )
+        return (
+            f"max_bytes={self.max_bytes:,} has no room for {chunks} more chunks of "
+            f"{self.store.chunk_bytes:,} bytes beside the {self.store.chunks} that streams are "
+            f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
+        )

@@ -1,0 +1,126 @@
+"""A writer is killed anywhere: nothing acknowledged is missing, nothing is there twice."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from replay_history import CAPACITY, LENGTH, History, add, audit, open_replay
+from replay_model import all_items, step
+
+import dreamfleet.replay
+
+# The modules that change files; stepping through the others would only take longer.
+WRITERS = {
+    str(Path(dreamfleet.replay.__file__).parent / name)
+    for name in ("arena.py", "chunkfile.py", "journal.py", "store.py")
+}
+FILLED = 110
+KILLS = 600
+DRIVER = Path(__file__).parents[1] / "replay_kill_driver.py"
+
+
+def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
+    """What lies in the files after every single bytecode instruction of an insert is opened.
+
+    Files and mappings share their pages, so a copy of the files at that moment is what a SIGKILL at
+    that moment leaves behind.
+    """
+    history = History()
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    moments = 0
+
+    def reopen(acknowledged: int) -> None:
+        nonlocal moments
+        moments += 1
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(live, copy)
+        with open_replay(copy) as reopened:
+            assert reopened.skipped_files == {}
+            audit(reopened, history, acknowledged)
+        # What a reopened replay wrote must be just as good when it is opened once more.
+        with open_replay(copy) as again:
+            audit(again, history, acknowledged + 2)
+        shutil.rmtree(copy)
+        shutil.copytree(live, copy)
+        audit_with_a_silent_writer(copy, history, acknowledged)
+
+    def add_watched(number: int) -> None:
+        at_every_change(live, lambda: add(replay, history, number), lambda: reopen(number))
+
+    with open_replay(live) as replay:
+        # The first batches of all, and later ones that fill, make and evict chunks.
+        for number in range(3):
+            add_watched(number)
+        for number in range(3, FILLED):
+            add(replay, history, number)
+        before = set(live.glob("*.chunk"))
+        for number in range(FILLED, FILLED + 8):
+            add_watched(number)
+        after = set(live.glob("*.chunk"))
+    assert before - after, "the batches should have evicted a chunk"
+    assert after - before, "the batches should have made a chunk"
+    assert moments > 100
+
+
+def audit_with_a_silent_writer(directory: Path, history: History, acknowledged: int) -> None:
+    """The killed writer stays away; what it left half done must not come alive through others."""
+    with open_replay(directory) as replay:
+        before = all_items(replay) if len(replay) else []
+        for tag in range(12):
+            replay.add(step(tag, 99), 99)
+    with open_replay(directory) as replay:
+        items = all_items(replay)
+        news = [tuple(range(tag, tag + LENGTH)) for tag in range(8)]
+        assert items == (before + news)[-CAPACITY:]
+        held = acknowledged + (before == history.items(acknowledged + 1))
+        if history.items(acknowledged) != history.items(acknowledged + 1):
+            assert bool(add(replay, history, acknowledged)) == (held == acknowledged)
+
+
+def at_every_change(directory: Path, action: Callable[[], Any], check: Callable[[], None]) -> None:
+    """Run the action one instruction at a time, and check whenever the files have changed."""
+    seen = digest(directory)
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename not in WRITERS:
+            return None
+        frame.f_trace_opcodes = True
+        now = digest(directory)
+        if now != seen:
+            seen = now
+            check()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    if digest(directory) != seen:
+        check()
+
+
+def digest(directory: Path) -> dict[str, int]:
+    return {path.name: zlib.crc32(path.read_bytes()) for path in directory.iterdir()}
+
+
+def test_killed_for_real_at_random_moments(tmp_path: Path) -> None:
+    """SIGKILL at random moments of a process that adds, samples and updates."""
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), str(tmp_path / "replay"), str(KILLS)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kills, inside = map(int, done.stdout.split())
+    assert kills == KILLS
+    assert inside > 0, "no kill ever hit an insert that was under way"

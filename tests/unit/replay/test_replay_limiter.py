@@ -1,0 +1,183 @@
+"""Samples per insert: blocking, sentences, refusals, save and load."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.replay import RateLimitedError, SamplesPerInsert, TrainRatio
+
+
+def started(ratio: float = 2.0, tolerance: float = 4.0, minsize: int = 3) -> SamplesPerInsert:
+    """A limiter past its start, with nobody owing anything."""
+    limiter = SamplesPerInsert(ratio, tolerance, minsize)
+    limiter.prefill(minsize)
+    return limiter
+
+
+def test_who_waits_for_what_and_how_far_off() -> None:
+    limiter = SamplesPerInsert(0.5, 4.0, 10)
+    limiter.insert(7)
+    with pytest.raises(RateLimitedError) as caught:
+        limiter.sample(timeout=0, who="learner 0")
+    assert str(caught.value) == (
+        "learner 0 waited 0 s to sample: the writers have inserted 7 of the 10 steps that have to "
+        "come first."
+    )
+    limiter = started(ratio=0.5)
+    limiter.sample(4)
+    with pytest.raises(RateLimitedError) as caught:
+        limiter.sample(timeout=0)
+    assert str(caught.value) == (
+        "sampler waited 0 s to sample: the writers are behind and have to insert 1 more steps "
+        "first (avail -4, samples need it above -4)."
+    )
+    limiter.insert()
+    limiter.sample(timeout=0)
+    limiter = started(ratio=2.0)
+    limiter.insert(5)
+    with pytest.raises(RateLimitedError) as caught:
+        limiter.insert(timeout=0, who="actor")
+    assert str(caught.value) == (
+        "actor waited 0 s to insert: the sampler is behind and has to take 3 more sequences first "
+        "(avail 10, inserts need it below 8)."
+    )
+    limiter.sample(3)
+    limiter.insert(timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tolerance", "minsize", "words"),
+    [
+        (0.5, 0.0, 10, r"tolerance=0.0 with ratio=0.5 must deadlock"),
+        (0.5, -3.0, 10, r"must deadlock"),
+        (0.5, 4.0, 0, r"minsize=0"),
+        (float("nan"), 4.0, 1, r"finite"),
+        (1.0, float("inf"), 1, r"finite"),
+    ],
+)
+def test_settings_that_cannot_work(
+    ratio: float, tolerance: float, minsize: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SamplesPerInsert(ratio, tolerance, minsize)
+
+
+def test_no_limit() -> None:
+    limiter = SamplesPerInsert(0, 0, 2)
+    with pytest.raises(RateLimitedError):
+        limiter.sample(timeout=0)
+    for _ in range(100):
+        limiter.insert(timeout=0)
+    for _ in range(100):
+        limiter.sample(100, timeout=0)
+
+
+@given(
+    ratio=st.floats(0.01, 20),
+    tolerance=st.floats(0.01, 50),
+    minsize=st.integers(1, 20),
+    calls=st.lists(st.tuples(st.booleans(), st.integers(1, 8)), max_size=80),
+)
+def test_never_both_blocked_and_always_bounded(
+    ratio: float, tolerance: float, minsize: int, calls: list[tuple[bool, int]]
+) -> None:
+    limiter = SamplesPerInsert(ratio, tolerance, minsize)
+    for is_insert, count in calls:
+        assert limiter.can_insert() or limiter.can_sample()
+        try:
+            (limiter.insert if is_insert else limiter.sample)(count, timeout=0)
+        except RateLimitedError:
+            continue
+        assert limiter.avail < (tolerance + 8) * ratio or limiter.size < minsize + 8
+        assert limiter.avail > -max(minsize + 1, tolerance + 8)
+
+
+def test_threads_keep_the_ratio() -> None:
+    """Two writers and two samplers, each blocking, none polling; all finish."""
+    limiter = SamplesPerInsert(0.5, 8.0, 16)
+    inserts, batch = 2000, 4
+
+    def write() -> None:
+        for _ in range(inserts):
+            limiter.insert(timeout=30)
+
+    def read() -> None:
+        # 4000 inserts earn (4000 - 15) / 2 - 16 samples; give or take the tolerance, 1976 of them
+        # let everybody finish.
+        for _ in range(1976 // batch // 2):
+            limiter.sample(batch, timeout=30)
+
+    threads = [threading.Thread(target=target) for target in (write, write, read, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert limiter.size == 2 * inserts
+
+
+def test_a_waiting_thread_is_woken() -> None:
+    limiter = SamplesPerInsert(1.0, 4.0, 2)
+    passed = threading.Event()
+
+    def read() -> None:
+        limiter.sample()
+        passed.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    limiter.insert()
+    assert not passed.is_set()
+    limiter.insert()
+    assert passed.wait(30)
+    thread.join()
+
+
+def test_save_and_load() -> None:
+    limiter = started()
+    limiter.insert(3)
+    limiter.sample(2)
+    other = SamplesPerInsert(2.0, 4.0, 3)
+    other.load(limiter.save())
+    assert (other.size, other.avail) == (limiter.size, limiter.avail) == (6, 4.0)
+
+
+def test_debt_after_a_load_is_bounded() -> None:
+    """Whatever another setting left behind, nobody may catch up in one burst."""
+    state = {"size": 10_000.0, "avail": 5_000.0}
+    limiter = SamplesPerInsert(0.5, 8.0, 100)
+    limiter.load(state)
+    assert limiter.avail == 4.0
+    limiter.load({"size": 10_000.0, "avail": -5_000.0})
+    assert limiter.avail == -100.0
+    limiter.load({"size": 50.0, "avail": 40.0})
+    assert limiter.avail == -100.0
+    assert not limiter.can_sample()
+
+
+def test_prefilled_data_can_be_sampled_at_once() -> None:
+    limiter = SamplesPerInsert(0.5, 8.0, 100)
+    limiter.prefill(99)
+    assert not limiter.can_sample()
+    limiter.prefill(1)
+    limiter.sample(timeout=0)
+    offline = SamplesPerInsert(0, 1, 100)
+    offline.prefill(100)
+    for _ in range(1000):
+        offline.sample(timeout=0)
+
+
+def test_train_ratio_is_saved_and_loaded() -> None:
+    ratio = TrainRatio(0.25)
+    assert [ratio(step) for step in (10, 11, 14, 30)] == [1, 0, 1, 4]
+    other = TrainRatio(0.25)
+    other.load(ratio.save())
+    assert [other(step) for step in (31, 34)] == [ratio(step) for step in (31, 34)]
+    assert TrainRatio(0)(100) == 0
+    with pytest.raises(ConfigError):
+        TrainRatio(-1)
