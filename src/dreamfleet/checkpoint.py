@@ -188,7 +188,7 @@ def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
-        "sha256": _digest(path),
+        "blake2b": _digest(path),
         "arrays": len(arrays),
         "values": values,
     }
@@ -201,7 +201,7 @@ def _read_part(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(f"{path} has {size} bytes instead of {entry['bytes']}.")
-    if _digest(path) != entry["sha256"]:
+    if _digest(path) != entry["blake2b"]:
         raise CheckpointError(f"{path} does not match its checksum.")
     result = {key: _decoded(value) for key, value in entry["values"].items()}
     try:
@@ -214,9 +214,9 @@ def _read_part(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_manifest(path: Path, body: Mapping[str, Any]) -> None:
     text = json.dumps(body, allow_nan=False)
-    seal = hashlib.sha256(text.encode()).hexdigest()
+    seal = hashlib.blake2b(text.encode()).hexdigest()
     with path.open("w") as file:
-        file.write(json.dumps({"sha256": seal, "body": text}))
+        file.write(json.dumps({"blake2b": seal, "body": text}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -225,12 +225,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
     try:
         sealed = json.loads(path.read_bytes())
-        text, seal = sealed["body"], sealed["sha256"]
+        text, seal = sealed["body"], sealed["blake2b"]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(text, str) or hashlib.sha256(text.encode()).hexdigest() != seal:
+    if not isinstance(text, str) or hashlib.blake2b(text.encode()).hexdigest() != seal:
         raise CheckpointError(f"{path} does not match its checksum.")
     body: dict[str, Any] = json.loads(text)
     if body["format"] != _FORMAT:
@@ -266,7 +266,7 @@ def _serial(path: Path) -> int:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -30,9 +30,12 @@ class Crafter(EpisodicEnv):
         seed: int = 0,
         size: tuple[int, int] = (64, 64),
         length: int = 10_000,
+        area: tuple[int, int] = (64, 64),
     ) -> None:
         crafter = need("crafter", "crafter", extra="crafter")
-        self._env = crafter.Env(size=size[::-1], reward=rewarded, length=length, seed=seed)
+        self._env = crafter.Env(
+            area=area, size=size[::-1], reward=rewarded, length=length, seed=seed
+        )
         self._achievements = sorted(
             need("crafter.constants", "crafter", extra="crafter").achievements
         )
