@@ -1,5 +1,6 @@
 """Every environment keeps the contract of `dreamfleet.envs.base`, whatever suite it is from."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_flags_tell_the_story_of_episodes(env: Env) -> None:
     trajectory = play(env, STEPS)
     assert trajectory[0]["is_first"]
     assert any(obs["is_last"] for obs in trajectory), "no episode ended: give it a time limit"
-    for before, after in zip(trajectory, trajectory[1:], strict=False):
+    for before, after in itertools.pairwise(trajectory):
         assert after["is_first"] == before["is_last"], "first exactly after last"
     for obs in trajectory:
         assert obs["is_last"] or not obs["is_terminal"], "terminal without last"

@@ -1,11 +1,9 @@
 """Environments: one contract, several suites, and the way from a name to one of them."""
 
 from dreamfleet.envs.base import (
-    Arrays,
     Env,
     EpisodicEnv,
     Outcome,
-    Spaces,
     env_seed,
     is_image,
     noop,
@@ -18,11 +16,9 @@ from dreamfleet.envs.errors import (
     SpaceError,
     UnknownTaskError,
 )
-from dreamfleet.envs.registry import SUITES, adapt, make_env
+from dreamfleet.envs.registry import adapt, make_env, suites, tasks
 
 __all__ = [
-    "SUITES",
-    "Arrays",
     "Env",
     "EnvCrashedError",
     "EnvError",
@@ -30,7 +26,6 @@ __all__ = [
     "MissingExtraError",
     "Outcome",
     "SpaceError",
-    "Spaces",
     "UnknownTaskError",
     "adapt",
     "env_seed",
@@ -38,4 +33,6 @@ __all__ = [
     "make_env",
     "noop",
     "sample_action",
+    "suites",
+    "tasks",
 ]

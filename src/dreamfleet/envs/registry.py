@@ -114,6 +114,20 @@ def make_env(
     return NormalizeActions(CheckSpaces(UnifyDtypes(env)))
 
 
+def suites() -> list[str]:
+    """What a task's name may begin with, whether its package is installed or not."""
+    return list(SUITES)
+
+
+def tasks(suite: str) -> list[str]:
+    """The names a suite knows, without the suite's own.
+
+    Raises:
+        MissingExtraError: The suite's package is not installed.
+    """
+    return _suite(suite).tasks()
+
+
 def adapt(env: Any, *, seed: int = 0) -> Env:
     """A native environment as it is, a Gymnasium environment adapted."""
     if hasattr(env, "obs_space") and hasattr(env, "act_space") and hasattr(env, "step"):
