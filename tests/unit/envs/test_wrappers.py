@@ -256,6 +256,10 @@ def test_a_wrong_observation_is_named(change: dict, words: str) -> None:
         begin(env)
 
 
+def test_huge_values_are_numbers() -> None:
+    begin(CheckSpaces(Wrong(x=np.full(2, -3e38, np.float32))))
+
+
 def test_minus_infinity_marks_a_missing_value() -> None:
     begin(CheckSpaces(Wrong(x=np.full(2, -np.inf, np.float32))))
 
