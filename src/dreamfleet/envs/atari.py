@@ -119,10 +119,11 @@ class Atari(EpisodicEnv):
         self._ale.getScreenRGB(self._screens[slot])
 
     def _image(self) -> NDArray[np.uint8]:
-        image = self._screens.max(0) if self._pooling > 1 else self._screens[0]
+        image = functools.reduce(np.maximum, self._screens)
         if self._gray:
             image = to_gray(image)
-        return resize(image, self._size) if self._size != image.shape[:2] else image.copy()
+        # Not a view of the screens, which the next step overwrites.
+        return image.copy() if image.shape[:2] == self._size else resize(image, self._size)
 
     def render(self) -> NDArray[np.uint8]:
         return np.asarray(self._ale.getScreenRGB())

@@ -8,7 +8,7 @@ whatever the space's own start is.
 from __future__ import annotations
 
 import functools
-import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -19,8 +19,6 @@ from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
 from dreamfleet.envs.errors import SpaceError
 from dreamfleet.envs.extras import need
 from dreamfleet.spaces import Space
-
-log = logging.getLogger(__name__)
 
 Observe = Literal["state", "pixels", "both"]
 
@@ -135,9 +133,19 @@ def _make(
     gymnasium = need("gymnasium", "gym", extra=None)
     if render or obs != "state":
         options["render_mode"] = "rgb_array"
+        _hush_pygame()
     # Its own checker costs more than the step of a small environment, and ours runs anyway.
     env = gymnasium.make(name, disable_env_checker=True, **options)
     return GymEnv(env, seed=seed, obs=obs)
+
+
+def _hush_pygame() -> None:
+    """Many environments draw with pygame, which looks for a screen and speakers and complains
+    where there are none. Frames need neither."""
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
+    if not os.environ.get("DISPLAY") and not os.environ.get("WAYLAND_DISPLAY"):
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
 def _leaves(space: Any, role: str, path: str | None = None) -> dict[str | None, Any]:

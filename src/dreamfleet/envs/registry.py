@@ -11,8 +11,10 @@ import difflib
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from dreamfleet.envs.base import Env, env_seed
@@ -167,6 +169,11 @@ def _suite(prefix: str) -> Suite:
 
 
 def _user_factory(task: str, module: str, name: str) -> Callable[..., Any]:
+    # Installed commands, unlike `python file.py`, do not look into the current directory. It goes
+    # last, so that nothing installed is shadowed.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
