@@ -63,7 +63,7 @@ def contact_sheet(
     columns = columns or math.ceil(math.sqrt(len(frames)))
     rows = math.ceil(len(frames) / columns)
     height, width = frames[0].shape[:2]
-    sheet = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, 3), 255, np.uint8)
+    sheet = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, 3), 128, np.uint8)
     for number, frame in enumerate(frames):
         row, column = divmod(number, columns)
         top, left = gap + row * (height + gap), gap + column * (width + gap)
