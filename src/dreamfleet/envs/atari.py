@@ -27,8 +27,8 @@ class Atari(EpisodicEnv):
     two (sprites flicker), 96x96 grey, all 18 buttons, up to 30 idle frames at the start, no use
     of the lives, at most 108,000 frames. `is_terminal` equals `is_last`, also at the time limit.
 
-    `lives` may say "reset" (a life lost ends the episode for the agent and for the console) or
-    "discount" (a life lost is terminal for the agent; the game goes on in the next episode).
+    `lives` may also say "episode" (a life lost ends the episode for the agent, and the game goes
+    on in the next one) or "reset" (a life lost ends the episode and the game).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Atari(EpisodicEnv):
         size: tuple[int, int] = (96, 96),
         gray: bool = True,
         noops: int = 30,
-        lives: Literal["unused", "discount", "reset"] = "unused",
+        lives: Literal["unused", "episode", "reset"] = "unused",
         sticky: bool = True,
         actions: Literal["all", "needed"] = "all",
         pooling: int = 2,
@@ -77,7 +77,7 @@ class Atari(EpisodicEnv):
         )
 
     def _begin(self) -> Arrays:
-        fresh = self._lives_mode != "discount" or self._ale.game_over() or self._frames == 0
+        fresh = self._lives_mode != "episode" or self._ale.game_over() or self._frames == 0
         if fresh or self._frames >= self._limit:
             self._restart()
         self._lives = self._ale.lives()

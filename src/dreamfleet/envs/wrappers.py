@@ -153,16 +153,16 @@ class ActionRepeat(Wrapper):
         self._repeat = repeat
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
-        obs = self.env.step(action)
-        if obs["is_first"]:
-            return obs
-        reward = obs["reward"]
-        for _ in range(self._repeat - 1):
+        reward = 0.0
+        for _ in range(self._repeat):
+            obs = self.env.step(action)
+            # First comes with a reset, and also when the environment was restarted on the way.
+            if obs["is_first"]:
+                return obs
+            reward += float(obs["reward"])
             if obs["is_last"]:
                 break
-            obs = self.env.step(action)
-            reward = reward + obs["reward"]
-        return {**obs, "reward": np.asarray(reward, np.float32)}
+        return {**obs, "reward": np.array(reward, np.float32)}
 
 
 class ResizeImages(Wrapper):

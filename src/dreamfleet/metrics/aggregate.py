@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
+from dreamfleet.metrics.outputs.base import is_numeric
 
 Reduction = Literal["mean", "max", "min", "sum", "last", "std"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "max", "min", "sum", "last", "std")
@@ -105,9 +106,7 @@ class Aggregate:
                 self._newest[key] = value
                 continue
             array = np.asarray(value)
-            if array.ndim > 1 or (
-                array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"
-            ):
+            if array.ndim > 1 or not is_numeric(array.dtype):
                 self._newest[key] = value
             elif array.ndim == 0:
                 self._entry(key, ways).add_one(float(array))

@@ -79,7 +79,7 @@ class TestAtari:
         assert steps == 10
         assert obs["is_terminal"]
 
-    @pytest.mark.parametrize("mode", ["unused", "discount", "reset"])
+    @pytest.mark.parametrize("mode", ["unused", "episode", "reset"])
     def test_lives(self, mode: str) -> None:
         env = make_env("atari:breakout", lives=mode, noops=0, sticky=False, actions="needed")
         obs = env.step(noop(env.act_space))
@@ -90,7 +90,7 @@ class TestAtari:
         assert lives == (0 if mode == "unused" else 4)
         obs = env.step(noop(env.act_space))
         assert obs["is_first"]
-        assert ale(env).lives() == (4 if mode == "discount" else 5)
+        assert ale(env).lives() == (4 if mode == "episode" else 5)
 
     def test_rewards_can_be_clipped(self) -> None:
         def best(clip: bool) -> float:

@@ -175,6 +175,16 @@ class Faulty(Recorder):
         self.closed = True
 
 
+def test_a_restart_while_an_action_is_repeated_is_seen() -> None:
+    inner = RestartOnException(lambda count: Faulty(99 if count else 3), restarts=1)
+    env = ActionRepeat(inner, 4)
+    begin(env)
+    obs = act(env)
+    assert obs["is_first"]
+    assert obs["reward"] == 0
+    assert inner.env.taken == 0
+
+
 def test_a_failure_begins_a_new_episode_in_a_new_environment() -> None:
     made: list[Faulty] = []
 

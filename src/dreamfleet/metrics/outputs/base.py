@@ -39,7 +39,7 @@ def kind_of(value: Any) -> Kind | None:
     if isinstance(value, str):
         return "text"
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
+    if not is_numeric(array.dtype):
         return None
     if array.ndim == 0:
         return "scalar"
@@ -51,6 +51,11 @@ def kind_of(value: Any) -> Kind | None:
         if array.ndim == 4:
             return "video"
     return None
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Booleans and numbers; bfloat16 is no kind of its own for numpy."""
+    return dtype.kind in "biuf" or dtype.name == "bfloat16"
 
 
 class Outputs:
