@@ -35,7 +35,8 @@ EVERYTHING = {
     ("value", "kind"),
     [
         (1, "scalar"), (0.5, "scalar"), (True, "scalar"), (np.float32(1), "scalar"),
-        (np.array(2), "scalar"), (ml_dtypes.bfloat16(1), "scalar"), (np.arange(3), "histogram"), ([1.0, 2.0], "histogram"),
+        (np.array(2), "scalar"),
+        (ml_dtypes.bfloat16(1), "scalar"), (np.arange(3), "histogram"), ([1.0, 2.0], "histogram"),
         (np.zeros((4, 4, 3), np.uint8), "image"), (np.zeros((4, 4, 1), np.uint8), "image"),
         (np.zeros((2, 4, 4, 3), np.uint8), "video"), ("text", "text"),
         (np.zeros((4, 4, 3)), None), (np.zeros((4, 4, 2), np.uint8), None), (np.zeros(0), None),
