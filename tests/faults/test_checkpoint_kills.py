@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 
 # Saves checkpoint 2 and kills itself at the n-th system call Python makes on the way: opening,
 # making, renaming and removing files and directories. Whether the data was synced cannot be seen
@@ -77,6 +77,8 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         assert (snapshot.parts["agent"]["w"] == step).all()
         assert snapshot.parts["agent"]["n"] == snapshot.parts["limiter"]["n"] == step
         seen.append(step)
+        for path in directory.glob("[!.]*"):
+            read_checkpoint(path)  # what has a name is whole, also what is being removed
         # The next process goes on as if nothing had happened, and tidies up.
         ckpt.save({"agent": {}}, step=3)
         assert [path.name[6:] for path in directory.iterdir()] == ["-step-000000000003"]

@@ -76,6 +76,15 @@ def test_infinite_bounds_are_clipped_only() -> None:
     assert inner.actions[-1]["action"].tolist() == [1, 0, 1]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_actions_have_the_dtype_of_their_space(dtype: type) -> None:
+    inner = Recorder({"action": Space(dtype, (2,), -3, 3)})
+    env = NormalizeActions(inner)
+    begin(env)
+    act(env, action=np.ones(2, np.float32))
+    assert inner.actions[-1]["action"].dtype == dtype
+
+
 def test_discrete_actions_pass_through_untouched() -> None:
     inner = Recorder()
     env = NormalizeActions(inner)
