@@ -12,7 +12,6 @@ the next older one is used. Nothing in it is code: arrays and JSON, no pickle.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -20,7 +19,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,16 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _PART = re.compile(r"[A-Za-z0-9_-]+")
+_READ_BYTES = 1 << 20
 _TEMPORARY, _DISCARDED = ".writing-", ".discarded-"
 
 
 class CheckpointError(DreamfleetError):
     """A checkpoint that cannot be written, or that is damaged."""
+
+
+class MissingPartError(CheckpointError):
+    """A whole checkpoint that does not hold what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -100,25 +106,35 @@ class Checkpoint:
         self._remove_older()
         return final
 
-    def load(self) -> Snapshot | None:
+    def load(self, parts: Collection[str] | None = None) -> Snapshot | None:
         """The newest checkpoint that is whole; None if there never was one.
+
+        Another process may go on saving meanwhile.
+
+        Args:
+            parts: Those to read; None for all.
 
         Raises:
             CheckpointError: There are checkpoints and every one is damaged. Going on from nothing
                 would look like going on, so a person has to decide that.
         """
-        problems = []
-        for path in self._all():
-            try:
-                return read_checkpoint(path)
-            except CheckpointError as error:
-                problems.append(str(error))
-                log.warning("%s It is skipped.", error)
-        if problems:
-            raise CheckpointError(
-                f"Every checkpoint in {self.directory} is damaged ({problems[0]}) Remove the "
-                "directory to start anew."
-            )
+        while paths := self._all():
+            problems = []
+            for path in paths:
+                try:
+                    return read_checkpoint(path, parts)
+                except MissingPartError:
+                    raise
+                except CheckpointError as error:
+                    problems.append(error)
+                    if path.exists():
+                        log.warning("%s It is skipped.", error)
+            # The writer may have put a newer one in the place of the one that was being read.
+            if self._all() == paths:
+                raise CheckpointError(
+                    f"Every checkpoint in {self.directory} is damaged ({problems[0]}) Remove the "
+                    "directory to start anew."
+                )
         return None
 
     def latest(self) -> Path | None:
@@ -154,16 +170,26 @@ class Checkpoint:
                 shutil.rmtree(path)
 
 
-def read_checkpoint(path: Path | str) -> Snapshot:
-    """Read one checkpoint, checking every byte.
+def read_checkpoint(path: Path | str, parts: Collection[str] | None = None) -> Snapshot:
+    """Read one checkpoint, or some of its parts, checking every byte.
 
     Raises:
         CheckpointError: It is damaged; the message names the file and what is wrong with it.
+        MissingPartError: It does not hold one of the parts.
     """
     folder = Path(path)
     body = _read_manifest(folder)
-    parts = {name: _read_part(folder, entry) for name, entry in body["parts"].items()}
-    return Snapshot(folder, body["step"], body["time"], body["score"], parts)
+    wanted = body["parts"] if parts is None else parts
+    missing = sorted(set(wanted) - set(body["parts"]))
+    if missing:
+        raise MissingPartError(
+            f"{folder} has no part {missing[0]!r}, only {', '.join(sorted(body['parts']))}."
+        )
+    try:
+        read = {name: _read_part(folder, body["parts"][name]) for name in wanted}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}.") from error
+    return Snapshot(folder, body["step"], body["time"], body["score"], read)
 
 
 def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
@@ -184,11 +210,13 @@ def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
         arrays[key] = np.ascontiguousarray(array).reshape(array.shape)
     path = folder / f"{name}.safetensors"
     save_file(arrays, path)
-    _sync(path)
+    with ThreadPoolExecutor(1) as pool:
+        checksum = pool.submit(_checksum, path)
+        _sync(path)
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
-        "blake2b": _digest(path),
+        "crc32": checksum.result(),
         "arrays": len(arrays),
         "values": values,
     }
@@ -201,22 +229,25 @@ def _read_part(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(f"{path} has {size} bytes instead of {entry['bytes']}.")
-    if _digest(path) != entry["blake2b"]:
-        raise CheckpointError(f"{path} does not match its checksum.")
     result = {key: _decoded(value) for key, value in entry["values"].items()}
-    try:
-        with safe_open(path, "numpy") as file:
-            result |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    # Read while the checksum is worked out: both take long, and a mismatch is the exception.
+    with ThreadPoolExecutor(1) as pool:
+        checksum = pool.submit(_checksum, path)
+        try:
+            with safe_open(path, "numpy") as file:
+                result |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if checksum.result() != entry["crc32"]:
+        raise CheckpointError(f"{path} does not match its checksum.")
     return result
 
 
 def _write_manifest(path: Path, body: Mapping[str, Any]) -> None:
     text = json.dumps(body, allow_nan=False)
-    seal = hashlib.blake2b(text.encode()).hexdigest()
+    seal = zlib.crc32(text.encode())
     with path.open("w") as file:
-        file.write(json.dumps({"blake2b": seal, "body": text}))
+        file.write(json.dumps({"crc32": seal, "body": text}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -225,12 +256,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
     try:
         sealed = json.loads(path.read_bytes())
-        text, seal = sealed["body"], sealed["blake2b"]
+        text, seal = sealed["body"], sealed["crc32"]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(text, str) or hashlib.blake2b(text.encode()).hexdigest() != seal:
+    if not isinstance(text, str) or zlib.crc32(text.encode()) != seal:
         raise CheckpointError(f"{path} does not match its checksum.")
     body: dict[str, Any] = json.loads(text)
     if body["format"] != _FORMAT:
@@ -264,9 +295,15 @@ def _serial(path: Path) -> int:
     return int(match[1])
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+def _checksum(path: Path) -> int:
+    # Against accidents, not against people: a cryptographic hash would take several times as
+    # long as everything else here together.
+    result = 0
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(_READ_BYTES)
+        while size := file.readinto(block):
+            result = zlib.crc32(memoryview(block)[:size], result)
+    return result
 
 
 def _sync(path: Path) -> None:

@@ -7,7 +7,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dreamfleet.checkpoint import Checkpoint, CheckpointError, read_checkpoint
+from dreamfleet import checkpoint
+from dreamfleet.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    MissingPartError,
+    read_checkpoint,
+)
 
 DTYPES = [
     np.float64,
@@ -167,6 +173,36 @@ def test_if_all_are_damaged_nobody_starts_from_nothing(tmp_path: Path) -> None:
     flip(ckpt.save({"agent": {"w": np.ones(3)}}, step=1) / "agent.safetensors", -1)
     with pytest.raises(CheckpointError, match=r"Every checkpoint.*Remove the directory"):
         ckpt.load()
+
+
+def test_some_parts_can_be_read_alone(tmp_path: Path) -> None:
+    ckpt = Checkpoint(tmp_path)
+    path = ckpt.save({"agent": {"w": np.ones(2)}, "limiter": {"size": 3}}, step=1)
+    flip(path / "agent.safetensors", -1)
+    assert ckpt.load(["limiter"]).parts == {"limiter": {"size": 3}}
+    with pytest.raises(MissingPartError, match="no part 'replay', only agent, limiter"):
+        ckpt.load(["replay"])
+
+
+def test_a_reader_is_not_disturbed_by_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The writer removes the checkpoint that is being read, and puts a newer one there."""
+    writer, reader = Checkpoint(tmp_path), Checkpoint(tmp_path)
+    writer.save({"agent": {"w": np.ones(2)}}, step=1)
+    checksum = checkpoint._checksum
+
+    def interrupted(path: Path) -> int:
+        monkeypatch.undo()
+        writer.save({"agent": {"w": np.full(2, 2.0)}}, step=2)
+        return checksum(path)
+
+    monkeypatch.setattr(checkpoint, "_checksum", interrupted)
+    with caplog.at_level(logging.WARNING):
+        snapshot = reader.load()
+    assert snapshot.step == 2
+    assert snapshot.parts["agent"]["w"].tolist() == [2, 2]
+    assert caplog.text == ""
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
