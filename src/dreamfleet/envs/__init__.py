@@ -17,6 +17,7 @@ from dreamfleet.envs.errors import (
     UnknownTaskError,
 )
 from dreamfleet.envs.registry import adapt, make_env, suites, tasks
+from dreamfleet.envs.wrappers import Wrapper
 
 __all__ = [
     "Env",
@@ -27,6 +28,7 @@ __all__ = [
     "Outcome",
     "SpaceError",
     "UnknownTaskError",
+    "Wrapper",
     "adapt",
     "env_seed",
     "is_image",

@@ -27,6 +27,7 @@ from dreamfleet.envs.wrappers import (
     RestartOnException,
     TimeLimit,
     UnifyDtypes,
+    Wrapper,
 )
 from dreamfleet.errors import ConfigError
 
@@ -55,7 +56,7 @@ class Suite(Protocol):
 
 
 def make_env(
-    task: str,
+    task: str | Callable[..., Any],
     *,
     seed: int = 0,
     repeat: int = 1,
@@ -63,14 +64,15 @@ def make_env(
     size: tuple[int, int] | None = None,
     restarts: int = 0,
     **options: Any,
-) -> Env:
+) -> Wrapper:
     """The environment of a task, ready for an agent.
 
     Dtypes are unified, spaces checked and continuous actions normalised to -1..1 and clipped.
 
     Args:
         task: `gym:CartPole-v1`, `dmc:walker_walk`, `atari:pong`, `crafter:reward`,
-            `minigrid:Empty-5x5-v0`, `bundled:catch` or `package.module:factory`.
+            `minigrid:Empty-5x5-v0`, `bundled:catch` or `package.module:factory`; or the factory
+            itself, which is given the seed if it takes one.
         seed: Of this environment; give each its own (`env_seed`).
         repeat: Take each action this often.
         time_limit: End an episode after this many actions of the agent; 0 for no limit.
@@ -89,7 +91,7 @@ def make_env(
             raise ConfigError(
                 f"{name} is too small: it has to be at least {int(name == 'repeat')}."
             )
-    make = _constructor(task)
+    make = _constructor(task) if isinstance(task, str) else task
     accepted = inspect.signature(make).parameters
     # A suite that knows an option itself (Atari pools over the repeated frames) is given it.
     if "repeat" in accepted:
@@ -98,7 +100,7 @@ def make_env(
     if "size" in accepted:
         options |= {"size": size} if size else {}
         size = None
-    _check_options(task, accepted, options)
+    _check_options(str(task), accepted, options)
     build = functools.partial(_build, make, options)
     if restarts:
         # The first environment has the seed itself; its successors play other episodes.

@@ -91,6 +91,16 @@ def test_your_own_gymnasium_environment(module: str) -> None:
     assert one.tolist() == two.tolist(), "seeded although the factory takes no seed"
 
 
+def test_a_factory_itself_is_a_task(module: str) -> None:
+    make_env(f"{module}:native")
+    native = sys.modules[module].native
+    env = make_env(native, seed=8, gravity=2.0, time_limit=1)
+    assert native.seed == 8
+    assert env.step(noop(env.act_space))["x"].tolist() == [2, 2]
+    assert env.step(noop(env.act_space, reset=False))["is_last"]
+    env.close()
+
+
 def test_a_factory_may_take_no_seed_and_lie_in_a_class(module: str) -> None:
     make_env(f"{module}:no_seed")
     make_env(f"{module}:nested.make")
