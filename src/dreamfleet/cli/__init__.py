@@ -1,8 +1,8 @@
 """The command line: `dreamfleet COMMAND ...`.
 
-Each command is one module of this package with a function of its own name; its signature is its
-command line (tyro). A command is imported only when it is asked for, so that the others stay
-quick.
+Each command is one module of this package with a function of its own name (`check-env` is
+`check_env`); its signature is its command line (tyro). A command is imported only when it is
+asked for, so that the others stay quick.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dreamfleet.errors import DreamfleetError
 
 COMMANDS = {
     "train": "train an agent",
+    "check-env": "play an environment and say what is wrong with it",
     "bench": "measure speed, side by side with peers",
 }
 
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {close[0]!r}?" if close else " See 'dreamfleet --help'."
         complain(f"There is no command {name!r}.{hint}")
         return 2
-    command = getattr(importlib.import_module(f"dreamfleet.cli.{name.replace('-', '_')}"), name)
+    function = name.replace("-", "_")
+    command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
     try:
         tyro.cli(command, args=args[1:], prog=f"dreamfleet {name}")
     except DreamfleetError as error:

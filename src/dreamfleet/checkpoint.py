@@ -1,0 +1,315 @@
+"""Checkpoints that are whole or not there.
+
+    DIRECTORY/000007-step-000000125000/
+        manifest.json        step, time, score, checksums, and every value that is no array
+        agent.safetensors    the arrays of one part, flat
+        ...
+
+A checkpoint is written under a temporary name, fsynced and renamed, so a name without a leading
+dot always stands for all of it. It is only trusted if every byte matches the checksums; otherwise
+the next older one is used. Nothing in it is code: arrays and JSON, no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - makes numpy know bfloat16
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dreamfleet.errors import DreamfleetError
+
+log = logging.getLogger(__name__)
+
+State = Mapping[str, Any]
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_PART = re.compile(r"[A-Za-z0-9_-]+")
+_READ_BYTES = 1 << 20
+_TEMPORARY, _DISCARDED = ".writing-", ".discarded-"
+
+
+class CheckpointError(DreamfleetError):
+    """A checkpoint that cannot be written, or that is damaged."""
+
+
+class MissingPartError(CheckpointError):
+    """A whole checkpoint that does not hold what was asked for."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint holds."""
+
+    path: Path
+    step: int
+    time: float
+    score: float | None
+    parts: dict[str, dict[str, Any]]
+
+
+class Checkpoint:
+    """The checkpoints of one directory, written by one process.
+
+    Args:
+        directory: Where they lie; made when the first one is saved.
+        keep: How many of the newest stay.
+        keep_best: Also keep the one with the highest score.
+    """
+
+    def __init__(self, directory: Path | str, *, keep: int = 1, keep_best: bool = False) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep has to be at least 1, got {keep}.")
+        self.directory = Path(directory)
+        self._keep = keep
+        self._keep_best = keep_best
+
+    def save(self, parts: Mapping[str, State], *, step: int, score: float | None = None) -> Path:
+        """Write a checkpoint and remove the ones that are no longer kept.
+
+        Every part is a flat dict of arrays, numbers, strings, booleans and None. When this
+        returns, the checkpoint survives the loss of power.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._clean_up()
+        serial = max((_serial(path) for path in self._all()), default=0) + 1
+        final = self.directory / f"{serial:06d}-step-{step:012d}"
+        writing = self.directory / f"{_TEMPORARY}{final.name}"
+        writing.mkdir()
+        body = {
+            "format": _FORMAT,
+            "step": step,
+            "time": time.time(),
+            "score": score,
+            "parts": {name: _write_part(writing, name, state) for name, state in parts.items()},
+        }
+        _write_manifest(writing / _MANIFEST, body)
+        _sync(writing)
+        writing.rename(final)
+        _sync(self.directory)
+        self._remove_older()
+        return final
+
+    def load(self, parts: Collection[str] | None = None) -> Snapshot | None:
+        """The newest checkpoint that is whole; None if there never was one.
+
+        Another process may go on saving meanwhile.
+
+        Args:
+            parts: Those to read; None for all.
+
+        Raises:
+            CheckpointError: There are checkpoints and every one is damaged. Going on from nothing
+                would look like going on, so a person has to decide that.
+        """
+        while paths := self._all():
+            problems = []
+            for path in paths:
+                try:
+                    return read_checkpoint(path, parts)
+                except MissingPartError:
+                    raise
+                except CheckpointError as error:
+                    problems.append(error)
+                    if path.exists():
+                        log.warning("%s It is skipped.", error)
+            # The writer may have put a newer one in the place of the one that was being read.
+            if self._all() == paths:
+                raise CheckpointError(
+                    f"Every checkpoint in {self.directory} is damaged ({problems[0]}) Remove the "
+                    "directory to start anew."
+                )
+        return None
+
+    def latest(self) -> Path | None:
+        """Where the newest checkpoint lies, whole or not."""
+        return next(iter(self._all()), None)
+
+    def best(self) -> Path | None:
+        """Where the checkpoint with the highest score lies; the newest of equal ones."""
+        scored = [(score, path) for path in self._all() if (score := _score(path)) is not None]
+        return max(scored, key=lambda pair: pair[0])[1] if scored else None
+
+    def _all(self) -> list[Path]:
+        """Newest first: by serial number, because a run that went back has lower steps again."""
+        if not self.directory.is_dir():
+            return []
+        found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=_serial, reverse=True)
+
+    def _remove_older(self) -> None:
+        stay = set(self._all()[: self._keep])
+        if self._keep_best and (best := self.best()):
+            stay.add(best)
+        for path in self._all():
+            if path not in stay:
+                # Renamed first: half of a checkpoint must not keep the name of a whole one.
+                discarded = self.directory / f"{_DISCARDED}{path.name}"
+                path.rename(discarded)
+                shutil.rmtree(discarded)
+
+    def _clean_up(self) -> None:
+        for path in self.directory.iterdir():
+            if path.name.startswith((_TEMPORARY, _DISCARDED)):
+                shutil.rmtree(path)
+
+
+def read_checkpoint(path: Path | str, parts: Collection[str] | None = None) -> Snapshot:
+    """Read one checkpoint, or some of its parts, checking every byte.
+
+    Raises:
+        CheckpointError: It is damaged; the message names the file and what is wrong with it.
+        MissingPartError: It does not hold one of the parts.
+    """
+    folder = Path(path)
+    body = _read_manifest(folder)
+    wanted = body["parts"] if parts is None else parts
+    missing = sorted(set(wanted) - set(body["parts"]))
+    if missing:
+        raise MissingPartError(
+            f"{folder} has no part {missing[0]!r}, only {', '.join(sorted(body['parts']))}."
+        )
+    try:
+        read = {name: _read_part(folder, body["parts"][name]) for name in wanted}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}.") from error
+    return Snapshot(folder, body["step"], body["time"], body["score"], read)
+
+
+def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
+    if not _PART.fullmatch(name):
+        raise CheckpointError(f"{name!r} cannot name a part: use letters, digits, - and _.")
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    values: dict[str, Any] = {}
+    for key, value in state.items():
+        if value is None or isinstance(value, (bool, int, float, str)):
+            values[key] = _encoded(value)
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind in "OSUMm":
+            raise CheckpointError(
+                f"{name}/{key} is a {type(value).__name__}, which a checkpoint cannot hold: use "
+                "arrays of numbers, numbers, strings, booleans or None."
+            )
+        arrays[key] = np.ascontiguousarray(array).reshape(array.shape)
+    path = folder / f"{name}.safetensors"
+    save_file(arrays, path)
+    with ThreadPoolExecutor(1) as pool:
+        checksum = pool.submit(_checksum, path)
+        _sync(path)
+    return {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "crc32": checksum.result(),
+        "arrays": len(arrays),
+        "values": values,
+    }
+
+
+def _read_part(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    path = folder / entry["file"]
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{path} has {size} bytes instead of {entry['bytes']}.")
+    result = {key: _decoded(value) for key, value in entry["values"].items()}
+    # Read while the checksum is worked out: both take long, and a mismatch is the exception.
+    with ThreadPoolExecutor(1) as pool:
+        checksum = pool.submit(_checksum, path)
+        try:
+            with safe_open(path, "numpy") as file:
+                result |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if checksum.result() != entry["crc32"]:
+        raise CheckpointError(f"{path} does not match its checksum.")
+    return result
+
+
+def _write_manifest(path: Path, body: Mapping[str, Any]) -> None:
+    text = json.dumps(body, allow_nan=False)
+    seal = zlib.crc32(text.encode())
+    with path.open("w") as file:
+        file.write(json.dumps({"crc32": seal, "body": text}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
+    try:
+        sealed = json.loads(path.read_bytes())
+        text, seal = sealed["body"], sealed["crc32"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(text, str) or zlib.crc32(text.encode()) != seal:
+        raise CheckpointError(f"{path} does not match its checksum.")
+    body: dict[str, Any] = json.loads(text)
+    if body["format"] != _FORMAT:
+        raise CheckpointError(
+            f"{path} has format {body['format']}, this version reads {_FORMAT}: use the version "
+            "of Dreamfleet that wrote it."
+        )
+    return body
+
+
+def _encoded(value: Any) -> Any:
+    # JSON has no NaN and no infinity.
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _decoded(value: Any) -> Any:
+    return float(value["float"]) if isinstance(value, dict) else value
+
+
+def _score(path: Path) -> float | None:
+    try:
+        score: float | None = _read_manifest(path)["score"]
+    except CheckpointError:
+        return None
+    return score
+
+
+def _serial(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _checksum(path: Path) -> int:
+    # Against accidents, not against people: a cryptographic hash would take several times as
+    # long as everything else here together.
+    result = 0
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(_READ_BYTES)
+        while size := file.readinto(block):
+            result = zlib.crc32(memoryview(block)[:size], result)
+    return result
+
+
+def _sync(path: Path) -> None:
+    """Bring a file's contents, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

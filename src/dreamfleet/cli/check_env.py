@@ -1,0 +1,108 @@
+"""`dreamfleet check-env TASK`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.table import Table
+
+from dreamfleet.cli.console import say
+from dreamfleet.envs import EnvError, make_env
+from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
+from dreamfleet.envs.images import resize
+from dreamfleet.errors import ConfigError
+from dreamfleet.metrics.pictures import contact_sheet, encode_png
+
+_LARGEST_FRAME = 160
+
+
+def check_env(
+    task: Annotated[str, tyro.conf.Positional],
+    /,
+    options: tuple[str, ...] = (),
+    steps: int = 1000,
+    seed: int = 0,
+    sheet: Path | None = Path("check-env.png"),
+) -> None:
+    """Play an environment and say what is wrong with it, and how to fix it.
+
+    Args:
+        task: Such as gym:CartPole-v1, dmc:walker_walk or my_package.my_module:my_factory.
+        options: Of the environment, such as obs=pixels size=[64,64] time_limit=500.
+        steps: How many random steps to play.
+        seed: Of the environment and of the actions.
+        sheet: Where to put a picture of frames, if there are any; None for nowhere.
+    """
+    if steps < 1:
+        raise ConfigError(f"--steps has to be at least 1, got {steps}.")
+    parsed = dict(_option(text) for text in options)
+    make = functools.partial(_make, task, parsed)
+    make(seed)  # an unknown task or option is the person's mistake, not the environment's
+    result = diagnose(make, steps=steps, seed=seed)
+    if result.obs_space:
+        say(_spaces(result))
+    if result.steps:
+        say(_summary(result))
+    if sheet and result.frames:
+        sheet.write_bytes(encode_png(contact_sheet([_small(f) for f in result.frames])))
+        say(f"frames         {len(result.frames)} in {sheet}")
+    for title, findings in (("problem", result.problems), ("hint", result.hints)):
+        for finding in findings:
+            say(f"{title:<8}{_sentence(finding)}")
+    if result.problems:
+        count = len(result.problems)
+        raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
+    say(f"{task} is fine." if not result.hints else f"{task} can be used.")
+
+
+def _make(task: str, options: dict[str, Any], seed: int) -> Any:
+    return make_env(task, seed=seed, **options)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"Write options as NAME=VALUE, not {text!r}.")
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return name, value
+    return name, tuple(parsed) if isinstance(parsed, list) else parsed
+
+
+def _spaces(result: Diagnosis) -> Table:
+    table = Table("", "key", "dtype", "shape", "low", "high", box=None, pad_edge=False)
+    for role, spaces in (("sees", result.obs_space), ("does", result.act_space)):
+        for key, space in spaces.items():
+            low, high = space.low.min(), space.high.max() - space.discrete
+            table.add_row(role, key, space.dtype.name, str(space.shape), f"{low:g}", f"{high:g}")
+    return table
+
+
+def _summary(result: Diagnosis) -> str:
+    episodes = f"{result.episodes} in {result.steps:,} random steps"
+    if result.episodes:
+        episodes += f", mean score {result.score:.4g}, mean length {result.length:.4g}"
+    return (
+        f"\nepisodes       {episodes}\n"
+        f"speed          {result.steps_per_second:,.0f} steps/s, slowest reset "
+        f"{1000 * result.slowest_reset:.1f} ms, made in {result.make_seconds:.2f} s"
+    )
+
+
+def _sentence(finding: Finding) -> str:
+    return f"{finding.what} {finding.fix}".strip()
+
+
+def _small(frame: Any) -> Any:
+    frame = np.ascontiguousarray(frame)
+    height, width = frame.shape[:2]
+    shrink = max(height, width) / _LARGEST_FRAME
+    if shrink <= 1:
+        return frame
+    return resize(frame, (max(1, round(height / shrink)), max(1, round(width / shrink))))

@@ -1,0 +1,153 @@
+"""What an environment is.
+
+    obs = env.step({**action, "reset": False})
+
+One call does everything: `reset` in the action begins an episode and returns its first
+observation (the rest of the action is ignored then). Observations are dicts of arrays and always
+hold
+
+    reward       float32   received on arriving here; 0 on the first step
+    is_first     bool      this observation begins an episode
+    is_last      bool      no action follows in this episode: the next one must be a reset
+    is_terminal  bool      the episode ended by itself, so nothing more was to be gained; an
+                           episode cut short by a time limit is last but not terminal
+
+Keys that start with `log/` go to the metrics and never to the agent or the replay.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.envs.errors import SpaceError
+from dreamfleet.spaces import Space
+
+Arrays = dict[str, NDArray[Any]]
+Spaces = dict[str, Space]
+
+RESERVED: Mapping[str, Space] = {
+    "reward": Space(np.float32),
+    "is_first": Space(bool),
+    "is_last": Space(bool),
+    "is_terminal": Space(bool),
+}
+
+_FALSE, _TRUE = np.array(False), np.array(True)
+for _constant in (_FALSE, _TRUE):
+    _constant.setflags(write=False)
+
+
+@runtime_checkable
+class Env(Protocol):
+    """The contract. A class needs no base to fulfil it; `render` and `close` are optional."""
+
+    @property
+    def obs_space(self) -> Spaces: ...
+
+    @property
+    def act_space(self) -> Spaces: ...
+
+    def step(self, action: Mapping[str, Any]) -> Arrays: ...
+
+
+class Outcome(NamedTuple):
+    """What one step of an episode led to."""
+
+    obs: Arrays
+    reward: float = 0.0
+    last: bool = False
+    terminal: bool = False
+
+
+class EpisodicEnv(ABC):
+    """An environment from two methods: begin an episode, advance it by one action.
+
+    Subclasses describe their own keys; reward, flags and `reset` are added here, so that no
+    suite can get them wrong in its own way.
+    """
+
+    def __init__(self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
+        taken = sorted((set(obs_space) & set(RESERVED)) | (set(act_space) & {"reset"}))
+        if taken:
+            raise SpaceError(
+                f"The environment has a key of its own named {taken[0]!r}, which Dreamfleet adds "
+                "itself: rename it, for example with a wrapper."
+            )
+        self._obs_space: Spaces = {**obs_space, **RESERVED}
+        self._act_space: Spaces = {**act_space, "reset": Space(bool)}
+        self._over = True
+
+    @property
+    def obs_space(self) -> Spaces:
+        return self._obs_space
+
+    @property
+    def act_space(self) -> Spaces:
+        return self._act_space
+
+    @abstractmethod
+    def _begin(self) -> Arrays:
+        """Start an episode and return its first observation."""
+
+    @abstractmethod
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        """Take one action in a running episode."""
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        # Beginning also after a last step keeps a caller that forgot the reset out of undefined
+        # territory; `is_first` tells it what happened.
+        if self._over or action["reset"]:
+            obs, reward, last, terminal = Outcome(self._begin())
+            first = True
+        else:
+            obs, reward, last, terminal = self._advance(action)
+            first = False
+        self._over = last
+        return {
+            **obs,
+            "reward": np.array(reward, np.float32),
+            "is_first": _TRUE if first else _FALSE,
+            "is_last": _TRUE if last else _FALSE,
+            "is_terminal": _TRUE if terminal else _FALSE,
+        }
+
+    def render(self) -> NDArray[np.uint8] | None:
+        """The current frame (height, width, 3), or None if there is nothing to see."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
+        """Release what the environment holds. Calling it twice is fine."""
+
+
+def is_image(space: Space) -> bool:
+    """Images are uint8 with (height, width, channels)."""
+    return space.dtype == np.uint8 and len(space.shape) == 3
+
+
+def noop(act_space: Mapping[str, Space], *, reset: bool = True) -> Arrays:
+    """An action of zeros, or of the values nearest to zero: what goes along with a reset."""
+    zeros: Arrays = {
+        key: np.clip(
+            np.zeros(space.shape), space.low, space.high - 1 if space.discrete else space.high
+        ).astype(space.dtype)
+        for key, space in act_space.items()
+    }
+    return {**zeros, "reset": np.array(reset)}
+
+
+def sample_action(act_space: Mapping[str, Space], rng: np.random.Generator) -> Arrays:
+    """A random action that does not reset."""
+    return {
+        **{key: space.sample(rng) for key, space in act_space.items()},
+        "reset": np.array(False),
+    }
+
+
+def env_seed(seed: int, index: int) -> int:
+    """The seed of environment number `index` of a run: independent streams, 31 bits each."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) & 0x7FFFFFFF

@@ -1,0 +1,174 @@
+"""dm_control: `dmc:walker_walk`, from its own state or from pixels."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
+from dreamfleet.envs.errors import EnvError
+from dreamfleet.envs.extras import need
+from dreamfleet.spaces import Space
+
+# Camera 0 looks from the side; from there a quadruped hides its own legs.
+_CAMERAS = {"quadruped": 2}
+# The suite writes ball_in_cup, which would otherwise be read as domain "ball".
+_DOMAINS_WITH_UNDERSCORES = ("ball_in_cup", "point_mass", "humanoid_CMU")
+
+_NO_RENDERER = "disable"
+_EGL_PLATFORM_DEVICE = 0x313F
+
+
+class DMControl(EpisodicEnv):
+    """A task of the dm_control suite.
+
+    An episode is 1,000 steps of the suite and ends by the clock, so it is last but not terminal,
+    unless the task itself sets the discount to 0.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        obs: Literal["state", "pixels", "both"] = "state",
+        size: tuple[int, int] = (64, 64),
+        camera: int = 0,
+        render: bool = False,
+    ) -> None:
+        self._env = env
+        self._size = size
+        self._camera = camera
+        self._can_render = render or obs != "state"
+        self._state = obs != "pixels"
+        self._pixels = obs != "state"
+        specs = env.observation_spec() if self._state else {}
+        # The suite declares no bounds for its observations and mixes scalars and vectors.
+        obs_space = {key: Space(np.float32, spec.shape) for key, spec in specs.items()}
+        if self._pixels:
+            obs_space["image"] = Space(np.uint8, (*size, 3))
+        action = env.action_spec()
+        bounds = (action.minimum, action.maximum)
+        super().__init__(obs_space, {"action": Space(np.float32, action.shape, *bounds)})
+
+    def _begin(self) -> Arrays:
+        return self._observe(self._env.reset())
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        step = self._env.step(np.asarray(action["action"], np.float64))
+        terminal = step.last() and step.discount == 0
+        return Outcome(self._observe(step), float(step.reward), step.last(), terminal)
+
+    def _observe(self, step: Any) -> Arrays:
+        result: Arrays = {}
+        if self._state:
+            result = {key: np.asarray(x, np.float32) for key, x in step.observation.items()}
+        if self._pixels:
+            result["image"] = self._frame()
+        return result
+
+    def _frame(self) -> NDArray[np.uint8]:
+        return np.asarray(self._env.physics.render(*self._size, camera_id=self._camera))
+
+    def render(self) -> NDArray[np.uint8] | None:
+        return self._frame() if self._can_render else None
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def tasks() -> list[str]:
+    return sorted(f"{domain}_{task}" for domain, task in _suite(render=False).ALL_TASKS)
+
+
+def constructor(name: str) -> Callable[..., Env] | None:
+    return functools.partial(_make, *split(name)) if name in tasks() else None
+
+
+def split(name: str) -> tuple[str, str]:
+    """`ball_in_cup_catch` is the task `catch` of the domain `ball_in_cup`."""
+    for domain in _DOMAINS_WITH_UNDERSCORES:
+        if name.startswith(f"{domain}_"):
+            return domain, name.removeprefix(f"{domain}_")
+    domain, _, task = name.partition("_")
+    return domain, task
+
+
+def _make(
+    domain: str,
+    task: str,
+    *,
+    seed: int = 0,
+    obs: Literal["state", "pixels", "both"] = "state",
+    size: tuple[int, int] = (64, 64),
+    camera: int | None = None,
+    render: bool = False,
+) -> Env:
+    suite = _suite(render=render or obs != "state")
+    env = suite.load(domain, task, task_kwargs={"random": seed})
+    camera = _CAMERAS.get(domain, 0) if camera is None else camera
+    return DMControl(env, obs=obs, size=size, camera=camera, render=render)
+
+
+def _suite(*, render: bool) -> ModuleType:
+    """Import the suite, with a renderer only if there is something to render.
+
+    The package chooses its renderer when it is imported, and a renderer costs a second and
+    150 MB that an environment without pixels has no use for. Whoever set MUJOCO_GL has decided.
+    """
+    chosen = os.environ.get("MUJOCO_GL")
+    if chosen is None or (chosen == _NO_RENDERER and render):
+        os.environ["MUJOCO_GL"] = pick_renderer() if render else _NO_RENDERER
+    suite = need("dm_control.suite", "dmc", extra="dmc")
+    rendering = need("dm_control._render", "dmc", extra="dmc")
+    if render and chosen == _NO_RENDERER:
+        # Imported earlier in this process for the state only: choose again, in place.
+        importlib.reload(rendering)
+    return suite
+
+
+def pick_renderer() -> str:
+    """The first way to render that works here: a window system, EGL, then OSMesa."""
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        return "glfw"
+    if _egl_works():
+        return "egl"
+    if ctypes.util.find_library("OSMesa"):
+        return "osmesa"
+    raise EnvError(
+        "There is no way to render here: install EGL (apt install libegl1) or OSMesa (apt install "
+        "libosmesa6), or use obs='state'."
+    )
+
+
+def _egl_works() -> bool:
+    """Whether EGL is there and one of its devices can really be opened."""
+    name = ctypes.util.find_library("EGL")
+    if name is None:
+        return False
+    try:
+        egl = ctypes.CDLL(name)
+        egl.eglGetProcAddress.restype = ctypes.c_void_p
+        query = egl.eglGetProcAddress(b"eglQueryDevicesEXT")
+        display_of = egl.eglGetProcAddress(b"eglGetPlatformDisplayEXT")
+        if not query or not display_of:
+            return False
+        pointer, integer = ctypes.c_void_p, ctypes.c_int32
+        devices, count = (pointer * 16)(), integer()
+        query_devices = ctypes.CFUNCTYPE(integer, integer, pointer, pointer)(query)
+        get_display = ctypes.CFUNCTYPE(pointer, integer, pointer, pointer)(display_of)
+        if not query_devices(16, devices, ctypes.byref(count)):
+            return False
+        egl.eglInitialize.argtypes = [pointer, pointer, pointer]
+        displays = (get_display(_EGL_PLATFORM_DEVICE, d, None) for d in devices[: count.value])
+        return any(display and egl.eglInitialize(display, None, None) for display in displays)
+    except (OSError, AttributeError):
+        return False

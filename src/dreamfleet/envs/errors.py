@@ -1,0 +1,33 @@
+"""What can go wrong with an environment.
+
+DreamfleetError
+└── EnvError
+    ├── UnknownTaskError   no suite, task or factory has this name; the message offers close ones
+    ├── MissingExtraError  the suite's package is not installed; the message holds the command
+    ├── SpaceError         a space, an observation or an action that breaks the contract
+    └── EnvCrashedError    the environment failed more often than it may be restarted
+"""
+
+from __future__ import annotations
+
+from dreamfleet.errors import DreamfleetError
+
+
+class EnvError(DreamfleetError):
+    """An environment that cannot be made or stepped."""
+
+
+class UnknownTaskError(EnvError, ValueError):
+    """A task that names nothing."""
+
+
+class MissingExtraError(EnvError, ImportError):
+    """A suite whose package is not installed."""
+
+
+class SpaceError(EnvError, ValueError):
+    """A space or a value that an agent cannot be given."""
+
+
+class EnvCrashedError(EnvError, RuntimeError):
+    """An environment that keeps failing."""

@@ -1,0 +1,235 @@
+"""From the name of a task to an environment.
+
+A task is `SUITE:NAME`, or `package.module:factory` for any callable that returns a Gymnasium or
+native environment. Suites are imported when one of their tasks is asked for, never before: an
+environment process holds what it needs and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from dreamfleet.envs.base import Env, env_seed
+from dreamfleet.envs.checks import CheckSpaces
+from dreamfleet.envs.errors import EnvError, MissingExtraError, UnknownTaskError
+from dreamfleet.envs.wrappers import (
+    ActionRepeat,
+    NormalizeActions,
+    ResizeImages,
+    RestartOnException,
+    TimeLimit,
+    UnifyDtypes,
+    Wrapper,
+)
+from dreamfleet.errors import ConfigError
+
+SUITES: Mapping[str, str] = {
+    "bundled": "dreamfleet.envs.bundled",
+    "gym": "dreamfleet.envs.gym",
+    "dmc": "dreamfleet.envs.dmc",
+    "atari": "dreamfleet.envs.atari",
+    "atari100k": "dreamfleet.envs.atari:Atari100k",
+    "crafter": "dreamfleet.envs.crafter",
+    "minigrid": "dreamfleet.envs.minigrid",
+}
+
+
+class Suite(Protocol):
+    """What a suite's module offers."""
+
+    def tasks(self) -> list[str]:
+        """All names, to list and to suggest."""
+        ...
+
+    def constructor(self, name: str) -> Callable[..., Env] | None:
+        """What makes the environment, or None if there is no such name. Its keyword arguments
+        are the task's options; `seed` is always one of them."""
+        ...
+
+
+def make_env(
+    task: str | Callable[..., Any],
+    *,
+    seed: int = 0,
+    repeat: int = 1,
+    time_limit: int = 0,
+    size: tuple[int, int] | None = None,
+    restarts: int = 0,
+    **options: Any,
+) -> Wrapper:
+    """The environment of a task, ready for an agent.
+
+    Dtypes are unified, spaces checked and continuous actions normalised to -1..1 and clipped.
+
+    Args:
+        task: `gym:CartPole-v1`, `dmc:walker_walk`, `atari:pong`, `crafter:reward`,
+            `minigrid:Empty-5x5-v0`, `bundled:catch` or `package.module:factory`; or the factory
+            itself, which is given the seed if it takes one.
+        seed: Of this environment; give each its own (`env_seed`).
+        repeat: Take each action this often.
+        time_limit: End an episode after this many actions of the agent; 0 for no limit.
+        size: Resize images to this height and width.
+        restarts: Build the environment anew when it raises, up to this often in a row.
+        options: The suite's own, such as `obs="pixels"`.
+
+    Raises:
+        UnknownTaskError: Nothing has this name.
+        MissingExtraError: The suite's package is not installed.
+        ConfigError: The task has no such option, or its value cannot work.
+        SpaceError: The environment's spaces cannot be used.
+    """
+    for name, value in (("repeat", repeat - 1), ("time_limit", time_limit), ("restarts", restarts)):
+        if value < 0:
+            raise ConfigError(
+                f"{name} is too small: it has to be at least {int(name == 'repeat')}."
+            )
+    make = _constructor(task) if isinstance(task, str) else task
+    accepted = inspect.signature(make).parameters
+    # A suite that knows an option itself (Atari pools over the repeated frames) is given it.
+    if "repeat" in accepted:
+        options |= {"repeat": repeat} if repeat != 1 else {}
+        repeat = 1
+    if "size" in accepted:
+        options |= {"size": size} if size else {}
+        size = None
+    _check_options(str(task), accepted, options)
+    build = functools.partial(_build, make, options)
+    if restarts:
+        # The first environment has the seed itself; its successors play other episodes.
+        env: Env = RestartOnException(
+            lambda count: build(env_seed(seed, count) if count else seed), restarts=restarts
+        )
+    else:
+        env = build(seed)
+    if repeat > 1:
+        env = ActionRepeat(env, repeat)
+    if time_limit:
+        env = TimeLimit(env, time_limit)
+    if size:
+        env = ResizeImages(env, size)
+    return NormalizeActions(CheckSpaces(UnifyDtypes(env)))
+
+
+def suites() -> list[str]:
+    """What a task's name may begin with, whether its package is installed or not."""
+    return list(SUITES)
+
+
+def tasks(suite: str) -> list[str]:
+    """The names a suite knows, without the suite's own.
+
+    Raises:
+        MissingExtraError: The suite's package is not installed.
+    """
+    return _suite(suite).tasks()
+
+
+def adapt(env: Any, *, seed: int = 0) -> Env:
+    """A native environment as it is, a Gymnasium environment adapted."""
+    if hasattr(env, "obs_space") and hasattr(env, "act_space") and hasattr(env, "step"):
+        return cast(Env, env)
+    if hasattr(env, "observation_space") and hasattr(env, "action_space"):
+        from dreamfleet.envs.gym import GymEnv
+
+        return GymEnv(env, seed=seed)
+    raise EnvError(
+        f"{type(env).__name__} is no environment: it needs obs_space, act_space and step, or the "
+        "interface of gymnasium.Env."
+    )
+
+
+def _build(make: Callable[..., Any], options: Mapping[str, Any], seed: int) -> Env:
+    accepted = inspect.signature(make).parameters
+    seeded = {"seed": seed} if _takes(accepted, "seed") else {}
+    return adapt(make(**seeded, **options), seed=seed)
+
+
+def _constructor(task: str) -> Callable[..., Any]:
+    prefix, colon, name = task.partition(":")
+    if not colon or not name:
+        raise UnknownTaskError(f"There is no task {task!r}: write SUITE:NAME.{_suggestions(task)}")
+    if prefix not in SUITES:
+        return _user_factory(task, prefix, name)
+    make = _suite(prefix).constructor(name)
+    if make is None:
+        raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}")
+    return make
+
+
+def _suite(prefix: str) -> Suite:
+    module, _, attribute = SUITES[prefix].partition(":")
+    loaded: Any = importlib.import_module(module)
+    return cast(Suite, attrgetter(attribute)(loaded) if attribute else loaded)
+
+
+def _user_factory(task: str, module: str, name: str) -> Callable[..., Any]:
+    # Installed commands, unlike `python file.py`, do not look into the current directory. It goes
+    # last, so that nothing installed is shadowed.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that is there but imports something that is not has another problem.
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise EnvError(f"{module} cannot be imported: {error}.") from error
+        raise UnknownTaskError(
+            f"There is no suite and no importable module {module!r} (task {task!r})."
+            f"{_suggestions(task)}"
+        ) from error
+    try:
+        factory = attrgetter(name)(loaded)
+    except AttributeError:
+        close = difflib.get_close_matches(name, vars(loaded), n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise UnknownTaskError(f"The module {module!r} has no {name!r}.{hint}") from None
+    if not callable(factory):
+        raise UnknownTaskError(
+            f"{task} is no callable: name a function that returns an environment."
+        )
+    return cast(Callable[..., Any], factory)
+
+
+def _suggestions(task: str) -> str:
+    """Close names: of the suite if it is known, of all suites that are cheap to ask otherwise."""
+    prefix, colon, name = task.partition(":")
+    suites = difflib.get_close_matches(prefix, SUITES, n=2, cutoff=0.7) if colon else []
+    wanted = name if colon else task
+    candidates: list[str] = []
+    for suite in suites or SUITES:
+        try:
+            known = {each.lower(): each for each in _suite(suite).tasks()}
+        except MissingExtraError:
+            continue
+        cutoff = 0.6 if suites else 0.8
+        close = difflib.get_close_matches(wanted.lower(), known, n=3, cutoff=cutoff)
+        candidates += [f"{suite}:{known[each]}" for each in close]
+    if candidates:
+        return f" Did you mean {' or '.join(candidates[:3])}?"
+    return f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
+
+
+def _check_options(
+    task: str, accepted: Mapping[str, inspect.Parameter], options: Mapping[str, Any]
+) -> None:
+    for name in options:
+        if _takes(accepted, name):
+            continue
+        known = [key for key in accepted if key != "seed"]
+        known += ["repeat", "time_limit", "size", "restarts"]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(known))}."
+        raise ConfigError(f"{task} has no option {name!r}: {hint}")
+
+
+def _takes(accepted: Mapping[str, inspect.Parameter], name: str) -> bool:
+    return name in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())

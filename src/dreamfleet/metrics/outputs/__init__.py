@@ -1,0 +1,22 @@
+"""Outputs: terminal lines, JSON lines, TensorBoard, Weights & Biases."""
+
+from dreamfleet.metrics.outputs.base import Kind, Output, Outputs, kind_of
+from dreamfleet.metrics.outputs.jsonl import JsonlFile, JsonlOutput, ScoresFile, read_jsonl
+from dreamfleet.metrics.outputs.tensorboard import TensorBoardOutput
+from dreamfleet.metrics.outputs.terminal import TerminalOutput, readable
+from dreamfleet.metrics.outputs.wandb import WandbOutput
+
+__all__ = [
+    "JsonlFile",
+    "JsonlOutput",
+    "Kind",
+    "Output",
+    "Outputs",
+    "ScoresFile",
+    "TensorBoardOutput",
+    "TerminalOutput",
+    "WandbOutput",
+    "kind_of",
+    "read_jsonl",
+    "readable",
+]

@@ -1,0 +1,135 @@
+"""Append-only files of JSON lines, which survive being killed at any byte.
+
+A line is written by one call and ends with a newline; a file that does not end with one was torn,
+and what follows its last newline is cut off when it is opened again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.metrics.outputs.base import kind_of
+
+log = logging.getLogger(__name__)
+
+_TAIL = 1 << 16
+
+
+class JsonlFile:
+    """Appends rows. NaN and infinity, which JSON does not have, are written as null."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._repair()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        line = json.dumps(
+            {key: _plain(value) for key, value in row.items()},
+            allow_nan=False,
+            separators=(",", ":"),
+        )
+        data = line.encode() + b"\n"
+        written = os.write(self._fd, data)
+        if written < len(data):
+            # A full disk can take half a line. Cut it off: the file stays whole.
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(f"{self._path} could not be written: is the disk full?")
+
+    def flush(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _repair(self) -> None:
+        size = os.fstat(self._fd).st_size
+        keep = size
+        while keep > 0:
+            start = max(0, keep - _TAIL)
+            newline = os.pread(self._fd, keep - start, start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep < size:
+            log.warning("%s ended in the middle of a line; cut %d bytes", self._path, size - keep)
+            os.ftruncate(self._fd, keep)
+
+
+def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The rows of a file, also of one that is being written. Null is what was not a number.
+
+    A torn last line is passed over in silence, because it is about to be completed or repaired;
+    any other line that does not parse is reported.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                log.warning("%s line %d is damaged and was skipped", path, number)
+
+
+class JsonlOutput:
+    """Scalars and text, one line for each write, with the step under `step`."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = JsonlFile(path)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        row = {key: v for key, v in metrics.items() if kind_of(v) in ("scalar", "text")}
+        if row:
+            self._file.append({"step": step, **row})
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ScoresFile:
+    """`scores.jsonl`: one line for each episode, `{"step": ..., "episode/score": ...}`."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = JsonlFile(path)
+
+    def add(self, step: int, score: float, length: int | None = None, **more: Any) -> None:
+        row: dict[str, Any] = {"step": step, "episode/score": score}
+        if length is not None:
+            row["episode/length"] = length
+        self._file.append({**row, **more})
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, bool, int)) or value is None:
+        return value
+    number = np.asarray(value)
+    if number.dtype.kind in "biu":
+        return number.item()
+    real = float(number)
+    return real if math.isfinite(real) else None

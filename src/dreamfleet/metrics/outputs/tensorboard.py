@@ -1,0 +1,62 @@
+"""TensorBoard event files, without TensorFlow."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.metrics.errors import MissingOutputError
+from dreamfleet.metrics.outputs.base import kind_of
+from dreamfleet.metrics.pictures import encode_gif, encode_png
+
+
+class TensorBoardOutput:
+    """Scalars, histograms, images, videos (as animated GIFs) and text."""
+
+    def __init__(self, directory: Path | str, *, fps: float = 20) -> None:
+        try:
+            tensorboard = importlib.import_module("tensorboardX")
+            self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        except ModuleNotFoundError as error:
+            raise MissingOutputError(
+                "TensorBoard files need tensorboardX: pip install 'dreamfleet[tensorboard]'"
+            ) from error
+        self._writer = tensorboard.SummaryWriter(str(directory))
+        self._fps = fps
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for key, value in metrics.items():
+            kind = kind_of(value)
+            if kind == "scalar":
+                self._writer.add_scalar(key, float(value), step)
+            elif kind == "histogram":
+                finite = np.asarray(value, np.float64)
+                finite = finite[np.isfinite(finite)]
+                if finite.size:
+                    self._writer.add_histogram(key, finite, step)
+            elif kind == "image":
+                self._add_picture(key, np.asarray(value).shape, encode_png(value), step)
+            elif kind == "video":
+                video = np.asarray(value)
+                self._add_picture(key, video.shape[1:], encode_gif(video, self._fps), step)
+            elif kind == "text":
+                self._writer.add_text(key, value, step)
+
+    def _add_picture(self, key: str, shape: tuple[int, ...], data: bytes, step: int) -> None:
+        # The package's own way to write images needs Pillow, and that for videos moviepy.
+        height, width, channels = shape
+        picture = self._summary.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=data
+        )
+        summary = self._summary(value=[self._summary.Value(tag=key, image=picture)])
+        self._writer.file_writer.add_summary(summary, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,66 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.metrics.errors import MissingOutputError
+from dreamfleet.metrics.outputs.base import kind_of
+from dreamfleet.metrics.pictures import encode_gif
+
+
+class WandbOutput:
+    """Scalars, histograms, images, videos and text.
+
+    Args:
+        fps: Of videos.
+        init: Passed to `wandb.init`: project, name, dir, id, config and so on. An `id` with
+            `resume="allow"` lets a resumed run go on in the same place.
+    """
+
+    def __init__(self, *, fps: float = 20, **init: Any) -> None:
+        try:
+            self._wandb = importlib.import_module("wandb")
+        except ModuleNotFoundError as error:
+            raise MissingOutputError(
+                "Weights & Biases needs its package: pip install 'dreamfleet[wandb]'"
+            ) from error
+        self._run = self._wandb.init(**init)
+        self._fps = fps
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        with tempfile.TemporaryDirectory(prefix="dreamfleet-wandb-") as folder:
+            row = {}
+            for number, (key, value) in enumerate(metrics.items()):
+                converted = self._convert(value, Path(folder) / f"{number}.gif")
+                if converted is not None:
+                    row[key] = converted
+            # Logged inside the block: the package copies files while it logs them.
+            if row:
+                self._run.log(row, step=step)
+
+    def _convert(self, value: Any, path: Path) -> Any:
+        kind = kind_of(value)
+        if kind == "scalar":
+            return float(value)
+        if kind == "histogram":
+            return self._wandb.Histogram(np.asarray(value))
+        if kind == "image":
+            return self._wandb.Image(np.asarray(value))
+        if kind == "video":
+            # Given as a file, because from an array the package needs moviepy.
+            path.write_bytes(encode_gif(np.asarray(value), self._fps))
+            return self._wandb.Video(str(path), format="gif")
+        return value if kind == "text" else None
+
+    def flush(self) -> None:
+        """The package sends in the background."""
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,187 @@
+"""Every environment keeps the contract of `dreamfleet.envs.base`, whatever suite it is from."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dreamfleet.envs import Env, MissingExtraError, make_env, noop, sample_action
+
+STEPS = 150
+
+# Task, options. Rendering environments are slow here, so they are few.
+TASKS = [
+    ("bundled:catch", {}),
+    ("bundled:catch", {"balls": 3, "grid": 5, "size": (40, 32)}),
+    ("bundled:corridor", {}),
+    ("bundled:pointmass", {"length": 20}),
+    ("bundled:dummy", {"length": 20}),
+    ("bundled:dummy", {"length": 7, "actions": "both", "terminal": True}),
+    ("bundled:dummy", {"length": 40, "actions": "continuous", "repeat": 3, "size": (32, 48)}),
+    ("gym:CartPole-v1", {}),
+    ("gym:CartPole-v1", {"obs": "both", "size": (64, 64), "time_limit": 10}),
+    ("gym:Pendulum-v1", {"time_limit": 40}),
+    ("gym:MountainCarContinuous-v0", {"repeat": 4, "time_limit": 30}),
+    ("gym:FrozenLake-v1", {"time_limit": 30}),
+    ("dmc:cartpole_balance", {"time_limit": 50}),
+    ("dmc:walker_walk", {"repeat": 2, "time_limit": 30}),
+    ("dmc:ball_in_cup_catch", {"time_limit": 50}),
+    ("atari:pong", {"time_limit": 40}),
+    ("atari100k:breakout", {"time_limit": 40}),
+    ("crafter:reward", {"length": 60, "area": (16, 16)}),
+    ("minigrid:DoorKey-5x5-v0", {"time_limit": 30}),
+    ("minigrid:GoToDoor-5x5-v0", {"obs": "symbols"}),
+]
+IDS = [f"{task} {' '.join(f'{k}={v}' for k, v in options.items())}" for task, options in TASKS]
+
+
+@pytest.fixture(params=TASKS, ids=IDS)
+def task(request: pytest.FixtureRequest) -> tuple[str, dict]:
+    return request.param
+
+
+@pytest.fixture
+def env(task: tuple[str, dict]) -> Iterator[Env]:
+    env = build(task, seed=7)
+    yield env
+    env.close()
+
+
+def build(task: tuple[str, dict], seed: int) -> Env:
+    name, options = task
+    try:
+        return make_env(name, seed=seed, **options)
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+def play(env: Env, steps: int, seed: int = 0) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    trajectory = [env.step(noop(env.act_space))]
+    for _ in range(steps):
+        action = sample_action(env.act_space, rng)
+        action["reset"] = trajectory[-1]["is_last"]
+        trajectory.append({key: value.copy() for key, value in env.step(action).items()})
+    return trajectory
+
+
+def test_spaces_are_what_an_agent_takes(env: Env) -> None:
+    assert {"reward", "is_first", "is_last", "is_terminal"} <= env.obs_space.keys()
+    assert len(env.act_space) > 1
+    assert env.act_space["reset"].dtype == bool
+    for key, space in env.obs_space.items():
+        assert space.dtype in (np.uint8, np.int32, np.float32, bool), key
+        assert len(space.shape) <= 2 or (space.dtype == np.uint8 and len(space.shape) == 3), key
+    for key, space in env.act_space.items():
+        if space.discrete:
+            assert (space.low == 0).all(), key
+        else:
+            assert (space.low == -1).all(), key
+            assert (space.high == 1).all(), key
+
+
+def test_observations_lie_in_their_spaces(env: Env) -> None:
+    for obs in play(env, STEPS):
+        assert obs.keys() == env.obs_space.keys()
+        for key, space in env.obs_space.items():
+            assert isinstance(obs[key], np.ndarray), key
+            assert space.contains(obs[key]), (key, obs[key], space)
+
+
+def test_flags_tell_the_story_of_episodes(env: Env) -> None:
+    trajectory = play(env, STEPS)
+    assert trajectory[0]["is_first"]
+    assert any(obs["is_last"] for obs in trajectory), "no episode ended: give it a time limit"
+    for before, after in itertools.pairwise(trajectory):
+        assert after["is_first"] == before["is_last"], "first exactly after last"
+    for obs in trajectory:
+        assert obs["is_last"] or not obs["is_terminal"], "terminal without last"
+        if obs["is_first"]:
+            assert obs["reward"] == 0
+            assert not obs["is_last"]
+
+
+def test_a_reset_may_come_at_any_time(env: Env) -> None:
+    play(env, 3)
+    obs = env.step(noop(env.act_space))
+    assert obs["is_first"]
+    assert obs["reward"] == 0
+
+
+def test_a_forgotten_reset_begins_an_episode_anyway(env: Env) -> None:
+    rng = np.random.default_rng(0)
+    obs = env.step(sample_action(env.act_space, rng))
+    assert obs["is_first"]
+    for _ in range(STEPS):
+        last = obs["is_last"]
+        obs = env.step(sample_action(env.act_space, rng))
+        assert obs["is_first"] == last
+
+
+def test_a_seed_decides_everything(task: tuple[str, dict]) -> None:
+    runs = []
+    for _ in range(2):
+        env = build(task, seed=11)
+        runs.append(play(env, STEPS))
+        env.close()
+    for one, two in zip(*runs, strict=True):
+        for key in one:
+            np.testing.assert_array_equal(one[key], two[key], err_msg=key)
+
+
+# Where chance decides about something that can be seen within the first steps.
+SEEDED = [task for task in TASKS if not task[0].startswith("atari100k")]
+
+
+@pytest.mark.parametrize("task", SEEDED, ids=lambda task: str(task))
+def test_another_seed_gives_another_run(task: tuple[str, dict]) -> None:
+    different = False
+    envs = [build(task, seed=seed) for seed in (1, 2)]
+    for one, two in zip(*(play(env, STEPS) for env in envs), strict=True):
+        different |= any(not np.array_equal(one[key], two[key]) for key in one)
+    for env in envs:
+        env.close()
+    assert different
+
+
+def test_observations_are_not_overwritten_later(env: Env) -> None:
+    """Whoever sends an observation asynchronously must be able to rely on it."""
+    rng = np.random.default_rng(0)
+    kept, copies = [], []
+    for n in range(20):
+        action = sample_action(env.act_space, rng)
+        action["reset"] = np.array(n == 0)
+        obs = env.step(action)
+        kept.append(obs)
+        copies.append({key: value.copy() for key, value in obs.items()})
+    for one, two in zip(kept, copies, strict=True):
+        for key in one:
+            np.testing.assert_array_equal(one[key], two[key], err_msg=key)
+
+
+def test_actions_out_of_bounds_are_clipped(env: Env) -> None:
+    continuous = [key for key, space in env.act_space.items() if not space.discrete]
+    if not continuous:
+        pytest.skip("no continuous actions")
+    env.step(noop(env.act_space))
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        action = sample_action(env.act_space, rng)
+        action |= {key: action[key] * 50 for key in continuous}
+        env.step(action)
+
+
+def test_frames_can_be_looked_at(env: Env) -> None:
+    env.step(noop(env.act_space))
+    frame = env.render()
+    if frame is None:
+        pytest.skip("nothing to see without the option render")
+    assert frame.dtype == np.uint8
+    assert frame.ndim == 3
+
+
+def test_closing_twice_is_fine(env: Env) -> None:
+    env.step(noop(env.act_space))
+    env.close()
+    env.close()

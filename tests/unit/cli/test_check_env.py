@@ -1,0 +1,110 @@
+"""`dreamfleet check-env` as a person types it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dreamfleet.cli import main
+
+MODULE = """
+import gymnasium
+import numpy as np
+
+
+class Corridor(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 10, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = float(self.np_random.integers(5))
+        return np.array([self.place], np.float32), {}
+
+    def step(self, action):
+        self.place += 1
+        return np.array([self.place * SCALE], np.float32), 1.0, self.place >= 10, False, {}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    # What another test put there must not help this one.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+    return tmp_path
+
+
+def run(*args: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "dreamfleet.cli", "check-env", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        **options,
+    )
+
+
+def test_a_sound_environment(here: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["check-env", "bundled:catch", "--steps", "200"]) == 0
+    out = capsys.readouterr().out
+    assert "image" in out
+    assert "25 in 175 random steps" in out
+    assert "steps/s" in out
+    assert "bundled:catch is fine." in out
+    assert (here / "check-env.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_and_the_place_of_the_picture(here: Path, capsys: pytest.CaptureFixture) -> None:
+    sheet = here / "sheet.png"
+    args = ["--options", "balls=2", "size=[48,48]", "--steps", "50", "--sheet", str(sheet)]
+    assert main(["check-env", "bundled:catch", *args]) == 0
+    assert "(48, 48, 3)" in capsys.readouterr().out
+    assert sheet.exists()
+    assert not (here / "check-env.png").exists()
+
+
+def test_your_own_environment_in_the_current_directory(here: Path) -> None:
+    (here / "my_env.py").write_text(MODULE.replace("SCALE", "1"))
+    command = Path(sys.executable).with_name("dreamfleet")
+    result = subprocess.run(
+        [command, "check-env", "my_env:Corridor", "--steps", "100"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "my_env:Corridor is fine." in result.stdout
+    assert not (here / "check-env.png").exists(), "there is nothing to see"
+
+
+def test_a_broken_environment_is_an_error_with_the_fix(here: Path) -> None:
+    (here / "my_env.py").write_text(MODULE.replace("SCALE", "3"))
+    result = run("my_env:Corridor", cwd=here)
+    assert result.returncode == 1
+    assert "'vector' runs from" in result.stdout
+    assert "widen obs_space['vector'] or clip" in result.stdout
+    assert "my_env:Corridor has 1 problem, see above." in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["gym:CartPol-v1"], "Did you mean gym:CartPole-v1"),
+        (["bundled:catch", "--options", "ball=2"], "did you mean 'balls'"),
+        (["bundled:catch", "--options", "balls"], "NAME=VALUE"),
+        (["bundled:catch", "--steps", "0"], "at least 1"),
+    ],
+)
+def test_mistakes_are_answered_in_one_sentence(
+    here: Path, capsys: pytest.CaptureFixture, args: list[str], words: str
+) -> None:
+    assert main(["check-env", *args]) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1

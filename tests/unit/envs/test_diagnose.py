@@ -1,0 +1,170 @@
+import re
+import tracemalloc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dreamfleet import Space
+from dreamfleet.envs import EpisodicEnv, Outcome, make_env
+from dreamfleet.envs.base import Arrays
+from dreamfleet.envs.diagnose import Diagnosis, diagnose
+
+
+class Sound(EpisodicEnv):
+    """Nothing is wrong with it; subclasses have one fault each."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(
+            {"x": Space(np.float32, (4,)), "image": Space(np.uint8, (64, 64, 3))},
+            {"action": Space(np.int32, (), 0, 3)},
+        )
+        self.rng = np.random.default_rng(seed)
+        self.taken = 0
+
+    def _begin(self) -> Arrays:
+        self.taken = 0
+        return self.see()
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        self.taken += 1
+        return Outcome(self.see(), 1.0, self.taken >= 20)
+
+    def see(self) -> Arrays:
+        return {
+            "x": self.rng.normal(size=4).astype(np.float32),
+            "image": self.rng.integers(0, 256, (64, 64, 3), np.uint8),
+        }
+
+
+def change(**keys: Callable[[Arrays, Sound], Any]) -> type[Sound]:
+    class Changed(Sound):
+        def step(self, action: Mapping[str, Any]) -> Arrays:
+            obs = super().step(action)
+            return {**obs, **{key: np.asarray(make(obs, self)) for key, make in keys.items()}}
+
+    return Changed
+
+
+class Overwriting(Sound):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.buffer = np.zeros((64, 64, 3), np.uint8)
+
+    def see(self) -> Arrays:
+        self.buffer[:] = self.rng.integers(0, 256, self.buffer.shape, np.uint8)
+        return {**super().see(), "image": self.buffer}
+
+
+class Chancy(Sound):
+    def __init__(self, seed: int) -> None:
+        super().__init__(np.random.SeedSequence().entropy % 2**31)
+
+
+class Seedless(Sound):
+    def __init__(self, seed: int) -> None:
+        super().__init__(0)
+
+
+class Raising(Sound):
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        if self.taken == 7:
+            raise ZeroDivisionError("in the physics")
+        return super()._advance(action)
+
+
+class Endless(Sound):
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        return Outcome(self.see(), 0.0)
+
+
+class Odd(Sound):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.obs_space["image"] = Space(np.uint8, (50, 64, 3))
+
+    def see(self) -> Arrays:
+        return {**super().see(), "image": self.rng.integers(0, 256, (50, 64, 3), np.uint8)}
+
+
+PROBLEMS = {
+    "overwritten": (Overwriting, "'image' was overwritten.*Return a copy"),
+    "raises": (Raising, "raised ZeroDivisionError: in the physics"),
+    "terminal": (
+        change(is_terminal=lambda obs, env: env.taken == 5),
+        "is_terminal without is_last",
+    ),
+    "never first": (change(is_first=lambda obs, env: False), "not is_first"),
+    "first again": (change(is_first=lambda obs, env: env.taken in (0, 5)), "had not ended"),
+    "first reward": (change(reward=lambda obs, env: np.float32(1)), "has a reward.*Return 0"),
+}
+HINTS = {
+    "chance": (Chancy, "same seed gives another run: '(x|image)' differs at step 0"),
+    "seedless": (Seedless, "Another seed gives the same run"),
+    "endless": (Endless, "No episode ended within 100 steps.*time_limit"),
+    "no reward": (Endless, "earned no reward"),
+    "constant": (change(x=lambda obs, env: np.zeros(4, np.float32)), "'x' never changed"),
+    "size": (Odd, r"'image' is 50x64.*size=\[64,64\]"),
+}
+
+
+def said(findings: list) -> str:
+    return "\n".join(f"{finding.what} {finding.fix}" for finding in findings)
+
+
+def look(kind: type[Sound], steps: int = 100) -> Diagnosis:
+    return diagnose(kind, steps=steps, seed=3)
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    result = look(Sound)
+    assert result.problems == []
+    assert result.hints == []
+    assert (result.episodes, result.score, result.length) == (4, 20, 20)
+    assert result.steps == 96, "resets are not counted"
+    assert len(result.frames) == 20
+    assert result.steps_per_second > 0
+    assert result.slowest_reset > 0
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_problems_are_found(name: str) -> None:
+    kind, words = PROBLEMS[name]
+    found = said(look(kind).problems)
+    assert re.search(words, found), found
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_are_given(name: str) -> None:
+    kind, words = HINTS[name]
+    result = look(kind)
+    assert result.problems == []
+    assert re.search(words, said(result.hints)), said(result.hints)
+
+
+def test_what_the_checks_refuse_is_a_problem_and_no_crash() -> None:
+    def make(seed: int):
+        env = make_env("bundled:pointmass", seed=seed)
+        env.env.env.env._see = lambda: {"position": np.zeros(2)}
+        return env
+
+    assert "lacks 'goal'" in said(diagnose(make, steps=10).problems)
+
+
+def test_frames_are_rendered_where_no_observation_is_an_image() -> None:
+    result = diagnose(lambda seed: make_env("bundled:pointmass", seed=seed), steps=40)
+    assert len(result.frames) == 20
+    assert result.frames[0].shape == (64, 64, 3)
+
+
+def test_long_runs_with_large_images_stay_small() -> None:
+    def make(seed: int):
+        return make_env("bundled:dummy", seed=seed, size=(300, 300))
+
+    diagnose(make, steps=5)
+    tracemalloc.start()
+    diagnose(make, steps=300)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 300 * 300 * 300 * 3 / 3, "the frames themselves would be three times this"

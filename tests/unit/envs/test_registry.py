@@ -1,0 +1,209 @@
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dreamfleet import ConfigError
+from dreamfleet.envs import (
+    EnvError,
+    MissingExtraError,
+    UnknownTaskError,
+    adapt,
+    env_seed,
+    make_env,
+    noop,
+    suites,
+    tasks,
+)
+
+MODULE = """
+import gymnasium
+import numpy as np
+from dreamfleet import Space
+
+class Native:
+    obs_space = {
+        "x": Space(np.float64, (2,)), "reward": Space(np.float32), "is_first": Space(bool),
+        "is_last": Space(bool), "is_terminal": Space(bool),
+    }
+    act_space = {"push": Space(np.float64, (), 0, 10), "reset": Space(bool)}
+
+    def __init__(self, gravity):
+        self.gravity = gravity
+        self.pushes = []
+
+    def step(self, action):
+        self.pushes.append(float(action["push"]))
+        return {
+            "x": np.full(2, self.gravity), "reward": 1.0, "is_first": bool(action["reset"]),
+            "is_last": False, "is_terminal": False,
+        }
+
+def native(seed, gravity=9.81):
+    native.seed = seed
+    return Native(gravity)
+
+def no_seed():
+    return Native(1.0)
+
+def gymnasium_env():
+    return gymnasium.make("CartPole-v1")
+
+def broken():
+    return "not an environment"
+
+class nested:
+    make = staticmethod(no_seed)
+
+constant = 5
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    package = tmp_path / "my_lab"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "worlds.py").write_text(MODULE)
+    (package / "needy.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_lab.worlds"
+    for name in [name for name in sys.modules if name.startswith("my_lab")]:
+        del sys.modules[name]
+
+
+def test_your_own_native_environment(module: str) -> None:
+    env = make_env(f"{module}:native", seed=5, gravity=3.0)
+    assert sys.modules[module].native.seed == 5
+    obs = env.step({"push": np.float32(0.5), "reset": np.array(True)})
+    assert obs["x"].dtype == np.float32
+    assert obs["x"].tolist() == [3, 3]
+    assert obs["is_first"].dtype == bool
+    assert env.env.env.env.pushes == [7.5], "normalised: 0.5 is three quarters of 0..10"
+
+
+def test_your_own_gymnasium_environment(module: str) -> None:
+    env = make_env(f"{module}:gymnasium_env", seed=5)
+    one = env.step(noop(env.act_space))["vector"]
+    two = make_env("gym:CartPole-v1", seed=5).step(noop(env.act_space))["vector"]
+    assert one.tolist() == two.tolist(), "seeded although the factory takes no seed"
+
+
+def test_a_factory_itself_is_a_task(module: str) -> None:
+    make_env(f"{module}:native")
+    native = sys.modules[module].native
+    env = make_env(native, seed=8, gravity=2.0, time_limit=1)
+    assert native.seed == 8
+    assert env.step(noop(env.act_space))["x"].tolist() == [2, 2]
+    assert env.step(noop(env.act_space, reset=False))["is_last"]
+    env.close()
+
+
+def test_a_factory_may_take_no_seed_and_lie_in_a_class(module: str) -> None:
+    make_env(f"{module}:no_seed")
+    make_env(f"{module}:nested.make")
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "words"),
+    [
+        ("pong", UnknownTaskError, "write SUITE:NAME. Did you mean atari:pong"),
+        ("catch", UnknownTaskError, "Did you mean bundled:catch"),
+        ("gym:CartPol-v1", UnknownTaskError, "Did you mean gym:CartPole-v1"),
+        ("gym:cartpole-v1", UnknownTaskError, "Did you mean gym:CartPole-v1"),
+        ("gim:CartPole-v1", UnknownTaskError, "Did you mean gym:CartPole-v1"),
+        ("dmc:walker_wlk", UnknownTaskError, "Did you mean dmc:walker_walk"),
+        ("atari:pongg", UnknownTaskError, "Did you mean atari:pong"),
+        ("crafter:rewrd", UnknownTaskError, "Did you mean crafter:reward"),
+        ("minigrid:Empty-5x5", UnknownTaskError, "Did you mean minigrid:Empty-5x5-v0"),
+        ("bundled:cach", UnknownTaskError, "Did you mean bundled:catch"),
+        ("", UnknownTaskError, "Suites: bundled, gym"),
+        ("gym:", UnknownTaskError, "write SUITE:NAME"),
+        ("nowhere.at.all:make", UnknownTaskError, "no importable module 'nowhere.at.all'"),
+        ("my_lab.world:native", UnknownTaskError, "no importable module"),
+        ("my_lab.worlds:nativ", UnknownTaskError, "Did you mean native"),
+        ("my_lab.worlds:constant", UnknownTaskError, "no callable"),
+        ("my_lab.worlds:broken", EnvError, "str is no environment"),
+        ("my_lab.needy:make", EnvError, "cannot be imported: No module named 'a_package"),
+    ],
+)
+def test_wrong_tasks_are_answered_with_the_way_out(
+    module: str, task: str, error: type, words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        make_env(task)
+    assert "\n" not in str(caught.value)
+
+
+EXTRAS = [
+    ("dmc:walker_walk", "dm_control", "dmc"),
+    ("atari:pong", "ale_py", "atari"),
+    ("atari100k:pong", "ale_py", "atari"),
+    ("crafter:reward", "crafter", "crafter"),
+    ("minigrid:Empty-5x5-v0", "minigrid", "minigrid"),
+]
+
+
+@pytest.mark.parametrize(("task", "package", "extra"), EXTRAS)
+def test_a_missing_extra_is_one_sentence_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, task: str, package: str, extra: str
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'dreamfleet\[{extra}\]'") as caught:
+        make_env(task)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lenght": 5}, "no option 'lenght': did you mean 'length'"),
+        ({"time_limt": 5}, "did you mean 'time_limit'"),
+        ({"xyz": 1}, "no option 'xyz': it has .*length"),
+        ({"repeat": 0}, "repeat is too small: it has to be at least 1"),
+        ({"time_limit": -1}, "time_limit is too small"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_env("bundled:dummy", **options)
+
+
+def test_restarts_use_another_seed(module: str) -> None:
+    env = make_env("bundled:dummy", seed=3, restarts=2)
+    restarting = env.env.env.env
+    assert env.step(noop(env.act_space))["vector"][0] == 3
+
+    def fail(action: dict) -> None:
+        raise OSError("gone")
+
+    restarting.env.step = fail
+    obs = env.step(noop(env.act_space, reset=False))
+    assert obs["is_first"]
+    assert obs["vector"][0] == np.float32(env_seed(3, 1))
+
+
+def test_every_suite_lists_its_tasks() -> None:
+    assert "bundled" in suites()
+    assert tasks("bundled") == ["catch", "corridor", "dummy", "pointmass"]
+    for suite in suites():
+        try:
+            assert len(tasks(suite)) >= 2
+        except MissingExtraError as error:
+            pytest.skip(str(error))
+
+
+def test_seeds_of_environments_differ() -> None:
+    seeds = {env_seed(seed, index) for seed in range(50) for index in range(50)}
+    assert len(seeds) == 2500
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert env_seed(1, 2) == env_seed(1, 2)
+
+
+def test_adapting_tells_what_is_missing() -> None:
+    with pytest.raises(EnvError, match="dict is no environment: it needs obs_space"):
+        adapt({})

@@ -1,0 +1,344 @@
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dreamfleet import Space
+from dreamfleet.envs import EnvCrashedError, EpisodicEnv, Outcome, SpaceError, noop
+from dreamfleet.envs.base import Arrays
+from dreamfleet.envs.checks import CheckSpaces, check_declaration
+from dreamfleet.envs.wrappers import (
+    ActionRepeat,
+    NormalizeActions,
+    ResizeImages,
+    RestartOnException,
+    TimeLimit,
+    UnifyDtypes,
+)
+
+
+class Recorder(EpisodicEnv):
+    """Ends after `length` actions, rewards their number, and keeps the actions it was given."""
+
+    def __init__(
+        self, act_space: dict[str, Space] | None = None, length: int = 10, **obs: Any
+    ) -> None:
+        self.obs = {key: np.asarray(value) for key, value in obs.items()}
+        obs_space = {key: Space(value.dtype, value.shape) for key, value in self.obs.items()}
+        super().__init__(obs_space, act_space or {"action": Space(np.int32, (), 0, 3)})
+        self.length = length
+        self.taken = 0
+        self.actions: list[Mapping[str, Any]] = []
+
+    def _begin(self) -> Arrays:
+        self.taken = 0
+        return dict(self.obs)
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        self.taken += 1
+        self.actions.append(action)
+        over = self.taken >= self.length
+        return Outcome(dict(self.obs), self.taken, over, over)
+
+
+def act(env: Any, **action: Any) -> Arrays:
+    return env.step({"action": 0, **action, "reset": np.array(False)})
+
+
+def begin(env: Any) -> Arrays:
+    return env.step(noop(env.act_space))
+
+
+def test_finite_bounds_map_to_the_unit_interval() -> None:
+    inner = Recorder({"action": Space(np.float64, (2,), [0, -10], [4, 30])})
+    env = NormalizeActions(inner)
+    assert env.act_space["action"] == Space(np.float64, (2,), -1, 1)
+    begin(env)
+    for given, native in [
+        ([-1, -1], [0, -10]),
+        ([1, 1], [4, 30]),
+        ([0, 0], [2, 10]),
+        ([0.5, -0.5], [3, 0]),
+        ([7, -7], [4, -10]),  # clipped first
+    ]:
+        act(env, action=np.array(given, np.float32))
+        assert inner.actions[-1]["action"].tolist() == native
+        assert inner.actions[-1]["action"].dtype == np.float64
+
+
+def test_infinite_bounds_are_clipped_only() -> None:
+    space = Space(np.float32, (3,), [-np.inf, 0, -2], [np.inf, np.inf, 2])
+    inner = Recorder({"action": space})
+    env = NormalizeActions(inner)
+    begin(env)
+    act(env, action=np.array([5, -0.5, 0.5], np.float32))
+    assert inner.actions[-1]["action"].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_actions_have_the_dtype_of_their_space(dtype: type) -> None:
+    inner = Recorder({"action": Space(dtype, (2,), -3, 3)})
+    env = NormalizeActions(inner)
+    begin(env)
+    act(env, action=np.ones(2, np.float32))
+    assert inner.actions[-1]["action"].dtype == dtype
+
+
+def test_discrete_actions_pass_through_untouched() -> None:
+    inner = Recorder()
+    env = NormalizeActions(inner)
+    begin(env)
+    act(env, action=2)
+    assert inner.actions[-1]["action"] == 2
+    assert env.act_space == inner.act_space
+
+
+def test_dtypes_are_unified_and_actions_cast_back() -> None:
+    inner = Recorder(
+        {"action": Space(np.int64, (), 0, 3)},
+        real=np.zeros(2, np.float64),
+        half=np.float16(1),
+        whole=np.zeros(3, np.int64),
+        flag=np.zeros(2, bool),
+        image=np.zeros((4, 4, 3), np.uint8),
+    )
+    env = UnifyDtypes(inner)
+    begin(env)
+    obs = act(env, action=np.int32(2))
+    expected = {
+        "real": "float32",
+        "half": "float32",
+        "whole": "int32",
+        "flag": "bool",
+        "image": "uint8",
+    }
+    for key, dtype in expected.items():
+        assert env.obs_space[key].dtype == dtype
+        assert obs[key].dtype == dtype
+    assert inner.actions[-1]["action"].dtype == np.int64
+    assert env.act_space["action"].dtype == np.int32
+
+
+def test_a_value_on_its_bound_stays_inside_when_rounded() -> None:
+    """4.8 is above the largest float32 below 4.8: cast alone, the bound would exclude it."""
+    env = Recorder(x=np.array(0.0))
+    env.obs_space["x"] = Space(np.float64, (), -4.8, 4.8)
+    unified = UnifyDtypes(env)
+    assert unified.obs_space["x"].contains(np.array(4.8, np.float32))
+
+
+def test_a_time_limit_is_last_but_not_terminal() -> None:
+    inner = Recorder(length=5)
+    env = TimeLimit(inner, 3)
+    for _ in range(2):
+        assert not begin(env)["is_last"]
+        flags = [(bool(o["is_last"]), bool(o["is_terminal"])) for o in (act(env) for _ in range(3))]
+        assert flags == [(False, False), (False, False), (True, False)]
+        assert act(env)["is_first"], "the episode is over although the environment's is not"
+
+
+def test_a_time_limit_keeps_an_earlier_end() -> None:
+    env = TimeLimit(Recorder(length=2), 3)
+    begin(env)
+    act(env)
+    assert act(env)["is_terminal"]
+
+
+def test_repeated_actions_sum_their_rewards() -> None:
+    inner = Recorder(length=5)
+    env = ActionRepeat(inner, 3)
+    assert begin(env)["reward"] == 0
+    assert inner.taken == 0, "the reset is not repeated"
+    obs = act(env, action=1)
+    assert (obs["reward"], inner.taken) == (1 + 2 + 3, 3)
+    obs = act(env, action=2)
+    assert (obs["reward"], inner.taken) == (4 + 5, 5), "stops at the end of the episode"
+    assert obs["is_terminal"]
+    assert [a["action"] for a in inner.actions] == [1, 1, 1, 2, 2]
+    assert obs["reward"].dtype == np.float32
+
+
+def test_images_are_resized_and_nothing_else() -> None:
+    inner = Recorder(image=np.full((8, 6, 3), 7, np.uint8), vector=np.zeros(3, np.float32))
+    env = ResizeImages(inner, (4, 5))
+    assert env.obs_space["image"] == Space(np.uint8, (4, 5, 3))
+    obs = begin(env)
+    assert obs["image"].shape == (4, 5, 3)
+    assert (obs["image"] == 7).all()
+    assert obs["vector"].shape == (3,)
+
+
+class Faulty(Recorder):
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(length=4)
+        self.fails_at = fails_at
+        self.closed = False
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        if self.taken + 1 == self.fails_at:
+            raise OSError("the simulator died")
+        return super()._advance(action)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_restart_while_an_action_is_repeated_is_seen() -> None:
+    inner = RestartOnException(lambda count: Faulty(99 if count else 3), restarts=1)
+    env = ActionRepeat(inner, 4)
+    begin(env)
+    obs = act(env)
+    assert obs["is_first"]
+    assert obs["reward"] == 0
+    assert inner.env.taken == 0
+
+
+def test_a_failure_begins_a_new_episode_in_a_new_environment() -> None:
+    made: list[Faulty] = []
+
+    def make(count: int) -> Faulty:
+        assert count == len(made)
+        made.append(Faulty(fails_at=2 if count == 0 else 99))
+        return made[-1]
+
+    env = RestartOnException(make, restarts=1)
+    begin(env)
+    assert not act(env)["is_first"]
+    obs = act(env)
+    assert obs["is_first"]
+    assert not obs["is_last"]
+    assert made[0].closed
+    assert env.env is made[1]
+
+
+def test_an_environment_that_keeps_failing_is_given_up() -> None:
+    env = RestartOnException(lambda count: Faulty(fails_at=1), restarts=2)
+    begin(env)
+    assert act(env)["is_first"]
+    assert act(env)["is_first"]
+    with pytest.raises(EnvCrashedError, match=r"OSError: the simulator died.*2 times"):
+        act(env)
+
+
+def test_a_finished_episode_earns_new_restarts() -> None:
+    env = RestartOnException(lambda count: Faulty(fails_at=99), restarts=1)
+    for episode in range(3):
+        begin(env)
+        env.env.fails_at = 2
+        while not act(env)["is_last"]:
+            pass
+        assert env._total == episode + 1
+
+
+def test_an_environment_that_cannot_be_made_again_is_given_up() -> None:
+    def make(count: int) -> Faulty:
+        if count:
+            raise OSError("no such simulator")
+        return Faulty(fails_at=1)
+
+    env = RestartOnException(make, restarts=3)
+    begin(env)
+    with pytest.raises(EnvCrashedError, match="no such simulator"):
+        act(env)
+
+
+class Wrong(Recorder):
+    """Returns something else than it declares."""
+
+    def __init__(self, **change: Any) -> None:
+        super().__init__(x=np.zeros(2, np.float32), n=np.int32(0))
+        self.obs_space["n"] = Space(np.int32, (), 0, 5)
+        self.change = change
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        obs = {**super().step(action), **self.change}
+        return {key: value for key, value in obs.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": None}, r"lacks 'x'.*return it on every step"),
+        ({"y": np.zeros(1)}, r"holds 'y'.*add it to obs_space"),
+        ({"x": np.zeros(3, np.float32)}, r"'x' has dtype float32 and shape \(3,\)"),
+        ({"x": np.zeros(2)}, r"'x' has dtype float64"),
+        ({"x": np.array([0, np.nan], np.float32)}, r"'x' holds NaN"),
+        ({"x": np.array([0, np.inf], np.float32)}, r"'x' holds NaN or infinity"),
+        ({"reward": np.array(np.nan, np.float32)}, r"'reward' holds NaN"),
+        ({"n": np.array(5, np.int32)}, r"'n' runs from 5 to 5.*widen"),
+    ],
+)
+def test_a_wrong_observation_is_named(change: dict, words: str) -> None:
+    env = CheckSpaces(Wrong(**change))
+    with pytest.raises(SpaceError, match=words):
+        begin(env)
+
+
+def test_huge_values_are_numbers() -> None:
+    begin(CheckSpaces(Wrong(x=np.full(2, -3e38, np.float32))))
+
+
+def test_minus_infinity_marks_a_missing_value() -> None:
+    begin(CheckSpaces(Wrong(x=np.full(2, -np.inf, np.float32))))
+
+
+def test_bounds_are_only_checked_in_the_beginning() -> None:
+    inner = Wrong()
+    env = CheckSpaces(inner, bounds_for=2)
+    begin(env)
+    act(env)
+    inner.change = {"n": np.array(9, np.int32)}
+    act(env)
+    inner.change = {"x": np.full(2, np.nan, np.float32)}
+    with pytest.raises(SpaceError, match="NaN"):
+        act(env)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ({"reset": False}, "lacks 'action'"),
+        ({"action": np.zeros((1,), np.int32), "reset": False}, "without a batch axis"),
+        ({"action": np.int32(3), "reset": False}, "from 0 to 2"),
+    ],
+)
+def test_a_wrong_action_is_named(action: dict, words: str) -> None:
+    with pytest.raises(SpaceError, match=words):
+        CheckSpaces(Recorder()).step(action)
+
+
+@pytest.mark.parametrize(
+    ("obs", "act", "words"),
+    [
+        ({"reward": None}, {}, "lacks 'reward'"),
+        ({"is_first": Space(np.int32)}, {}, "scalar of dtype bool"),
+        ({"image": Space(np.float32, (8, 8, 3))}, {}, "uint8"),
+        ({"deep": Space(np.uint8, (2, 8, 8, 3))}, {}, "at most two"),
+        ({}, {"reset": None}, "'reset' with"),
+        ({}, {"action": None}, "at least one action"),
+    ],
+)
+def test_impossible_declarations_are_refused(obs: dict, act: dict, words: str) -> None:
+    env = Recorder()
+    obs_space = {k: v for k, v in {**env.obs_space, **obs}.items() if v is not None}
+    act_space = {k: v for k, v in {**env.act_space, **act}.items() if v is not None}
+    with pytest.raises(SpaceError, match=words):
+        check_declaration(obs_space, act_space)
+
+
+def test_log_keys_may_have_any_shape() -> None:
+    env = Recorder()
+    check_declaration({**env.obs_space, "log/map": Space(np.float32, (2, 8, 8))}, env.act_space)
+
+
+@pytest.mark.parametrize(("role", "key"), [("obs", "reward"), ("act", "reset")])
+def test_reserved_keys_belong_to_the_contract(role: str, key: str) -> None:
+    class Clash(Recorder):
+        def __init__(self) -> None:
+            obs = {key: Space(np.float32)} if role == "obs" else {}
+            act = {key: Space(bool)} if role == "act" else {"a": Space(bool)}
+            EpisodicEnv.__init__(self, obs, act)
+
+    with pytest.raises(SpaceError, match=f"'{key}'.*rename"):
+        Clash()

@@ -1,0 +1,209 @@
+import logging
+import struct
+import sys
+import types
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dreamfleet.metrics import (
+    JsonlOutput,
+    MissingOutputError,
+    Output,
+    Outputs,
+    TensorBoardOutput,
+    TerminalOutput,
+    WandbOutput,
+    kind_of,
+)
+from dreamfleet.metrics.outputs import readable
+
+EVERYTHING = {
+    "loss": np.float32(0.5),
+    "count": 3,
+    "returns": np.array([1.0, 2.0, np.nan, 2.0]),
+    "frame": np.zeros((8, 6, 3), np.uint8),
+    "openloop": np.zeros((4, 8, 6, 1), np.uint8),
+    "note": "hello",
+    "strange": np.zeros((2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (1, "scalar"), (0.5, "scalar"), (True, "scalar"), (np.float32(1), "scalar"),
+        (np.array(2), "scalar"),
+        (ml_dtypes.bfloat16(1), "scalar"), (np.arange(3), "histogram"), ([1.0, 2.0], "histogram"),
+        (np.zeros((4, 4, 3), np.uint8), "image"), (np.zeros((4, 4, 1), np.uint8), "image"),
+        (np.zeros((2, 4, 4, 3), np.uint8), "video"), ("text", "text"),
+        (np.zeros((4, 4, 3)), None), (np.zeros((4, 4, 2), np.uint8), None), (np.zeros(0), None),
+        (None, None), (object(), None),
+    ],
+)  # fmt: skip
+def test_kinds(value: object, kind: str | None) -> None:
+    assert kind_of(value) == kind
+
+
+def test_terminal_lines_are_short_and_chosen() -> None:
+    lines: list[str] = []
+    output = TerminalOutput(lines.append, pattern="loss|count")
+    output.write(12000, EVERYTHING)
+    output.write(13000, {"note": "nothing to show"})
+    assert lines == ["step 12,000  loss 0.5  count 3"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (3.0, "3"), (-12345, "-12,345"), (1234.5, "1,234"), (0.12345, "0.1235"),
+        (12_345_678, "12.3M"), (2.5e9, "2.5G"), (3e12, "3T"), (1e20, "1.00e+20"),
+        (0.000123, "1.23e-04"), (float("nan"), "nan"), (float("-inf"), "-inf"),
+    ],
+)  # fmt: skip
+def test_numbers_are_readable(value: float, text: str) -> None:
+    assert readable(value) == text
+
+
+def events(directory: Path) -> dict[str, list]:
+    """Read an event file back: each record is length, checksum, an event and its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = directory.glob("events*")
+    data, position, found = path.read_bytes(), 0, {}
+    while position < len(data):
+        (length,) = struct.unpack_from("<Q", data, position)
+        event = Event.FromString(data[position + 12 : position + 12 + length])
+        for value in event.summary.value:
+            found.setdefault(value.tag.removesuffix("/text_summary"), []).append(
+                (event.step, value)
+            )
+        position += 12 + length + 4
+    return found
+
+
+def test_tensorboard_files_hold_every_kind(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    output = TensorBoardOutput(tmp_path)
+    output.write(7, EVERYTHING)
+    output.flush()
+    output.write(8, {"loss": 0.25, "nothing": np.array([np.nan])})
+    output.close()
+    found = events(tmp_path)
+    assert found.keys() == {"loss", "count", "returns", "frame", "openloop", "note"}
+    assert [(step, value.simple_value) for step, value in found["loss"]] == [(7, 0.5), (8, 0.25)]
+    histogram = found["returns"][0][1].histo
+    assert (histogram.num, histogram.min, histogram.max) == (3, 1, 2)
+    frame, video = found["frame"][0][1].image, found["openloop"][0][1].image
+    assert (frame.height, frame.width, frame.colorspace) == (8, 6, 3)
+    assert frame.encoded_image_string.startswith(b"\x89PNG")
+    assert (video.height, video.width, video.colorspace) == (8, 6, 1)
+    assert video.encoded_image_string.startswith(b"GIF89a")
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "extra"),
+    [
+        ("tensorboardX", lambda path: TensorBoardOutput(path), "tensorboard"),
+        ("wandb", lambda path: WandbOutput(), "wandb"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(
+    tmp_path: Path, monkeypatch, package: str, make, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingOutputError, match=rf"pip install 'dreamfleet\[{extra}\]'"):
+        make(tmp_path)
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict]] = []
+        self.finished = False
+
+    def log(self, row: dict, step: int) -> None:
+        for value in row.values():
+            if isinstance(value, tuple) and value[0] == "video":
+                assert Path(value[1]).read_bytes().startswith(b"GIF89a"), "the file is there"
+        self.rows.append((step, row))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> FakeRun:
+    run = FakeRun()
+    module = types.ModuleType("wandb")
+    module.init = lambda **options: vars(run).update(options=options) or run
+    module.Histogram = lambda samples: ("histogram", samples.tolist())
+    module.Image = lambda image: ("image", image.shape)
+    module.Video = lambda path, **options: ("video", path, options["format"])
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return run
+
+
+def test_wandb_is_given_every_kind(wandb: FakeRun) -> None:
+    output = WandbOutput(project="p", name="n")
+    output.write(7, EVERYTHING)
+    output.write(8, {"strange": np.zeros((2, 2, 2))})
+    output.close()
+    ((step, row),) = wandb.rows
+    assert wandb.options == {"project": "p", "name": "n"}
+    assert step == 7
+    assert row["loss"] == 0.5
+    assert row["returns"][0] == "histogram"
+    assert row["frame"] == ("image", (8, 6, 3))
+    assert row["openloop"][0] == "video"
+    assert row["note"] == "hello"
+    assert "strange" not in row
+    assert wandb.finished
+
+
+class Broken:
+    def write(self, step: int, metrics: dict) -> None:
+        raise ConnectionError("the network is away")
+
+    def flush(self) -> None:
+        raise ConnectionError("the network is away")
+
+    def close(self) -> None:
+        raise ConnectionError("the network is away")
+
+
+def test_one_broken_output_does_not_stop_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines: list[str] = []
+    outputs = Outputs([Broken(), TerminalOutput(lines.append)])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            outputs.write(step, {"x": step})
+        outputs.flush()
+        outputs.close()
+    assert len(lines) == 3
+    assert caplog.text.count("Broken failed") == 1, "said once"
+
+
+@pytest.fixture(params=["terminal", "jsonl", "tensorboard", "wandb", "several"])
+def output(request: pytest.FixtureRequest, tmp_path: Path, wandb: FakeRun) -> Output:
+    if request.param == "tensorboard":
+        pytest.importorskip("tensorboardX")
+    makers = {
+        "terminal": lambda: TerminalOutput([].append),
+        "jsonl": lambda: JsonlOutput(tmp_path / "metrics.jsonl"),
+        "tensorboard": lambda: TensorBoardOutput(tmp_path),
+        "wandb": WandbOutput,
+        "several": lambda: Outputs([JsonlOutput(tmp_path / "metrics.jsonl")]),
+    }
+    return makers[request.param]()
+
+
+def test_every_output_takes_everything(output: Output) -> None:
+    output.write(0, {})
+    output.write(1, EVERYTHING)
+    output.write(2, {"loss": float("nan"), "unknown": object(), "nothing": None})
+    output.flush()
+    output.close()
