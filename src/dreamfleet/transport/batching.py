@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.codec import check_sizes, parse_schema
+from dreamfleet.transport.codec import check_sizes
 from dreamfleet.transport.errors import MessageError, TransportError
 from dreamfleet.transport.loop import Lane, Peer
 from dreamfleet.transport.pool import Pool
+from dreamfleet.transport.schema import parse_schema
 from dreamfleet.transport.security import Keys
 from dreamfleet.transport.server import BaseServer, error_frames
 from dreamfleet.transport.stacking import (

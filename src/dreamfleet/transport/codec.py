@@ -16,38 +16,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.transport.errors import CodecError, MessageError
-
-Plain = None | bool | int | float | str
-Buffer = bytes | memoryview
-
-SMALL = 4096  # bytes; below it a leaf travels in the blob, because a frame costs more than a copy
-ALIGN = 8
-MAX_DEPTH = 32
-MAX_NODES = 16_384
-MAX_ELEMENTS = 2**40  # far above any message, far below what overflows numpy's arithmetic
-MAX_SCHEMAS = 512
-
-DTYPES: tuple[np.dtype[Any], ...] = tuple(
-    np.dtype(kind)
-    for kind in (
-        *(np.bool_, np.int8, np.int16, np.int32, np.int64),
-        *(np.uint8, np.uint16, np.uint32, np.uint64),
-        *(np.float16, np.float32, np.float64, ml_dtypes.bfloat16),
-    )
+from dreamfleet.transport.schema import (
+    ALIGN,
+    ARRAY,
+    BYTES,
+    CODES,
+    DICT,
+    DTYPES,
+    LIST,
+    MAX_DEPTH,
+    MAX_NODES,
+    PLAIN,
+    SCALAR,
+    SMALL,
+    STR,
+    TUPLE,
+    Buffer,
+    Leaf,
+    Plain,
+    Schema,
+    parse_schema,
 )
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-# A schema node is PLAIN, or a list that starts with one of the other kinds.
-PLAIN, DICT, LIST, TUPLE, ARRAY, SCALAR, BYTES, STR = range(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +58,6 @@ class Encoded:
     def snapshot(self) -> Encoded:
         """The same, holding on to no memory of the caller's."""
         return Encoded(self.schema, self.plain, self.blob, [bytes(f) for f in self.frames])
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One array-like leaf of a schema and where its bytes are."""
-
-    kind: int
-    path: tuple[str, ...]
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    count: int
-    nbytes: int
-    offset: int  # into the blob, or -1 for a frame of its own
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.path) or "value"
-
-
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """A parsed and validated structure."""
-
-    node: Any
-    leaves: tuple[Leaf, ...]
-    plain_paths: tuple[tuple[str, ...], ...]
-    blob_size: int
-    frame_sizes: tuple[int, ...]
 
 
 # --- encoding ------------------------------------------------------------------------------------
@@ -197,9 +165,9 @@ def _describe_dict(value: Mapping[Any, Any], sink: _Sink, depth: int) -> Any:
 
 def _describe_array(array: NDArray[Any], sink: _Sink, kind: int = ARRAY) -> Any:
     dtype = array.dtype
-    code = _CODES.get(dtype)
+    code = CODES.get(dtype)
     if code is None:
-        code = _CODES.get(dtype.newbyteorder("="))
+        code = CODES.get(dtype.newbyteorder("="))
         if code is None:
             raise _Unsendable(f"arrays of dtype {dtype} are not supported.")
         array = array.astype(DTYPES[code])
@@ -270,29 +238,10 @@ def _arrays(tree: Any) -> Iterator[NDArray[Any]]:
             yield from _arrays(child)
     else:
         array = np.asarray(tree)
-        yield array if array.dtype in _CODES else array.astype(array.dtype.newbyteorder("="))
+        yield array if array.dtype in CODES else array.astype(array.dtype.newbyteorder("="))
 
 
 # --- decoding ------------------------------------------------------------------------------------
-
-_unpack = msgspec.msgpack.Decoder().decode
-_schemas: dict[bytes, Schema] = {}
-
-
-def parse_schema(data: bytes) -> Schema:
-    """Validate a schema, or find it among those validated before.
-
-    Raises:
-        MessageError: The schema is not one that `encode` makes.
-    """
-    schema = _schemas.get(data)
-    if schema is None:
-        schema = _parse(data)
-        if len(_schemas) >= MAX_SCHEMAS:
-            # Structures repeat; whoever sends ever new ones pays for parsing, not with our memory.
-            _schemas.clear()
-        _schemas[data] = schema
-    return schema
 
 
 def check_sizes(
@@ -375,86 +324,3 @@ def _assemble(node: Any, plain: Any, leaves: Any) -> Any:
     if kind == TUPLE:
         return tuple([_assemble(child, plain, leaves) for child in node[1]])
     return next(leaves)
-
-
-def _parse(data: bytes) -> Schema:
-    try:
-        raw = _unpack(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
-        raise MessageError(f"A schema cannot be read: {problem}") from None
-    parser = _Parser()
-    node = parser.node(raw, ())
-    return Schema(
-        node,
-        tuple(parser.leaves),
-        tuple(parser.plain_paths),
-        parser.blob_size,
-        tuple(parser.frame_sizes),
-    )
-
-
-class _Parser:
-    """Checks a schema node by node and works out where every leaf's bytes are."""
-
-    def __init__(self) -> None:
-        self.leaves: list[Leaf] = []
-        self.plain_paths: list[tuple[str, ...]] = []
-        self.blob_size = 0
-        self.frame_sizes: list[int] = []
-        self.nodes = 0
-
-    def node(self, raw: Any, path: tuple[str, ...]) -> Any:
-        self.nodes += 1
-        if self.nodes > MAX_NODES:
-            raise MessageError(f"A message holds more than {MAX_NODES} values.")
-        if len(path) > MAX_DEPTH:
-            raise MessageError(f"A message is nested more than {MAX_DEPTH} levels deep.")
-        match raw:
-            case int() if type(raw) is int and raw == PLAIN:
-                self.plain_paths.append(path)
-                return None
-            case [int(kind), list(keys), list(children)] if kind == DICT:
-                if len(keys) != len(children):
-                    raise MessageError("A dict in a schema has other numbers of keys and values.")
-                if not all(type(key) is str for key in keys) or len(set(keys)) != len(keys):
-                    raise MessageError("A dict in a schema has keys that are not distinct texts.")
-                return DICT, keys, self._children(children, path, keys)
-            case [int(kind), list(children)] if kind in (LIST, TUPLE):
-                return kind, self._children(children, path, map(str, range(len(children))))
-            case [int(kind), int(code), *shape] if kind in (ARRAY, SCALAR):
-                return self._array(kind, code, shape, path)
-            case [int(kind), int(size)] if kind in (BYTES, STR) and 0 <= size < MAX_ELEMENTS:
-                if kind == STR and size <= SMALL:
-                    raise MessageError("A short text has a frame of its own.")
-                self._leaf(kind, path, DTYPES[5], (size,), size)
-                return (kind,)
-        raise MessageError("A schema holds something that is not a structure, array or value.")
-
-    def _children(self, children: list[Any], path: tuple[str, ...], keys: Any) -> list[Any]:
-        return [self.node(c, (*path, k)) for c, k in zip(children, keys, strict=True)]
-
-    def _array(self, kind: int, code: int, shape: list[Any], path: tuple[str, ...]) -> Any:
-        if not 0 <= code < len(DTYPES):
-            raise MessageError(f"A schema names the dtype {code}, which does not exist.")
-        if len(shape) > MAX_DEPTH or not all(type(n) is int and n >= 0 for n in shape):
-            raise MessageError("A schema holds a shape that no array has.")
-        if prod(max(1, n) for n in shape) > MAX_ELEMENTS or (kind == SCALAR and shape):
-            raise MessageError("A schema holds a shape that no message could fill.")
-        self._leaf(kind, path, DTYPES[code], tuple(shape), prod(shape))
-        return (kind,)
-
-    def _leaf(
-        self,
-        kind: int,
-        path: tuple[str, ...],
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        count: int,
-    ) -> None:
-        nbytes, offset = count * dtype.itemsize, -1
-        if nbytes <= SMALL:
-            offset = self.blob_size
-            self.blob_size += nbytes + -nbytes % ALIGN
-        else:
-            self.frame_sizes.append(nbytes)
-        self.leaves.append(Leaf(kind, path, dtype, shape, count, nbytes, offset))

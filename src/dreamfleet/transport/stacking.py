@@ -13,20 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.transport.codec import (
-    ARRAY,
-    SCALAR,
-    TUPLE,
-    Buffer,
-    Encoded,
-    Plain,
-    Schema,
-    assemble,
-    decode_leaves,
-    encode,
-    encode_rows,
-)
+from dreamfleet.transport.codec import Encoded, assemble, decode_leaves, encode, encode_rows
 from dreamfleet.transport.errors import MessageError, RemoteError
+from dreamfleet.transport.schema import ARRAY, SCALAR, TUPLE, Buffer, Plain, Schema
 
 # What every item of a batch must agree on: per leaf its place, dtype and shape.
 Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...]], ...]

@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from dreamfleet.transport.codec import Buffer, Encoded, Plain, decode, encode
+from dreamfleet.transport.codec import Encoded, decode, encode
 from dreamfleet.transport.errors import MessageError
+from dreamfleet.transport.schema import Buffer, Plain
 
 PROTOCOL = 1
 HELLO, WELCOME, CALL, REPLY, ERROR, STALE = range(6)

@@ -10,19 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dreamfleet.transport.codec import (
+from dreamfleet.transport.codec import decode, encode, encode_rows
+from dreamfleet.transport.errors import CodecError, MessageError
+from dreamfleet.transport.schema import (
     DTYPES,
     MAX_DEPTH,
     MAX_NODES,
     MAX_SCHEMAS,
     SMALL,
     _schemas,
-    decode,
-    encode,
-    encode_rows,
     parse_schema,
 )
-from dreamfleet.transport.errors import CodecError, MessageError
 
 
 def round_trip(value: Any) -> Any:
