@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from dreamfleet.agent import distributions as dist
 from dreamfleet.agent.config import ModelConfig
-from dreamfleet.agent.convolution import DownConv, UpConv
+from dreamfleet.agent.convolution import DownConv, UpConv, over_images
 from dreamfleet.agent.errors import SpaceError
 from dreamfleet.agent.keys import Key, ObsKeys
 from dreamfleet.agent.nets import MLP, BlockLinear, Dense, Linear, Norm
@@ -48,15 +48,16 @@ class Encoder(eqx.Module):
             dtype = self.mlp.layers[0].kernel.dtype
             tokens.append(self.mlp(*(_encode(key, obs[key.name], dtype) for key in self.keys.vectors)))
         if self.cnn:
-            dtype = self.cnn[0].kernel.dtype
             names = sorted(key.name for key in self.keys.images)
             image = jnp.concatenate([obs[name] for name in names], -1)
-            batch, time = image.shape[:2]
-            x = image.reshape(batch * time, *image.shape[2:]).astype(dtype) / 255.0 - 0.5
-            for stage in self.cnn:
-                x = stage(x)
-            tokens.append(x.reshape(batch, time, -1))
+            tokens.append(over_images(self._encode_images, image))
         return jnp.concatenate(tokens, -1)
+
+    def _encode_images(self, images: Array, patches: bool) -> Float[Array, "images tokens"]:
+        x = images.astype(self.cnn[0].kernel.dtype) / 255.0 - 0.5
+        for stage in self.cnn:
+            x = stage(x, patches=patches)
+        return x.reshape(x.shape[0], -1)
 
 
 def _encode(key: Key, value: Array, dtype: jnp.dtype) -> Float[Array, "*batch width"]:
@@ -174,11 +175,16 @@ class ImageDecoder(eqx.Module):
         left = self.from_deter(state.deter).reshape(batch * time, blocks, height, width, -1)
         left = jnp.moveaxis(left, 1, -2).reshape(batch * time, height, width, -1)
         right = self.from_stoch_out(self.from_stoch(state.stoch))
-        x = self.merge(left + right.reshape(left.shape))
+        x = left + right.reshape(left.shape)
+        return over_images(self._grow, x.reshape(batch, time, *x.shape[1:]))
+
+    def _grow(
+        self, x: Float[Array, "images h w channels"], patches: bool
+    ) -> Float[Array, "images height width outputs"]:
+        x = self.merge(x)
         for stage, norm in zip(self.stages[:-1], self.norms, strict=True):
-            x = norm(stage(x))
-        x = jax.nn.sigmoid(self.stages[-1](x))
-        return x.reshape(batch, time, *x.shape[1:])
+            x = norm(stage(x, patches=patches))
+        return jax.nn.sigmoid(self.stages[-1](x, patches=patches))
 
 
 def smallest_image(config: ModelConfig, keys: ObsKeys) -> tuple[int, int]:
