@@ -123,17 +123,15 @@ def twohot_target(value: Float[Array, "*batch"], count: int) -> Float[Array, "*b
     """Weights of the two bins around a value, linear in raw value space."""
     bins = jnp.asarray(symexp_bins(count))
     table = jnp.broadcast_to(bins, (*value.shape, count))
-    below = jnp.sum(table <= value[..., None], -1, dtype=jnp.int32) - 1
-    above = count - jnp.sum(table > value[..., None], -1, dtype=jnp.int32)
-    lower = jnp.clip(below, 0, count - 1)
-    upper = jnp.clip(above, 0, count - 1)
+    reached = jnp.sum(table <= value[..., None], -1, dtype=jnp.int32)
+    lower = jnp.maximum(reached - 1, 0)
+    upper = jnp.minimum(reached, count - 1)
     to_lower = jnp.where(lower == upper, 1.0, jnp.abs(bins[lower] - value))
     to_upper = jnp.where(lower == upper, 1.0, jnp.abs(bins[upper] - value))
-    total = to_lower + to_upper
+    share = to_upper / (to_lower + to_upper)
     iota = jax.lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
-    return jnp.where(iota == lower[..., None], (to_upper / total)[..., None], 0.0) + jnp.where(
-        iota == upper[..., None], (to_lower / total)[..., None], 0.0
-    )
+    on_lower = jnp.where(iota == lower[..., None], share[..., None], 0.0)
+    return on_lower + jnp.where(iota == upper[..., None], 1.0 - share[..., None], 0.0)
 
 
 def twohot_loss(

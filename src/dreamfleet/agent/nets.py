@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 Model = TypeVar("Model")
 
-_EPSILON = 1e-4
+EPSILON = 1e-4
 # Brings the standard deviation of a normal cut off at two deviations back to one.
 _TRUNCATION = 1.1368
 
@@ -58,7 +58,7 @@ def rms_norm(
     x: Float[Array, "... width"], scale: Float[Array, " width"]
 ) -> Float[Array, "... width"]:
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + _EPSILON)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + EPSILON)
     return (wide * (inverse * along_last(scale, x.ndim))).astype(x.dtype)
 
 
