@@ -50,9 +50,8 @@ def policy_step(
     tokens = nets.encoder({key: value[:, None] for key, value in obs.items()})[:, 0]
     keep = 1.0 - obs["is_first"].astype(dtype)[:, None]
     dynamics = nets.dynamics
-    deter = dynamics.core(
-        State(deter * keep, stoch * keep), dynamics.embed_action(previous * keep)
-    )
+    before = dynamics.enter(State(deter * keep, stoch * keep))
+    deter = dynamics.core(before, dynamics.embed_action(previous * keep)).state.deter
     logits = dynamics.posterior_of(deter, dynamics.token_share(tokens))
     uniform = jax.random.uniform(key_state, (batch, dynamics.variables))
     state = State(deter, dynamics.sample(logits, uniform))

@@ -27,7 +27,7 @@ from dreamfleet.agent.heads import (
 from dreamfleet.agent.keys import Key, embed_actions
 from dreamfleet.agent.nets import MLP, matmul_parts
 from dreamfleet.agent.returns import ReturnRange, lambda_return
-from dreamfleet.agent.rssm import RSSM, State
+from dreamfleet.agent.rssm import RSSM, Latent, State
 from dreamfleet.agent.world_model import Networks
 
 Metrics = dict[str, Float[Array, ""]]
@@ -51,17 +51,18 @@ def imagine(
     uniform = jax.random.uniform(key_state, (length, rows, dynamics.variables))
 
     def step(
-        state: State, draws: tuple[dict[str, Array], Array]
-    ) -> tuple[State, tuple[State, dict[str, Array]]]:
+        latent: Latent, draws: tuple[dict[str, Array], Array]
+    ) -> tuple[Latent, tuple[State, dict[str, Array]]]:
         noise, uniform = draws
-        actions = sample_actions(actor.keys, actor(state), noise)
+        actions = sample_actions(actor.keys, actor(latent.state), noise)
         vector = embed_actions(actor.keys, actions, dynamics.dtype)
-        deter = dynamics.core(state, dynamics.embed_action(vector))
-        following = State(deter, dynamics.sample(dynamics.prior_of(deter), uniform))
-        return following, (state, actions)
+        following = dynamics.core(latent, dynamics.embed_action(vector))
+        deter = following.state.deter
+        stoch = dynamics.sample(dynamics.prior_of(deter), uniform)
+        return following._replace(state=State(deter, stoch)), (latent.state, actions)
 
-    final, (states, actions) = jax.lax.scan(step, start, (noise, uniform))
-    return Rollout(states, actions, final)
+    final, (states, actions) = jax.lax.scan(step, dynamics.enter(start), (noise, uniform))
+    return Rollout(states, actions, final.state)
 
 
 class ImaginationLosses(NamedTuple):

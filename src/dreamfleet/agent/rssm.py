@@ -41,6 +41,18 @@ class State(NamedTuple):
     stoch: Float[Array, "*batch stoch"]
 
 
+class Latent(NamedTuple):
+    """A state whose deterministic part is also kept with its blocks first.
+
+    With (blocks, rows, width) every block is one plain product, where (rows, blocks, width) costs
+    several times as much on CPUs. Passing on both forms keeps the compiler from merging the
+    transposition into the arithmetic of the gates, which would then not be vectorised.
+    """
+
+    state: State
+    blocks: Float[Array, "blocks rows part"]
+
+
 class Observed(NamedTuple):
     """A posterior sequence and both sets of raw logits, shaped (..., S, C)."""
 
@@ -137,23 +149,23 @@ class RSSM(eqx.Module):
         limit = jax.lax.stop_gradient(jnp.maximum(1.0, jnp.abs(action)))
         return self.action_in(action / limit)
 
-    def core(
-        self, state: State, action: Float[Array, "rows hidden"]
-    ) -> Float[Array, "rows deter"]:
-        """The next deterministic state; `action` is embedded already.
+    def enter(self, state: State) -> Latent:
+        """The state in the form in which the core passes it from step to step."""
+        return Latent(state, _blocks_first(state.deter, self.hidden[0].kernel.shape[0]))
 
-        Blocks come first inside: (blocks, rows, width) lets every block be one plain product,
-        where (rows, blocks, width) costs several times as much on CPUs.
+    def core(self, latent: Latent, action: Float[Array, "rows hidden"]) -> Latent:
+        """The next deterministic state beside the old stochastic one.
+
+        `action` is embedded already.
         """
-        deter, stoch = state
+        deter, stoch = latent.state
         first = self.hidden[0]
         blocks, inputs, width = first.kernel.shape
         own = self.deter_width // blocks
         shared = jnp.concatenate([self.deter_in(deter), self.stoch_in(stoch), action], -1)
         # Every block sees the same shared inputs: one dense product instead of many thin ones.
         kernel = first.kernel[:, own:].transpose(1, 0, 2).reshape(inputs - own, -1)
-        previous = _blocks_first(deter, blocks)
-        mixed = _blocks_first(shared @ kernel, blocks) + previous @ first.kernel[:, :own]
+        mixed = _blocks_first(shared @ kernel, blocks) + latent.blocks @ first.kernel[:, :own]
         mixed = first.activate(mixed)
         for layer in self.hidden[1:]:
             mixed = layer.activate(mixed @ layer.kernel)
@@ -161,8 +173,8 @@ class RSSM(eqx.Module):
         reset, candidate, update = (gates[..., i * width : (i + 1) * width] for i in range(3))
         candidate = jnp.tanh(jax.nn.sigmoid(reset) * candidate)
         update = jax.nn.sigmoid(update - 1.0)
-        following = update * candidate + (1.0 - update) * previous
-        return following.transpose(1, 0, 2).reshape(deter.shape)
+        following = update * candidate + (1.0 - update) * latent.blocks
+        return Latent(State(following.transpose(1, 0, 2).reshape(deter.shape), stoch), following)
 
     def prior_of(
         self, deter: Float[Array, "*batch deter"]
@@ -214,20 +226,21 @@ class RSSM(eqx.Module):
         assert (uniform is None) != (teacher is None)
         draws = teacher if uniform is None else uniform
 
-        def step(state: State, inputs: tuple[Array, ...]) -> tuple[State, tuple[Array, ...]]:
+        def step(latent: Latent, inputs: tuple[Array, ...]) -> tuple[Latent, tuple[Array, ...]]:
             embedded, share, keep, draw = inputs
-            state = State(state.deter * keep[:, None], state.stoch * keep[:, None])
-            deter = self.core(state, embedded)
+            state = State(*(part * keep[:, None] for part in latent.state))
+            latent = self.core(Latent(state, latent.blocks * keep[None, :, None]), embedded)
+            deter = latent.state.deter
             logits = self.posterior_of(deter, share)
             if uniform is None:
                 stoch = self._through(self._shape(draw), dist.unimix_probs(logits, self.unimix))
             else:
                 stoch = self.sample(logits, draw)
-            return State(deter, stoch), (deter, stoch, logits)
+            return latent._replace(state=State(deter, stoch)), (deter, stoch, logits)
 
         inputs = (embedded, self.token_share(tokens), keep, draws)
         inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
-        _, outputs = jax.lax.scan(step, carry, inputs)
+        _, outputs = jax.lax.scan(step, self.enter(carry), inputs)
         deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
         return Observed(State(deter, stoch), logits, self.prior_of(deter))
 
@@ -242,16 +255,17 @@ class RSSM(eqx.Module):
         draws = teacher if uniform is None else uniform
         assert draws is not None
 
-        def step(state: State, inputs: tuple[Array, Array]) -> tuple[State, tuple[Array, ...]]:
+        def step(latent: Latent, inputs: tuple[Array, Array]) -> tuple[Latent, tuple[Array, ...]]:
             embedded, draw = inputs
-            deter = self.core(state, embedded)
+            latent = self.core(latent, embedded)
+            deter = latent.state.deter
             logits = self.prior_of(deter)
             stoch = self.sample(logits, draw) if uniform is not None else draw.astype(self.dtype)
-            return State(deter, stoch), (deter, stoch, logits)
+            return latent._replace(state=State(deter, stoch)), (deter, stoch, logits)
 
         inputs = (self.embed_action(action), draws)
         inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
-        _, outputs = jax.lax.scan(step, carry, inputs)
+        _, outputs = jax.lax.scan(step, self.enter(carry), inputs)
         deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
         return State(deter, stoch), logits
 

@@ -49,7 +49,8 @@ def test_core() -> None:
     data = load("01_rssm_core")
     model = make_rssm(part(data, "param/"), 7, 20)
     action = model.embed_action(jnp.asarray(data["in/action"]))
-    assert_close(model.core(state_of(data, "in/"), action), data["out/deter"])
+    latent = model.core(model.enter(state_of(data, "in/")), action)
+    assert_close(latent.state.deter, data["out/deter"])
 
 
 def test_logits() -> None:
