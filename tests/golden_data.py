@@ -1,4 +1,4 @@
-"""Golden files: numbers that a correct implementation reproduces, and how their names map to ours."""
+"""Golden files: numbers a correct implementation reproduces, and their names in our terms."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dreamfleet.agent.config import (
     OptimizerConfig,
     size_preset,
 )
-from dreamfleet.agent.errors import AgentError, NonFiniteError, SpaceError, StateMismatch
+from dreamfleet.agent.errors import AgentError, NonFiniteError, SpaceError, StateMismatchError
 from dreamfleet.agent.random_agent import RandomAgent
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = [
     "OptimizerConfig",
     "RandomAgent",
     "SpaceError",
-    "StateMismatch",
+    "StateMismatchError",
     "put_rows",
     "size_preset",
     "take_rows",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+import numpy as np
+from jaxtyping import Array, Float
+from numpy.typing import NDArray
 
 from dreamfleet.agent.codec import Encoder
-from dreamfleet.agent.heads import Policy, draw_noise, sample_actions
-from dreamfleet.agent.keys import embed_actions
+from dreamfleet.agent.heads import Policy, sample_actions
+from dreamfleet.agent.keys import Key, embed_actions
 from dreamfleet.agent.learning import latent_entries
 from dreamfleet.agent.nets import cast
 from dreamfleet.agent.rssm import RSSM, State
@@ -31,32 +32,52 @@ class ActingNetworks(eqx.Module):
         return cast(cls(nets.encoder, nets.dynamics, nets.actor), jnp.dtype(dtype))
 
 
+class Draws(NamedTuple):
+    """The random numbers of one call, drawn on the host whichever device acts."""
+
+    state: Any
+    actions: dict[str, Any]
+
+
+def draw(
+    seed: NDArray[np.uint32], count: int, keys: tuple[Key, ...], shape: tuple[int, int]
+) -> Draws:
+    """The numbers of call `count` of a stream, for (rows, categorical variables)."""
+    whole = int(seed[0]) << 32 | int(seed[1])
+    rng = np.random.Generator(np.random.Philox(key=whole, counter=[0, 0, 0, count]))
+    actions = {
+        key.name: (rng.random if key.discrete else rng.standard_normal)(
+            (shape[0], *key.shape), np.float32
+        )
+        for key in keys
+    }
+    return Draws(rng.random(shape, np.float32), actions)
+
+
+def add_time(obs: Mapping[str, Array]) -> dict[str, Array]:
+    """Observations of one step as sequences of length one."""
+    return {key: value[:, None] for key, value in obs.items()}
+
+
 def policy_step(
     nets: ActingNetworks,
     carry: Mapping[str, Any],
     obs: Mapping[str, Array],
-    seed: UInt32[Array, "2"],
-    count: UInt32[Array, ""],
-) -> tuple[dict[str, Any], dict[str, Array], dict[str, Array]]:
-    """Encode, one posterior step, sample an action; `count` numbers the random stream."""
+    draws: Draws,
+) -> tuple[dict[str, Any], dict[str, Array], dict[str, Float[Array, "..."]]]:
+    """Encode, one posterior step, sample an action: next carry, actions, entries to store."""
     dtype = nets.dynamics.dtype
-    key_state, key_action = jax.random.split(
-        jax.random.fold_in(jax.random.wrap_key_data(seed), count)
-    )
+    dynamics, keys = nets.dynamics, nets.actor.keys
     batch = obs["is_first"].shape[0]
-    deter = carry["deter"].astype(dtype)
     stoch = carry["stoch"].reshape(batch, -1).astype(dtype)
-    previous = embed_actions(nets.actor.keys, carry["previous"], dtype)
-    tokens = nets.encoder({key: value[:, None] for key, value in obs.items()})[:, 0]
+    previous = embed_actions(keys, carry["previous"], dtype)
+    tokens = nets.encoder(add_time(obs))[:, 0]
     keep = 1.0 - obs["is_first"].astype(dtype)[:, None]
-    dynamics = nets.dynamics
-    before = dynamics.enter(State(deter * keep, stoch * keep))
+    before = dynamics.enter(State(carry["deter"].astype(dtype) * keep, stoch * keep))
     deter = dynamics.core(before, dynamics.embed_action(previous * keep)).state.deter
     logits = dynamics.posterior_of(deter, dynamics.token_share(tokens))
-    uniform = jax.random.uniform(key_state, (batch, dynamics.variables))
-    state = State(deter, dynamics.sample(logits, uniform))
-    noise = draw_noise(key_action, nets.actor.keys, (batch,))
-    actions = sample_actions(nets.actor.keys, nets.actor(state), noise)
-    entries = latent_entries(state, nets)
+    state = State(deter, dynamics.sample(logits, draws.state))
+    actions = sample_actions(keys, nets.actor(state), draws.actions)
+    entries = latent_entries(state, dynamics.classes)
     following = {"deter": entries["dyn/deter"], "stoch": entries["dyn/stoch"], "previous": actions}
     return following, actions, entries

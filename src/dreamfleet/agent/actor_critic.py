@@ -41,9 +41,7 @@ class Rollout(NamedTuple):
     final: State
 
 
-def imagine(
-    dynamics: RSSM, actor: Policy, start: State, length: int, key: PRNGKeyArray
-) -> Rollout:
+def imagine(dynamics: RSSM, actor: Policy, start: State, length: int, key: PRNGKeyArray) -> Rollout:
     """Follow the policy inside the model for `length` steps."""
     rows = start.deter.shape[0]
     key_action, key_state = jax.random.split(key)
@@ -275,9 +273,7 @@ def _features(mlps: Sequence[MLP], state: State) -> list[Float[Array, "*batch un
     ]
 
 
-def _entropy_metrics(
-    keys: tuple[Key, ...], entropies: dict[str, Array], actor: Policy
-) -> Metrics:
+def _entropy_metrics(keys: tuple[Key, ...], entropies: dict[str, Array], actor: Policy) -> Metrics:
     """Entropy of each action key, and where it lies between its least and its most."""
     metrics = {}
     for key in keys:

@@ -46,14 +46,18 @@ class Encoder(eqx.Module):
         tokens = []
         if self.mlp is not None:
             dtype = self.mlp.layers[0].kernel.dtype
-            tokens.append(self.mlp(*(_encode(key, obs[key.name], dtype) for key in self.keys.vectors)))
+            tokens.append(
+                self.mlp(*(_encode(key, obs[key.name], dtype) for key in self.keys.vectors))
+            )
         if self.cnn:
-            names = sorted(key.name for key in self.keys.images)
-            image = jnp.concatenate([obs[name] for name in names], -1)
-            tokens.append(over_images(self._encode_images, image))
+            tokens.append(self.encode_images(obs))
         return jnp.concatenate(tokens, -1)
 
-    def _encode_images(self, images: Array, patches: bool) -> Float[Array, "images tokens"]:
+    def encode_images(self, obs: Mapping[str, Array]) -> Float[Array, "batch time tokens"]:
+        names = sorted(key.name for key in self.keys.images)
+        return over_images(self._stages, jnp.concatenate([obs[name] for name in names], -1))
+
+    def _stages(self, images: Array, patches: bool) -> Float[Array, "images tokens"]:
         x = images.astype(self.cnn[0].kernel.dtype) / 255.0 - 0.5
         for stage in self.cnn:
             x = stage(x, patches=patches)
@@ -85,8 +89,7 @@ class Decoder(eqx.Module):
         if keys.vectors:
             mlp = MLP.init(rng, feature, config.units, config.decoder_layers)
             outputs = {
-                entry.name: Linear.init(rng, config.units, entry.width)
-                for entry in keys.vectors
+                entry.name: Linear.init(rng, config.units, entry.width) for entry in keys.vectors
             }
         image = ImageDecoder.init(rng, config, keys) if keys.images else None
         return cls(mlp, outputs, image, keys)

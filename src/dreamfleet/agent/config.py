@@ -240,8 +240,8 @@ _PUBLISHED = {
 }
 _SMALL = {
     "debug": ModelConfig(
-        deter=16, hidden=8, stoch=4, classes=4, blocks=4, units=16, depth=2, decoder_blocks=4, bins=15,
-        mults=(2, 4), encoder_layers=1, decoder_layers=1, actor_layers=1, critic_layers=1,
+        deter=16, hidden=8, stoch=4, classes=4, blocks=4, units=16, depth=2, decoder_blocks=4,
+        bins=15, mults=(2, 4), encoder_layers=1, decoder_layers=1, actor_layers=1, critic_layers=1,
     ),
     "cpu-tiny": ModelConfig(
         deter=128, hidden=64, stoch=8, classes=8, blocks=8, units=64, depth=4, decoder_blocks=8

@@ -23,6 +23,9 @@ from jaxtyping import Array, Float
 
 from dreamfleet.agent.nets import along_last, constant, init_kernel, rms_norm
 
+# Images whose patches fit a processor's cache together.
+_ACTING_CHUNK = 8
+
 
 class DownConv(eqx.Module):
     """Convolution, 2x2 max-pooling, norm over channels, SiLU."""
@@ -71,27 +74,34 @@ class UpConv(eqx.Module):
 
 
 def over_images(
-    function: Callable[[Array, bool], Float[Array, "images *out"]], x: Float[Array, "batch time *shape"]
+    function: Callable[[Array, bool], Float[Array, "images *out"]],
+    x: Float[Array, "batch time *shape"],
 ) -> Float[Array, "batch time *out"]:
     """function(images, patches) on a batch of sequences, in the form that suits the device."""
     batch, time = x.shape[:2]
 
     def whole(x: Array) -> Array:
-        y = function(x.reshape(batch * time, *x.shape[2:]), False)
+        y: Array = function(x.reshape(batch * time, *x.shape[2:]), False)
         return y.reshape(batch, time, *y.shape[1:])
 
     def by_step(x: Array) -> Array:
-        # Time is the axis to split along: rows may be spread over devices.
+        if time == 1 and batch % _ACTING_CHUNK == 0:
+            chunks = x.reshape(-1, _ACTING_CHUNK, *x.shape[2:])
+            y: Array = jax.lax.map(lambda images: function(images, True), chunks)
+            return y.reshape(batch, 1, *y.shape[2:])
         if time == 1:
             return function(x[:, 0], True)[:, None]
+        # Time is the axis to split along: rows may be spread over devices.
         # Products are kept for the gradient, the larger patches are built again.
         body = jax.checkpoint(
             lambda images: function(images, True),
             policy=jax.checkpoint_policies.dots_saveable,
         )
-        return jax.lax.map(body, x.swapaxes(0, 1)).swapaxes(0, 1)
+        by_time: Array = jax.lax.map(body, x.swapaxes(0, 1))
+        return by_time.swapaxes(0, 1)
 
-    return jax.lax.platform_dependent(x, cpu=by_step, default=whole)
+    result: Array = jax.lax.platform_dependent(x, cpu=by_step, default=whole)
+    return result
 
 
 def _convolve(
@@ -112,9 +122,7 @@ def _convolve_patches(
     size = kernel.shape[0]
     margin = (size // 2, size // 2)
     padded = jnp.pad(x, ((0, 0), margin, margin, (0, 0)))
-    shifts = [
-        padded[:, i : i + height, j : j + width] for i in range(size) for j in range(size)
-    ]
+    shifts = [padded[:, i : i + height, j : j + width] for i in range(size) for j in range(size)]
     return jnp.concatenate(shifts, -1) @ kernel.reshape(-1, kernel.shape[-1])
 
 

@@ -1,9 +1,9 @@
 """Probability distributions as pure functions of their parameters, all in float32.
 
-    unimix categorical   stochastic state:  p = (1 - m) softmax(l) + m / classes
-    two-hot              reward and value:  a mean over bins that are dense around zero
-    Bernoulli            continuation
-    categorical, normal  actions
+unimix categorical   stochastic state:  p = (1 - m) softmax(l) + m / classes
+two-hot              reward and value:  a mean over bins that are dense around zero
+Bernoulli            continuation
+categorical, normal  actions
 """
 
 from __future__ import annotations
@@ -155,9 +155,7 @@ def bernoulli_loss(
     return -(target * jax.nn.log_sigmoid(logit) + (1.0 - target) * jax.nn.log_sigmoid(-logit))
 
 
-def bounded_std(
-    raw: Float[Array, "..."], min_std: float, max_std: float
-) -> Float[Array, "..."]:
+def bounded_std(raw: Float[Array, "..."], min_std: float, max_std: float) -> Float[Array, "..."]:
     return (max_std - min_std) * jax.nn.sigmoid(raw.astype(jnp.float32) + 2.0) + min_std
 
 

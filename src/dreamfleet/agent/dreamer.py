@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agent import health
-from dreamfleet.agent.acting import ActingNetworks, policy_step
+from dreamfleet.agent.acting import ActingNetworks, Draws, draw, policy_step
+from dreamfleet.agent.acting_numpy import NumpyActor, use_one_blas_thread
 from dreamfleet.agent.api import Arrays, Carry, Flat, Mode
+from dreamfleet.agent.codec import Encoder
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.agent.errors import NonFiniteError
-from dreamfleet.agent.execution import HandOver, Placement, Program, Snapshot, enable_cache
+from dreamfleet.agent.execution import Placement, Program, enable_cache
+from dreamfleet.agent.handover import HandOver, Snapshot
 from dreamfleet.agent.keys import FLAGS, action_keys, observation_keys
 from dreamfleet.agent.learning import TrainState, init_state, train_step
 from dreamfleet.agent.prefetch import prefetch
@@ -29,6 +32,7 @@ from dreamfleet.agent.state import replace_leaves, select_matching, to_flat
 from dreamfleet.spaces import Space
 
 logger = logging.getLogger(__name__)
+_Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Arrays, Arrays]]
 
 
 class Dreamer:
@@ -59,10 +63,11 @@ class Dreamer:
         self._state: TrainState = jax.device_put(state, self._shardings)
         self._updates = 0
         self._actions = 0
-        self._action_seed = np.random.default_rng([seed, 1]).integers(2**32, size=2, dtype=np.uint32)
+        rng = np.random.default_rng([seed, 1])
+        self._action_seed = rng.integers(2**32, size=2, dtype=np.uint32)
         self._pending: tuple[Any, State, Mapping[str, Any]] | None = None
         self._build_programs()
-        self._hand_over = HandOver(self._snapshot())
+        self._hand_over = HandOver(self._snapshot(), self._make_actor)
 
     def _build_programs(self) -> None:
         config, place = self.config, self._placement
@@ -87,6 +92,12 @@ class Dreamer:
             out_shardings=whole,
         )
         self._policy_program = Program("policy", policy_step)
+        self._images_program = Program(
+            "image encoder",
+            lambda encoder, obs: encoder.encode_images({k: v[:, None] for k, v in obs.items()})[
+                :, 0
+            ],
+        )
 
     # --- acting ----------------------------------------------------------------------------------
 
@@ -103,17 +114,18 @@ class Dreamer:
         }
 
     def policy(
-        self, carry: Carry, obs: Mapping[str, NDArray[Any]], mode: Mode = "train"
+        self,
+        carry: Carry,
+        obs: Mapping[str, NDArray[Any]],
+        mode: Mode = "train",  # noqa: ARG002 - the protocol's; both modes sample
     ) -> tuple[Carry, Arrays, Arrays]:
         """Sample actions; training and evaluation do the same, as published."""
         inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in FLAGS[1:]}
         health.check_arrays("Observation", inputs, missing=True)
-        snapshot = self._hand_over.latest()
-        count = np.uint32(self._actions)
+        shape = (len(inputs["is_first"]), self.config.model.stoch)
+        draws = draw(self._action_seed, self._actions, self._act_keys, shape)
         self._actions += 1
-        following, actions, entries = jax.device_get(
-            self._policy_program(snapshot.nets, carry, inputs, self._action_seed, count)
-        )
+        following, actions, entries = self._hand_over.latest()(carry, inputs, draws)
         health.check_arrays("Action", actions)
         for key, space in self.act_space.items():
             if space.discrete:
@@ -122,18 +134,35 @@ class Dreamer:
 
     def policy_metrics(self) -> dict[str, float]:
         """How old the parameters are that `policy` uses at the moment."""
-        updates, seconds = self._hand_over.age(self._hand_over.latest())
+        updates, seconds = self._hand_over.age()
         return {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
+
+    def _make_actor(self, nets: ActingNetworks) -> _Actor:
+        """Numpy on a CPU in full precision, where it is fastest; a compiled program elsewhere."""
+        if self._placement.policy_device.platform == "cpu" and nets.dynamics.dtype == jnp.float32:
+            encoder = Encoder(None, nets.encoder.cnn, nets.encoder.keys)
+            names = [key.name for key in self._obs_keys.images]
+
+            def encode(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+                images = {name: obs[name] for name in names}
+                return np.asarray(self._images_program(encoder, images))
+
+            use_one_blas_thread()
+            return NumpyActor(jax.device_get(nets), encode if names else None)
+
+        def act(carry: Carry, obs: Mapping[str, NDArray[Any]], draws: Draws) -> Any:
+            return jax.device_get(self._policy_program(nets, carry, obs, draws))
+
+        return act
 
     # --- learning --------------------------------------------------------------------------------
 
     def init_train(self, n: int) -> Carry:
         self._placement.check_rows(n)
         model, dtype = self.config.model, jnp.dtype(self.config.execution.compute_dtype)
-        carry = State(
-            np.zeros((n, model.deter), dtype), np.zeros((n, model.stoch * model.classes), dtype)
-        )
-        return self._placement.put_batch(carry)
+        widths = (model.deter, model.stoch * model.classes)
+        zeros: list[Any] = [np.zeros((n, width), dtype) for width in widths]
+        return self._placement.put_batch(State(zeros[0], zeros[1]))
 
     init_report = init_train
 
@@ -180,12 +209,15 @@ class Dreamer:
         first = next(iter(batch.values()))
         if isinstance(first, jax.Array):
             return dict(batch)
-        return self._placement.put_batch({k: v for k, v in batch.items() if not k.startswith("log/")})
+        kept = {key: value for key, value in batch.items() if not key.startswith("log/")}
+        placed: dict[str, Any] = self._placement.put_batch(kept)
+        return placed
 
     def _snapshot(self) -> Snapshot:
         nets = self._copy_program(self._state.nets)
-        if self._placement.count > 1 or self._placement.policy_device not in nets.dynamics.gates.kernel.devices():
-            nets = jax.device_put(nets, self._placement.policy_device)
+        device = self._placement.policy_device
+        if nets.dynamics.gates.kernel.devices() != {device}:
+            nets = jax.device_put(nets, device)
         return Snapshot(nets, self._updates, time.monotonic())
 
     # --- compiling ahead of time -----------------------------------------------------------------
@@ -232,6 +264,9 @@ class Dreamer:
     def save(self) -> Flat:
         """Parameters, optimizer, normalisers, random keys and counters."""
         self._check_last_step()
+        return self._flat()
+
+    def _flat(self) -> Flat:
         return {
             **to_flat(self._state),
             "counters/updates": self._updates,
@@ -240,10 +275,10 @@ class Dreamer:
         }
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
-        chosen = select_matching(self.save(), state, regex)
+        chosen = select_matching(self._flat(), state, regex)
         self._updates = int(chosen.pop("counters/updates", np.asarray(self._updates)))
         self._actions = int(chosen.pop("counters/actions", np.asarray(self._actions)))
         self._action_seed = chosen.pop("counters/action_seed", self._action_seed)
         self._state = jax.device_put(replace_leaves(self._state, chosen), self._shardings)
         self._pending = None
-        self._hand_over = HandOver(self._snapshot())
+        self._hand_over = HandOver(self._snapshot(), self._make_actor)

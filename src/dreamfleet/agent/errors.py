@@ -1,10 +1,10 @@
 """What can go wrong in an agent.
 
-    DreamfleetError
-    └── AgentError
-        ├── SpaceError       observations or actions the agent cannot be built for
-        ├── StateMismatch    a saved state that does not fit; every difference is listed
-        └── NonFiniteError   NaN or infinity in data, losses or gradients; training has stopped
+DreamfleetError
+└── AgentError
+    ├── SpaceError       observations or actions the agent cannot be built for
+    ├── StateMismatchError    a saved state that does not fit; every difference is listed
+    └── NonFiniteError   NaN or infinity in data, losses or gradients; training has stopped
 """
 
 from dreamfleet.errors import DreamfleetError
@@ -18,7 +18,7 @@ class SpaceError(AgentError, ValueError):
     """An observation or action space that this agent cannot handle."""
 
 
-class StateMismatch(AgentError, ValueError):
+class StateMismatchError(AgentError, ValueError):
     """A saved state whose names, shapes or dtypes differ from the agent's."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from dreamfleet.agent.config import ExecutionConfig
 from dreamfleet.errors import ConfigError
@@ -29,8 +29,9 @@ def enable_cache(folder: str) -> None:
         return
     path = Path(folder).expanduser()
     path.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    settings: Any = jax.config
+    settings.update("jax_compilation_cache_dir", str(path))
+    settings.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class Placement:
     @property
     def batch(self) -> NamedSharding:
         """Rows split over the devices."""
-        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return NamedSharding(self.mesh, _spec(AXIS))
 
     @property
     def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
+        return NamedSharding(self.mesh, _spec())
 
     def parameters(self, tree: Any) -> Any:
         """A sharding for each leaf: a copy a device, or split along its widest fitting axis."""
@@ -71,7 +72,7 @@ class Placement:
             if not self.shard_parameters or not fitting or np.prod(shape) < _SHARD_FROM:
                 return self.replicated
             axis = max(fitting, key=lambda axis: shape[axis])
-            return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXIS))
+            return NamedSharding(self.mesh, _spec(*[None] * axis, AXIS))
 
         return jax.tree.map(leaf, tree)
 
@@ -87,9 +88,14 @@ class Placement:
         """The batch on the training devices, its rows split over them."""
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch)
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(self.batch, x), batch
-        )
+        place: Any = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda x: place(self.batch, x), batch)
+
+
+def _spec(*axes: str | None) -> jax.sharding.PartitionSpec:
+    untyped: Any = jax.sharding.PartitionSpec
+    spec: jax.sharding.PartitionSpec = untyped(*axes)
+    return spec
 
 
 def _devices(platform: str) -> list[jax.Device]:
@@ -116,9 +122,7 @@ class Program:
 
     def compile(self, *args: Any) -> Any:
         """The executable for arguments of these shapes."""
-        key = tuple(
-            (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args)
-        )
+        key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
         found = self._compiled.get(key)
         if found is not None:
             return found
@@ -129,51 +133,3 @@ class Program:
                 self._compiled[key] = self._jit.lower(*args).compile()
                 logger.info("Compiled %s in %.1f s", self._name, time.perf_counter() - start)
             return self._compiled[key]
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Parameters for acting, as they were after some number of updates."""
-
-    nets: Any
-    updates: int
-    created: float
-
-
-class HandOver:
-    """The newest complete parameters for the actor; neither side ever waits for the other.
-
-    The learner offers snapshots that may still be on their way. The actor keeps its current one
-    until a newer one has arrived completely, then changes over by swapping one reference.
-    """
-
-    def __init__(self, first: Snapshot) -> None:
-        self._current = first
-        self._offered: Snapshot | None = None
-        self._updates = first.updates
-
-    def offer(self, snapshot: Snapshot) -> None:
-        # One that has arrived is never lost to one that has not: promote it first.
-        self._promote()
-        self._offered = snapshot
-
-    def learned(self, updates: int) -> None:
-        """Tell how far training is, so that the age of the actor's parameters is known."""
-        self._updates = updates
-
-    def latest(self) -> Snapshot:
-        self._promote()
-        return self._current
-
-    def age(self, snapshot: Snapshot) -> tuple[int, float]:
-        """(updates, seconds) that a snapshot is behind."""
-        return self._updates - snapshot.updates, time.monotonic() - snapshot.created
-
-    def _promote(self) -> None:
-        offered = self._offered
-        if (
-            offered is not None
-            and offered.updates >= self._current.updates
-            and all(leaf.is_ready() for leaf in jax.tree.leaves(offered.nets))
-        ):
-            self._current = offered

@@ -134,9 +134,7 @@ def action_log_prob(
     return total
 
 
-def action_entropies(
-    choices: Mapping[str, Choice], rank: int
-) -> dict[str, Float[Array, "*batch"]]:
+def action_entropies(choices: Mapping[str, Choice], rank: int) -> dict[str, Float[Array, "*batch"]]:
     """Entropy of each key, summed over its dimensions; `rank` batch axes."""
     result = {}
     for name, choice in choices.items():

@@ -73,16 +73,14 @@ def _suspects(
     yield from ((f"gradient/{name}", value) for name, value in named_leaves(grads).items())
 
 
-def write_dump(
-    folder: Path, batch: Mapping[str, Any], bad: str, updates: int
-) -> Path:
+def write_dump(folder: Path, batch: Mapping[str, Any], bad: str, updates: int) -> Path:
     """The offending batch as an npz file that appears complete or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"nonfinite-{updates:09d}.npz"
     note = np.frombuffer(json.dumps({"first_bad": bad, "updates": updates}).encode(), np.uint8)
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
     with os.fdopen(handle, "wb") as file:
-        arrays = {name.replace("/", "."): np.asarray(value) for name, value in batch.items()}
+        arrays: dict[str, Any] = {k.replace("/", "."): np.asarray(v) for k, v in batch.items()}
         np.savez(file, note=note, **arrays)
         file.flush()
         os.fsync(file.fileno())

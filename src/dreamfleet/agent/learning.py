@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
     optimizer: Any
     returns: ReturnRange
     updates: Int[Array, ""]
-    seed: UInt32[Array, "2"]
+    seed: UInt32[Array, " 2"]
     healthy: Bool[Array, ""]
     """False from the first NaN or infinity on; nothing is updated any more."""
 
@@ -46,7 +46,9 @@ class LossResult(NamedTuple):
     metrics: dict[str, Float[Array, ""]]
 
 
-def init_state(config: DreamerConfig, obs: ObsKeys, actions: tuple[Key, ...], seed: int) -> TrainState:
+def init_state(
+    config: DreamerConfig, obs: ObsKeys, actions: tuple[Key, ...], seed: int
+) -> TrainState:
     rng = np.random.default_rng([seed, 0])
     nets = Networks.init(rng, config.model, obs, actions)
     return TrainState(
@@ -122,18 +124,16 @@ def train_step(
         state.nets, state, sequence, config, update=True
     )
     grad_norm = tree_norm(grads)
-    healthy = state.healthy & jnp.isfinite(total) & jnp.isfinite(grad_norm)
-    updates, optimizer = make_optimizer(config.optimizer).update(
-        grads, state.optimizer, state.nets
-    )
+    # A bad reward can land in an outermost bin and leave its loss finite.
+    known = jnp.all(jnp.isfinite(sequence.obs["reward"]))
+    healthy = state.healthy & known & jnp.isfinite(total) & jnp.isfinite(grad_norm)
+    updates, optimizer = make_optimizer(config.optimizer).update(grads, state.optimizer, state.nets)
     nets = optax.apply_updates(state.nets, updates)
     rate = config.loss.slow_rate
     slow = jax.tree.map(
         lambda new, old: rate * new + (1.0 - rate) * old, nets.critic, state.slow_critic
     )
-    new = TrainState(
-        nets, slow, optimizer, result.returns, state.updates + 1, state.seed, healthy
-    )
+    new = TrainState(nets, slow, optimizer, result.returns, state.updates + 1, state.seed, healthy)
     new = jax.tree.map(lambda a, b: jnp.where(healthy, a, b), new, state._replace(healthy=healthy))
     metrics = {
         **{f"loss/{name}": loss for name, loss in result.losses.items()},
@@ -147,13 +147,15 @@ def train_step(
     }
     states = result.world.observed.state
     following = jax.tree.map(lambda x: x[:, -1], states)
-    outs = {"replay": {"stepid": sequence.stepid, **latent_entries(states, state.nets)}}
+    outs = {
+        "replay": {"stepid": sequence.stepid, **latent_entries(states, state.nets.dynamics.classes)}
+    }
     return new, following, outs, metrics
 
 
-def latent_entries(states: State, nets: Networks) -> dict[str, Float[Array, "..."]]:
+def latent_entries(states: State, classes: int) -> dict[str, Float[Array, "..."]]:
     """A latent state in the form in which the replay stores it."""
-    stoch = states.stoch.reshape(*states.stoch.shape[:-1], -1, nets.dynamics.classes)
+    stoch = states.stoch.reshape(*states.stoch.shape[:-1], -1, classes)
     return {
         "dyn/deter": states.deter.astype(jnp.float32),
         "dyn/stoch": stoch.astype(jnp.float32),

@@ -46,7 +46,8 @@ def cast(model: Model, dtype: jnp.dtype) -> Model:
         norm = isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "scale"
         return value if norm else value.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, model)
+    result: Model = jax.tree_util.tree_map_with_path(leaf, model)
+    return result
 
 
 def along_last(vector: Float[Array, " width"], rank: int) -> Float[Array, "..."]:
@@ -82,7 +83,9 @@ class Linear(eqx.Module):
     bias: Float[Array, " outputs"]
 
     @classmethod
-    def init(cls, rng: np.random.Generator, inputs: int, outputs: int, scale: float = 1.0) -> Linear:
+    def init(
+        cls, rng: np.random.Generator, inputs: int, outputs: int, scale: float = 1.0
+    ) -> Linear:
         return cls(init_kernel(rng, (inputs, outputs), inputs, scale), constant(0.0, outputs))
 
     def __call__(self, *parts: Float[Array, "..."]) -> Float[Array, "... outputs"]:

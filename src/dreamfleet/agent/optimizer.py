@@ -23,8 +23,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         scale_by_momentum(config.beta1),
     ]
     if config.weight_decay:
-        kernels = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
-        stages.append(optax.add_decayed_weights(config.weight_decay, kernels))
+        stages.append(optax.add_decayed_weights(config.weight_decay, _is_kernel))
     stages.append(scale_by_warmup(config.learning_rate, config.warmup))
     return optax.chain(*stages)
 
@@ -45,7 +44,7 @@ def clip_by_parameter_norm(clip: float, floor: float) -> optax.GradientTransform
 class AverageState(NamedTuple):
     """A running average and how many updates it has seen."""
 
-    count: Int[Array, ""]
+    seen: Int[Array, ""]
     average: Any
 
 
@@ -53,7 +52,7 @@ def scale_by_rms(decay: float, eps: float) -> optax.GradientTransformation:
     """g / (sqrt(debiased average of g^2) + eps)."""
 
     def update(grads: Any, state: AverageState, _: Any = None) -> tuple[Any, AverageState]:
-        count = state.count + 1
+        count = state.seen + 1
         average = jax.tree.map(
             lambda mean, grad: decay * mean + (1.0 - decay) * jnp.square(grad), state.average, grads
         )
@@ -68,7 +67,7 @@ def scale_by_momentum(decay: float) -> optax.GradientTransformation:
     """Debiased running average."""
 
     def update(grads: Any, state: AverageState, _: Any = None) -> tuple[Any, AverageState]:
-        count = state.count + 1
+        count = state.seen + 1
         average = jax.tree.map(
             lambda mean, grad: decay * mean + (1.0 - decay) * grad, state.average, grads
         )
@@ -81,16 +80,16 @@ def scale_by_momentum(decay: float) -> optax.GradientTransformation:
 class CountState(NamedTuple):
     """Updates made so far."""
 
-    count: Int[Array, ""]
+    seen: Int[Array, ""]
 
 
 def scale_by_warmup(rate: float, warmup: int) -> optax.GradientTransformation:
     """Times -rate min(1, n / warmup) after n earlier updates."""
 
     def update(grads: Any, state: CountState, _: Any = None) -> tuple[Any, CountState]:
-        progress = jnp.minimum(1.0, state.count.astype(jnp.float32) / max(warmup, 1))
+        progress = jnp.minimum(1.0, state.seen.astype(jnp.float32) / max(warmup, 1))
         scale = -rate * (progress if warmup else jnp.ones(()))
-        return jax.tree.map(lambda g: scale * g, grads), CountState(state.count + 1)
+        return jax.tree.map(lambda g: scale * g, grads), CountState(state.seen + 1)
 
     return optax.GradientTransformation(lambda _: CountState(jnp.zeros((), jnp.int32)), update)
 
@@ -100,12 +99,18 @@ def norm(x: Float[Array, "..."]) -> Float[Array, ""]:
 
 
 def tree_norm(tree: Any) -> Float[Array, ""]:
-    return jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)), jnp.zeros(())))
+    return jnp.sqrt(
+        sum((jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
+    )
 
 
 def tree_rms(tree: Any) -> Float[Array, ""]:
     count = sum(leaf.size for leaf in jax.tree.leaves(tree))
     return tree_norm(tree) / jnp.sqrt(jnp.float32(count))
+
+
+def _is_kernel(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def _zeros(params: Any) -> AverageState:

@@ -19,9 +19,7 @@ class _Failure:
 _END = object()
 
 
-def prefetch(
-    items: Iterable[Any], prepare: Callable[[Any], Item], depth: int
-) -> Iterator[Item]:
+def prefetch(items: Iterable[Any], prepare: Callable[[Any], Item], depth: int) -> Iterator[Item]:
     """prepare(item) for every item, up to `depth` ahead; errors surface where they would have.
 
     Closing the iterator (or dropping it) ends the thread.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agent.api import Arrays, Carry, Flat, Mode
-from dreamfleet.agent.errors import StateMismatch
+from dreamfleet.agent.errors import StateMismatchError
 from dreamfleet.spaces import Space
 
 
@@ -25,17 +25,20 @@ class RandomAgent:
         self._actions = 0
         self._updates = 0
 
-    def init_policy(self, n: int) -> Carry:
+    def init_policy(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
         return {}
 
-    def init_train(self, n: int) -> Carry:
+    def init_train(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
         return {}
 
-    def init_report(self, n: int) -> Carry:
+    def init_report(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
         return {}
 
     def policy(
-        self, carry: Carry, obs: Mapping[str, NDArray[Any]], mode: Mode = "train"
+        self,
+        carry: Carry,
+        obs: Mapping[str, NDArray[Any]],
+        mode: Mode = "train",  # noqa: ARG002 - the protocol's
     ) -> tuple[Carry, Arrays, Arrays]:
         batch = len(obs["is_first"])
         rng = np.random.default_rng([self._seed, self._actions])
@@ -46,11 +49,19 @@ class RandomAgent:
         }
         return carry, actions, {}
 
-    def train(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, Any, Any]:
+    def train(
+        self,
+        carry: Carry,
+        batch: Mapping[str, Any],  # noqa: ARG002 - the protocol's
+    ) -> tuple[Carry, Any, Any]:
         self._updates += 1
         return carry, {}, {"opt/updates": self._updates}
 
-    def report(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, dict[str, Any]]:
+    def report(
+        self,
+        carry: Carry,
+        batch: Mapping[str, Any],  # noqa: ARG002 - the protocol's
+    ) -> tuple[Carry, dict[str, Any]]:
         return carry, {}
 
     def stream(self, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Iterator[Mapping[str, Any]]:
@@ -61,7 +72,7 @@ class RandomAgent:
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
         if regex is None and set(state) != set(self.save()):
-            raise StateMismatch(
+            raise StateMismatchError(
                 f"A random agent's state holds {sorted(self.save())}, not {sorted(state)}: "
                 "this checkpoint belongs to another agent."
             )

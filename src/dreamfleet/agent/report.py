@@ -83,9 +83,7 @@ def open_loop(
     }
 
 
-def compose_video(
-    truth: NDArray[np.uint8], prediction: NDArray[np.uint8]
-) -> NDArray[np.uint8]:
+def compose_video(truth: NDArray[np.uint8], prediction: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Truth, prediction and error below each other, sequences side by side, (time, H, W, C).
 
     A green border marks frames the model has seen, a red one frames it predicts; black frames at

@@ -290,9 +290,10 @@ class RSSM(eqx.Module):
         sample = dist.straight_through(onehot, probs)
         return sample.reshape(*sample.shape[:-2], -1).astype(self.dtype)
 
-    def _shape(self, flat: Float[Array, "*batch stoch"]) -> Float[Array, "*batch variables classes"]:
+    def _shape(
+        self, flat: Float[Array, "*batch stoch"]
+    ) -> Float[Array, "*batch variables classes"]:
         return flat.reshape(*flat.shape[:-1], -1, self.classes)
-
 
 
 def _blocks_first(x: Float[Array, "rows width"], blocks: int) -> Float[Array, "blocks rows part"]:

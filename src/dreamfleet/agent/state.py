@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.errors import StateMismatch
+from dreamfleet.agent.errors import StateMismatchError
 
 Tree = TypeVar("Tree")
 
@@ -51,7 +51,9 @@ def select_matching(
         wanted = {name for name in expected if re.match(regex, name)}
         problems = []
         if not wanted:
-            raise StateMismatch(f"No entry of the agent matches {regex!r}: check the expression.")
+            raise StateMismatchError(
+                f"No entry of the agent matches {regex!r}: check the expression."
+            )
     chosen: dict[str, NDArray[Any]] = {}
     for name in sorted(wanted):
         if name not in state:
@@ -65,7 +67,7 @@ def select_matching(
         else:
             chosen[name] = theirs
     if problems:
-        raise StateMismatch(
+        raise StateMismatchError(
             f"The saved state does not fit this agent ({len(problems)} differences); use the "
             "configuration and environment it was saved with, or load a part of it with a "
             "regular expression:\n  " + "\n  ".join(problems)
@@ -75,6 +77,7 @@ def select_matching(
 
 def replace_leaves(tree: Tree, values: Mapping[str, Any]) -> Tree:
     """The tree with some of its leaves exchanged, by name."""
-    return jax.tree_util.tree_map_with_path(
+    result: Tree = jax.tree_util.tree_map_with_path(
         lambda path, leaf: values.get(path_name(path), leaf), tree
     )
+    return result

@@ -13,7 +13,7 @@ from rich.table import Table
 from dreamfleet.benchmarks.report import Row, rows_to_json
 from dreamfleet.cli.console import say
 
-Name = Literal["transport"]
+Name = Literal["agent", "transport"]
 
 
 def bench(

@@ -1,4 +1,4 @@
-"""Heads, returns, actor-critic losses, optimizer and normaliser reproduce the reference's numbers."""
+"""Heads, returns, actor-critic losses and optimizer reproduce the reference's numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,11 +13,16 @@ from golden_data import assert_close, fill, golden_name, load, part
 from dreamfleet import Space
 from dreamfleet.agent import distributions as dist
 from dreamfleet.agent.actor_critic import imagination_losses, replay_value_losses
-from dreamfleet.agent.config import LossConfig, ModelConfig, OptimizerConfig, size_preset
+from dreamfleet.agent.config import (
+    DreamerConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    size_preset,
+)
 from dreamfleet.agent.heads import Head, Normal, Policy, action_entropies, action_log_prob
 from dreamfleet.agent.keys import action_keys, observation_keys
 from dreamfleet.agent.learning import init_state
-from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.agent.optimizer import (
     clip_by_parameter_norm,
     make_optimizer,
@@ -100,7 +105,9 @@ def test_continue_head() -> None:
 
 def test_categorical_policy() -> None:
     data = load("07c_policy_categorical")
-    policy = fill(Policy.init(np.random.default_rng(0), MODEL, DISCRETE), "actor", part(data, "param/"))
+    policy = fill(
+        Policy.init(np.random.default_rng(0), MODEL, DISCRETE), "actor", part(data, "param/")
+    )
     choices = policy(features(data))
     assert_close(choices["action"], data["out/logits"])
     actions = {"action": jnp.asarray(data["in/action"])}
@@ -110,7 +117,9 @@ def test_categorical_policy() -> None:
 
 def test_bounded_normal_policy() -> None:
     data = load("07d_policy_bounded_normal")
-    policy = fill(Policy.init(np.random.default_rng(0), MODEL, CONTINUOUS), "actor", part(data, "param/"))
+    policy = fill(
+        Policy.init(np.random.default_rng(0), MODEL, CONTINUOUS), "actor", part(data, "param/")
+    )
     choices = policy(features(data))
     choice = choices["action"]
     assert isinstance(choice, Normal)

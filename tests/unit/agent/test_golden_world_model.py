@@ -41,7 +41,9 @@ def state_of(data: dict[str, Any], prefix: str) -> State:
 def make_rssm(params: dict[str, np.ndarray], actions: int, tokens: int) -> RSSM:
     model = RSSM.init(np.random.default_rng(0), MODEL, actions, tokens)
     # Some files hold only the parameters their case needs.
-    zeros = {name: np.zeros(leaf.shape, np.float32) for name, leaf in names_of(model, "dynamics").items()}
+    zeros = {
+        name: np.zeros(leaf.shape, np.float32) for name, leaf in names_of(model, "dynamics").items()
+    }
     return fill(model, "dynamics", zeros | params)
 
 
@@ -78,7 +80,11 @@ def test_observe(compiled: bool) -> None:
 
     def observe(model: RSSM) -> Any:
         return model.observe(
-            state_of(data, "in/carry/"), jnp.asarray(data["in/tokens"]), actions, first, teacher=teacher
+            state_of(data, "in/carry/"),
+            jnp.asarray(data["in/tokens"]),
+            actions,
+            first,
+            teacher=teacher,
         )
 
     result = (jax.jit(observe) if compiled else observe)(model)
@@ -135,7 +141,9 @@ def test_encoder_of_vectors() -> None:
 def test_encoder_of_images() -> None:
     data = load("05b_encoder_image")
     keys = observation_keys({"image": Space(np.uint8, (64, 64, 3))} | FLAG_SPACES)
-    model = fill(Encoder.init(np.random.default_rng(0), MODEL, keys), "encoder", part(data, "param/"))
+    model = fill(
+        Encoder.init(np.random.default_rng(0), MODEL, keys), "encoder", part(data, "param/")
+    )
     assert_close(model(arrays(part(data, "in/"))), data["out/tokens"])
 
 
@@ -170,7 +178,9 @@ def test_decoder_of_vectors() -> None:
 def test_decoder_of_images() -> None:
     data = load("06b_decoder_image")
     keys = observation_keys({"image": Space(np.uint8, (64, 64, 3))} | FLAG_SPACES)
-    model = fill(Decoder.init(np.random.default_rng(0), MODEL, keys), "decoder", part(data, "param/"))
+    model = fill(
+        Decoder.init(np.random.default_rng(0), MODEL, keys), "decoder", part(data, "param/")
+    )
     predictions = model(state_of(data, "in/"))
     assert_close(predictions["image"], data["out/pred"])
     losses = model.losses(predictions, arrays(part(data, "in/target/")))
@@ -187,7 +197,9 @@ def _end_to_end() -> tuple[dict[str, np.ndarray], Networks, Any]:
         "vec": Space(np.float32, (6,)),
         "tok": Space(np.int32, (), 0, data["param/dec/vec/tok/logits/bias"].size),
     }
-    nets = Networks.init(np.random.default_rng(0), config, observation_keys(spaces | FLAG_SPACES), ACTIONS)
+    nets = Networks.init(
+        np.random.default_rng(0), config, observation_keys(spaces | FLAG_SPACES), ACTIONS
+    )
     extra = {
         name: np.asarray(leaf)
         for name, leaf in names_of(nets, "", 3, ("tok",)).items()
@@ -233,7 +245,7 @@ def test_world_model_losses() -> None:
 
 
 def test_world_model_gradients() -> None:
-    data, nets, losses = _end_to_end()
+    _, nets, losses = _end_to_end()
     golden = load("14_worldmodel_grads")
 
     def total(nets: Networks) -> jax.Array:
