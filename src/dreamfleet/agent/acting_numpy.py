@@ -93,12 +93,12 @@ class NumpyActor:
 
     def _core(self, deter: Floats, stoch: Floats, action: Floats) -> Floats:
         dynamics, rows = self._nets.dynamics, len(deter)
-        action = action / np.maximum(np.float32(1), np.abs(action))
+        limit: Floats = np.maximum(np.float32(1), np.abs(action))
         shared = np.concatenate(
             [
                 _dense(dynamics.deter_in, deter),
                 _dense(dynamics.stoch_in, stoch),
-                _dense(dynamics.action_in, action),
+                _dense(dynamics.action_in, action / limit),
             ],
             -1,
         )

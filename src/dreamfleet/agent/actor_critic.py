@@ -8,7 +8,7 @@ differentiated. Imagined arrays have time first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,77 +24,96 @@ from dreamfleet.agent.heads import (
     draw_noise,
     sample_actions,
 )
-from dreamfleet.agent.keys import Key, embed_actions
+from dreamfleet.agent.keys import embed_actions
 from dreamfleet.agent.nets import MLP, matmul_parts
 from dreamfleet.agent.returns import ReturnRange, lambda_return
-from dreamfleet.agent.rssm import RSSM, Latent, State
+from dreamfleet.agent.rssm import Latent, State
 from dreamfleet.agent.world_model import Networks
 
 Metrics = dict[str, Float[Array, ""]]
 
 
+class Predictions(NamedTuple):
+    """What the world model and the slow critic say about imagined states."""
+
+    reward: Float[Array, "*steps rows"]
+    cont: Float[Array, "*steps rows"]
+    slow_value: Float[Array, "*steps rows"]
+
+
 class Rollout(NamedTuple):
-    """Imagined states with the actions taken at them, and the state after the last action."""
+    """Imagined states with the actions taken at them, and what the heads say."""
 
     states: State
     actions: dict[str, Array]
-    final: State
+    value: Float[Array, "steps_plus_one rows"]
+    """Of all states, the final one included."""
+    predictions: Predictions
+    """On all states, the final one included."""
 
 
-def imagine(dynamics: RSSM, actor: Policy, start: State, length: int, key: PRNGKeyArray) -> Rollout:
-    """Follow the policy inside the model for `length` steps."""
+def imagine(
+    nets: Networks, slow_critic: Head, start: State, length: int, key: PRNGKeyArray
+) -> Rollout:
+    """Follow the policy inside the model for `length` steps.
+
+    Heads that need no gradient are evaluated along the way, while the states are in the cache.
+    """
+    dynamics, actor = nets.dynamics, nets.actor
     rows = start.deter.shape[0]
     key_action, key_state = jax.random.split(key)
     noise = draw_noise(key_action, actor.keys, (length, rows))
     uniform = jax.random.uniform(key_state, (length, rows, dynamics.variables))
+    heads = (nets.critic, nets.reward, nets.cont, slow_critic)
+
+    def look(state: State) -> tuple[Float[Array, "rows units"], tuple[Array, Predictions]]:
+        acting, *features = _features([actor.mlp, *(head.mlp for head in heads)], state)
+        value, reward, cont, slow = (head.out(x) for head, x in zip(heads, features, strict=True))
+        cont_prob = jax.nn.sigmoid(cont[..., 0].astype(jnp.float32))
+        predictions = Predictions(dist.twohot_mean(reward), cont_prob, dist.twohot_mean(slow))
+        return acting, (dist.twohot_mean(value), predictions)
 
     def step(
         latent: Latent, draws: tuple[dict[str, Array], Array]
-    ) -> tuple[Latent, tuple[State, dict[str, Array]]]:
+    ) -> tuple[Latent, tuple[State, dict[str, Array], tuple[Array, Predictions]]]:
         noise, uniform = draws
-        actions = sample_actions(actor.keys, actor(latent.state), noise)
+        acting, seen = look(latent.state)
+        actions = sample_actions(actor.keys, actor.choices(acting), noise)
         vector = embed_actions(actor.keys, actions, dynamics.dtype)
         following = dynamics.core(latent, dynamics.embed_action(vector))
         deter = following.state.deter
         stoch = dynamics.sample(dynamics.prior_of(deter), uniform)
-        return following._replace(state=State(deter, stoch)), (latent.state, actions)
+        outputs = (latent.state, actions, seen)
+        return following._replace(state=State(deter, stoch)), outputs
 
-    final, (states, actions) = jax.lax.scan(step, dynamics.enter(start), (noise, uniform))
-    return Rollout(states, actions, final.state)
+    last, (states, actions, seen) = jax.lax.scan(step, dynamics.enter(start), (noise, uniform))
+    _, final = look(last.state)
+    value, predictions = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), seen, final)
+    return Rollout(states, actions, value, predictions)
 
 
-class ImaginationLosses(NamedTuple):
-    """Losses (steps, rows) and what follows from the imagined returns."""
+class Targets(NamedTuple):
+    """What the imagined steps teach; nothing here carries a gradient."""
 
-    policy: Float[Array, "steps rows"]
-    value: Float[Array, "steps rows"]
+    advantage: Float[Array, "steps rows"]
+    weight: Float[Array, "steps rows"]
     returns: Float[Array, "steps rows"]
-    range: ReturnRange
-    metrics: Metrics
+    slow_value: Float[Array, "steps rows"]
 
 
-def imagination_losses(
-    log_prob: Float[Array, "steps rows"],
-    entropy: Float[Array, "steps rows"],
-    value_logits: Float[Array, "steps rows bins"],
+def imagination_targets(
     value: Float[Array, "steps_plus_one rows"],
-    slow_value: Float[Array, "steps_plus_one rows"],
-    reward: Float[Array, "steps_plus_one rows"],
-    cont: Float[Array, "steps_plus_one rows"],
+    predictions: Predictions,
     range_: ReturnRange,
     config: LossConfig,
     *,
     update: bool = True,
-) -> ImaginationLosses:
-    """Actor and critic losses of a rollout.
-
-    Predictions (`value`, `slow_value`, `reward`, `cont`) cover one state more than there are
-    actions. Gradients flow into `log_prob`, `entropy` and `value_logits` only.
-    """
-    value, slow_value, reward, cont = jax.lax.stop_gradient((value, slow_value, reward, cont))
+) -> tuple[Targets, ReturnRange, Metrics]:
+    """Returns, advantages and weights of a rollout, from predictions on all of its states."""
+    value, predictions = jax.lax.stop_gradient((value, predictions))
+    reward, cont, slow_value = predictions
     discount = 1.0 if config.continue_discount else 1.0 - 1.0 / config.horizon
-    weights = jnp.cumprod(discount * cont, 0) / discount
-    weight = weights[:-1]
+    weight = jnp.cumprod(discount * cont, 0) / discount
     bootstrap = slow_value if config.slow_target else value
     returns = lambda_return(
         reward, jnp.zeros_like(cont), 1.0 - cont, bootstrap, discount, config.lambda_
@@ -102,8 +121,6 @@ def imagination_losses(
     range_ = range_.update(returns, config) if update else range_
     scale = range_.scale(config)
     advantage = (returns - bootstrap[:-1]) / scale
-    policy = -weight * (advantage * log_prob + config.entropy_scale * entropy)
-    value_loss = weight * _value_loss(value_logits, returns, slow_value[:-1], config)
     normalised = (returns - range_.low) / scale
     metrics = {
         "adv": advantage.mean(),
@@ -119,9 +136,25 @@ def imagination_losses(
         "value": value.mean(),
         "slow_value": slow_value.mean(),
         "target": returns.mean(),
-        "weight": weights.mean(),
+        "weight": weight.mean(),
     }
-    return ImaginationLosses(policy, value_loss, returns, range_, metrics)
+    return Targets(advantage, weight[:-1], returns, slow_value[:-1]), range_, metrics
+
+
+def policy_loss(
+    log_prob: Float[Array, "*steps rows"],
+    entropy: Float[Array, "*steps rows"],
+    targets: Targets,
+    config: LossConfig,
+) -> Float[Array, "*steps rows"]:
+    """REINFORCE with an entropy bonus."""
+    return -targets.weight * (targets.advantage * log_prob + config.entropy_scale * entropy)
+
+
+def value_loss(
+    logits: Float[Array, "*steps rows bins"], targets: Targets, config: LossConfig
+) -> Float[Array, "*steps rows"]:
+    return targets.weight * _value_loss(logits, targets.returns, targets.slow_value, config)
 
 
 def replay_value_losses(
@@ -181,34 +214,74 @@ def actor_critic_losses(
     tail = jax.tree.map(lambda x: x[:, time - starts :], state)
     start = jax.tree.map(lambda x: x.reshape(batch * starts, -1), jax.lax.stop_gradient(tail))
     frozen = jax.lax.stop_gradient(nets)
-    rollout = imagine(frozen.dynamics, frozen.actor, start, config.imag_length, key)
-    rollout = jax.lax.stop_gradient(rollout)
-
-    keys = nets.actor.keys
-    actor_x, critic_x = _features([nets.actor.mlp, nets.critic.mlp], rollout.states)
-    choices = nets.actor.choices(actor_x)
-    entropies = action_entropies(choices, rank=2)
-    value_logits = nets.critic.out(critic_x)
-    predictions = _predict(frozen, slow_critic, rollout)
-    final_value = dist.twohot_mean(frozen.critic(rollout.final))
-    value = jnp.concatenate([dist.twohot_mean(value_logits), final_value[None]])
-    result = imagination_losses(
-        action_log_prob(keys, choices, rollout.actions, rank=2),
-        sum(entropies.values(), jnp.zeros_like(value[:-1])),
-        value_logits,
-        value,
-        predictions.slow_value,
-        predictions.reward,
-        predictions.cont,
-        range_,
-        config,
-        update=update,
+    rollout = imagine(frozen, slow_critic, start, config.imag_length, key)
+    targets, range_, metrics = imagination_targets(
+        rollout.value, rollout.predictions, range_, config, update=update
     )
-    losses = {"policy": result.policy, "value": result.value}
-    metrics = result.metrics | _entropy_metrics(keys, entropies, nets.actor)
+    learned = learn_from(nets.actor, nets.critic, rollout, targets, config)
+    losses = {"policy": learned.policy, "value": learned.value}
+    metrics |= _entropy_metrics(nets.actor, learned.entropies)
     if config.replay_value_scale:
-        losses["replay_value"] = _replay_value(nets, slow_critic, tail, obs, result, config)
-    return ActorCriticResult(losses, result.range, metrics)
+        boot = targets.returns[0].reshape(batch, starts).T
+        losses["replay_value"] = _replay_value(nets, slow_critic, tail, obs, boot, config)
+    return ActorCriticResult(losses, range_, metrics)
+
+
+class Learned(NamedTuple):
+    """Mean losses over all imagined steps, and the mean entropy of each action key."""
+
+    policy: Float[Array, ""]
+    value: Float[Array, ""]
+    entropies: dict[str, Float[Array, ""]]
+
+
+def learn_from(
+    actor: Policy, critic: Head, rollout: Rollout, targets: Targets, config: LossConfig
+) -> Learned:
+    """Losses of actor and critic on a rollout, one imagined step after the other.
+
+    Gradients are worked out together with the losses, while a step's activations are in the
+    cache, and are handed to the backward pass as they are. The policy loss only moves the actor,
+    the value loss only the critic.
+    """
+
+    def step_losses(models: tuple[Policy, Head], step: tuple[Any, ...]) -> tuple[Array, Learned]:
+        actor, critic = models
+        states, actions, targets = step
+        acting, judging = _features([actor.mlp, critic.mlp], states)
+        choices = actor.choices(acting)
+        entropies = action_entropies(choices, rank=1)
+        log_prob = action_log_prob(actor.keys, choices, actions, rank=1)
+        entropy = sum(entropies.values(), jnp.zeros_like(log_prob))
+        policy = policy_loss(log_prob, entropy, targets, config).mean()
+        value = value_loss(critic.out(judging), targets, config).mean()
+        means = {name: jax.lax.stop_gradient(each.mean()) for name, each in entropies.items()}
+        return policy + value, Learned(policy, value, means)
+
+    steps = (rollout.states, rollout.actions, targets)
+
+    def average(models: tuple[Policy, Head]) -> tuple[Learned, Any]:
+        def body(total: Any, step: Any) -> tuple[Any, Learned]:
+            grads, learned = jax.grad(step_losses, has_aux=True)(models, step)
+            return jax.tree.map(jnp.add, total, grads), learned
+
+        zeros = jax.tree.map(jnp.zeros_like, models)
+        grads, learned = jax.lax.scan(body, zeros, steps)
+        count = targets.weight.shape[0]
+        mean = jax.tree.map(lambda x: x.mean(0), learned)
+        return mean, jax.tree.map(lambda x: x / count, grads)
+
+    @jax.custom_vjp
+    def losses(models: tuple[Policy, Head]) -> Learned:
+        return average(models)[0]
+
+    def backward(grads: tuple[Policy, Head], cotangent: Learned) -> tuple[tuple[Policy, Head]]:
+        by_policy = jax.tree.map(lambda x: x * cotangent.policy.astype(x.dtype), grads[0])
+        by_value = jax.tree.map(lambda x: x * cotangent.value.astype(x.dtype), grads[1])
+        return ((by_policy, by_value),)
+
+    losses.defvjp(average, backward)
+    return losses((actor, critic))
 
 
 def _replay_value(
@@ -216,10 +289,10 @@ def _replay_value(
     slow_critic: Head,
     state: State,
     obs: dict[str, Array],
-    imagined: ImaginationLosses,
+    bootstrap: Float[Array, "steps rows"],
     config: LossConfig,
-) -> Float[Array, "steps rows"]:
-    batch, starts = state.deter.shape[:2]
+) -> Float[Array, "steps_minus_one rows"]:
+    starts = state.deter.shape[1]
     if not config.replay_value_grad:
         state = jax.lax.stop_gradient(state)
     reward, last, terminal = (
@@ -228,37 +301,13 @@ def _replay_value(
     loss, _ = replay_value_losses(
         nets.critic(state).swapaxes(0, 1),
         dist.twohot_mean(slow_critic(jax.lax.stop_gradient(state))).T,
-        imagined.returns[0].reshape(batch, starts).T,
+        bootstrap,
         reward,
         last,
         terminal,
         config,
     )
     return loss
-
-
-class _Predictions(NamedTuple):
-    """Scalar predictions on all states of a rollout, the final one included."""
-
-    reward: Float[Array, "steps_plus_one rows"]
-    cont: Float[Array, "steps_plus_one rows"]
-    slow_value: Float[Array, "steps_plus_one rows"]
-
-
-def _predict(frozen: Networks, slow_critic: Head, rollout: Rollout) -> _Predictions:
-    heads = [frozen.reward, frozen.cont, slow_critic]
-    columns = []
-    for states in (rollout.states, jax.tree.map(lambda x: x[None], rollout.final)):
-        features = _features([head.mlp for head in heads], states)
-        reward, cont, slow = (head.out(x) for head, x in zip(heads, features, strict=True))
-        columns.append(
-            (
-                dist.twohot_mean(reward),
-                jax.nn.sigmoid(cont[..., 0].astype(jnp.float32)),
-                dist.twohot_mean(slow),
-            )
-        )
-    return _Predictions(*(jnp.concatenate(pair) for pair in zip(*columns, strict=True)))
 
 
 def _features(mlps: Sequence[MLP], state: State) -> list[Float[Array, "*batch units"]]:
@@ -273,11 +322,11 @@ def _features(mlps: Sequence[MLP], state: State) -> list[Float[Array, "*batch un
     ]
 
 
-def _entropy_metrics(keys: tuple[Key, ...], entropies: dict[str, Array], actor: Policy) -> Metrics:
+def _entropy_metrics(actor: Policy, entropies: dict[str, Float[Array, ""]]) -> Metrics:
     """Entropy of each action key, and where it lies between its least and its most."""
     metrics = {}
-    for key in keys:
-        entropy = entropies[key.name].mean()
+    for key in actor.keys:
+        entropy = entropies[key.name]
         metrics[f"entropy/{key.name}"] = entropy
         if key.discrete:
             low, high = jnp.zeros(()), jnp.log(jnp.asarray(key.choices, jnp.float32)).sum()

@@ -95,8 +95,6 @@ def _in_process(kind: str, cache: str, quick: bool) -> dict[str, Any]:
 
 def measure(kind: str, cache: str, quick: bool) -> dict[str, Any]:
     """All figures of one kind of observation, in milliseconds and megabytes."""
-    import jax
-
     from dreamfleet.agent import Dreamer, DreamerConfig, ExecutionConfig, size_preset
 
     obs, act = spaces(kind)
@@ -104,13 +102,13 @@ def measure(kind: str, cache: str, quick: bool) -> dict[str, Any]:
     agent = Dreamer(obs, act, config)
     seconds = agent.compile(batch_size=16, batch_length=64, report_length=32)
     agent.compile(batch_size=16, batch_length=64, policy_batches=_ROWS)
-    carry, batch = agent.init_train(16), _batch(agent.example_batch(16, 64))
-    batch = next(iter(agent.stream([batch])))
+    carry = agent.init_train(16)
+    batch = next(agent.stream([_batch(agent.example_batch(16, 64))]))
 
     def step() -> None:
         nonlocal carry
-        carry, outs, _ = agent.train(carry, batch)
-        jax.block_until_ready((carry, outs))
+        carry, _, metrics = agent.train(carry, batch)
+        float(metrics["opt/updates"])
 
     step()
     train = _median(step, 2 if quick else 10)

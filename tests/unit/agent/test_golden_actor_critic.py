@@ -12,7 +12,13 @@ from golden_data import assert_close, fill, golden_name, load, part
 
 from dreamfleet import Space
 from dreamfleet.agent import distributions as dist
-from dreamfleet.agent.actor_critic import imagination_losses, replay_value_losses
+from dreamfleet.agent.actor_critic import (
+    Predictions,
+    imagination_targets,
+    policy_loss,
+    replay_value_losses,
+    value_loss,
+)
 from dreamfleet.agent.config import (
     DreamerConfig,
     LossConfig,
@@ -186,6 +192,7 @@ def test_imagination_losses(kind: str) -> None:
     value_logits = time_first(data["in/value_logits"])
     actions = {"action": time_first(data["in/action"])}
     slow = dist.twohot_mean(time_first(data["in/slowvalue_logits"]))
+    config = LossConfig()
     before = ReturnRange(*(jnp.asarray(data[f"in/retnorm_{name}"]) for name in ("lo", "hi")))
 
     def run(raw: list[jax.Array], value_logits: jax.Array) -> Any:
@@ -195,32 +202,28 @@ def test_imagination_losses(kind: str) -> None:
             choices = {"action": Normal(jnp.tanh(raw[0]), dist.bounded_std(raw[1], 0.1, 1.0))}
         logp = action_log_prob(keys, choices, actions, 2)
         entropy = action_entropies(choices, 2)["action"]
-        result = imagination_losses(
-            logp[:-1],
-            entropy[:-1],
-            value_logits[:-1],
-            dist.twohot_mean(value_logits),
-            slow,
-            time_first(data["in/rew"]),
-            time_first(data["in/con"]),
-            before,
-            LossConfig(),
+        predictions = Predictions(time_first(data["in/rew"]), time_first(data["in/con"]), slow)
+        targets, after, metrics = imagination_targets(
+            dist.twohot_mean(value_logits), predictions, before, config
         )
-        return result.policy.mean() + result.value.mean(), (result, logp, entropy)
+        policy = policy_loss(logp[:-1], entropy[:-1], targets, config)
+        value = value_loss(value_logits[:-1], targets, config)
+        return policy.mean() + value.mean(), (policy, value, targets, after, metrics, logp, entropy)
 
-    grads, (result, logp, entropy) = jax.jit(jax.grad(run, (0, 1), has_aux=True))(raw, value_logits)
-    assert_close(result.policy.T, data["out/loss_policy"])
-    assert_close(result.value.T, data["out/loss_value"])
-    assert_close(result.returns.T, data["out/ret"])
+    grads, results = jax.jit(jax.grad(run, (0, 1), has_aux=True))(raw, value_logits)
+    policy, value, targets, after, metrics, logp, entropy = results
+    assert_close(policy.T, data["out/loss_policy"])
+    assert_close(value.T, data["out/loss_value"])
+    assert_close(targets.returns.T, data["out/ret"])
     assert_close(logp.T, data["out/logp"])
     assert_close(entropy.T, data["out/entropy"])
-    assert_close(result.range.low, data["out/retnorm_lo"])
-    assert_close(result.range.high, data["out/retnorm_hi"])
+    assert_close(after.low, data["out/retnorm_lo"])
+    assert_close(after.high, data["out/retnorm_hi"])
     for name, gradient in zip(raw_names, grads[0], strict=True):
         assert_close(gradient.swapaxes(0, 1), data[f"out/grad_mean_{name}"], 1e-4)
     assert_close(grads[1].swapaxes(0, 1), data["out/grad_mean_value_logits"], 1e-4)
     for theirs, ours in METRICS.items():
-        assert_close(result.metrics[ours], data[f"out/metric/{theirs}"])
+        assert_close(metrics[ours], data[f"out/metric/{theirs}"])
 
 
 def test_replay_value_losses() -> None:
