@@ -5,7 +5,7 @@ Names are looked up on first use, so that configuration and the random agent com
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing
 
 from dreamfleet.agent.api import Agent, put_rows, take_rows
 from dreamfleet.agent.config import (
@@ -19,7 +19,7 @@ from dreamfleet.agent.config import (
 from dreamfleet.agent.errors import AgentError, NonFiniteError, SpaceError, StateMismatchError
 from dreamfleet.agent.random_agent import RandomAgent
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from dreamfleet.agent.dreamer import Dreamer
 
 __all__ = [

@@ -61,7 +61,8 @@ def straight_through(
     onehot: Float[Array, "*batch classes"], probs: Float[Array, "*batch classes"]
 ) -> Float[Array, "*batch classes"]:
     """The sample forward, the probabilities' gradient backward."""
-    return jax.lax.stop_gradient(onehot) + probs - jax.lax.stop_gradient(probs)
+    # The difference first: it is exactly zero, so the sample stays an exact one-hot.
+    return jax.lax.stop_gradient(onehot) + (probs - jax.lax.stop_gradient(probs))
 
 
 def categorical_kl(
