@@ -162,7 +162,7 @@ def _key(name: str, space: Space) -> Key:
             "make it a float."
         )
     signed = space.dtype.kind == "i"
-    return Key(name, space.shape, choices, int(low[0]), may_miss=signed and low[0] >= 0)
+    return Key(name, space.shape, choices, int(low[0]), may_miss=signed and bool(low[0] >= 0))
 
 
 def embed_actions(

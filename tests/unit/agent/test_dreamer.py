@@ -344,3 +344,16 @@ def test_bfloat16_computes_and_keeps_float32_parameters() -> None:
     _, actions, outs = agent.policy(agent.init_policy(2), observations(VECTOR, 2))
     assert outs["dyn/deter"].dtype == np.float32
     assert actions["move"].dtype == np.float32
+
+
+def test_compiling_ahead_covers_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    with caplog.at_level("INFO", logger="dreamfleet.agent"):
+        agent.compile(batch_size=4, batch_length=6, report_length=6, policy_batches=(2,))
+        assert {"Compiling train", "Compiling report"} <= set(caplog.messages)
+        caplog.clear()
+        batch = random_batch(VECTOR, ACTIONS)
+        agent.train(agent.init_train(4), batch)
+        agent.report(agent.init_report(4), batch)
+        agent.policy(agent.init_policy(2), observations(VECTOR, 2))
+        assert not [message for message in caplog.messages if message.startswith("Compiling")]

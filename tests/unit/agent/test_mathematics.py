@@ -157,3 +157,8 @@ def test_images_in_pieces_equal_images_at_once(shape: tuple[int, int]) -> None:
     pieces = over_images(lambda images, patches: layer(images, patches=patches), x)
     whole = layer(x.reshape(-1, 8, 8, 3), patches=False)
     np.testing.assert_allclose(pieces.reshape(whole.shape), whole, atol=1e-5)
+
+
+def test_shapes_are_checked_here() -> None:
+    with pytest.raises(TypeError, match="uniform"):
+        dist.sample_index(jnp.zeros((3, 4)), jnp.zeros((2,)))
