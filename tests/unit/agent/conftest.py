@@ -1,0 +1,21 @@
+"""JAX runs strictly in these tests: no silent change of dtype or rank, shapes as annotated."""
+
+import importlib
+import sys
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+PACKAGE = "dreamfleet.agent"
+CHECKED = [f"{PACKAGE}.{name}" for name in ("distributions", "returns")]
+
+assert f"{PACKAGE}.nets" not in sys.modules, "shapes are checked from the first import on"
+with install_import_hook(CHECKED, "beartype.beartype"):
+    importlib.import_module(f"{PACKAGE}.dreamer")
+
+
+@pytest.fixture(autouse=True)
+def strict_jax():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
