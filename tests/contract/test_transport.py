@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +71,7 @@ class Plain:
         server.bind("gate", self.gate, workers=1)
         server.bind("safe_gate", self.gate, workers=1, repeatable=True)
         server.bind("odd", lambda: object())
+        server.bind("leave", lambda: sys.exit(3))
         return server
 
     def fail(self, text: str = "no luck") -> None:
@@ -240,6 +242,7 @@ def test_an_error_reaches_the_caller_with_its_traceback_and_the_server_lives(
         ("add", (), "missing 1 required positional argument"),
         ("add", (1, 2), "takes 2 positional arguments but 3 were given"),
         ("odd", (), "type object are not supported"),
+        ("leave", (), "SystemExit: 3"),
     ],
 )
 def test_a_wrong_call_costs_an_error(

@@ -42,7 +42,7 @@ def _table(title: str, rows: list[Row]) -> Table:
     table = Table(title=f"dreamfleet bench {title}", title_justify="left")
     for column in ("name", "value", "unit", "peer", "peer value", "ratio", "note"):
         numeric = column in ("value", "peer value", "ratio")
-        table.add_column(column, justify="right" if numeric else "left")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=column == "name")
     for row in rows:
         table.add_row(
             row.name,

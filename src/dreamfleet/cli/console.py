@@ -1,9 +1,13 @@
 """The one place where commands speak to the person."""
 
+import sys
+
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-_out = Console(highlight=False)
+# What goes to a file has no edge at which it would have to be wrapped.
+_out = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
 _err = Console(stderr=True, highlight=False)
 
 
@@ -14,8 +18,4 @@ def say(message: str | Table) -> None:
 
 def complain(message: str) -> None:
     """Print one sentence about what went wrong, on standard error."""
-    _err.print(f"[bold red]error:[/] {_escape(message)}", soft_wrap=True)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+    _err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)

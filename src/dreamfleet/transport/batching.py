@@ -277,7 +277,7 @@ class BatchServer(BaseServer):
             good = requests[0].signature
             if batcher.postfn:
                 post = partial(self._post, batcher, batcher.postfn, info)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failed = len(requests)
             replies = [(r.peer, error_frames(r.number, error)) for r in requests]
         seconds = time.perf_counter() - start

@@ -46,7 +46,8 @@ class _Request:
 class Client:
     """Calls methods of a server, any number of threads at once.
 
-    `client.method(*args)` and `client.call('method', *args)` send a call and return a `Future`.
+    `client.method(*args)` and `client.call('method', *args)` send a call and return a `Future`;
+    the second form also reaches methods that are named like one of the client's own.
     What is sent is copied before the call returns, so buffers may be reused at once; received
     arrays are read-only.
 
@@ -270,6 +271,7 @@ class Client:
         elif isinstance(news, Lost):
             self._on_lost()
         else:
+            self._connection.trouble = str(news)
             self._fail_all(news)
 
     def _settle(self, message: Message) -> None:

@@ -93,7 +93,7 @@ class BaseServer(ABC):
             )
 
 
-def error_frames(number: int, error: Exception) -> list[Any]:
+def error_frames(number: int, error: BaseException) -> list[Any]:
     """The answer that tells a caller what its method raised."""
     kind = type(error).__name__
     return wire.pack_error(
@@ -181,7 +181,7 @@ class Server(BaseServer):
         failed = 0
         try:
             frames = wire.pack(wire.REPLY, number, encode(function(*args)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a method that exits must not take a thread along
             failed = 1
             frames = error_frames(number, error)
         with self._loop.lock:
