@@ -19,7 +19,7 @@ train: setup ## set up, then run the main job
 	@$(BIN)/dreamfleet train
 
 test: setup-dev lint types ## set up, then lint, types and tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2
 
 lint: setup-dev ## ruff: rules and formatting
 	@$(BIN)/ruff check .
