@@ -68,7 +68,7 @@ def raw_socket(address: str) -> Iterator[tuple[zmq.Socket[bytes], int]]:
     peer.sndtimeo = peer.rcvtimeo = 20_000
     peer.connect(address)
     try:
-        peer.send_multipart(wire.pack(wire.HELLO, 0, encode((wire.PROTOCOL, "Raw"))))
+        peer.send_multipart(wire.pack(wire.HELLO, 0, encode(None)))
         first, *rest = peer.recv_multipart()
         yield peer, wire.value_of(wire.unpack(first), rest)["incarnation"]
     finally:

@@ -120,11 +120,21 @@ def prepare(address: Address) -> None:
     raise AddressError(f"Another server is already running at {address.text}.")
 
 
-def clean_up(address: Address) -> None:
-    """Remove the socket file, and its directory if we made it up."""
+def file_identity(address: Address) -> tuple[int, int] | None:
+    """Which file a server's socket is, so that it never removes its successor's."""
+    try:
+        status = address.path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def clean_up(address: Address, identity: tuple[int, int] | None) -> None:
+    """Remove the socket file if it is still the one, and its directory if we made it up."""
     if address.kind == "tcp":
         return
-    address.path.unlink(missing_ok=True)
+    if file_identity(address) == identity:
+        address.path.unlink(missing_ok=True)
     directory = address.path.parent
     if directory.name.startswith(_PREFIX):
         with suppress(OSError):  # somebody put something else into it

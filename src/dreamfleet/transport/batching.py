@@ -145,10 +145,8 @@ class BatchServer(BaseServer):
                 batcher.post_pool.start()
         super().start(block)
 
-    def close(self) -> None:
-        """Stop answering: running batches finish, with what follows them; waiting calls fail with
-        `Disconnected`."""
-        super().close()
+    def _shut_down(self) -> None:
+        super()._shut_down()
         for batcher in self._batchers.values():
             batcher.post_pool.close()
 
@@ -277,7 +275,7 @@ class BatchServer(BaseServer):
             good = requests[0].signature
             if batcher.postfn:
                 post = partial(self._post, batcher, batcher.postfn, info)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # whatever it is, it must not take a thread along
             failed = len(requests)
             replies = [(r.peer, error_frames(r.number, error)) for r in requests]
         seconds = time.perf_counter() - start
@@ -289,7 +287,7 @@ class BatchServer(BaseServer):
         failed = False
         try:
             postfn(info)
-        except Exception:
+        except BaseException:
             failed = True
             log.exception("%s: what follows a batch of %r failed.", self.name, batcher.method)
         with self._loop.lock:

@@ -35,12 +35,13 @@ _FOREVER = float("inf")
 
 @dataclass(slots=True)
 class _Request:
-    """A call that has no answer yet."""
+    """A call that has no answer yet. Its value is a copy, because it may have to be sent again when
+    the caller has long gone on."""
 
     value: Encoded
     rows: int
     created: float
-    sent: bool = False
+    sent_to: int = 0  # the server's incarnation; 0: not sent
 
 
 class Client:
@@ -87,12 +88,12 @@ class Client:
         self._bystanders = 0  # threads that wait for the one at the socket
         self._closed = False
         self._pending: dict[int, Future] = {}
-        self._errors: deque[TransportError] = deque(maxlen=64)
+        self._errors: deque[TransportError] = deque()  # of calls nobody looks at any more
         self._number = 0
         self._welcome: Welcome | None = None
         self._counts: Counter[str] = Counter()
         self._waker = Waker()
-        self._connection = Connection(self.address, name, keys, self._waker)
+        self._connection = Connection(self.address, keys, self._waker)
         self._down_since = time.monotonic()
 
     # --- what callers use ------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class Client:
             self._bystanders += 1
             while self._receiving:
                 self._changed.wait()
-            self._fail_all(Closed(f"{self.name} was closed before {self.address} answered."))
+            self._fail_all(Closed, f"{self.name} was closed before {self.address} answered.")
             self._connection.close()
             self._waker.close()
             self._changed.notify_all()
@@ -173,9 +174,9 @@ class Client:
     # --- sending ---------------------------------------------------------------------------------
 
     def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
-        value = encode(args)
-        if self._pending:
-            self._progress(lambda: False, 0.0)  # learn of failures before sending more
+        value = encode(args).snapshot()
+        wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value is refused here and now
+        self._progress(lambda: False, 0.0)  # learn of losses and failures before sending more
         deadline = self._deadline(None)
         while True:
             with self._lock:
@@ -183,23 +184,24 @@ class Client:
                 if len(self._pending) < self._maxinflight:
                     return self._enqueue(Future(self, method), value, rows)
             if not self._progress(lambda: len(self._pending) < self._maxinflight, deadline):
-                raise Timeout(self._why_waiting(method))
+                raise Timeout(
+                    f"{len(self._pending)} calls of {self.name} are unanswered by {self._server}, "
+                    f"so {method!r} was not sent."
+                )
 
     def _enqueue(self, future: Future, value: Encoded, rows: int) -> Future:
         self._number += 1
         future.request = _Request(value, rows, time.monotonic())
         self._pending[self._number] = future
         self._counts["requests"] += 1
-        if self._welcome is None:
-            future.request.value = value.snapshot()  # sent later, when the caller may have moved on
-        else:
+        if self._welcome:
             self._send(self._number, future, self._welcome)
+        elif self._receiving:
+            self._waker.wake()  # the sleeper has one more call whose patience may end
         return future
 
     def _send(self, number: int, future: Future, welcome: Welcome) -> None:
         request: _Request = future.request
-        if future.method in welcome.repeatable:
-            request.value = request.value.snapshot()
         frames = wire.pack(
             wire.CALL,
             number,
@@ -208,7 +210,7 @@ class Client:
             future.method,
             request.rows,
         )
-        request.sent = True
+        request.sent_to = welcome.incarnation
         self._counts["bytes_out"] += sum(map(len, frames))
         self._connection.send(frames)
         if self._receiving and self._connection.readable:
@@ -272,44 +274,59 @@ class Client:
             self._on_lost()
         else:
             self._connection.trouble = str(news)
-            self._fail_all(news)
+            self._fail_all(MessageError, str(news))
 
     def _settle(self, message: Message) -> None:
         """Give an answer to the call it belongs to."""
         header = message.header
-        if header.kind == wire.STALE:
-            return  # the server is another one by now; that it was lost is yet to be noticed
         try:
-            value = wire.value_of(header, message.frames)
-            future = self._pending.pop(header.id, None)
-            if header.kind == wire.REPLY and future:
-                self._counts["replies"] += 1
-                future._resolve(value)
+            if header.kind == wire.STALE:
+                self._on_stale(header.id)
+            elif header.kind == wire.REPLY:
+                value = wire.value_of(header, message.frames)
+                if future := self._pending.pop(header.id, None):
+                    self._counts["replies"] += 1
+                    future._resolve(value)
             elif header.kind == wire.ERROR:
+                kind, text, trace = wire.value_of(header, message.frames)
                 self._counts["errors"] += 1
-                kind, text, trace = value
                 error = RemoteError(f"{self._server}: {text}", kind, trace)
-                if future:
+                if future := self._pending.pop(header.id, None):
                     future._fail(error)
                 else:  # the server could not even read which call it was
                     self._errors.append(error)
         except (TransportError, ValueError, TypeError) as problem:
-            self._fail_all(MessageError(f"{self._server} sent an answer that is odd: {problem}"))
+            self._fail_all(MessageError, f"{self._server} sent an answer that is odd: {problem}")
+
+    def _on_stale(self, number: int) -> None:
+        """The successor of the server that a call was made for has refused it. So it did not run,
+        and may be sent to the successor once that has greeted."""
+        future = self._pending.get(number)
+        if future is None:
+            return
+        request: _Request = future.request
+        if self._welcome and self._welcome.incarnation != request.sent_to:
+            self._send(number, future, self._welcome)
+        else:
+            request.sent_to = 0
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        if self._welcome and self._welcome.incarnation == welcome.incarnation:
-            return
+        if self._welcome:
+            if self._welcome.incarnation == welcome.incarnation:
+                return
+            self._on_lost()
         self._welcome = welcome
         self._maxinflight = min(self._maxinflight, welcome.limit)
         self._counts["connects"] += 1
         for number, future in self._pending.items():
-            if not future.request.sent:
+            if not future.request.sent_to:
                 self._send(number, future, welcome)
 
     def _on_lost(self) -> None:
-        assert self._welcome is not None
+        if self._welcome is None:
+            return
         repeatable = self._welcome.repeatable
-        error = Disconnected(
+        lost = (
             f"{self._server} was lost before it answered; whether the call was carried out is not "
             "known."
         )
@@ -317,11 +334,11 @@ class Client:
         self._down_since = time.monotonic()
         for number, future in list(self._pending.items()):
             request: _Request = future.request
-            if request.sent and future.method in repeatable:
-                request.sent = False
+            if request.sent_to and future.method in repeatable:
+                request.sent_to = 0
                 self._counts["resent"] += 1
-            elif request.sent:
-                self._pending.pop(number)._fail(error)
+            elif request.sent_to:
+                self._pending.pop(number)._fail(Disconnected(lost))
 
     def _next_expiry(self) -> float:
         """Seconds until a call has waited too long for a connection."""
@@ -339,9 +356,9 @@ class Client:
             expired = True
         return expired
 
-    def _fail_all(self, error: TransportError) -> None:
+    def _fail_all(self, kind: type[TransportError], text: str) -> None:
         while self._pending:
-            self._pending.pop(next(iter(self._pending)))._fail(error)
+            self._pending.pop(next(iter(self._pending)))._fail(kind(text))
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -362,8 +379,8 @@ class Client:
 
     @property
     def _server(self) -> str:
-        name = self._welcome.name if self._welcome else "The server"
-        return f"{name} at {self.address}"
+        welcome = self._welcome
+        return f"{welcome.name if welcome else 'The server'} at {self.address}"
 
     def _absence(self, seconds: float) -> str:
         return (

@@ -228,7 +228,8 @@ def _first_row(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: _first_row(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_first_row(value) for value in tree])
+        rows = [_first_row(value) for value in tree]
+        return rows if isinstance(tree, list) else tuple(rows)
     return np.asarray(tree)[0]
 
 

@@ -7,7 +7,9 @@ messages.
 
 from __future__ import annotations
 
+import secrets
 import select
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +47,9 @@ class Message:
     frames: list[Any]
 
 
+_FOREVER = float("inf")
+_RETRY = 0.5  # seconds
+
 News = Welcome | Lost | Message | MessageError
 
 _HANDSHAKE_FAILURES = {
@@ -62,12 +67,11 @@ _EVENTS = (
 
 
 class Connection:
-    def __init__(self, address: str, name: str, keys: Keys | None, waker: Waker) -> None:
+    def __init__(self, address: str, keys: Keys | None, waker: Waker) -> None:
         self.news: deque[News] = deque()
         self.trouble = "nobody listens there"
         self.bytes_in = 0
         self._address = parse(address)
-        self._name = name
         self._keys = keys if self._address.kind == "tcp" else None
         self._waker = waker
         self._greeted = False
@@ -84,9 +88,17 @@ class Connection:
         self._socket.ipv6 = ":" in self._address.host
         if self._keys:
             self._keys.protect_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        # Without a limit: libzmq's only I/O thread blocks on a monitor that is full, and nobody
+        # reads this one while the client is idle.
+        endpoint = f"inproc://monitor-{secrets.token_hex(8)}"
+        self._socket.monitor(endpoint, _EVENTS)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.rcvhwm = 0
+        self._monitor.linger = 0
+        self._monitor.connect(endpoint)
         self._monitor_descriptor = self._monitor.fileno()
         self._alarmed = True  # its descriptor tells of changes, so it is looked at once before
+        self._retry_at = _FOREVER
         self._bell = select.poll()
         for source in (self._socket, self._monitor, self._waker):
             self._bell.register(source.fileno(), select.POLLIN)
@@ -98,7 +110,8 @@ class Connection:
     def sleep(self, timeout: float) -> None:
         """Wait for a sign of news, a wake-up or the end of `timeout` seconds. Touches no socket,
         so another thread may send meanwhile."""
-        for descriptor, _ in self._bell.poll(None if timeout == float("inf") else 1000 * timeout):
+        timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
+        for descriptor, _ in self._bell.poll(None if timeout == _FOREVER else 1000 * timeout):
             if descriptor == self._waker.fileno():
                 self._waker.clear()
             elif descriptor == self._monitor_descriptor:
@@ -112,11 +125,12 @@ class Connection:
     def collect(self) -> None:
         """Turn what has come into news, one thing at a time."""
         if not self.news:
-            message = wire.receive(self._socket)
-            if message:
+            if self._alarmed:
+                self._watch()  # it may send, and so must come before the look at the socket
+            if not self.news and (message := wire.receive(self._socket)):
                 self._read(message)
-            elif self._alarmed:
-                self._watch()
+            if self._retry_at <= time.monotonic():
+                self._reopen()
 
     def close(self, linger: int | None = None) -> None:
         self._socket.disable_monitor()
@@ -156,12 +170,17 @@ class Connection:
             except zmq.Again:
                 return
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.send(wire.pack(wire.HELLO, 0, encode((wire.PROTOCOL, self._name))))
-            elif event != zmq.Event.DISCONNECTED:
+                self.trouble = "it takes connections but does not greet"
+                self.send(wire.pack(wire.HELLO, 0, encode(None)))
+            elif event == zmq.Event.DISCONNECTED:
+                if self._greeted:
+                    self._lose()
+                    return
+            else:
                 self.trouble = _HANDSHAKE_FAILURES[zmq.Event(event)]
-            elif self._greeted:
-                self._lose()
-                return
+                if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+                    # After this one libzmq does not try again by itself.
+                    self._retry_at = time.monotonic() + _RETRY
 
     def _lose(self) -> None:
         while message := wire.receive(self._socket):
@@ -171,5 +190,8 @@ class Connection:
         self.news.append(Lost())
         # libzmq would connect again by itself. A fresh socket forgets what was queued for the old
         # server: whether that is sent again is decided call by call.
+        self._reopen()
+
+    def _reopen(self) -> None:
         self.close(linger=0)
         self._open()

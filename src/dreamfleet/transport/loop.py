@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.address import Address, clean_up, parse, prepare
+from dreamfleet.transport.address import Address, clean_up, file_identity, parse, prepare
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.errors import AddressError, MessageError, SecurityError, TransportError
 from dreamfleet.transport.security import Doorkeeper, Keys
@@ -88,6 +88,7 @@ class Loop:
             self._context.destroy(linger=0)
             raise
         self.address = self._address.text
+        self._file = file_identity(self._address)
         self._bell = select.poll()
         self._bell.register(self._waker.fileno(), select.POLLIN)
         for socket in (self._socket, *self._doorkeeper_sockets()):
@@ -149,16 +150,20 @@ class Loop:
         with self.lock:
             self._release()
 
+    def owns(self, thread: threading.Thread) -> bool:
+        """Whether this is one of the server's own threads, which cannot wait for its end."""
+        return thread in self._threads
+
     def _release(self) -> None:
         if self._released:
             return
         self._released = True
+        clean_up(self._address, self._file)  # while the address is still ours
         self._socket.close()
         for socket in self._doorkeeper_sockets():
             socket.close()
         self._waker.close()
         self._context.term()
-        clean_up(self._address)
 
     # --- under the lock --------------------------------------------------------------------------
 
@@ -178,6 +183,7 @@ class Loop:
             self._inflight[peer] = count
         else:
             del self._inflight[peer]
+        self.counts["replies"] += 1
         self._send(peer, frames)
 
     def nudge(self) -> None:
@@ -200,7 +206,6 @@ class Loop:
             # The client has gone, or does not read its answers: its loss, nobody else's.
             self.counts["undelivered"] += 1
             return
-        self.counts["replies"] += 1
         self.counts["bytes_out"] += sum(map(len, frames))
 
     # --- taking turns ----------------------------------------------------------------------------
@@ -237,21 +242,25 @@ class Loop:
 
     def _perform(self, lane: Lane, job: Job) -> tuple[Lane, Job] | None:
         """Run a job; returns the next one, if there is one to run right away."""
-        job()
+        try:
+            job()
+        except BaseException:
+            log.exception("%s: a job failed to handle its own failure.", self.name)
         with self.lock:
             if self._stopping:
                 return None
             if lane.queue:
-                return lane, lane.queue.popleft()
-            lane.running -= 1
-            self._on_due()
-            task = self._ready.popleft() if self._ready else None
+                task: tuple[Lane, Job] | None = (lane, lane.queue.popleft())
+            else:
+                lane.running -= 1
+                self._on_due()
+                task = self._ready.popleft() if self._ready else None
             self.nudge()
             return task
 
     def _receive(self) -> None:
         while self._doorkeeper and wire.readable(self._doorkeeper.socket):
-            self._doorkeeper.answer()
+            self.counts["refused"] += not self._doorkeeper.answer()
         while not self._ready and (message := wire.receive(self._socket)):
             peer, frames = message[0], message[1:]
             try:
@@ -286,6 +295,8 @@ class Loop:
         try:
             if self._inflight[peer] > wire.MAX_INFLIGHT:
                 raise MessageError(f"More than {wire.MAX_INFLIGHT} requests are in flight.")
+            if self.counts["inflight"] > wire.MAX_HELD:
+                raise MessageError(f"{self.name} holds {wire.MAX_HELD} requests and takes no more.")
             self._on_call(peer, header, frames[1:])
         except TransportError as problem:
             self.counts["errors"] += 1

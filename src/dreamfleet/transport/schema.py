@@ -25,6 +25,7 @@ MAX_DEPTH = 32
 MAX_NODES = 16_384
 MAX_ELEMENTS = 2**40  # far above any message, far below what overflows numpy's arithmetic
 MAX_SCHEMAS = 512
+MAX_KEPT = 16_384  # bytes of a schema that is kept
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(kind)
@@ -52,10 +53,6 @@ class Leaf:
     nbytes: int
     offset: int  # into the blob, or -1 for a frame of its own
 
-    @property
-    def name(self) -> str:
-        return "/".join(self.path) or "value"
-
 
 @dataclass(frozen=True, slots=True)
 class Schema:
@@ -81,10 +78,12 @@ def parse_schema(data: bytes) -> Schema:
     schema = _schemas.get(data)
     if schema is None:
         schema = _parse(data)
-        if len(_schemas) >= MAX_SCHEMAS:
-            # Structures repeat; whoever sends ever new ones pays for parsing, not with our memory.
-            _schemas.clear()
-        _schemas[data] = schema
+        # Structures repeat; whoever sends ever new or huge ones pays for parsing, not with our
+        # memory.
+        if len(data) <= MAX_KEPT:
+            if len(_schemas) >= MAX_SCHEMAS:
+                _schemas.clear()
+            _schemas[data] = schema
     return schema
 
 

@@ -106,16 +106,16 @@ class Doorkeeper:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self._keys = keys
-        self.refused = 0
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
 
-    def answer(self) -> None:
+    def answer(self) -> bool:
+        """Answer one question; whether the client was admitted."""
         version, request, _domain, _address, _identity, mechanism, *credentials = (
             self.socket.recv_multipart()
         )
         admitted = mechanism == b"CURVE" and any(map(self._keys.admits, credentials[:1]))
-        self.refused += not admitted
         code, text = (b"200", b"OK") if admitted else (b"400", b"wrong key")
         self.socket.send_multipart([version, request, code, text, b"", b""])
+        return admitted

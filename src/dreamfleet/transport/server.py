@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -14,11 +13,11 @@ from typing import Any, Self
 
 from dreamfleet.transport import wire
 from dreamfleet.transport.codec import encode
-from dreamfleet.transport.errors import MessageError, TransportError
+from dreamfleet.transport.errors import Closed, MessageError, TransportError
 from dreamfleet.transport.loop import Lane, Loop, Peer
 from dreamfleet.transport.security import Keys
 
-log = logging.getLogger(__name__)
+_LONGEST_TEXT = 100_000  # characters of an error; the last ones say most
 
 
 class BaseServer(ABC):
@@ -29,6 +28,7 @@ class BaseServer(ABC):
     ) -> None:
         self.name = name
         self._loop = Loop(address, name, keys, insecure, self._on_call, self._repeatable, **hooks)
+        self._closing = threading.Lock()  # taken by whoever closes the server, for good
         self._closed = threading.Event()
         self._started = False
 
@@ -39,6 +39,8 @@ class BaseServer(ABC):
 
     def start(self, block: bool = True) -> None:
         """Begin to answer. With `block`, return when the server is closed."""
+        if self._closed.is_set():
+            raise Closed(f"{self.name} was closed; make a new one.")
         if not self._started:
             self._started = True
             self._loop.start(sum(lane.limit for lane in self._lanes()))
@@ -50,14 +52,20 @@ class BaseServer(ABC):
 
     def close(self) -> None:
         """Stop answering: running methods finish, waiting calls fail with `Disconnected`."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
+        if self._closing.acquire(blocking=False):
+            try:
+                self._shut_down()
+            finally:
+                self._closed.set()
+        elif not self._loop.owns(threading.current_thread()):
+            self._closed.wait()
+
+    def _shut_down(self) -> None:
         self._loop.close()
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and how many requests are in flight now."""
-        names = ("requests", "replies", "errors", "malformed", "undelivered", "inflight")
+        names = ("requests", "replies", "errors", "malformed", "undelivered", "refused", "inflight")
         counts = self._loop.counts
         return {name: float(counts[name]) for name in (*names, "bytes_in", "bytes_out")}
 
@@ -95,10 +103,14 @@ class BaseServer(ABC):
 
 def error_frames(number: int, error: BaseException) -> list[Any]:
     """The answer that tells a caller what its method raised."""
-    kind = type(error).__name__
-    return wire.pack_error(
-        number, kind, f"{kind}: {error}", "".join(traceback.format_exception(error))
-    )
+    text = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error))
+    return wire.pack_error(number, type(error).__name__, _sendable(text), _sendable(trace))
+
+
+def _sendable(text: str) -> str:
+    """Text as UTF-8 can carry it: file names may hold bytes that are none."""
+    return text[-_LONGEST_TEXT:].encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,7 @@ class Server(BaseServer):
         failed = 0
         try:
             frames = wire.pack(wire.REPLY, number, encode(function(*args)))
-        except (Exception, SystemExit) as error:  # a method that exits must not take a thread along
+        except BaseException as error:  # whatever it is, it must not take a thread along
             failed = 1
             frames = error_frames(number, error)
         with self._loop.lock:

@@ -6,7 +6,7 @@ the bytes of all items are joined and looked at as arrays, without looking at an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Request:
         return self.rows or 1
 
 
-_signatures: dict[tuple[int, bool, tuple[type, ...]], tuple[Schema, Signature]] = {}
+_signatures: dict[tuple[int, int, tuple[type, ...]], tuple[Schema, Signature]] = {}
 _MAX_SIGNATURES = 1024
 
 
@@ -50,7 +50,7 @@ def signature_of(schema: Schema, plain: Sequence[Plain], rows: int) -> Signature
     Raises:
         MessageError: It holds something that has no place in a batch.
     """
-    key = (id(schema), rows > 0, tuple(map(type, plain)))
+    key = (id(schema), rows, tuple(map(type, plain)))
     known = _signatures.get(key)
     if known and known[0] is schema:
         return known[1]
@@ -175,15 +175,16 @@ def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
 
 
 def _cut(tree: Any, cut: slice | int) -> Any:
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return {key: _cut(value, cut) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_cut(value, cut) for value in tree])
+        rows = [_cut(value, cut) for value in tree]
+        return rows if isinstance(tree, list) else tuple(rows)
     return np.asarray(tree)[cut]
 
 
 def _check_rows(tree: Any, total: int, path: tuple[str, ...]) -> None:
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         for key, value in tree.items():
             _check_rows(value, total, (*path, str(key)))
     elif isinstance(tree, (list, tuple)):

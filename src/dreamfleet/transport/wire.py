@@ -1,7 +1,7 @@
 """Messages: a small header frame, then one frame per large array.
 
     client                              server
-    HELLO  protocol, name       ---->
+    HELLO                       ---->
                                 <----   WELCOME  protocol, name, incarnation, limit, repeatable
     CALL   id, to, method, rows, value -->
                                 <----   REPLY id, value      or      ERROR id, (kind, text, trace)
@@ -21,16 +21,17 @@ import msgspec
 import zmq
 
 from dreamfleet.transport.codec import Encoded, decode, encode
-from dreamfleet.transport.errors import MessageError
+from dreamfleet.transport.errors import CodecError, MessageError
 from dreamfleet.transport.schema import Buffer, Plain
 
 PROTOCOL = 1
 HELLO, WELCOME, CALL, REPLY, ERROR, STALE = range(6)
 
-MAX_HEADER = 1 << 20
+MAX_HEADER = 4 << 20
 MAX_FRAMES = 4096
-MAX_MESSAGE = 1 << 30  # bytes in one frame; libzmq hangs up on a peer that announces more
+MAX_MESSAGE = 1 << 28  # bytes in one frame; libzmq hangs up on a peer that announces more
 MAX_INFLIGHT = 256  # requests of one client that a server holds
+MAX_HELD = 4096  # requests of all clients, also of those that have gone
 
 HEARTBEAT = 5_000  # ms between pings, answered by libzmq's own thread however busy Python is
 HEARTBEAT_TIMEOUT = 15_000  # ms of silence after which the other side counts as dead
@@ -56,9 +57,24 @@ _decode_header = msgspec.msgpack.Decoder(Header).decode
 def pack(
     kind: int, number: int, value: Encoded, to: int = 0, method: str = "", rows: int = 0
 ) -> list[Buffer]:
-    """The frames of a message."""
-    header = Header(kind, number, to, method, rows, value.schema, value.plain, value.blob)
-    return [_encode_header(header), *value.frames]
+    """The frames of a message.
+
+    Raises:
+        CodecError: The value is larger than a message may be.
+    """
+    header = _encode_header(
+        Header(kind, number, to, method, rows, value.schema, value.plain, value.blob)
+    )
+    if len(header) > MAX_HEADER:
+        raise CodecError(
+            f"Cannot send so many small values at once: they take {len(header)} bytes, and "
+            f"{MAX_HEADER} is the limit. Stack them into arrays."
+        )
+    if len(value.frames) >= MAX_FRAMES:
+        raise CodecError(f"Cannot send more than {MAX_FRAMES - 1} large arrays at once.")
+    if value.frames and max(map(len, value.frames)) > MAX_MESSAGE:
+        raise CodecError(f"Cannot send an array of more than {MAX_MESSAGE} bytes.")
+    return [header, *value.frames]
 
 
 def pack_error(number: int, kind: str, text: str, traceback: str = "") -> list[Buffer]:

@@ -95,7 +95,7 @@ def test_knowing_the_servers_public_key_is_not_enough() -> None:
         monitor.close()
         with Client(server.address, keys=keys) as friend:
             assert friend.ping().result(20) == "pong"
-        assert server._loop._doorkeeper.refused >= 1
+        assert server.stats()["refused"] >= 1
     finally:
         socket.close()
         context.term()
