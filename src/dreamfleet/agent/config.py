@@ -1,0 +1,265 @@
+"""Every hyperparameter of the agent, with the published defaults.
+
+Importable without JAX: the processes that only pass configuration around stay small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from dreamfleet.errors import ConfigError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Widths and depths of the networks. The defaults are the 12m preset."""
+
+    deter: int = 2048
+    """Width of the recurrent (deterministic) state."""
+    hidden: int = 256
+    """Width of the layers inside the recurrent state-space model."""
+    stoch: int = 32
+    """Number of categorical variables of the stochastic state."""
+    classes: int = 16
+    """Choices of each categorical variable."""
+    blocks: int = 8
+    """Blocks of the block-diagonal recurrent layers; must divide `deter`."""
+    units: int = 256
+    """Width of the encoder's, the decoder's and every head's layers."""
+    depth: int = 16
+    """Channels of the image networks, before the multipliers."""
+    mults: tuple[int, ...] = (2, 3, 4, 4)
+    """Channel multiplier of each image stage; every stage halves the resolution."""
+    kernel: int = 5
+    """Width of the convolution kernels; must be odd."""
+    decoder_blocks: int = 8
+    """Blocks of the layer from the recurrent state to the decoder's first image."""
+    encoder_layers: int = 3
+    """Layers of the encoder for vectors."""
+    decoder_layers: int = 3
+    """Layers of the decoder for vectors."""
+    reward_layers: int = 1
+    """Layers of the reward head."""
+    continue_layers: int = 1
+    """Layers of the head that predicts whether the episode goes on."""
+    actor_layers: int = 3
+    """Layers of the policy."""
+    critic_layers: int = 3
+    """Layers of the value function."""
+    dynamics_layers: int = 1
+    """Block layers between the inputs and the gates of the recurrent cell."""
+    prior_layers: int = 2
+    """Layers from the recurrent state to the predicted stochastic state."""
+    posterior_layers: int = 1
+    """Layers from recurrent state and observation to the stochastic state."""
+    unimix: float = 0.01
+    """Share of a uniform distribution mixed into the stochastic state's categoricals."""
+    bins: int = 255
+    """Bins of the two-hot reward and value distributions."""
+    min_std: float = 0.1
+    """Smallest standard deviation of a continuous policy."""
+    max_std: float = 1.0
+    """Largest standard deviation of a continuous policy."""
+
+    def __post_init__(self) -> None:
+        for name in ("deter", "hidden", "stoch", "classes", "blocks", "units", "depth"):
+            _require(getattr(self, name) >= 1, f"model.{name} must be at least 1.")
+        _require(
+            self.deter % self.blocks == 0,
+            f"model.deter={self.deter} must be a multiple of model.blocks={self.blocks}.",
+        )
+        _require(self.kernel % 2 == 1, f"model.kernel={self.kernel} must be odd.")
+        _require(len(self.mults) >= 1, "model.mults needs at least one stage.")
+        _require(self.bins >= 3, f"model.bins={self.bins} must be at least 3.")
+        _require(0 <= self.unimix < 1, f"model.unimix={self.unimix} must lie in [0, 1).")
+        _require(
+            0 < self.min_std <= self.max_std,
+            f"model.min_std={self.min_std} must be positive and at most "
+            f"model.max_std={self.max_std}.",
+        )
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is optimised, and how the terms are weighed."""
+
+    reconstruction_scale: float = 1.0
+    """Weight of each decoded key's loss."""
+    reward_scale: float = 1.0
+    """Weight of the reward prediction."""
+    continue_scale: float = 1.0
+    """Weight of the continuation prediction."""
+    dynamics_scale: float = 1.0
+    """Weight of moving the prior towards the posterior."""
+    representation_scale: float = 0.1
+    """Weight of moving the posterior towards the prior."""
+    policy_scale: float = 1.0
+    """Weight of the policy loss in imagination."""
+    value_scale: float = 1.0
+    """Weight of the value loss in imagination."""
+    replay_value_scale: float = 0.3
+    """Weight of the value loss on replayed states; 0 leaves it out."""
+    free_nats: float = 1.0
+    """KL below this many nats is not penalised."""
+    reward_grad: bool = True
+    """Whether the reward loss shapes the representation."""
+    replay_value_grad: bool = True
+    """Whether the replay value loss shapes the representation."""
+    horizon: float = 333.0
+    """Effective planning horizon: the discount is 1 - 1/horizon."""
+    continue_discount: bool = True
+    """Learn the discount into the continuation head instead of multiplying it in."""
+    lambda_: float = 0.95
+    """Mixing of one-step and long returns."""
+    entropy_scale: float = 3e-4
+    """Weight of the policy's entropy."""
+    imag_length: int = 15
+    """Imagined steps from each start."""
+    imag_last: int = 0
+    """Start imagination from this many last states of each sequence; 0 takes all."""
+    slow_regularizer: float = 1.0
+    """Weight of keeping the value close to its slow copy."""
+    slow_rate: float = 0.02
+    """Share of the value's parameters mixed into its slow copy after each update."""
+    slow_target: bool = False
+    """Bootstrap returns from the slow copy instead of the value itself."""
+    return_rate: float = 0.01
+    """Rate at which the return normaliser follows the data."""
+    return_limit: float = 1.0
+    """Returns that spread less than this are not scaled up."""
+    return_low: float = 5.0
+    """Lower percentile of the return normaliser."""
+    return_high: float = 95.0
+    """Upper percentile of the return normaliser."""
+
+    def __post_init__(self) -> None:
+        _require(self.horizon > 1, f"loss.horizon={self.horizon} must be above 1.")
+        _require(self.imag_length >= 1, "loss.imag_length must be at least 1.")
+        _require(self.imag_last >= 0, "loss.imag_last must be 0 (all) or positive.")
+        _require(
+            self.replay_value_scale == 0 or self.imag_last != 1,
+            "loss.imag_last=1 leaves no pair of steps for the replay value loss: "
+            "set it to 2 or more, or loss.replay_value_scale to 0.",
+        )
+        _require(
+            0 <= self.return_low < self.return_high <= 100,
+            "loss.return_low must lie below loss.return_high, both within 0 and 100.",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """One optimizer for all networks: gradient clipping, RMS scaling, then momentum."""
+
+    learning_rate: float = 4e-5
+    """Step size after the warm-up."""
+    clip: float = 0.3
+    """Largest gradient norm of a tensor relative to the norm of its parameters."""
+    clip_floor: float = 1e-3
+    """Parameter norm below which the clipping threshold stops shrinking."""
+    eps: float = 1e-20
+    """Added to the root mean square in the denominator."""
+    beta1: float = 0.9
+    """Decay of the momentum."""
+    beta2: float = 0.999
+    """Decay of the squared gradients."""
+    weight_decay: float = 0.0
+    """Decay of kernels towards zero, in units of the learning rate."""
+    warmup: int = 1000
+    """Updates over which the learning rate rises linearly from zero."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "optimizer.learning_rate must be positive.")
+        _require(self.warmup >= 0, "optimizer.warmup must not be negative.")
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """Where and how the computation runs; nothing here changes the mathematics."""
+
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of activations; parameters and losses always stay float32."""
+    train_platform: str = ""
+    """Devices that train: cpu, gpu or tpu; empty takes JAX's default."""
+    policy_platform: str = ""
+    """Device that acts: cpu, gpu or tpu; empty takes the first training device."""
+    shard_parameters: bool = False
+    """Split parameters and optimizer state over the training devices (fully sharded)
+    instead of keeping a copy on each (data parallel)."""
+    publish_every: int = 1
+    """Updates between two hand-overs of parameters to the actor."""
+    replay_context: int = 1
+    """Steps before each training sequence whose stored state it continues from."""
+    report_rows: int = 6
+    """Sequences shown in a report's videos."""
+    report_gradient_norms: bool = False
+    """Whether reports measure the gradient norm of each loss (one backward pass each)."""
+    prefetch: int = 1
+    """Batches placed on the training devices ahead of time."""
+    cache_dir: str = "~/.cache/dreamfleet/jax"
+    """Folder of compiled programs, kept between runs; empty switches it off."""
+    dump_dir: str = ""
+    """Folder for the offending batch when NaN or infinity appears; empty takes the
+    working directory."""
+
+    def __post_init__(self) -> None:
+        _require(self.publish_every >= 1, "execution.publish_every must be at least 1.")
+        _require(self.replay_context >= 1, "execution.replay_context must be at least 1.")
+        _require(self.prefetch >= 1, "execution.prefetch must be at least 1.")
+
+
+@dataclass(frozen=True)
+class DreamerConfig:
+    """The whole agent."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Networks."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Losses."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer."""
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    """Devices, precision and reports."""
+
+
+# deter, hidden, classes, depth, units of the published sizes.
+_PUBLISHED = {
+    "1m": (512, 64, 4, 4, 64),
+    "12m": (2048, 256, 16, 16, 256),
+    "25m": (3072, 384, 24, 24, 384),
+    "50m": (4096, 512, 32, 32, 512),
+    "100m": (6144, 768, 48, 48, 768),
+    "200m": (8192, 1024, 64, 64, 1024),
+    "400m": (12288, 1536, 96, 96, 1536),
+}
+_SMALL = {
+    "debug": ModelConfig(
+        deter=16, hidden=8, stoch=4, classes=4, blocks=4, units=16, depth=2, decoder_blocks=4,
+        bins=15, mults=(2, 4), encoder_layers=1, decoder_layers=1, actor_layers=1, critic_layers=1,
+    ),
+    "cpu-tiny": ModelConfig(
+        deter=128, hidden=64, stoch=8, classes=8, blocks=8, units=64, depth=4, decoder_blocks=8
+    ),
+    "cpu-small": ModelConfig(
+        deter=256, hidden=64, stoch=16, classes=8, blocks=8, units=64, depth=4, decoder_blocks=8
+    ),
+}  # fmt: skip
+SIZES = (*_SMALL, *_PUBLISHED)
+
+
+def size_preset(name: str) -> ModelConfig:
+    """The networks of a named size: the published 1m to 400m, or a small one for CPUs."""
+    if name in _SMALL:
+        return _SMALL[name]
+    if name not in _PUBLISHED:
+        raise ConfigError(f"There is no size {name!r}. Choose one of {', '.join(SIZES)}.")
+    deter, hidden, classes, depth, units = _PUBLISHED[name]
+    return replace(
+        ModelConfig(), deter=deter, hidden=hidden, classes=classes, depth=depth, units=units
+    )

@@ -1,0 +1,205 @@
+"""Speed of the agent at size 1m: training, compiling, acting, memory.
+
+The reference implementation's figures were taken on another 2-core machine, so they are compared
+in units of a 1024x1024x1024 float32 product: the peer's value is its count of products times the
+time one takes here, in the same run. Every subject runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.spaces import Space
+
+_PEER = "reference, in matmuls of this machine"
+_REFERENCE_MATMUL = 14.6
+_ROWS = (1, 8, 16)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Milliseconds of the reference implementation where a product takes 14.6 ms."""
+
+    train: float
+    compile: float
+    policy: tuple[float, float, float]
+
+
+REFERENCES = {
+    "vector": Reference(1258, 50_000, (1.7, 3.0, 2.3)),
+    "image": Reference(6671, 50_000, (2.4, 8.4, 11.3)),
+}
+
+
+def run(quick: bool) -> list[Row]:
+    """Measure both kinds of observations, cold and with a warm compilation cache."""
+    rows: list[Row] = []
+    for kind, reference in REFERENCES.items():
+        with tempfile.TemporaryDirectory() as cache:
+            cold = _in_process(kind, cache, quick)
+            warm = _in_process(kind, cache, quick=True)
+        unit = cold["matmul"] / _REFERENCE_MATMUL
+
+        def faster(
+            name: str, ours: float, theirs: float, note: str = "", unit: float = unit
+        ) -> Row:
+            return compare(
+                name, ours, "ms", _PEER, theirs * unit, smaller_is_better=True, note=note
+            )
+
+        rows += [
+            Row(f"{kind}: matmul 1024^3", cold["matmul"], "ms", note="reference machine: 14.6"),
+            faster(
+                f"{kind}: train step",
+                cold["train"],
+                reference.train,
+                f"{cold['train'] / cold['matmul']:.0f} matmuls",
+            ),
+            faster(f"{kind}: compile, cold", cold["compile"], reference.compile),
+            faster(f"{kind}: compile, warm cache", warm["compile"], reference.compile),
+            Row(f"{kind}: peak memory", cold["memory"], "MB"),
+        ]
+        for index, batch in enumerate(_ROWS):
+            rows.append(
+                faster(
+                    f"{kind}: policy, batch {batch}", cold["policy"][index], reference.policy[index]
+                )
+            )
+        for index, batch in enumerate(_ROWS):
+            median, high = cold["beside"][index]
+            note = f"99th percentile {high:.1f} ms"
+            name = f"{kind}: policy beside training, batch {batch}"
+            rows.append(Row(name, median, "ms", note=note))
+    return rows
+
+
+def _in_process(kind: str, cache: str, quick: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", "dreamfleet.benchmarks.agent", kind, cache, str(int(quick))]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return measured
+
+
+def measure(kind: str, cache: str, quick: bool) -> dict[str, Any]:
+    """All figures of one kind of observation, in milliseconds and megabytes."""
+    from dreamfleet.agent import Dreamer, DreamerConfig, ExecutionConfig, size_preset
+
+    obs, act = spaces(kind)
+    config = DreamerConfig(size_preset("1m"), execution=ExecutionConfig(cache_dir=cache))
+    agent = Dreamer(obs, act, config)
+    seconds = agent.compile(batch_size=16, batch_length=64, report_length=32)
+    agent.compile(batch_size=16, batch_length=64, policy_batches=_ROWS)
+    carry = agent.init_train(16)
+    batch = next(agent.stream([_batch(agent.example_batch(16, 64))]))
+
+    def step() -> None:
+        nonlocal carry
+        carry, _, metrics = agent.train(carry, batch)
+        float(metrics["opt/updates"])
+
+    step()
+    train = _median(step, 2 if quick else 10)
+    policy = [_median(_caller(agent, obs, n), 20 if quick else 500) for n in _ROWS]
+    beside = _beside_training(agent, obs, step, 20 if quick else 500)
+    return {
+        "matmul": _matmul(),
+        "compile": 1e3 * seconds,
+        "train": train,
+        "policy": policy,
+        "beside": beside,
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def spaces(kind: str) -> tuple[dict[str, Space], dict[str, Space]]:
+    """24 floats or a 64x64x3 image in, 6 continuous actions out."""
+    obs = {name: Space(bool) for name in ("is_first", "is_last", "is_terminal")}
+    obs["reward"] = Space(np.float32)
+    if kind == "vector":
+        obs["vector"] = Space(np.float32, (24,))
+    else:
+        obs["image"] = Space(np.uint8, (64, 64, 3))
+    return obs, {"action": Space(np.float32, (6,), -1, 1), "reset": Space(bool)}
+
+
+def _batch(example: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    for name in ("vector", "action", "reward"):
+        if name in example:
+            example[name] = rng.standard_normal(example[name].shape, np.float32)
+    if "image" in example:
+        example["image"] = rng.integers(256, size=example["image"].shape, dtype=np.uint8)
+    return example
+
+
+def _caller(agent: Any, obs: dict[str, Space], rows: int) -> Callable[[], None]:
+    carry = agent.init_policy(rows)
+    inputs = {name: np.zeros((rows, *s.shape), s.dtype) for name, s in obs.items()}
+
+    def call() -> None:
+        nonlocal carry
+        carry, _, _ = agent.policy(carry, inputs)
+
+    call()
+    return call
+
+
+def _beside_training(
+    agent: Any, obs: dict[str, Space], step: Callable[[], None], calls: int
+) -> list[tuple[float, float]]:
+    """(median, 99th percentile) of policy calls, 2 ms apart, while another thread trains."""
+    stop = threading.Event()
+
+    def learn() -> None:
+        while not stop.is_set():
+            step()
+
+    thread = threading.Thread(target=learn)
+    thread.start()
+    result = []
+    for rows in _ROWS:
+        call, times = _caller(agent, obs, rows), []
+        for _ in range(calls):
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+            stop.wait(0.002)
+        result.append((float(np.median(times)), float(np.percentile(times, 99))))
+    stop.set()
+    thread.join()
+    return result
+
+
+def _matmul() -> float:
+    import jax
+
+    x = jax.device_put(np.ones((1024, 1024), np.float32))
+    product = jax.jit(lambda a: a @ a)
+    product(x).block_until_ready()
+    return _median(lambda: product(x).block_until_ready(), 30)
+
+
+def _median(function: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(1e3 * (time.perf_counter() - start))
+    return float(np.median(times))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure(sys.argv[1], sys.argv[2], sys.argv[3] == "1")) + "\n")
