@@ -242,6 +242,8 @@ class Loop:
             if self._stopping:
                 return None
             if lane.queue:
+                # The next job may run long, and the answer just sent may have swallowed a signal.
+                self.nudge()
                 return lane, lane.queue.popleft()
             lane.running -= 1
             self._on_due()
