@@ -25,6 +25,7 @@ def small_run(logdir: Path, **changes: Any) -> RunConfig:
         "logdir": logdir,
         "agent": "random",
         "envs": 4,
+        "envs_per_process": 2,
         "steps": 600,
         "batch_size": 2,
         "batch_length": 4,

@@ -143,7 +143,7 @@ def test_the_first_failure_ends_the_run_and_is_shown(
 
 
 def test_a_failing_environment_is_started_again(tmp_path: Path) -> None:
-    config = small_run(tmp_path, on_failure="restart", steps=150, envs=2)
+    config = small_run(tmp_path, on_failure="restart", steps=100, envs=2, envs_per_process=1)
     lines: list[str] = []
     fleet = parts(config, make_agent=CountingAgent, make_env_train=Raising)
     combined(**fleet, args=config, say=lines.append)
@@ -152,7 +152,7 @@ def test_a_failing_environment_is_started_again(tmp_path: Path) -> None:
     assert all(
         (stream["vector"][1:, 2] != stream["vector"][:-1, 2]).all() for stream in found.values()
     )
-    assert sum(len(stream["action"]) for stream in found.values()) >= 150
+    assert sum(len(stream["action"]) for stream in found.values()) >= 100
 
 
 def test_too_many_restarts_end_the_run_with_the_first_error(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Supervisor:
                 stopped = self._watch(tick, every)
             finally:
                 self._end()
-        if stopped == "SIGINT":
+        if stopped in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
 
     def stop(self, reason: str = "stop") -> None:
