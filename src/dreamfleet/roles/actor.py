@@ -57,6 +57,8 @@ def parallel_actor(
         with server:
             while not progress.finished.wait(args.log_every):
                 acting.housekeeping(server)
+            if progress.error is None:
+                acting.housekeeping(server)
         if progress.error is None:
             acting.hand_over()
 
