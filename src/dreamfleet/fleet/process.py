@@ -45,10 +45,6 @@ class Process:
         self._log_start = 0
 
     @property
-    def pid(self) -> int:
-        return self._started.pid
-
-    @property
     def alive(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
