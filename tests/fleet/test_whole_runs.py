@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from fleet_parts import (
@@ -102,12 +101,12 @@ def test_the_same_directory_goes_on(tmp_path: Path) -> None:
     assert sum(len(stream["action"]) for stream in stored.values()) == second.step
     steps_logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
     assert steps_logged == sorted(steps_logged)
-    # The second run owes nothing for the steps of the first: the ratio holds over both.
+    # The ratio holds over both runs: no burst when the second begins. Behind it may be by the
+    # limiter's start and by batches that were asked for and never used when a run ended.
     config = small_run(tmp_path)
     trained = second.parts["run"]["updates"] * config.batch_size * config.batch_length
-    slack = 2 * 4 * config.batch_size * config.batch_length
-    start = config.envs * config.window
-    assert abs(trained - (second.step - start)) <= slack
+    due = config.train_ratio * (second.step - config.envs * config.window)
+    assert due - 160 <= trained <= due + 64
 
 
 def test_a_finished_run_ends_at_once_when_started_again(tmp_path: Path) -> None:
@@ -161,15 +160,3 @@ def test_too_many_restarts_end_the_run_with_the_first_error(tmp_path: Path) -> N
     with pytest.raises(FleetError, match=r"(?s)after 1 restarts.*the pole is broken") as error:
         combined(**fleet, args=config)
     assert "first error" in str(error.value)
-
-
-def test_a_run_ends_after_its_duration_and_saves(tmp_path: Path) -> None:
-    config = small_run(tmp_path, steps=0, duration=4.0)
-    combined(**parts(config), args=config)
-    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    stored = Checkpoint(tmp_path / "ckpt" / "replay").load()
-    assert snapshot is not None
-    assert stored is not None
-    assert stored.parts["limiter"]["size"] == snapshot.step
-    assert np.isfinite(stored.parts["limiter"]["avail"])
-    assert psutil.Process().children(recursive=True) == []
