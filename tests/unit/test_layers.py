@@ -18,9 +18,11 @@ LAYERS = [
     ["parallel"],
     ["fleet"],
     ["roles"],
+    ["presets"],
+    ["config"],
     ["agent", "replay", "envs", "metrics"],
     ["transport"],
-    ["checkpoint", "clock", "config", "presets"],
+    ["checkpoint", "clock"],
     ["spaces"],
     ["errors"],
 ]
@@ -72,7 +74,17 @@ def test_the_rule_catches_an_upward_import() -> None:
 
 LIGHT = [
     name
-    for name in ("transport", "replay", "envs", "metrics", "spaces", "config", "checkpoint")
+    for name in (
+        "transport",
+        "replay",
+        "envs",
+        "metrics",
+        "spaces",
+        "config",
+        "checkpoint",
+        "roles",
+        "parallel",
+    )
     if (SOURCE / name).exists() or (SOURCE / f"{name}.py").exists()
 ]
 

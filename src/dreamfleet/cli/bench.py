@@ -13,7 +13,7 @@ from rich.table import Table
 from dreamfleet.benchmarks.report import Row, rows_to_json
 from dreamfleet.cli.console import say
 
-Name = Literal["transport", "replay", "agent", "envs", "metrics", "checkpoint"]
+Name = Literal["transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint"]
 
 
 def bench(

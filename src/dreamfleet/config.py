@@ -1,0 +1,154 @@
+"""Every setting of a run.
+
+Importable without JAX: all processes pass it around, and most of them stay small.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dreamfleet.agent.config import DreamerConfig
+from dreamfleet.errors import ConfigError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run of the fleet. Settings that cannot work together are refused at once."""
+
+    task: str = "gym:CartPole-v1"
+    """The environment: SUITE:NAME or package.module:factory."""
+    env_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the task, such as {"time_limit": 500}."""
+    logdir: Path = Path("runs/default")
+    """Where the run keeps everything; the same directory again resumes the run."""
+    seed: int = 0
+    """Of the agent, the environments and the replay's draws."""
+    steps: int = 0
+    """Training environment steps after which the run ends; 0 for no end."""
+    duration: float = 0.0
+    """Seconds after which the run ends; 0 for no end."""
+
+    agent: Literal["dreamer", "random"] = "dreamer"
+    """Who acts and learns."""
+    dreamer: DreamerConfig = field(default_factory=DreamerConfig)
+    """Hyperparameters of the Dreamer agent."""
+
+    envs: int = 8
+    """Environments that collect training data."""
+    eval_envs: int = 0
+    """Environments whose data is kept apart, for reports and evaluation scores."""
+    envs_per_process: int = 1
+    """Environments that share a process and are stepped together, one message for all."""
+    remote_envs: bool = False
+    """Leave environment processes out; somebody starts them elsewhere with `parallel_envs`."""
+    remote_replay: bool = False
+    """Leave the replay process out; somebody starts it elsewhere with `parallel_replay`."""
+
+    actor_addr: str = "ipc://{auto}"
+    """Where the actor listens; {auto} chooses a free port or file."""
+    replay_addr: str = "ipc://{auto}"
+    """Where the replay listens."""
+    logger_addr: str = "ipc://{auto}"
+    """Where the logger listens."""
+    actor_batch: int = 0
+    """Environments in a policy call; 0 or less for half of all environments."""
+    actor_wait: float = 0.02
+    """Seconds after which a policy call is made with the environments that are there."""
+    actor_threads: int = 1
+    """Policy calls computed at the same time."""
+
+    batch_size: int = 16
+    """Sequences in a training batch."""
+    batch_length: int = 64
+    """Steps that are trained on in a sequence."""
+    report_length: int = 32
+    """Steps in a sequence that is reported on; at most batch_length."""
+    report_batches: int = 1
+    """Batches in a report."""
+    train_ratio: float = 32.0
+    """Replayed steps trained on per environment step collected (steps as the agent counts them,
+    so repeated actions count once); 0 or less for no limit."""
+    replay_capacity: int = 1_000_000
+    """Sequences the replay keeps."""
+    replay_chunk: int = 1024
+    """Steps in a replay file."""
+
+    log_every: float = 10.0
+    """Seconds between two writes of metrics."""
+    report_every: float = 300.0
+    """Seconds between two reports; 0 for never."""
+    save_every: float = 120.0
+    """Seconds between two checkpoints; 0 saves at the end only."""
+    episode_timeout: float = 180.0
+    """Seconds of silence after which an environment's episode and state are forgotten."""
+
+    from_checkpoint: str = ""
+    """A checkpoint, or a directory of them, that a new run starts from; empty for none."""
+    from_checkpoint_regex: str = ""
+    """Which entries of `from_checkpoint` are taken, matched from their start; empty for all."""
+
+    on_failure: Literal["restart", "stop"] = "restart"
+    """Whether a process that fails is started again, or ends the run."""
+    max_restarts: int = 10
+    """Restarts of one process after which the run gives up."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logdir", Path(self.logdir))
+        for name in ("envs", "envs_per_process", "actor_threads", "batch_size", "batch_length"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name}={value} is too small: it is at least 1.")
+        for name in ("report_length", "report_batches", "replay_capacity", "replay_chunk"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name}={value} is too small: it is at least 1.")
+        for name in ("steps", "duration", "eval_envs", "actor_wait", "report_every", "save_every"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name}={value} is negative: use 0 or more.")
+        _require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} is negative.")
+        _require(self.log_every > 0, f"log_every={self.log_every} has to be positive.")
+        _require(self.episode_timeout > 0, "episode_timeout has to be positive.")
+        _require(math.isfinite(self.train_ratio), f"train_ratio={self.train_ratio} is not finite.")
+        _require(
+            self.report_length <= self.batch_length,
+            f"report_length={self.report_length} is above batch_length={self.batch_length}: "
+            "reports use the replay's training sequences, so make it at most as long.",
+        )
+        _require(
+            self.actor_batch <= self.all_envs,
+            f"actor_batch={self.actor_batch} is never reached with {self.all_envs} environments: "
+            "lower it, or use 0 for half of them.",
+        )
+        _require(
+            not self.from_checkpoint_regex or bool(self.from_checkpoint),
+            "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
+        )
+        for remote, address in (("remote_envs", "actor_addr"), ("remote_replay", "replay_addr")):
+            _require(
+                not getattr(self, remote) or "{auto}" not in getattr(self, address),
+                f"{remote} needs an {address} that others can know: write one without {{auto}}.",
+            )
+
+    @property
+    def all_envs(self) -> int:
+        return self.envs + self.eval_envs
+
+    @property
+    def policy_batch(self) -> int:
+        """Environments in a full policy call."""
+        return self.actor_batch if self.actor_batch > 0 else max(1, self.all_envs // 2)
+
+    @property
+    def window(self) -> int:
+        """Steps in a stored sequence: what is trained on and the context before it."""
+        return self.batch_length + self.dreamer.execution.replay_context
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=str) + "\n"

@@ -1,0 +1,67 @@
+"""What a run's parts are made of, from its configuration.
+
+A module of its own, because the factories are looked up by name in processes that should load
+little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dreamfleet.agent.api import Agent
+from dreamfleet.agent.random_agent import RandomAgent
+from dreamfleet.config import RunConfig
+from dreamfleet.envs import env_seed, make_env
+from dreamfleet.metrics import JsonlOutput, Outputs
+from dreamfleet.replay import Replay, Stream
+
+
+def factories(config: RunConfig) -> dict[str, Callable[..., Any]]:
+    """The arguments of `combined` for a configuration."""
+    return {
+        "make_agent": partial(agent, config),
+        "make_replay_train": partial(replay, config, "replay"),
+        "make_replay_eval": partial(replay, config, "eval_replay"),
+        "make_env_train": partial(environment, config),
+        "make_env_eval": partial(environment, config),
+        "make_stream": partial(stream, config),
+        "make_logger": partial(logger, config),
+    }
+
+
+def environment(config: RunConfig, envid: int) -> Any:
+    seed = env_seed(config.seed, envid)
+    return make_env(config.task, seed=seed, **config.env_options)
+
+
+def agent(config: RunConfig) -> Agent:
+    env = make_env(config.task, **config.env_options)
+    obs_space, act_space = env.obs_space, env.act_space
+    env.close()
+    if config.agent == "random":
+        return RandomAgent(obs_space, act_space, seed=config.seed)
+    from dreamfleet.agent import Dreamer
+
+    return Dreamer(obs_space, act_space, config.dreamer, seed=config.seed)
+
+
+def replay(config: RunConfig, name: str) -> Replay:
+    return Replay(
+        config.window,
+        config.replay_capacity,
+        config.logdir / name,
+        chunk=config.replay_chunk,
+        seed=config.seed,
+    )
+
+
+def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
+    length = config.batch_length if mode == "train" else config.report_length
+    source = partial(buffer.sample, config.batch_size, mode)
+    return Stream(source, length, context=config.dreamer.execution.replay_context)
+
+
+def logger(config: RunConfig) -> Outputs:
+    return Outputs([JsonlOutput(config.logdir / "metrics.jsonl")])

@@ -1,0 +1,83 @@
+"""One line now and then that tells how the run is doing."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from dreamfleet.config import RunConfig
+from dreamfleet.fleet.supervisor import Say
+from dreamfleet.metrics.outputs.terminal import readable
+from dreamfleet.transport import Client, Future, TransportError
+
+
+class StatusLine:
+    """Asks the logger without waiting for it, and says what it answered the time before."""
+
+    def __init__(self, args: RunConfig, say: Say) -> None:
+        self._args, self._say = args, say
+        self._client = Client(args.logger_addr, "status")
+        self._asked: Future | None = None
+        self._last: tuple[float, float] | None = None
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+    def show(self) -> None:
+        try:
+            if self._asked is None:
+                self._asked = self._client.status()
+            if self._asked.wait(1.0):
+                asked, self._asked = self._asked, None
+                self._say(self._line(asked.result()))
+            else:
+                self._say("The logger does not answer yet.")
+        except TransportError as error:
+            self._asked = None
+            self._say(f"No news of the run: {error}")
+
+    def _line(self, status: dict[str, Any]) -> str:
+        now, step = time.monotonic(), float(status["step"])
+        if self._last is None:
+            self._last = now, step
+            return f"step {readable(step)}  starting"
+        rate = (step - self._last[1]) / max(now - self._last[0], 1e-9)
+        self._last = now, step
+        fields = [f"step {readable(step)}"]
+        if self._args.steps:
+            fields[0] += f" of {readable(self._args.steps)}"
+        if status["score"] is not None:
+            fields.append(f"score {readable(status['score'])}")
+        if "learner/updates" in status:
+            fields.append(f"updates {readable(status['learner/updates'])}")
+            fields.append(f"{readable(status['learner/updates_per_second'])} updates/s")
+        fields.append(f"{readable(rate)} steps/s")
+        if (left := self._time_left(now, step, rate)) is not None:
+            fields.append(f"{_clock(left)} left")
+        if rate == 0:
+            fields.append(status.get("replay/waiting") or "no environment has stepped lately")
+        return "  ".join(fields)
+
+    def _time_left(self, now: float, step: float, rate: float) -> float | None:
+        ends = []
+        if self._args.duration:
+            ends.append(self._args.duration - (now - self._begin))
+        if self._args.steps and rate > 0:
+            ends.append((self._args.steps - step) / rate)
+        return max(0.0, min(ends)) if ends else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

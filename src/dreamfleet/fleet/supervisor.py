@@ -1,0 +1,199 @@
+"""Watches the processes of a fleet, and ends all of them together."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dreamfleet.fleet.errors import FleetError
+from dreamfleet.fleet.process import Process
+
+Say = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """Says nothing."""
+    del line
+
+
+_SAVE_SECONDS = 90.0
+_END_SECONDS = 20.0
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 30.0
+
+
+@dataclass(frozen=True)
+class _Exited:
+    process: Process
+    code: int
+
+
+@dataclass(frozen=True)
+class _Restart:
+    process: Process
+
+
+@dataclass(frozen=True)
+class _Stop:
+    reason: str
+
+
+class Supervisor:
+    """Runs a fleet until its leading process has ended well.
+
+    Processes are ended in the order they are given: whoever comes earlier may still need those
+    that come later.
+
+    Args:
+        processes: In the order in which they end; the first one leads. When it returns, the run is
+            over.
+        on_failure: Whether a process that fails ends the run, or is started again after a while
+            that doubles each time.
+        max_restarts: Restarts of one process after which the run ends all the same.
+        duration: Seconds after which the run is ended; 0 for never.
+        say: Takes lines for the person.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        *,
+        on_failure: Literal["restart", "stop"] = "stop",
+        max_restarts: int = 10,
+        duration: float = 0.0,
+        say: Say = silent,
+    ) -> None:
+        self._processes = list(processes)
+        self._on_failure, self._max_restarts = on_failure, max_restarts
+        self._duration, self._say = duration, say
+        self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
+        self._restarts: Counter[str] = Counter()
+        self._first_error = ""
+
+    def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
+        """Start everything and return when the run is over and every process has ended.
+
+        Args:
+            tick: Called every so often, to show progress.
+            every: Seconds between two ticks.
+
+        Raises:
+            FleetError: A process failed, and the run ended because of it.
+            KeyboardInterrupt: The person ended the run; everything is saved.
+        """
+        with self._signals():
+            try:
+                for process in reversed(self._processes):
+                    self._start(process)
+                stopped = self._watch(tick, every)
+            finally:
+                self._end()
+        if stopped in ("SIGINT", "SIGTERM"):
+            raise KeyboardInterrupt
+
+    def stop(self, reason: str = "stop") -> None:
+        """End the run in an orderly way; may be called from any thread and from signals."""
+        self._events.put(_Stop(reason))
+
+    def _watch(self, tick: Callable[[], None], every: float) -> str:
+        end = time.monotonic() + self._duration if self._duration else float("inf")
+        next_tick = time.monotonic() + every
+        while True:
+            now = time.monotonic()
+            if now >= end:
+                return "duration"
+            if now >= next_tick:
+                next_tick = now + every
+                tick()
+            try:
+                event = self._events.get(timeout=max(0.0, min(end, next_tick) - now))
+            except queue.Empty:
+                continue
+            if isinstance(event, _Stop):
+                return event.reason
+            if isinstance(event, _Restart):
+                self._start(event.process)
+            elif event.process is self._processes[0] and event.code == 0:
+                return "done"
+            else:
+                self._on_exit(event.process, event.code)
+
+    def _on_exit(self, process: Process, code: int) -> None:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        error = f"{process.name} {how}. The end of {process.log_file}:\n{process.last_words()}"
+        self._first_error = self._first_error or error
+        if self._on_failure == "stop":
+            raise FleetError(error)
+        count = self._restarts[process.name]
+        if count >= self._max_restarts:
+            raise FleetError(
+                f"{process.name} failed again after {count} restarts; the run ends. "
+                f"The first error was: {self._first_error}"
+            )
+        self._restarts[process.name] += 1
+        delay = min(_FIRST_BACKOFF * 2**count, _LONGEST_BACKOFF)
+        self._say(f"{process.name} {how} and is started again in {delay:g} s; {process.log_file}")
+        timer = threading.Timer(delay, self._events.put, [_Restart(process)])
+        timer.daemon = True
+        timer.start()
+
+    def _start(self, process: Process) -> None:
+        process.start()
+
+        def wait() -> None:
+            code = process.wait()
+            assert code is not None
+            self._events.put(_Exited(process, code))
+
+        threading.Thread(target=wait, name=f"wait-{process.name}", daemon=True).start()
+
+    def _end(self) -> None:
+        """Ask the leader first, so that it hands over and saves while the others still serve."""
+        leader, *others = self._processes
+        _end_all([leader], _SAVE_SECONDS)
+        roles: dict[str, list[Process]] = {}
+        for process in others:
+            roles.setdefault(process.name.split("-")[0], []).append(process)
+        for group in roles.values():
+            _end_all(group, _END_SECONDS)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the run in an orderly way; a second one at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        seen: list[str] = []
+
+        def handle(number: int, _frame: Any) -> None:
+            name = signal.Signals(number).name
+            if seen:
+                for process in self._processes:
+                    process.kill()
+            else:
+                self._say("Saving and ending; once more ends at once.")
+            seen.append(name)
+            self.stop(name)
+
+        old = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for each, handler in old.items():
+                signal.signal(each, handler)
+
+
+def _end_all(processes: Sequence[Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        if process.alive and process.wait(max(0.0, deadline - time.monotonic())) is None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,59 @@
+"""Presets: whole configurations with a name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dreamfleet.agent.config import DreamerConfig, OptimizerConfig, size_preset
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+
+_DEFAULT = RunConfig(
+    envs=8,
+    envs_per_process=8,
+    actor_batch=8,
+    batch_size=16,
+    batch_length=32,
+    report_length=32,
+    train_ratio=32.0,
+    steps=40_000,
+    dreamer=DreamerConfig(
+        model=size_preset("cpu-small"), optimizer=OptimizerConfig(learning_rate=3e-4, warmup=100)
+    ),
+)
+
+PRESETS: Mapping[str, RunConfig] = {
+    "default": _DEFAULT,
+    "debug": replace(
+        _DEFAULT,
+        envs=2,
+        envs_per_process=1,
+        actor_batch=2,
+        batch_size=4,
+        batch_length=8,
+        report_length=8,
+        steps=1000,
+        log_every=2.0,
+        dreamer=DreamerConfig(model=size_preset("debug")),
+    ),
+    "published": RunConfig(
+        envs=16,
+        eval_envs=0,
+        train_ratio=32.0,
+        replay_capacity=5_000_000,
+        dreamer=DreamerConfig(model=size_preset("200m")),
+    ),
+}
+"""default: learns gym:CartPole-v1 on two processor cores. debug: as small as it gets.
+published: the sizes of the publication, for an accelerator."""
+
+
+def preset(name: str) -> RunConfig:
+    """The configuration of this name."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(PRESETS)}."
+        raise ConfigError(f"There is no preset {name!r}: {hint}")
+    return PRESETS[name]

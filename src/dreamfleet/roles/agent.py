@@ -1,0 +1,49 @@
+"""The agent role: an actor thread and a learner thread that share one agent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from dreamfleet.config import RunConfig
+from dreamfleet.roles.actor import parallel_actor
+from dreamfleet.roles.common import Factory, stop_event, unpack
+from dreamfleet.roles.learner import parallel_learner
+from dreamfleet.roles.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
+    """Act and learn until there were enough steps, or until the process is asked to end.
+
+    Returns when everything collected is in the replay and the agent is saved; raises the first
+    error of either thread.
+    """
+    progress = Progress(args.steps)
+    stop_event(on_stop=progress.finish)
+    agent = unpack(make_agent)()
+    barrier = threading.Barrier(2)
+
+    def guarded(role: Callable[..., None]) -> None:
+        try:
+            role(agent, barrier, args, progress)
+        except threading.BrokenBarrierError:
+            log.info("%s ends because the other thread failed.", role.__name__)
+        except BaseException as error:
+            progress.fail(error)
+            barrier.abort()
+
+    actor, learner = (
+        threading.Thread(target=guarded, args=[role], name=role.__name__, daemon=True)
+        for role in (parallel_actor, parallel_learner)
+    )
+    actor.start()
+    learner.start()
+    progress.finished.wait()
+    actor.join()
+    progress.end_learning()
+    learner.join()
+    if progress.error is not None:
+        raise progress.error

@@ -1,0 +1,187 @@
+"""The learner role: trains on what the replay sends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.agent.api import Agent
+from dreamfleet.checkpoint import Checkpoint, read_checkpoint
+from dreamfleet.clock import GlobalClock
+from dreamfleet.config import RunConfig
+from dreamfleet.metrics import Aggregate, Timer, Usage
+from dreamfleet.roles.progress import Progress
+from dreamfleet.transport import Client, Closed
+
+log = logging.getLogger(__name__)
+
+_LOOK_AHEAD = 2
+
+
+def parallel_learner(
+    agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
+) -> None:
+    """Restore, release the actor, then train until learning is over, and save.
+
+    Args:
+        agent: Shared with the actor.
+        barrier: Releases the actor once the checkpoint is restored.
+        args: Addresses, intervals, where checkpoints lie.
+        progress: Shared with the actor; None if there is none.
+    """
+    progress = progress or Progress(args.steps)
+    keeper = Keeper(agent, args, progress)
+    keeper.restore()
+    barrier.wait()
+    with (
+        Client(args.replay_addr, "learner-samples", maxinflight=_LOOK_AHEAD) as samples,
+        Client(args.replay_addr, "learner-updates", maxinflight=4) as updates,
+        Client(args.logger_addr, "learner-logger", maxinflight=8) as logger,
+    ):
+        progress.when_learning_is_over(samples.close)
+        Learning(agent, args, progress, keeper, updates, logger).run(samples)
+        keeper.save()
+
+
+class Keeper:
+    """Saves and restores the agent, with how far the run is."""
+
+    def __init__(self, agent: Agent, args: RunConfig, progress: Progress) -> None:
+        self._agent, self._args, self._progress = agent, args, progress
+        self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
+        self.updates = 0
+
+    def restore(self) -> None:
+        """The newest whole checkpoint of this run, or else what the run starts from."""
+        snapshot = self._checkpoint.load()
+        if snapshot is not None:
+            self._agent.load(snapshot.parts["agent"])
+            self._progress.restore(snapshot.step)
+            self.updates = int(snapshot.parts["run"]["updates"])
+            log.info("Going on from %s", snapshot.path)
+        elif self._args.from_checkpoint:
+            path = Path(self._args.from_checkpoint)
+            path = Checkpoint(path).latest() or path
+            state = read_checkpoint(path, ["agent"]).parts["agent"]
+            self._agent.load(state, self._args.from_checkpoint_regex or None)
+            log.info("Starting from %s", path)
+
+    def save(self) -> None:
+        parts: dict[str, dict[str, Any]] = {
+            "agent": self._agent.save(),
+            "run": {"updates": self.updates},
+        }
+        self._checkpoint.save(parts, step=self._progress.step)
+
+
+class Learning:
+    """The training loop."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        args: RunConfig,
+        progress: Progress,
+        keeper: Keeper,
+        updates: Client,
+        logger: Client,
+    ) -> None:
+        self._agent, self._args, self._progress = agent, args, progress
+        self._keeper, self._updates, self._logger = keeper, updates, logger
+        self._aggregate, self._timer, self._usage = Aggregate(), Timer(), Usage()
+        self._since = (time.monotonic(), keeper.updates)
+
+    def run(self, samples: Client) -> None:
+        args, timer = self._args, self._timer
+        should_log = GlobalClock(args.log_every)
+        should_report = GlobalClock(args.report_every)
+        should_save = GlobalClock(args.save_every)
+        carry = self._agent.init_train(args.batch_size)
+        stream = self._agent.stream(self._batches(samples))
+        previous: tuple[Any, Any] | None = None
+        while True:
+            with timer.section("wait"):
+                batch = next(stream, None)
+            if batch is None:
+                break
+            with timer.section("train"):
+                carry, outs, metrics = self._agent.train(carry, batch)
+                self._keeper.updates += 1
+                # Reading results waits for them: those of the step before are done by now, while
+                # this one is under way.
+                if previous is not None:
+                    self._take(*previous)
+                previous = outs, metrics
+            if should_log():
+                self._log()
+            if should_report():
+                with timer.section("report"):
+                    self._report()
+            if should_save():
+                with timer.section("save"):
+                    self._keeper.save()
+        if previous is not None:
+            self._take(*previous)
+        self._log()
+
+    def _batches(self, samples: Client) -> Iterator[dict[str, Any]]:
+        """Training batches from the replay, asked for ahead of their use."""
+        asked = deque(samples.sample_batch_train() for _ in range(_LOOK_AHEAD))
+        while True:
+            try:
+                batch = asked.popleft().result()
+                asked.append(samples.sample_batch_train())
+            except Closed:
+                if self._progress.learning_over:
+                    return
+                raise
+            yield batch
+
+    def _take(self, outs: dict[str, Any], metrics: dict[str, Any]) -> None:
+        """Send the states of a trained batch back to the replay, and keep its metrics."""
+        if "replay" in outs:
+            states = {key: np.asarray(value) for key, value in outs["replay"].items()}
+            self._updates.update(states)
+        self._aggregate.add(metrics)
+
+    def _log(self) -> None:
+        now = time.monotonic()
+        then, updates = self._since
+        self._since = now, self._keeper.updates
+        batch = self._args.batch_size * self._args.batch_length
+        rate = (self._keeper.updates - updates) / max(now - then, 1e-9)
+        metrics = {
+            **self._aggregate.result(prefix="train"),
+            "learner/updates": float(self._keeper.updates),
+            "learner/updates_per_second": rate,
+            "learner/steps_per_second": rate * batch,
+            **{f"learner/timer/{key}": value for key, value in self._timer.stats().items()},
+            **{f"learner/usage/{key}": value for key, value in self._usage.stats().items()},
+        }
+        self._logger.add(self._progress.step, _sendable(metrics))
+
+    def _report(self) -> None:
+        """What the agent says about training and evaluation data, as far as there is any."""
+        for mode in ("report", "eval"):
+            carry = self._agent.init_report(self._args.batch_size)
+            aggregate = Aggregate()
+            for _ in range(self._args.report_batches):
+                batch = self._updates.call(f"sample_batch_{mode}").result()
+                if not batch:
+                    break
+                carry, metrics = self._agent.report(carry, batch)
+                aggregate.add(metrics)
+            if found := aggregate.result(prefix=mode):
+                self._logger.add(self._progress.step, _sendable(found))
+
+
+def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:
+    plain = (bool, int, float, str)
+    return {k: v if isinstance(v, plain) else np.asarray(v) for k, v in metrics.items()}

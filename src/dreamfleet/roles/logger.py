@@ -1,0 +1,104 @@
+"""The logger role: follows episodes and writes metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.config import RunConfig
+from dreamfleet.metrics import Aggregate, Episode, EpisodeStats, Output, ScoresFile, kind_of
+from dreamfleet.roles.common import Factory, stop_event, unpack
+from dreamfleet.transport import Server
+
+_RECENT_EPISODES = 20
+
+
+def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
+    """Take metrics and transitions until the process is asked to end.
+
+    Args:
+        make_logger: Returns the output, or outputs, that metrics are written to.
+        args: Address, intervals, where `scores.jsonl` lies.
+    """
+    stop = stop_event()
+    keeper = LogKeeper(unpack(make_logger)(), args)
+    server = Server(args.logger_addr, "logger")
+    server.bind("tran", keeper.tran, repeatable=True)
+    server.bind("add", keeper.add, repeatable=True)
+    server.bind("status", keeper.status, repeatable=True)
+    with server:
+        while not stop.wait(args.log_every):
+            keeper.write()
+    keeper.close()
+
+
+class LogKeeper:
+    """Counts, episodes and outputs, as methods others call."""
+
+    def __init__(self, output: Output, args: RunConfig) -> None:
+        self._lock = threading.Lock()
+        self._output = output
+        self._scores = ScoresFile(args.logdir / "scores.jsonl")
+        self._train = EpisodeStats(timeout=args.episode_timeout)
+        self._eval = EpisodeStats(timeout=args.episode_timeout)
+        self._aggregate = Aggregate()
+        self._recent: deque[float] = deque(maxlen=_RECENT_EPISODES)
+        self._newest: dict[str, float | str] = {}
+        self._step = 0
+
+    def tran(
+        self,
+        step: int,
+        envids: NDArray[np.int64],
+        is_eval: NDArray[np.bool_],
+        transitions: dict[str, NDArray[Any]],
+    ) -> None:
+        """Take the transitions of a batch, and how many training steps there are by now."""
+        with self._lock:
+            self._step = max(self._step, step)
+            for episodes, rows in ((self._train, ~is_eval), (self._eval, is_eval)):
+                if not rows.any():
+                    continue
+                chosen = {key: value[rows] for key, value in transitions.items()}
+                for episode in episodes.add(envids[rows], chosen):
+                    self._finish(episode, "eval" if episodes is self._eval else "episode")
+
+    def _finish(self, episode: Episode, prefix: str) -> None:
+        self._aggregate.add(episode.metrics(), prefix=prefix)
+        if prefix == "episode":
+            self._recent.append(episode.score)
+            self._scores.add(self._step, episode.score, episode.length)
+
+    def add(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write metrics; a negative step stands for the newest one known."""
+        with self._lock:
+            self._step = max(self._step, step)
+            self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
+            self._output.write(self._step, metrics)
+
+    def status(self) -> dict[str, Any]:
+        """How the run is doing: the step, the score of recent episodes, and the newest metrics."""
+        with self._lock:
+            score = float(np.mean(self._recent)) if self._recent else None
+            counts = self._train.stats()
+            return {**self._newest, "step": self._step, "score": score, **counts}
+
+    def write(self) -> None:
+        """Write what has come together about episodes."""
+        with self._lock:
+            self._train.expire()
+            self._eval.expire()
+            metrics = self._aggregate.result()
+            metrics |= {f"episodes/{key}": value for key, value in self._train.stats().items()}
+            self._output.write(self._step, metrics)
+            self._output.flush()
+            self._scores.flush()
+
+    def close(self) -> None:
+        self.write()
+        self._output.close()
+        self._scores.close()

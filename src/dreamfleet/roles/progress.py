@@ -1,0 +1,72 @@
+"""What the actor and the learner of an agent process share besides the agent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Progress:
+    """How far the run is, and how it ends.
+
+    Ending goes in two steps. First `finish`: the actor stops acting and hands over what it has
+    collected, while the learner goes on, because the replay may let nothing in before something
+    was taken out. Then `end_learning`: the learner stops and saves.
+    """
+
+    def __init__(self, steps: int = 0) -> None:
+        self.finished = threading.Event()
+        self.error: BaseException | None = None
+        self._limit = steps
+        self._lock = threading.Lock()
+        self._step = 0
+        self._learning_over = False
+        self._on_learning_over: list[Callable[[], None]] = []
+
+    @property
+    def step(self) -> int:
+        """Training environment steps, also those of earlier runs in this directory."""
+        return self._step
+
+    @property
+    def learning_over(self) -> bool:
+        return self._learning_over
+
+    def restore(self, step: int) -> None:
+        """Go on from a step; a run that has had enough of them finishes at once."""
+        with self._lock:
+            self._step = step
+        self.advance(0)
+
+    def advance(self, count: int) -> int:
+        """Count steps, finish when there are enough, and return how many there are."""
+        with self._lock:
+            self._step += count
+            step = self._step
+        if self._limit and step >= self._limit:
+            self.finish()
+        return step
+
+    def finish(self) -> None:
+        self.finished.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run because of an error; the first one counts."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+        self.finished.set()
+
+    def when_learning_is_over(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._learning_over:
+                self._on_learning_over.append(callback)
+                return
+        callback()
+
+    def end_learning(self) -> None:
+        with self._lock:
+            self._learning_over = True
+            callbacks, self._on_learning_over = self._on_learning_over, []
+        for callback in callbacks:
+            callback()

@@ -1,0 +1,46 @@
+"""Environments and replay that somebody else starts."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import psutil
+from fleet_parts import CountingAgent, dummy_with_its_id, parts, small_run, stored_streams
+
+from dreamfleet.fleet import Process
+from dreamfleet.parallel import combined, parallel_envs, parallel_replay
+
+
+def test_a_run_works_with_environments_and_replay_started_elsewhere(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="fleet-") as sockets:
+        config = small_run(
+            tmp_path,
+            steps=300,
+            remote_envs=True,
+            remote_replay=True,
+            **{f"{role}_addr": f"ipc://{sockets}/{role}" for role in ("actor", "replay", "logger")},
+        )
+        fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+        replay = partial(
+            parallel_replay,
+            fleet["make_replay_train"],
+            fleet["make_replay_eval"],
+            fleet["make_stream"],
+            config,
+        )
+        envs = partial(parallel_envs, fleet["make_env_train"], fleet["make_env_eval"], config)
+        others = [Process("envs", envs, tmp_path), Process("replay", replay, tmp_path)]
+        for process in others:
+            process.start()
+        try:
+            combined(**fleet, args=config)
+        finally:
+            for process in others:
+                process.terminate()
+                assert process.wait(60) is not None
+    assert psutil.Process().children(recursive=True) == []
+    found = stored_streams(tmp_path / "replay")
+    assert sorted(found) == [0, 1, 2, 3]
+    assert sum(len(stream["action"]) for stream in found.values()) >= 300

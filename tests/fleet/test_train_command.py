@@ -1,0 +1,95 @@
+"""`dreamfleet train` as a person runs it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dreamfleet.checkpoint import Checkpoint
+
+COMMAND = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
+DUMMY = [*COMMAND, "--task", "bundled:dummy", "--agent", "random", "--steps", "0", "--envs", "2",
+         "--envs-per-process", "1", "--log-every", "0.5"]  # fmt: skip
+
+
+@contextmanager
+def running(logdir: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, psutil.Process]]]:
+    """An endless run that has made its first steps, and its processes by title."""
+    process = subprocess.Popen(
+        [*DUMMY, "--logdir", str(logdir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "score" in line:
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield process, {" ".join(child.cmdline()).strip(): child for child in children}
+        process.stdout.read()
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path) as (process, children):
+        titles = {"agent", "env-0", "env-1", "replay", "logger"}
+        assert set(children) == {f"dreamfleet {title}" for title in titles}
+        for title in ("env-0", "replay", "logger"):
+            child = children[f"dreamfleet {title}"]
+            assert not any("jax" in each.path for each in child.memory_maps())
+        assert children["dreamfleet env-0"].memory_info().rss < 80e6
+        process.send_signal(number)
+        assert process.wait(60) == 130
+        assert psutil.wait_procs(children.values(), timeout=10)[1] == []
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert snapshot.step > 0
+
+
+def test_the_fleet_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    with running(tmp_path) as (process, children):
+        process.kill()
+        assert psutil.wait_procs(children.values(), timeout=40)[1] == []
+
+
+@pytest.mark.timeout(300)  # compiles the agent twice
+def test_dreamer_trains_and_goes_on(tmp_path: Path) -> None:
+    steps = []
+    for limit in (100, 150):
+        command = [*COMMAND, "--preset", "debug", "--logdir", str(tmp_path), "--steps", str(limit)]
+        command += ["--train-ratio", "8", "--eval-episodes", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Evaluation: mean score" in done.stdout
+        assert f"Results: {tmp_path}" in done.stdout.replace("\n", "")
+        snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+        assert snapshot is not None
+        steps.append((snapshot.step, int(snapshot.parts["agent"]["counters/updates"])))
+    (first, first_updates), (second, second_updates) = steps
+    assert 100 <= first < 150 <= second
+    assert 0 < first_updates < second_updates
+    for name in ("config.json", "metrics.jsonl", "scores.jsonl", "replay", "logs/agent.log"):
+        assert (tmp_path / name).exists()
+
+
+def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
+    command = [*COMMAND, "--task", "gym:CartPole-v9", "--logdir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "error:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,162 @@
+"""Whole runs over real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fleet_parts import (
+    CountingAgent,
+    Raising,
+    dummy_with_its_id,
+    parts,
+    rows,
+    small_run,
+    stored_streams,
+)
+
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.fleet import FleetError
+from dreamfleet.parallel import combined
+
+LENGTH = 25
+
+
+def check_nothing_lost(found: dict[int, dict[str, Any]]) -> int:
+    """Every step an environment made is there once, in order, with the action that was taken."""
+    for stream in found.values():
+        episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
+        number = episode * (LENGTH + 1) + step
+        assert number.tolist() == list(range(len(number)))
+        assert stream["is_first"].tolist() == (step == 0).tolist()
+        assert stream["is_last"].tolist() == (step == LENGTH).tolist()
+        assert stream["action"].tolist() == (step % 5).tolist()
+    return sum(len(stream["action"]) for stream in found.values())
+
+
+@pytest.mark.parametrize(("envs_per_process", "actor_batch"), [(1, 0), (2, 4), (4, 3)])
+def test_every_step_is_stored_once_in_order_with_its_action(
+    tmp_path: Path, envs_per_process: int, actor_batch: int
+) -> None:
+    config = small_run(tmp_path, envs_per_process=envs_per_process, actor_batch=actor_batch)
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+    combined(**fleet, args=config)
+    found = stored_streams(tmp_path / "replay")
+    assert sorted(found) == [0, 1, 2, 3]
+    total = check_nothing_lost(found)
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert total == snapshot.step >= 600
+    scores = rows(tmp_path / "scores.jsonl")
+    assert {row["episode/score"] for row in scores} == {2.0}
+    assert {row["episode/length"] for row in scores} == {LENGTH}
+    # The actor uses what the learner has learned meanwhile.
+    assert max(stream["updates"].max() for stream in found.values()) > 0
+
+
+def test_evaluation_data_is_kept_apart(tmp_path: Path) -> None:
+    config = small_run(tmp_path, envs=2, eval_envs=2, report_every=0.2, train_ratio=8.0)
+    fleet = parts(
+        config,
+        make_agent=CountingAgent,
+        make_env_train=dummy_with_its_id,
+        make_env_eval=dummy_with_its_id,
+    )
+    combined(**fleet, args=config)
+    assert sorted(stored_streams(tmp_path / "replay")) == [0, 1]
+    evaluation = stored_streams(tmp_path / "eval_replay")
+    assert sorted(evaluation) == [2, 3]
+    check_nothing_lost(evaluation)
+    metrics = rows(tmp_path / "metrics.jsonl")
+    assert any("eval/score" in row for row in metrics)
+    assert any(row.get("report/size") == 2 for row in metrics)
+
+
+def test_the_train_ratio_is_held(tmp_path: Path) -> None:
+    ratio = 4.0
+    config = small_run(tmp_path, train_ratio=ratio, steps=2000)
+    combined(**parts(config), args=config)
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    trained = snapshot.parts["run"]["updates"] * config.batch_size * config.batch_length
+    start = max(config.batch_size, config.envs) * config.window
+    assert trained == pytest.approx(ratio * (snapshot.step - start), rel=0.05)
+
+
+def test_the_same_directory_goes_on(tmp_path: Path) -> None:
+    states = []
+    for steps in (300, 700):
+        config = small_run(tmp_path, steps=steps)
+        fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+        combined(**fleet, args=config)
+        snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+        assert snapshot is not None
+        states.append(snapshot)
+    first, second = states
+    assert 300 <= first.step < 700 <= second.step
+    assert second.parts["agent"]["updates"] > first.parts["agent"]["updates"] > 0
+    stored = stored_streams(tmp_path / "replay")
+    assert sum(len(stream["action"]) for stream in stored.values()) == second.step
+    steps_logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    assert steps_logged == sorted(steps_logged)
+    # The ratio holds over both runs: no burst when the second begins. Behind it may be by the
+    # limiter's start and by batches that were asked for and never used when a run ended.
+    config = small_run(tmp_path)
+    trained = second.parts["run"]["updates"] * config.batch_size * config.batch_length
+    due = config.train_ratio * (second.step - config.envs * config.window)
+    assert due - 160 <= trained <= due + 64
+
+
+def test_a_finished_run_ends_at_once_when_started_again(tmp_path: Path) -> None:
+    config = small_run(tmp_path, steps=200)
+    for _ in range(2):
+        combined(**parts(config), args=config)
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    stored = Checkpoint(tmp_path / "ckpt" / "replay").load()
+    assert stored is not None
+    assert stored.step == snapshot.step < 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "role", "words"),
+    [
+        ({"make_env_train": Raising}, "env-", "the pole is broken"),
+        ({"make_agent": lambda: CountingAgent("policy")}, "agent", "the policy is broken"),
+        ({"make_agent": lambda: CountingAgent("train")}, "agent", "the training is broken"),
+    ],
+    ids=["environment", "policy", "training"],
+)
+def test_the_first_failure_ends_the_run_and_is_shown(
+    tmp_path: Path, changes: dict[str, Any], role: str, words: str
+) -> None:
+    config = small_run(tmp_path, steps=0)
+    base = {"make_agent": CountingAgent, "make_env_train": dummy_with_its_id}
+    with pytest.raises(FleetError, match=words) as error:
+        combined(**parts(config, **{**base, **changes}), args=config)
+    assert str(error.value).startswith(role)
+    assert "Traceback" in str(error.value)
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_failing_environment_is_started_again(tmp_path: Path) -> None:
+    config = small_run(tmp_path, on_failure="restart", steps=100, envs=2, envs_per_process=1)
+    lines: list[str] = []
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=Raising)
+    combined(**fleet, args=config, say=lines.append)
+    assert any("is started again" in line for line in lines)
+    found = stored_streams(tmp_path / "replay")
+    assert all(
+        (stream["vector"][1:, 2] != stream["vector"][:-1, 2]).all() for stream in found.values()
+    )
+    assert sum(len(stream["action"]) for stream in found.values()) >= 100
+
+
+def test_too_many_restarts_end_the_run_with_the_first_error(tmp_path: Path) -> None:
+    config = small_run(tmp_path, on_failure="restart", max_restarts=1, steps=0, envs=1)
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=Raising)
+    with pytest.raises(FleetError, match=r"(?s)after 1 restarts.*the pole is broken") as error:
+        combined(**fleet, args=config)
+    assert "first error" in str(error.value)

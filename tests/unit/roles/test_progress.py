@@ -1,0 +1,41 @@
+"""How a run is counted, and how it ends."""
+
+from dreamfleet.roles.progress import Progress
+
+
+def test_enough_steps_finish_the_run() -> None:
+    progress = Progress(10)
+    assert progress.advance(9) == 9
+    assert not progress.finished.is_set()
+    assert progress.advance(3) == 12
+    assert progress.finished.is_set()
+    assert progress.error is None
+
+
+def test_a_run_that_has_had_enough_finishes_when_it_is_restored() -> None:
+    progress = Progress(10)
+    progress.restore(10)
+    assert progress.finished.is_set()
+    endless = Progress(0)
+    endless.restore(10**9)
+    assert not endless.finished.is_set()
+
+
+def test_the_first_error_counts() -> None:
+    progress = Progress()
+    first = ValueError()
+    progress.fail(first)
+    progress.fail(KeyError())
+    assert progress.error is first
+    assert progress.finished.is_set()
+
+
+def test_callbacks_run_once_when_learning_is_over_or_at_once_if_it_is() -> None:
+    progress, called = Progress(), []
+    progress.when_learning_is_over(lambda: called.append(1))
+    assert called == []
+    progress.end_learning()
+    progress.end_learning()
+    assert called == [1]
+    progress.when_learning_is_over(lambda: called.append(2))
+    assert called == [1, 2]
