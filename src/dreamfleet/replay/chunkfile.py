@@ -3,7 +3,7 @@
     8 bytes   magic
     4 bytes   length of the description, little-endian
     4 bytes   CRC-32 of the description
-    n bytes   the description, JSON: id, previous id, stream, steps, columns
+    n bytes   the description, JSON: id, run, previous id, stream, steps, columns
     padding   up to a multiple of 4096
     columns   ticks, then one column a key (see `schema`)
 
@@ -47,6 +47,8 @@ class ChunkInfo:
     """What the header of a chunk says."""
 
     id: bytes
+    run: bytes
+    """Id of the journal that says which of its steps count: a chunk is worth nothing without."""
     previous: bytes | None
     stream: Stream | None
     """None for a chunk that came from another run: nothing is ever appended to it."""
@@ -61,6 +63,7 @@ class ChunkInfo:
         description = json.dumps(
             {
                 "id": self.id.hex(),
+                "run": self.run.hex(),
                 "previous": self.previous.hex() if self.previous else None,
                 "stream": self.stream,
                 "steps": self.steps,
@@ -142,6 +145,7 @@ def _read(fd: int) -> ChunkInfo:
         fields = json.loads(description)
         info = ChunkInfo(
             id=uuid.UUID(fields["id"]).bytes,
+            run=uuid.UUID(fields["run"]).bytes,
             previous=uuid.UUID(fields["previous"]).bytes if fields["previous"] else None,
             stream=fields["stream"],
             steps=int(fields["steps"]),

@@ -51,10 +51,21 @@ class DirectoryLock:
         self.release = weakref.finalize(self, os.close, fd)
 
 
-def scan(directory: Path) -> tuple[list[Found], dict[str, str]]:
+class Contents(NamedTuple):
+    """What lies in a replay's directory."""
+
+    found: list[Found]
+    skipped: dict[str, str]
+    """Files that are no chunks of this replay, with the reason."""
+    damaged: bool
+    """Whether one of those may have been a chunk of this replay, so that steps are missing."""
+
+
+def scan(directory: Path, run: bytes | None) -> Contents:
     """Every chunk, and every file that is none with the reason; nothing here is fatal.
 
-    Chunks of one directory share their columns. Should there be others, the most common win.
+    Chunks belong to the journal with the id `run`; if that is lost, to the one that most of them
+    name. They share their columns; should there be others, the most common win.
     """
     found: list[Found] = []
     skipped: dict[str, str] = {}
@@ -68,6 +79,13 @@ def scan(directory: Path) -> tuple[list[Found], dict[str, str]]:
             found.append(Found(path, info))
         except NotAChunkError as problem:
             skipped[path.name] = str(problem)
+    damaged = any(name.endswith(chunkfile.SUFFIX) for name in skipped)
+    if run is None and found:
+        run = Counter(item.info.run for item in found).most_common(1)[0][0]
+    for item in found:
+        if item.info.run != run:
+            skipped[item.path.name] = "belongs to another replay: use load_directory to copy steps"
+    found = [item for item in found if item.info.run == run]
     kinds = Counter((item.info.schema, item.info.steps) for item in found)
     if len(kinds) > 1:
         schema, steps = winner = kinds.most_common(1)[0][0]
@@ -79,9 +97,10 @@ def scan(directory: Path) -> tuple[list[Found], dict[str, str]]:
                     f"{item.info.steps} steps instead of {steps}"
                 )
         found = [f for f in found if (f.info.schema, f.info.steps) == winner]
+        damaged = True
     for name, reason in skipped.items():
         log.warning("Skipping %s in the replay directory %s: it %s.", name, directory, reason)
-    return found, skipped
+    return Contents(found, skipped, damaged)
 
 
 def remove_partial(directory: Path) -> None:

@@ -21,25 +21,39 @@ log = logging.getLogger(__name__)
 Ticks = NDArray[np.int64]
 
 
-def restore(table: Table, found: Sequence[Found]) -> None:
-    """Take in the chunks of the table's own directory, and clear what was never committed."""
+def restore(table: Table, found: Sequence[Found], damaged: bool) -> dict[str, str]:
+    """Take in the chunks of the table's own directory, and clear what was never committed.
+
+    Where committed steps are missing (`damaged`, or noticed here) no stream goes on from the steps
+    before: a sequence with a hole in it would look like any other. Returns the files that could
+    not be used, with the reason.
+    """
     store, journal = table.store, table.journal
     chunks = {}
+    skipped = {}
     for item in found:
         try:
             store.attach(item.path, item.info)
             chunks[item.info.id] = item
         except OSError as error:
-            log.warning("Skipping replay chunk %s: %s.", item.path, error.strerror)
+            skipped[item.path.name] = f"cannot be mapped: {error}"
+            log.warning("Skipping replay chunk %s: %s.", item.path, error)
     slots = {chunk: store.slot_of[chunk] for chunk in chunks}
     if journal.is_new and slots:
         log.warning("The replay's journal is lost: every step found in its chunks is kept.")
-        journal.commit(max(int(store.ticks[slot].max()) for slot in slots.values()))
+        journal.begin(max(int(store.ticks[slot].max()) for slot in slots.values()))
+    damaged |= bool(skipped)
+    newest = 0
     for slot in slots.values():
         ticks = store.ticks[slot]
         store.lengths[slot] = count = valid(ticks, journal.committed)
-        if ticks[count:].any():
-            ticks[count:] = 0
+        rest = ticks[count:]
+        if rest.any():
+            damaged |= bool(((rest > 0) & (rest <= journal.committed)).any())
+            rest[:] = 0
+        if count:
+            newest = max(newest, int(ticks[count - 1]))
+    damaged |= newest < journal.committed
     store.release([slot for slot in slots.values() if not store.lengths[slot]])
     journal.forget_uncommitted()
     sizes = {c: int(store.lengths[s]) for c, s in slots.items() if store.lengths[s]}
@@ -54,11 +68,15 @@ def restore(table: Table, found: Sequence[Found]) -> None:
         owners[chunks[chain[-1]].info.stream] = chain
     table.take_in_chains(
         [
-            ([slots[c] for c in chain], stream if owners[stream] is chain else None)
+            (
+                [slots[c] for c in chain],
+                stream if owners[stream] is chain and not damaged else None,
+            )
             for chain in chains
             for stream in [chunks[chain[-1]].info.stream]
         ]
     )
+    return skipped
 
 
 def adopt(table: Table, found: Sequence[Found], committed: int, source: Source, seq: int) -> int:

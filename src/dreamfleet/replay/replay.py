@@ -88,6 +88,8 @@ class Replay:
             self._journal = Journal(self.directory)
             if self.directory:
                 self._open(self.directory)
+            else:
+                self._journal.begin(0)
         except BaseException:
             self._unlock()
             raise
@@ -227,12 +229,13 @@ class Replay:
             newest = self._journal.newest(source)
             if newest is not None and committed <= newest:
                 return 0
-            found, skipped = directories.scan(path)
+            found, skipped, _ = directories.scan(path, name)
             self.skipped_files |= skipped
             if not found:
                 return 0
             info = found[0].info
             if self._table is None:
+                self.chunk = info.steps
                 self._table = self._make_table(info.schema, info.steps)
             store = self._table.store
             if (info.schema, info.steps) != (store.schema, store.steps):
@@ -362,7 +365,7 @@ class Replay:
             )
         return table
 
-    def _make_table(self, schema: Schema, steps: int) -> Table:
+    def _make_table(self, schema: Schema, steps: int, found: int = 0) -> Table:
         return Table(
             schema,
             steps,
@@ -373,17 +376,24 @@ class Replay:
             journal=self._journal,
             selector=self._selector,
             before_release=self._readers.wait_until_none,
+            found=found,
         )
 
     def _open(self, path: Path) -> None:
         directories.remove_partial(path)
-        found, self.skipped_files = directories.scan(path)
-        if found:
-            info = found[0].info
+        journal = self._journal
+        contents = directories.scan(path, None if journal.is_new else journal.id)
+        self.skipped_files = contents.skipped
+        if contents.found:
+            info = contents.found[0].info
             self.chunk = info.steps
-            self._table = self._make_table(info.schema, info.steps)
-            restore(self._table, found)
+            if journal.is_new:
+                journal.identify(info.run)
+            self._table = self._make_table(info.schema, info.steps, len(contents.found))
+            self.skipped_files |= restore(self._table, contents.found, contents.damaged)
             self._warn()
+        if journal.is_new:
+            journal.begin(0)
 
     def _warn(self) -> None:
         expected = self.forecast()

@@ -44,9 +44,12 @@ class Table:
         journal: Journal,
         selector: Selector,
         before_release: Callable[[], None],
+        found: int = 0,
     ) -> None:
-        slots = min(2 * -(-capacity // steps) + _SPARE_SLOTS, MAX_SLOTS)
-        self.store = Store(schema, steps, slots, directory)
+        # A directory may hold more chunks than the capacity needs: it was larger, or had more
+        # streams. They are all looked at before the oldest leave.
+        slots = max(2 * -(-capacity // steps), found) + _SPARE_SLOTS
+        self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
         self.chains = Chains(self.store, length)
         self.items = Items(capacity, steps)
         self.length = length

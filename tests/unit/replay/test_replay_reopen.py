@@ -1,0 +1,100 @@
+"""Directories that changed between two openings: shrunk, damaged, mixed, or read while in use."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replay_history import History, add, open_replay
+from replay_model import all_items, batch, step
+
+from dreamfleet.replay import Fifo, Replay, ReplayError
+from dreamfleet.replay.journal import Journal
+
+
+def tags(numbers: range) -> tuple[dict[str, Any], list[int]]:
+    """A batch of steps of stream 0."""
+    return batch([step(number) for number in numbers]), [0] * len(numbers)
+
+
+def holding(directory: Path, tag: int) -> Path:
+    """The chunk file that holds a step."""
+    vector = np.arange(tag, tag + 3, dtype=np.float32).tobytes()
+    (path,) = [p for p in directory.glob("*.chunk") if vector in p.read_bytes()[4096:]]
+    return path
+
+
+def test_many_more_chunks_than_the_capacity_needs(tmp_path: Path) -> None:
+    with Replay(1, 5000, tmp_path, chunk=1) as replay:
+        replay.add_batch({"tag": np.arange(4500)}, [0] * 4500)
+    with Replay(1, 10, tmp_path, selector=Fifo()) as replay:
+        assert replay.skipped_files == {}
+        assert replay.sample(10, "report")["tag"].ravel().tolist() == list(range(4490, 4500))
+    assert len(list(tmp_path.glob("*.chunk"))) == 10
+
+
+@pytest.mark.parametrize("journal", ["kept", "lost"])
+def test_chunks_of_another_replay_are_left_alone(tmp_path: Path, journal: str) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    with Replay(1, 1000, mine, chunk=16) as replay:
+        replay.add_batch(*tags(range(40)))
+    with Replay(1, 1000, other, chunk=16) as replay:
+        replay.add_batch(*tags(range(100, 132)))
+    foreign = {p.name for p in other.glob("*.chunk")}
+    for name in foreign:
+        shutil.copy(other / name, mine)
+    if journal == "lost":
+        (mine / "journal").unlink()
+    for _ in range(2):
+        with Replay(1, 1000, mine, chunk=16, selector=Fifo()) as replay:
+            assert set(replay.skipped_files) == foreign
+            assert all("another replay" in reason for reason in replay.skipped_files.values())
+            assert all_items(replay) == [(tag,) for tag in range(40)]
+    assert all((mine / n).read_bytes() == (other / n).read_bytes() for n in foreign)
+
+
+@pytest.mark.parametrize("damage", ["torn", "missing", "unticked"])
+def test_no_stream_goes_on_where_steps_are_missing(tmp_path: Path, damage: str) -> None:
+    with Replay(4, 1000, tmp_path, chunk=5) as replay:
+        replay.add_batch(*tags(range(13)))
+        if damage == "torn":
+            replay.add(step(1000, 1), 1)
+    path = holding(tmp_path, 12)
+    data = path.read_bytes()
+    if damage == "torn":
+        path.write_bytes(data[:5000])
+    elif damage == "missing":
+        path.unlink()
+    else:
+        eleventh = data.index(np.int64(11).tobytes(), 4096)
+        path.write_bytes(data[:eleventh] + bytes(8) + data[eleventh + 8 :])
+    for first in (13, 18):
+        with Replay(4, 1000, tmp_path, chunk=5, selector=Fifo()) as replay:
+            replay.add_batch(*tags(range(first, first + 5)))
+            assert all((np.diff(item) == 1).all() for item in all_items(replay))
+            assert all_items(replay)[-1] == tuple(range(first + 1, first + 5))
+
+
+def test_killed_while_a_lost_journal_is_made_anew(tmp_path: Path) -> None:
+    history = History()
+    with open_replay(tmp_path) as replay:
+        for number in range(40):
+            add(replay, history, number)
+    (tmp_path / "journal").unlink()
+    Journal(tmp_path)
+    with open_replay(tmp_path) as replay:
+        assert all_items(replay) == history.items(40)
+
+
+def test_a_journal_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
+    with Replay(1, 10, tmp_path) as replay:
+        replay.add(step(0))
+    journal = tmp_path / "journal"
+    data = journal.read_bytes().replace(b"DFJOURN\x01", b"DFJOURN\x02")
+    journal.write_bytes(data)
+    with pytest.raises(ReplayError, match="another version"):
+        Replay(1, 10, tmp_path)
+    assert journal.read_bytes() == data
