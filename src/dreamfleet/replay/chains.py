@@ -66,9 +66,14 @@ class Chains:
         self._cached = (streams, chains, ranks)
         return chains, ranks
 
-    def chunks_needed(self, chains: Ints, ranks: Ints) -> int:
-        """New chunks that a batch with these rows needs."""
-        hops = (self.head_len[chains] + ranks) // self.store.steps
+    def chunks_needed(
+        self, chains: Ints, ranks: Ints, gone: NDArray[np.bool_] | None = None
+    ) -> int:
+        """New chunks that a batch with these rows needs, now or once chains are `gone`."""
+        heads = self.head_len[chains]
+        if gone is not None:
+            heads = np.where(gone[chains], self.store.steps, heads)
+        hops = (heads + ranks) // self.store.steps
         if not hops.any():
             return 0
         most = np.zeros(len(self._names), np.int64)
@@ -165,6 +170,32 @@ class Chains:
             while slot >= 0:
                 slots.append(slot)
                 slot = int(self.store.next[slot])
+        return slots
+
+    def pinned(self, tick: int) -> tuple[int, NDArray[np.bool_]]:
+        """Chunks that would stay if every item left, the newest of which was completed at `tick`,
+        and which chains would be gone."""
+        used = len(self._names)
+        gone = (self.head_slot[:used] < 0) | (self.last_tick[:used] < tick)
+        count = 0
+        for chain in np.flatnonzero(~gone):
+            slot = int(self.tail_slot[chain])
+            if self.tail_index[chain] >= self.store.steps:
+                slot = int(self.store.next[slot])
+            gone[chain] = slot < 0
+            while slot >= 0:
+                count += 1
+                slot = int(self.store.next[slot])
+        return count, gone
+
+    def oldest(self) -> list[int]:
+        """Slots of the chain that was idle longest."""
+        chains = np.flatnonzero(self.head_slot >= 0)
+        slot = int(self.head_slot[chains[self.last_tick[chains].argmin()]])
+        slots = []
+        while slot >= 0:
+            slots.append(slot)
+            slot = int(self.store.previous[slot])
         return slots
 
     def oldest_end(self) -> int:

@@ -18,7 +18,7 @@ from dreamfleet.replay import chunkfile
 from dreamfleet.replay.arena import Arena
 from dreamfleet.replay.buffers import BufferPool
 from dreamfleet.replay.chunkfile import ChunkInfo, Stream
-from dreamfleet.replay.errors import StorageFullError
+from dreamfleet.replay.errors import ReplayError, StorageFullError
 from dreamfleet.replay.prefault import Prefault
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
 
@@ -111,16 +111,14 @@ class Store:
         """A chunk with the steps of another run's file, still without ticks."""
         before = info.previous if info.previous in self.slot_of else None
         mine = ChunkInfo(info.id, self.run, before, None, self.steps, self.schema)
-        slot = self._make(mine)
-        rest = self._arena.bytes(slot)[self._first_column :]
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            done = 0
-            while done < len(rest):
-                count = os.preadv(fd, [rest[done:].data], self._first_column + done)
-                if count == 0:
-                    break
-                done += count
+            slot = self._make(mine)
+            try:
+                self._read_columns(fd, slot, path)
+            except BaseException:
+                self.release([slot])
+                raise
         finally:
             os.close(fd)
         return slot
@@ -265,6 +263,15 @@ class Store:
             self._map(slot, chunkfile.create(self.directory, info))
         self._occupy(slot, info.id)
         return slot
+
+    def _read_columns(self, fd: int, slot: int, path: Path) -> None:
+        rest = self._arena.bytes(slot)[self._first_column :]
+        done = 0
+        while done < len(rest):
+            count = os.preadv(fd, [rest[done:].data], self._first_column + done)
+            if count == 0:
+                raise ReplayError(f"{path} became shorter while it was read: load it again.")
+            done += count
 
     def _map(self, slot: int, fd: int) -> None:
         try:

@@ -88,7 +88,7 @@ class Table:
     ) -> None:
         """Add one step for each row, all of them or, when anything goes wrong, none."""
         chains, ranks = self.chains.lookup(streams)
-        self.make_room(lambda: self.chains.chunks_needed(chains, ranks))
+        self.make_room(lambda gone: self.chains.chunks_needed(chains, ranks, gone))
         places = self.chains.place(chains, ranks)
         last = self.journal.committed + len(streams)
         try:
@@ -132,7 +132,7 @@ class Table:
                         self.priorities.created(slot)
             self._push(slots, indices, np.zeros(0, np.int64))
             self._sweep()
-            self.make_room(lambda: 0)
+            self._shrink()
 
     def _take_in(self, places: Places, last: int) -> None:
         if self.priorities:
@@ -172,17 +172,38 @@ class Table:
         self.chains.forget(set(slots))
         self.store.release(slots)
 
-    def make_room(self, needed: Callable[[], int]) -> None:
-        """Evict until the chunks needed fit; evicting may change how many they are."""
-        while (chunks := needed()) > self._room():
+    def make_room(self, needed: Callable[[NDArray[np.bool_] | None], int]) -> None:
+        """Evict until the chunks needed fit, or refuse and evict nothing.
+
+        `needed` is asked with the chains that would be gone: those start with a chunk of their own.
+        """
+        if (chunks := needed(None)) <= self._room():
+            return
+        pinned, gone = self.store.chunks, None
+        if len(self.items):
+            pinned, gone = self.chains.pinned(self.completed_at(self.items.high - 1))
+        if needed(gone) > self._room() + self.store.chunks - pinned:
+            raise StorageFullError(self._why_full(chunks, pinned))
+        while needed(None) > self._room():
             self._sweep(patience=0)
-            if needed() <= self._room():
+            if needed(None) > self._room():
+                self._evict_some()
+
+    def _shrink(self) -> None:
+        """Fit what was found on disk into less than it took; streams may lose their last steps."""
+        while self._room() < 0:
+            self._sweep(patience=0)
+            if self._room() >= 0:
                 return
-            if not len(self.items):
-                raise StorageFullError(self._why_full(chunks))
-            # Whichever comes first: a chunk without items, or a chain without any.
-            ended = self.items_until(self.chains.oldest_end()) - self.items.low
-            self._evict(min(self.items.until_chunk_end(), max(1, ended)))
+            if len(self.items):
+                self._evict_some()
+            else:
+                self._release(self.chains.oldest())
+
+    def _evict_some(self) -> None:
+        # Whichever comes first: a chunk without items, or a chain without any.
+        ended = self.items_until(self.chains.oldest_end()) - self.items.low
+        self._evict(min(self.items.until_chunk_end(), max(1, ended)))
 
     def _room(self) -> int:
         if self.max_bytes is None:
@@ -190,14 +211,14 @@ class Table:
         spare = (self.max_bytes - self.data_bytes) // self.store.chunk_bytes
         return min(self.store.free_slots, spare)
 
-    def _why_full(self, chunks: int) -> str:
+    def _why_full(self, chunks: int, pinned: int) -> str:
         if self.max_bytes is None:
             return (
-                f"The replay has no place for {chunks} more chunks beside {self.store.chunks}: "
+                f"The replay has no place for {chunks} more chunks beside {pinned}: "
                 f"raise `chunk` ({self.store.steps} steps) or lower the number of streams."
             )
         return (
             f"max_bytes={self.max_bytes:,} has no room for {chunks} more chunks of "
-            f"{self.store.chunk_bytes:,} bytes beside the {self.store.chunks} that streams are "
+            f"{self.store.chunk_bytes:,} bytes beside the {pinned} that streams are "
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from replay_history import History, add, open_replay
 from replay_model import all_items, batch, step
 
-from dreamfleet.replay import Fifo, Replay, ReplayError
+from dreamfleet.replay import Fifo, Replay, ReplayError, StorageFullError, reopen
 from dreamfleet.replay.journal import Journal
 
 
@@ -98,3 +99,76 @@ def test_a_journal_of_another_version_is_refused_and_kept(tmp_path: Path) -> Non
     with pytest.raises(ReplayError, match="another version"):
         Replay(1, 10, tmp_path)
     assert journal.read_bytes() == data
+
+
+BYTES = 16384
+"""Size of a chunk of sixteen such steps."""
+
+
+def test_a_batch_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
+    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=Fifo()) as replay:
+        for tag in range(16):
+            replay.add_batch(batch([step(tag, s) for s in range(4)]), list(range(4)))
+        before = all_items(replay)
+        with pytest.raises(StorageFullError, match="no room for 5 more"):
+            replay.add_batch(batch([step(0, s) for s in range(4, 9)]), list(range(4, 9)))
+        assert all_items(replay) == before
+        # Four new streams fit, once the four before have gone.
+        replay.add_batch(batch([step(0, s) for s in range(4, 7)]), list(range(4, 7)))
+
+
+def test_extra_data_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
+    with Replay(4, 10**6, tmp_path, chunk=16) as other:
+        other.add_batch(*tags(range(60)))
+    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=Fifo()) as replay:
+        for tag in range(10):
+            replay.add_batch(batch([step(tag, s) for s in range(2)]), [0, 1])
+        before = all_items(replay)
+        with pytest.raises(StorageFullError, match="no room for 4 more"):
+            replay.load_directory(tmp_path)
+        assert all_items(replay) == before
+
+
+def test_a_smaller_max_bytes_than_open_streams_need(tmp_path: Path) -> None:
+    with Replay(2, 1000, tmp_path, chunk=16) as replay:
+        replay.add_batch(batch([step(s, s) for s in range(6)]), list(range(6)))
+    with Replay(2, 1000, tmp_path, max_bytes=3 * BYTES, selector=Fifo()) as replay:
+        assert len(list(tmp_path.glob("*.chunk"))) == 3
+        replay.add_batch(batch([step(10 + s, s) for s in range(3, 6)]), [3, 4, 5])
+        assert all_items(replay) == [(3, 13), (4, 14), (5, 15)]
+
+
+@pytest.mark.parametrize("moment", ["_read_ticks", "_copied"])
+def test_a_run_that_lets_chunks_go_while_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    with Replay(1, 100, tmp_path, chunk=4) as other:
+        other.add_batch(*tags(range(40)))
+        original = getattr(reopen, moment)
+
+        def evict_first(*arguments: Any) -> Any:
+            monkeypatch.setattr(reopen, moment, original)
+            other.add_batch(*tags(range(40, 120)))
+            return original(*arguments)
+
+        with Replay(1, 100, selector=Fifo()) as replay:
+            monkeypatch.setattr(reopen, moment, evict_first)
+            replay.load_directory(tmp_path)
+            assert all_items(replay) == [(tag,) for tag in range(20, 40)]
+            assert replay.stats()["chunks"] == 5
+
+
+def test_a_copy_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    with Replay(1, 100, other, chunk=4) as replay:
+        replay.add_batch(*tags(range(10)))
+    with Replay(1, 100, mine, chunk=4) as replay:
+        monkeypatch.setattr(os, "preadv", lambda *_: 0)
+        with pytest.raises(ReplayError, match="shorter"):
+            replay.load_directory(other)
+        assert replay.stats()["chunks"] == 0
+        assert not list(mine.glob("*.chunk"))
+        monkeypatch.undo()
+        assert replay.load_directory(other) == 10
