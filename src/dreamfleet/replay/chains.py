@@ -41,6 +41,7 @@ class Chains:
         self.length = length
         self.streams: dict[Stream, int] = {}
         self._names: list[Stream | None] = []
+        self._free: list[int] = []
         self.head_slot: Ints
         self.head_len: Ints
         self.tail_slot: Ints
@@ -151,9 +152,15 @@ class Chains:
         return flat[:items], ticks[self.length - 1 :]
 
     def forget(self, slots: set[int]) -> None:
-        """Chunks were let go: a chain that ended in one of them starts anew."""
-        for chain in np.flatnonzero(np.isin(self.head_slot, list(slots))):
-            self._reset(int(chain))
+        """Chunks were let go: a stream whose chain ended in one of them starts a new one."""
+        for chain in np.flatnonzero(np.isin(self.head_slot, list(slots))).tolist():
+            name = self._names[chain]
+            if name is not None:
+                del self.streams[name]
+                self._names[chain] = None
+            self._reset(chain)
+            self._free.append(chain)
+            self._cached = None
 
     def idle_since(self, tick: int, patience: int) -> list[int]:
         """Slots of chains whose newest step is older than `tick`.
@@ -244,10 +251,14 @@ class Chains:
         return self._new(stream) if chain is None else chain
 
     def _new(self, stream: Stream | None) -> int:
-        chain = len(self._names)
-        if chain == len(self.head_slot):
-            self._allocate(2 * chain)
-        self._names.append(stream)
+        if self._free:
+            chain = self._free.pop()
+            self._names[chain] = stream
+        else:
+            chain = len(self._names)
+            if chain == len(self.head_slot):
+                self._allocate(2 * chain)
+            self._names.append(stream)
         if stream is not None:
             self.streams[stream] = chain
         self._reset(chain)

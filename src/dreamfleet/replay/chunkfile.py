@@ -34,6 +34,7 @@ HEADER_ALIGN = 4096
 # Slots must start on a page on every machine that may read the file, also on those with big pages.
 SLOT_ALIGN = 16384
 MAX_STREAM_NAME = 100
+MAX_STREAM_JSON = 700
 
 Stream = int | str
 
@@ -71,6 +72,7 @@ class ChunkInfo:
             }
         ).encode()
         prefix = _PREFIX.pack(MAGIC, len(description), zlib.crc32(description))
+        assert len(prefix) + len(description) <= header_bytes(self.schema)
         return (prefix + description).ljust(header_bytes(self.schema), b"\0")
 
 

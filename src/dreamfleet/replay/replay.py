@@ -334,7 +334,12 @@ class Replay:
     def _draw(self, table: Table, batch: int, mode: Mode) -> NDArray[np.int64]:
         train = mode == "train"
         items = table.items
+        if table.priorities:
+            table.priorities.catch_up(items)
         fresh = items.take_online(batch) if train and self.online else []
+        if fresh:
+            for selector in self._selector.prioritized:
+                selector.taken(np.array(fresh, np.int64), items.low, items.high)
         drawn = self._selector.draw(
             Draw(self._rngs[mode], batch - len(fresh), items.low, items.high, consume=train)
         )

@@ -26,7 +26,6 @@ from dreamfleet.replay.selectors import Selector
 from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
 
 _SPARE_SLOTS = 4096
-_PATIENCE = 1 << 20
 
 
 class Table:
@@ -54,6 +53,9 @@ class Table:
         self.items = Items(capacity, steps)
         self.length = length
         self.max_bytes = max_bytes
+        # How long a stream may pause, in steps of the others, before its last steps leave.
+        self._patience = max(capacity, 4 * steps)
+        self._swept = 0
         self.journal = journal
         self._before_release = before_release
         selector.bind(capacity + SLACK)
@@ -89,6 +91,8 @@ class Table:
         """Add one step for each row, all of them or, when anything goes wrong, none."""
         chains, ranks = self.chains.lookup(streams)
         self.make_room(lambda gone: self.chains.chunks_needed(chains, ranks, gone))
+        # Some of the streams may have lost their steps to make room, and start a chain anew.
+        chains, ranks = self.chains.lookup(streams)
         places = self.chains.place(chains, ranks)
         last = self.journal.committed + len(streams)
         try:
@@ -131,7 +135,7 @@ class Table:
                     for slot in chain:
                         self.priorities.created(slot)
             self._push(slots, indices, np.zeros(0, np.int64))
-            self._sweep()
+            self._sweep(self._patience)
             self._shrink()
 
     def _take_in(self, places: Places, last: int) -> None:
@@ -155,13 +159,15 @@ class Table:
             slots = self.items.pop(count)
             if slots:
                 self._release(slots)
-                self._sweep()
+            if slots or self.journal.committed - self._swept >= self._patience:
+                self._sweep(self._patience)
 
-    def _sweep(self, patience: int = _PATIENCE) -> None:
+    def _sweep(self, patience: int) -> None:
         """Let chains go that hold nothing younger than the oldest item.
 
         Streams come to an end without saying so; their last steps would stay for ever.
         """
+        self._swept = self.journal.committed
         if len(self.items):
             idle = self.chains.idle_since(self.completed_at(self.items.low), patience)
             if idle:

@@ -12,7 +12,7 @@ import pytest
 from replay_history import History, add, open_replay
 from replay_model import all_items, batch, step
 
-from dreamfleet.replay import Fifo, Replay, ReplayError, StorageFullError, reopen
+from dreamfleet.replay import Fifo, Replay, ReplayError, SchemaError, StorageFullError, reopen
 from dreamfleet.replay.journal import Journal
 
 
@@ -158,9 +158,7 @@ def test_a_run_that_lets_chunks_go_while_they_are_loaded(
             assert replay.stats()["chunks"] == 5
 
 
-def test_a_copy_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
     with Replay(1, 100, other, chunk=4) as replay:
         replay.add_batch(*tags(range(10)))
@@ -172,3 +170,38 @@ def test_a_copy_that_fails_leaves_nothing(
         assert not list(mine.glob("*.chunk"))
         monkeypatch.undo()
         assert replay.load_directory(other) == 10
+
+
+@pytest.mark.parametrize(
+    "name",
+    [10**4000, 1 << 63, -(1 << 63) - 1, np.uint64(1 << 63), "\U0001f600" * 100],
+    ids=range(5),
+)
+def test_stream_names_that_no_header_could_hold(name: Any) -> None:
+    with Replay(1, 10) as replay, pytest.raises(SchemaError, match="cannot name a stream"):
+        replay.add(step(0), name)
+
+
+@pytest.mark.parametrize(
+    "name", [(1 << 63) - 1, -(1 << 63), np.uint64(7), "\u00e9" * 100, "\0" * 100], ids=range(5)
+)
+def test_the_longest_stream_names_survive(tmp_path: Path, name: Any) -> None:
+    keys = {f"key{'x' * k}": np.float32(0) for k in range(60)}
+    for count in (1, 2):
+        with Replay(count, 10, tmp_path) as replay:
+            replay.add(keys, name)
+            assert replay.skipped_files == {}
+            assert len(replay) == 1
+
+
+def test_streams_that_ended_leave_with_their_items() -> None:
+    """Three steps each, in chunks of sixteen: none is ever filled, and all would stay."""
+    with Replay(2, 50, chunk=16, selector=Fifo()) as replay:
+        for tag in range(0, 3000, 3):
+            replay.add_batch(batch([step(tag + k, tag) for k in range(3)]), [tag] * 3)
+        assert replay.stats()["chunks"] < 100
+        assert replay.stats()["streams"] < 100
+        assert all_items(replay)[-1] == (2998, 2999)
+        # A stream that comes back starts a chain anew, and mixes with nothing.
+        replay.add_batch(batch([step(k, 0) for k in range(3)]), [0] * 3)
+        assert all_items(replay)[-3:] == [(2998, 2999), (0, 1), (1, 2)]
