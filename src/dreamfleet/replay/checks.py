@@ -37,9 +37,16 @@ def check_rows(arrays: Mapping[str, NDArray[Any]], count: int) -> None:
             )
 
 
+def check_flags(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """That the flags which `sample` sets are flags."""
+    for name in ("is_first", "is_last"):
+        if name in arrays and arrays[name].dtype != np.bool_:
+            raise SchemaError(f"Key {name!r} is {arrays[name].dtype}: give it as bool.")
+
+
 def stream_names(streams: Sequence[Stream] | NDArray[Any]) -> list[Stream]:
     """Streams as plain integers and strings."""
-    names = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
+    names: list[Any] = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
     if set(map(type, names)) == {int} and min(names) >= _LEAST and max(names) <= _MOST:
         return names
     for which, name in enumerate(names):
@@ -83,6 +90,11 @@ def update_values(
             raise SchemaError(
                 f"An update of {name!r} with shape {array.shape} fits no stored key: "
                 f"{', '.join(map(str, columns.values()))}."
+            )
+        elif column.dtype.kind in "biu" and array.dtype.kind not in "biu":
+            raise SchemaError(
+                f"An update of {name!r} with {array.dtype} would be cut to {column.dtype}: convert "
+                "it first."
             )
         else:
             values[name] = array.reshape(-1, *column.shape)

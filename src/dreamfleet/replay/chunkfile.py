@@ -13,6 +13,7 @@ and by the commit journal, not by the file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -21,12 +22,13 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from dreamfleet.replay.errors import SchemaError, StorageFullError
+from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
 from dreamfleet.replay.schema import Schema, round_up
 
 MAGIC = b"DFCHUNK\x01"
 SUFFIX = ".chunk"
 PARTIAL = ".partial"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
 _PREFIX = struct.Struct("<8sII")
 _MAX_DESCRIPTION = 1 << 20
 _ROOM_FOR_THE_REST = 1024
@@ -106,6 +108,10 @@ def create(directory: Path, info: ChunkInfo) -> int:
         if fd >= 0:
             os.close(fd)
         partial.unlink(missing_ok=True)
+        if error.errno not in _FULL:
+            raise ReplayError(
+                f"The replay directory {directory} cannot be written to ({error.strerror})."
+            ) from error
         raise StorageFullError(
             f"No room for another replay chunk of {size:,} bytes in {directory} "
             f"({error.strerror}): free disk space, or lower the replay's capacity or max_bytes."

@@ -18,6 +18,7 @@ from dreamfleet.replay.journal import FILENAME as JOURNAL
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
+_PARTIAL = "[0-9a-f]" * 32 + chunkfile.PARTIAL
 
 
 class Found(NamedTuple):
@@ -49,6 +50,19 @@ class DirectoryLock:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         # Runs at the latest when the lock is collected, so a forgotten replay blocks nobody.
         self.release = weakref.finalize(self, os.close, fd)
+        _held.add(self)
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child shares its parent's lock, and would hold it when the parent is dead."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Contents(NamedTuple):
@@ -70,7 +84,7 @@ def scan(directory: Path, run: bytes | None) -> Contents:
     found: list[Found] = []
     skipped: dict[str, str] = {}
     for path in sorted(directory.iterdir()):
-        if path.name in (LOCK, JOURNAL) or path.suffix == chunkfile.PARTIAL:
+        if path.name in (LOCK, JOURNAL) or path.match(_PARTIAL):
             continue
         try:
             info = chunkfile.read(path)
@@ -105,5 +119,5 @@ def scan(directory: Path, run: bytes | None) -> Contents:
 
 def remove_partial(directory: Path) -> None:
     """Files that were being made when a writer died never had steps in them."""
-    for path in directory.glob(f"*{chunkfile.PARTIAL}"):
+    for path in directory.glob(_PARTIAL):
         path.unlink(missing_ok=True)

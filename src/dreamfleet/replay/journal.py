@@ -98,8 +98,9 @@ class Journal:
         if self._staged:
             key, seen = self._staged
             self._sources[key], self._staged = seen, None
-        self._words[_COMMITTED_WORD] = tick
+        # In this order: interrupted in between, the batch is taken in, and counts with the next.
         self.committed = tick
+        self._words[_COMMITTED_WORD] = tick
 
     def newest(self, source: Source) -> int | None:
         """The highest batch number that was committed for the source."""
@@ -200,6 +201,7 @@ def _open(path: Path) -> mmap.mmap:
 
 
 def _key(source: Source) -> bytes:
-    kind = type(source).__name__
+    # Numpy's integers and strings name the same source as the plain ones.
+    kind = "bytes" if isinstance(source, bytes) else "str" if isinstance(source, str) else "int"
     text = source if isinstance(source, bytes) else str(source).encode()
     return hashlib.blake2b(kind.encode() + b":" + text, digest_size=16).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,13 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.replay import directory as directories
 from dreamfleet.replay import forecast as forecasts
 from dreamfleet.replay import journal as journals
-from dreamfleet.replay.checks import check_rows, stored_steps, stream_names, update_values
+from dreamfleet.replay.checks import (
+    check_flags,
+    check_rows,
+    stored_steps,
+    stream_names,
+    update_values,
+)
 from dreamfleet.replay.chunkfile import Stream
 from dreamfleet.replay.directory import DirectoryLock
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
@@ -27,6 +34,8 @@ from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
 from dreamfleet.replay.statistics import Statistics
 from dreamfleet.replay.table import Table
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["train", "report", "eval"]
 _MODES: tuple[Mode, ...] = ("train", "report", "eval")
@@ -82,6 +91,7 @@ class Replay:
         self._readers = Readers()
         self._statistics = Statistics()
         self._table: Table | None = None
+        self._streams_warned = 0
         self._closed = False
         self._directory_lock = DirectoryLock(self.directory) if self.directory else None
         try:
@@ -121,7 +131,7 @@ class Replay:
             steps: Arrays `[N, ...]`. Keys that start with `log/` are not stored.
             streams: Which stream (environment) each step belongs to. A stream may occur several
                 times, with its steps in order.
-            source: Who sends numbered batches.
+            source: Who sends numbered batches. A sender that restarts its numbers needs a new name.
             seq: Number of the batch. A batch that was added before, also before a restart, is
                 acknowledged and not added again.
 
@@ -135,6 +145,8 @@ class Replay:
         """
         if (source is None) != (seq is None):
             raise ConfigError("Give a batch both a source and a seq, or neither.")
+        if seq is not None and not 0 <= seq < 1 << 63:
+            raise ConfigError(f"A batch's seq counts from 0, and cannot be {seq}.")
         arrays = stored_steps(steps)
         names = stream_names(streams)
         with self._lock:
@@ -145,6 +157,8 @@ class Replay:
             if names:
                 table.append(arrays, names, source, seq)
                 self._statistics.inserts += len(names)
+                if len(table.chains.streams) > max(16, 2 * self._streams_warned):
+                    self._warn()
             return len(names)
 
     def sample(self, batch: int, mode: Mode = "train") -> dict[str, NDArray[Any]]:
@@ -242,7 +256,8 @@ class Replay:
                 raise SchemaError(
                     f"The steps in {path} do not fit: "
                     f"{store.schema.describe_difference(info.schema) or 'same keys'}; chunks of "
-                    f"{info.steps} steps, here {store.steps}."
+                    f"{info.steps} steps, here {store.steps}. Load it into a new replay, which "
+                    "takes over its keys and chunks."
                 )
             added = adopt(self._table, found, committed, source, committed)
             self._warn()
@@ -297,16 +312,20 @@ class Replay:
             store = self._table.store
             return forecasts.forecast(
                 self.capacity,
+                self.length,
                 len(self._table.chains.streams),
-                store.steps,
-                store.chunk_bytes,
+                store,
                 self.directory is not None,
                 self.max_bytes,
                 self._table.priorities is not None,
             )
 
     def sync(self) -> None:
-        """Have everything on the disk itself, so that it survives the machine going down."""
+        """Have everything on the disk itself, so that it survives the machine going down.
+
+        A killed process needs no sync. After a power failure steps added or updated since the last
+        one may be missing or wrong.
+        """
         with self._lock:
             self._check_open()
             store = self._table.store if self._table else None
@@ -350,6 +369,7 @@ class Replay:
         table = self._table
         if table is None:
             check_rows(arrays, len(names))
+            check_flags(arrays)
             self._table = table = self._make_table(Schema.of(arrays), self.chunk)
             table.chains.lookup(names)
             self._warn()
@@ -363,7 +383,10 @@ class Replay:
             for c in columns
         ):
             check_rows(arrays, count)
-            difference = table.store.schema.describe_difference(Schema.of(arrays))
+            schema = Schema.of(arrays)
+            if schema == table.store.schema:
+                return table  # Only the order of bytes differs, and writing converts it.
+            difference = table.store.schema.describe_difference(schema)
             raise SchemaError(
                 f"These steps differ from those in the replay: {difference}. Use a new directory "
                 "for steps with other keys, dtypes or shapes."
@@ -403,6 +426,11 @@ class Replay:
     def _warn(self) -> None:
         expected = self.forecast()
         if expected is not None and self._table is not None:
+            store, self._streams_warned = self._table.store, len(self._table.chains.streams)
+            for problem in forecasts.limits(
+                self.capacity, self._streams_warned, store, self.max_bytes
+            ):
+                log.warning(problem)
             data = self._table.data_bytes
             on_disk = self.directory is not None
             forecasts.warn(expected, self.directory, 0 if on_disk else data, data if on_disk else 0)

@@ -260,7 +260,12 @@ class Store:
         if self.directory is None:
             self._arena.map_memory(slot)
         else:
-            self._map(slot, chunkfile.create(self.directory, info))
+            fd = chunkfile.create(self.directory, info)
+            try:
+                self._map(slot, fd)
+            except BaseException:
+                (self.directory / info.filename).unlink(missing_ok=True)
+                raise
         self._occupy(slot, info.id)
         return slot
 
