@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,6 @@ from pathlib import Path
 import psutil
 
 from dreamfleet.replay.store import Store
-
-log = logging.getLogger(__name__)
 
 INDEX_BYTES_PER_ITEM = 8
 PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4 + 1
@@ -24,10 +21,10 @@ class Forecast:
     ram: int
     disk: int
 
-    def shortages(self, directory: Path | None, used_ram: int, used_disk: int) -> list[str]:
-        """One sentence for each thing the machine has too little of."""
+    def shortages(self, directory: Path | None, used: int) -> list[str]:
+        """One sentence for each thing the machine has too little of; `used` is ours already."""
         problems = []
-        free = psutil.virtual_memory().available + used_ram
+        free = psutil.virtual_memory().available + (0 if directory else used)
         if self.ram > free:
             problems.append(
                 f"The replay needs {_size(self.ram)} of memory when full, but the machine has "
@@ -36,7 +33,7 @@ class Forecast:
             )
         if directory is not None:
             try:
-                free = shutil.disk_usage(directory).free + used_disk
+                free = shutil.disk_usage(directory).free + used
             except FileNotFoundError:
                 return problems  # Whoever writes next is told that the directory is gone.
             if self.disk > free:
@@ -84,11 +81,6 @@ def limits(capacity: int, streams: int, store: Store, max_bytes: int | None) -> 
             f"`chunk` ({store.steps} steps)."
         )
     return problems
-
-
-def warn(found: Forecast, directory: Path | None, used_ram: int, used_disk: int) -> None:
-    for problem in found.shortages(directory, used_ram, used_disk):
-        log.warning(problem)
 
 
 def _size(count: float) -> str:

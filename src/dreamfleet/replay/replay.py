@@ -227,8 +227,8 @@ class Replay:
     def load_directory(self, directory: str | Path) -> int:
         """Copy the steps of another run's replay in, as extra data; returns how many.
 
-        The other directory is only read and may be in use. Loading it again adds nothing unless it
-        has grown since.
+        The other directory is only read and may be in use. Loading it again adds the
+        chunks it has begun since; what came into a chunk that was loaded before stays behind.
         """
         path = Path(directory)
         header = journals.read_committed(path) if path.is_dir() else None
@@ -427,13 +427,9 @@ class Replay:
         expected = self.forecast()
         if expected is not None and self._table is not None:
             store, self._streams_warned = self._table.store, len(self._table.chains.streams)
-            for problem in forecasts.limits(
-                self.capacity, self._streams_warned, store, self.max_bytes
-            ):
+            problems = forecasts.limits(self.capacity, self._streams_warned, store, self.max_bytes)
+            for problem in problems + expected.shortages(self.directory, self._table.data_bytes):
                 log.warning(problem)
-            data = self._table.data_bytes
-            on_disk = self.directory is not None
-            forecasts.warn(expected, self.directory, 0 if on_disk else data, data if on_disk else 0)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -26,6 +26,7 @@ from dreamfleet.replay.selectors import Selector
 from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
 
 _SPARE_SLOTS = 4096
+_LEAST_PATIENCE = 1024
 
 
 class Table:
@@ -54,7 +55,7 @@ class Table:
         self.length = length
         self.max_bytes = max_bytes
         # How long a stream may pause, in steps of the others, before its last steps leave.
-        self._patience = max(capacity, 4 * steps)
+        self._patience = max(capacity, 4 * steps, _LEAST_PATIENCE)
         self._swept = 0
         self.journal = journal
         self._before_release = before_release
