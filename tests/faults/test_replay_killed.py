@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from replay_history import CAPACITY, LENGTH, History, add, audit, open_replay
 from replay_model import all_items, step
 
@@ -19,7 +20,7 @@ import dreamfleet.replay
 # The modules that change files; stepping through the others would only take longer.
 WRITERS = {
     str(Path(dreamfleet.replay.__file__).parent / name)
-    for name in ("arena.py", "chunkfile.py", "journal.py", "store.py")
+    for name in ("arena.py", "chunkfile.py", "journal.py", "reopen.py", "store.py")
 }
 FILLED = 110
 KILLS = 600
@@ -67,6 +68,65 @@ def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
     assert before - after, "the batches should have evicted a chunk"
     assert after - before, "the batches should have made a chunk"
     assert moments > 100
+
+
+@pytest.mark.parametrize("journal", ["kept", "lost"])
+def test_killed_while_it_reopens(tmp_path: Path, journal: str) -> None:
+    """With a batch that was never committed to clear away, and with the journal to make anew."""
+    history = History()
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    moments = 0
+    with open_replay(live) as replay:
+        for number in range(12):
+            add(replay, history, number)
+        shutil.copy(live / "journal", tmp_path / "journal")
+        add(replay, history, 12)
+    held = 13
+    if journal == "lost":
+        (live / "journal").unlink()
+    else:
+        shutil.copy(tmp_path / "journal", live)
+        held = 12
+
+    def check() -> None:
+        nonlocal moments
+        moments += 1
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(live, copy)
+        with open_replay(copy) as reopened:
+            assert reopened.skipped_files == {}
+            assert all_items(reopened) == history.items(held)
+
+    at_every_change(live, lambda: open_replay(live).close(), check)
+    assert moments > 2
+
+
+def test_killed_while_it_loads_another_run(tmp_path: Path) -> None:
+    other, live, copy = tmp_path / "other", tmp_path / "live", tmp_path / "copy"
+    history = History()
+    with open_replay(other) as replay:
+        for number in range(8):
+            add(replay, history, number)
+    mine = [tuple(range(tag, tag + LENGTH)) for tag in range(1000, 1003)]
+    whole = mine + history.items(8)
+    loaded = []
+
+    def check() -> None:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(live, copy)
+        with open_replay(copy) as reopened:
+            assert reopened.skipped_files == {}
+            loaded.append(all_items(reopened) == whole)
+            assert loaded[-1] or all_items(reopened) == mine
+            reopened.load_directory(other)
+            assert all_items(reopened) == whole
+
+    with open_replay(live) as replay:
+        for tag in range(1000, 1003 + LENGTH - 1):
+            replay.add(step(tag))
+        at_every_change(live, lambda: replay.load_directory(other), check)
+    assert loaded == sorted(loaded), "all of it at once"
+    assert set(loaded) == {False, True}
 
 
 def audit_with_a_silent_writer(directory: Path, history: History, acknowledged: int) -> None:

@@ -41,6 +41,7 @@ class Chains:
         self.length = length
         self.streams: dict[Stream, int] = {}
         self._names: list[Stream | None] = []
+        self._free: list[int] = []
         self.head_slot: Ints
         self.head_len: Ints
         self.tail_slot: Ints
@@ -66,9 +67,14 @@ class Chains:
         self._cached = (streams, chains, ranks)
         return chains, ranks
 
-    def chunks_needed(self, chains: Ints, ranks: Ints) -> int:
-        """New chunks that a batch with these rows needs."""
-        hops = (self.head_len[chains] + ranks) // self.store.steps
+    def chunks_needed(
+        self, chains: Ints, ranks: Ints, gone: NDArray[np.bool_] | None = None
+    ) -> int:
+        """New chunks that a batch with these rows needs, now or once chains are `gone`."""
+        heads = self.head_len[chains]
+        if gone is not None:
+            heads = np.where(gone[chains], self.store.steps, heads)
+        hops = (heads + ranks) // self.store.steps
         if not hops.any():
             return 0
         most = np.zeros(len(self._names), np.int64)
@@ -146,9 +152,15 @@ class Chains:
         return flat[:items], ticks[self.length - 1 :]
 
     def forget(self, slots: set[int]) -> None:
-        """Chunks were let go: a chain that ended in one of them starts anew."""
-        for chain in np.flatnonzero(np.isin(self.head_slot, list(slots))):
-            self._reset(int(chain))
+        """Chunks were let go: a stream whose chain ended in one of them starts a new one."""
+        for chain in np.flatnonzero(np.isin(self.head_slot, list(slots))).tolist():
+            name = self._names[chain]
+            if name is not None:
+                del self.streams[name]
+                self._names[chain] = None
+            self._reset(chain)
+            self._free.append(chain)
+            self._cached = None
 
     def idle_since(self, tick: int, patience: int) -> list[int]:
         """Slots of chains whose newest step is older than `tick`.
@@ -165,6 +177,32 @@ class Chains:
             while slot >= 0:
                 slots.append(slot)
                 slot = int(self.store.next[slot])
+        return slots
+
+    def pinned(self, tick: int) -> tuple[int, NDArray[np.bool_]]:
+        """Chunks that would stay if every item left, the newest of which was completed at `tick`,
+        and which chains would be gone."""
+        used = len(self._names)
+        gone = (self.head_slot[:used] < 0) | (self.last_tick[:used] < tick)
+        count = 0
+        for chain in np.flatnonzero(~gone):
+            slot = int(self.tail_slot[chain])
+            if self.tail_index[chain] >= self.store.steps:
+                slot = int(self.store.next[slot])
+            gone[chain] = slot < 0
+            while slot >= 0:
+                count += 1
+                slot = int(self.store.next[slot])
+        return count, gone
+
+    def oldest(self) -> list[int]:
+        """Slots of the chain that was idle longest."""
+        chains = np.flatnonzero(self.head_slot >= 0)
+        slot = int(self.head_slot[chains[self.last_tick[chains].argmin()]])
+        slots = []
+        while slot >= 0:
+            slots.append(slot)
+            slot = int(self.store.previous[slot])
         return slots
 
     def oldest_end(self) -> int:
@@ -213,10 +251,14 @@ class Chains:
         return self._new(stream) if chain is None else chain
 
     def _new(self, stream: Stream | None) -> int:
-        chain = len(self._names)
-        if chain == len(self.head_slot):
-            self._allocate(2 * chain)
-        self._names.append(stream)
+        if self._free:
+            chain = self._free.pop()
+            self._names[chain] = stream
+        else:
+            chain = len(self._names)
+            if chain == len(self.head_slot):
+                self._allocate(2 * chain)
+            self._names.append(stream)
         if stream is not None:
             self.streams[stream] = chain
         self._reset(chain)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay.chunkfile import MAX_STREAM_NAME, Stream
+from dreamfleet.replay.chunkfile import MAX_STREAM_JSON, MAX_STREAM_NAME, Stream
 from dreamfleet.replay.errors import SchemaError
 from dreamfleet.replay.schema import STEPID, Schema
 
 PRIORITY = "priority"
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 def stored_steps(steps: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -35,22 +37,39 @@ def check_rows(arrays: Mapping[str, NDArray[Any]], count: int) -> None:
             )
 
 
+def check_flags(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """That the flags which `sample` sets are flags."""
+    for name in ("is_first", "is_last"):
+        if name in arrays and arrays[name].dtype != np.bool_:
+            raise SchemaError(f"Key {name!r} is {arrays[name].dtype}: give it as bool.")
+
+
 def stream_names(streams: Sequence[Stream] | NDArray[Any]) -> list[Stream]:
     """Streams as plain integers and strings."""
-    names = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
-    if set(map(type, names)) == {int}:
+    names: list[Any] = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
+    if set(map(type, names)) == {int} and min(names) >= _LEAST and max(names) <= _MOST:
         return names
     for which, name in enumerate(names):
         if isinstance(name, np.integer):
-            names[which] = int(name)
-        elif not isinstance(name, int) and not (
-            isinstance(name, str) and len(name) <= MAX_STREAM_NAME
-        ):
+            names[which] = name = int(name)
+        if not _can_name_a_stream(name):
+            shown = repr(name) if isinstance(name, str) else type(name).__name__
             raise SchemaError(
-                f"{name!r} cannot name a stream: use an integer or at most {MAX_STREAM_NAME} "
-                "characters."
+                f"{shown:.200} cannot name a stream: use an integer of 64 bits or at most "
+                f"{MAX_STREAM_NAME} characters."
             )
     return names
+
+
+def _can_name_a_stream(name: Any) -> bool:
+    """Whether the header of a chunk has room for it."""
+    if isinstance(name, int):
+        return _LEAST <= name <= _MOST
+    return (
+        isinstance(name, str)
+        and len(name) <= MAX_STREAM_NAME
+        and len(json.dumps(name)) <= MAX_STREAM_JSON
+    )
 
 
 def update_values(
@@ -71,6 +90,11 @@ def update_values(
             raise SchemaError(
                 f"An update of {name!r} with shape {array.shape} fits no stored key: "
                 f"{', '.join(map(str, columns.values()))}."
+            )
+        elif column.dtype.kind in "biu" and array.dtype.kind not in "biu":
+            raise SchemaError(
+                f"An update of {name!r} with {array.dtype} would be cut to {column.dtype}: convert "
+                "it first."
             )
         else:
             values[name] = array.reshape(-1, *column.shape)

@@ -3,7 +3,7 @@
     8 bytes   magic
     4 bytes   length of the description, little-endian
     4 bytes   CRC-32 of the description
-    n bytes   the description, JSON: id, previous id, stream, steps, columns
+    n bytes   the description, JSON: id, run, previous id, stream, steps, columns
     padding   up to a multiple of 4096
     columns   ticks, then one column a key (see `schema`)
 
@@ -13,6 +13,7 @@ and by the commit journal, not by the file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -21,12 +22,13 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from dreamfleet.replay.errors import SchemaError, StorageFullError
+from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
 from dreamfleet.replay.schema import Schema, round_up
 
 MAGIC = b"DFCHUNK\x01"
 SUFFIX = ".chunk"
 PARTIAL = ".partial"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
 _PREFIX = struct.Struct("<8sII")
 _MAX_DESCRIPTION = 1 << 20
 _ROOM_FOR_THE_REST = 1024
@@ -34,6 +36,7 @@ HEADER_ALIGN = 4096
 # Slots must start on a page on every machine that may read the file, also on those with big pages.
 SLOT_ALIGN = 16384
 MAX_STREAM_NAME = 100
+MAX_STREAM_JSON = 700
 
 Stream = int | str
 
@@ -47,6 +50,8 @@ class ChunkInfo:
     """What the header of a chunk says."""
 
     id: bytes
+    run: bytes
+    """Id of the journal that says which of its steps count: a chunk is worth nothing without."""
     previous: bytes | None
     stream: Stream | None
     """None for a chunk that came from another run: nothing is ever appended to it."""
@@ -61,6 +66,7 @@ class ChunkInfo:
         description = json.dumps(
             {
                 "id": self.id.hex(),
+                "run": self.run.hex(),
                 "previous": self.previous.hex() if self.previous else None,
                 "stream": self.stream,
                 "steps": self.steps,
@@ -68,6 +74,7 @@ class ChunkInfo:
             }
         ).encode()
         prefix = _PREFIX.pack(MAGIC, len(description), zlib.crc32(description))
+        assert len(prefix) + len(description) <= header_bytes(self.schema)
         return (prefix + description).ljust(header_bytes(self.schema), b"\0")
 
 
@@ -101,6 +108,10 @@ def create(directory: Path, info: ChunkInfo) -> int:
         if fd >= 0:
             os.close(fd)
         partial.unlink(missing_ok=True)
+        if error.errno not in _FULL:
+            raise ReplayError(
+                f"The replay directory {directory} cannot be written to ({error.strerror})."
+            ) from error
         raise StorageFullError(
             f"No room for another replay chunk of {size:,} bytes in {directory} "
             f"({error.strerror}): free disk space, or lower the replay's capacity or max_bytes."
@@ -142,6 +153,7 @@ def _read(fd: int) -> ChunkInfo:
         fields = json.loads(description)
         info = ChunkInfo(
             id=uuid.UUID(fields["id"]).bytes,
+            run=uuid.UUID(fields["run"]).bytes,
             previous=uuid.UUID(fields["previous"]).bytes if fields["previous"] else None,
             stream=fields["stream"],
             steps=int(fields["steps"]),

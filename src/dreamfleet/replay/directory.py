@@ -18,6 +18,7 @@ from dreamfleet.replay.journal import FILENAME as JOURNAL
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
+_PARTIAL = "[0-9a-f]" * 32 + chunkfile.PARTIAL
 
 
 class Found(NamedTuple):
@@ -49,17 +50,41 @@ class DirectoryLock:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         # Runs at the latest when the lock is collected, so a forgotten replay blocks nobody.
         self.release = weakref.finalize(self, os.close, fd)
+        _held.add(self)
 
 
-def scan(directory: Path) -> tuple[list[Found], dict[str, str]]:
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child shares its parent's lock, and would hold it when the parent is dead."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class Contents(NamedTuple):
+    """What lies in a replay's directory."""
+
+    found: list[Found]
+    skipped: dict[str, str]
+    """Files that are no chunks of this replay, with the reason."""
+    damaged: bool
+    """Whether one of those may have been a chunk of this replay, so that steps are missing."""
+
+
+def scan(directory: Path, run: bytes | None) -> Contents:
     """Every chunk, and every file that is none with the reason; nothing here is fatal.
 
-    Chunks of one directory share their columns. Should there be others, the most common win.
+    Chunks belong to the journal with the id `run`; if that is lost, to the one that most of them
+    name. They share their columns; should there be others, the most common win.
     """
     found: list[Found] = []
     skipped: dict[str, str] = {}
     for path in sorted(directory.iterdir()):
-        if path.name in (LOCK, JOURNAL) or path.suffix == chunkfile.PARTIAL:
+        if path.name in (LOCK, JOURNAL) or path.match(_PARTIAL):
             continue
         try:
             info = chunkfile.read(path)
@@ -68,6 +93,13 @@ def scan(directory: Path) -> tuple[list[Found], dict[str, str]]:
             found.append(Found(path, info))
         except NotAChunkError as problem:
             skipped[path.name] = str(problem)
+    damaged = any(name.endswith(chunkfile.SUFFIX) for name in skipped)
+    if run is None and found:
+        run = Counter(item.info.run for item in found).most_common(1)[0][0]
+    for item in found:
+        if item.info.run != run:
+            skipped[item.path.name] = "belongs to another replay: use load_directory to copy steps"
+    found = [item for item in found if item.info.run == run]
     kinds = Counter((item.info.schema, item.info.steps) for item in found)
     if len(kinds) > 1:
         schema, steps = winner = kinds.most_common(1)[0][0]
@@ -79,12 +111,13 @@ def scan(directory: Path) -> tuple[list[Found], dict[str, str]]:
                     f"{item.info.steps} steps instead of {steps}"
                 )
         found = [f for f in found if (f.info.schema, f.info.steps) == winner]
+        damaged = True
     for name, reason in skipped.items():
         log.warning("Skipping %s in the replay directory %s: it %s.", name, directory, reason)
-    return found, skipped
+    return Contents(found, skipped, damaged)
 
 
 def remove_partial(directory: Path) -> None:
     """Files that were being made when a writer died never had steps in them."""
-    for path in directory.glob(f"*{chunkfile.PARTIAL}"):
+    for path in directory.glob(_PARTIAL):
         path.unlink(missing_ok=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-log = logging.getLogger(__name__)
+from dreamfleet.replay.store import Store
 
 INDEX_BYTES_PER_ITEM = 8
 PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4 + 1
@@ -22,10 +21,10 @@ class Forecast:
     ram: int
     disk: int
 
-    def shortages(self, directory: Path | None, used_ram: int, used_disk: int) -> list[str]:
-        """One sentence for each thing the machine has too little of."""
+    def shortages(self, directory: Path | None, used: int) -> list[str]:
+        """One sentence for each thing the machine has too little of; `used` is ours already."""
         problems = []
-        free = psutil.virtual_memory().available + used_ram
+        free = psutil.virtual_memory().available + (0 if directory else used)
         if self.ram > free:
             problems.append(
                 f"The replay needs {_size(self.ram)} of memory when full, but the machine has "
@@ -33,7 +32,10 @@ class Forecast:
                 + (", or give it a directory." if directory is None else ".")
             )
         if directory is not None:
-            free = shutil.disk_usage(directory).free + used_disk
+            try:
+                free = shutil.disk_usage(directory).free + used
+            except FileNotFoundError:
+                return problems  # Whoever writes next is told that the directory is gone.
             if self.disk > free:
                 problems.append(
                     f"The replay needs {_size(self.disk)} of disk when full, but {directory} has "
@@ -44,15 +46,17 @@ class Forecast:
 
 def forecast(
     capacity: int,
+    length: int,
     streams: int,
-    steps: int,
-    chunk_bytes: int,
+    store: Store,
     on_disk: bool,
     max_bytes: int | None,
     prioritized: bool,
 ) -> Forecast:
-    """Chunks for `capacity` items, and one open chunk for each stream."""
-    data = (-(-capacity // steps) + streams) * chunk_bytes
+    """Chunks for `capacity` items, and what each stream has beside them: a first chunk that is
+    partly let go, the one it writes, and those that only the end of an item reaches into."""
+    beside = streams * (2 + (length - 1) // store.steps)
+    data = (-(-capacity // store.steps) + beside) * store.chunk_bytes
     if max_bytes is not None:
         data = min(data, max_bytes)
     per_item = INDEX_BYTES_PER_ITEM + (PRIORITY_BYTES_PER_ITEM if prioritized else 0)
@@ -60,9 +64,23 @@ def forecast(
     return Forecast(ram=index + (0 if on_disk else data), disk=data if on_disk else 0)
 
 
-def warn(found: Forecast, directory: Path | None, used_ram: int, used_disk: int) -> None:
-    for problem in found.shortages(directory, used_ram, used_disk):
-        log.warning(problem)
+def limits(capacity: int, streams: int, store: Store, max_bytes: int | None) -> list[str]:
+    """One sentence for each bound that leaves room for less than was asked for."""
+    problems = []
+    most = store.slots * store.steps
+    if capacity > most and (max_bytes is None or max_bytes > store.slots * store.chunk_bytes):
+        problems.append(
+            f"The replay can hold about {most:,} sequences in {store.slots:,} chunks, not its "
+            f"capacity of {capacity:,}: lower it, or raise `chunk` ({store.steps} steps) where "
+            "chunks are small."
+        )
+    if max_bytes is not None and max_bytes < 2 * streams * store.chunk_bytes:
+        problems.append(
+            f"max_bytes={max_bytes:,} holds fewer than two chunks of {store.chunk_bytes:,} bytes "
+            f"for each of {streams} streams, so few sequences will last: raise max_bytes, or lower "
+            f"`chunk` ({store.steps} steps)."
+        )
+    return problems
 
 
 def _size(count: float) -> str:

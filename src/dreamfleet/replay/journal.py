@@ -29,6 +29,7 @@ WINDOW = 64
 """How many numbers below the newest of a source are told apart."""
 
 _MAGIC = int.from_bytes(b"DFJOURN\x01", "little")
+_ANY_VERSION = (1 << 56) - 1
 _HEADER_WORDS = 8
 _MAGIC_WORD, _COMMITTED_WORD, _ID_WORD = 0, 1, 2
 # A record is a key of two words and two copies of three: newest number, mask, tick.
@@ -58,12 +59,17 @@ class Journal:
         self._map = mmap.mmap(-1, _SIZE) if directory is None else _open(directory / FILENAME)
         # Stores of whole words: a word is never half written, wherever the process is killed.
         self._words = np.frombuffer(self._map, "<u8")
-        self.is_new = bool(self._words[_MAGIC_WORD] != _MAGIC)
-        """Whether there was none, or only a damaged one."""
+        magic = int(self._words[_MAGIC_WORD])
+        self.is_new = magic != _MAGIC
+        """Whether there was none, or only a damaged one; until `begin`, also if killed before."""
         if self.is_new:
+            if (magic ^ _MAGIC) & _ANY_VERSION == 0:
+                raise ReplayError(
+                    f"The replay in {directory} was written by another version of Dreamfleet: open "
+                    "it with that version, or use a new directory."
+                )
             self._words[:] = 0
-            self._words[_ID_WORD : _ID_WORD + 2] = np.frombuffer(os.urandom(16), "<u8")
-            self._words[_MAGIC_WORD] = _MAGIC
+            self.identify(os.urandom(16))
         self._records = self._words[_HEADER_WORDS:].reshape(MAX_SOURCES, _RECORD_WORDS)
         self._sources: dict[bytes, _Seen] = {}
         self._free: list[int] = []
@@ -77,13 +83,24 @@ class Journal:
         """Identifies the directory, also after it was moved."""
         return self._words[_ID_WORD : _ID_WORD + 2].tobytes()
 
+    def identify(self, run: bytes) -> None:
+        """Take an id, which a journal that was lost finds in the chunks."""
+        self._words[_ID_WORD : _ID_WORD + 2] = np.frombuffer(run, "<u8")
+
+    def begin(self, tick: int) -> None:
+        """Make a new journal count, with steps up to `tick` committed."""
+        self.commit(tick)
+        self._words[_MAGIC_WORD] = _MAGIC
+        self.is_new = False
+
     def commit(self, tick: int) -> None:
         """Make every step up to `tick` count, and the batch that was staged with it."""
         if self._staged:
             key, seen = self._staged
             self._sources[key], self._staged = seen, None
-        self._words[_COMMITTED_WORD] = tick
+        # In this order: interrupted in between, the batch is taken in, and counts with the next.
         self.committed = tick
+        self._words[_COMMITTED_WORD] = tick
 
     def newest(self, source: Source) -> int | None:
         """The highest batch number that was committed for the source."""
@@ -184,6 +201,7 @@ def _open(path: Path) -> mmap.mmap:
 
 
 def _key(source: Source) -> bytes:
-    kind = type(source).__name__
+    # Numpy's integers and strings name the same source as the plain ones.
+    kind = "bytes" if isinstance(source, bytes) else "str" if isinstance(source, str) else "int"
     text = source if isinstance(source, bytes) else str(source).encode()
     return hashlib.blake2b(kind.encode() + b":" + text, digest_size=16).digest()

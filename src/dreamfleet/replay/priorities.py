@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from dreamfleet.replay.items import SLACK, Items
 from dreamfleet.replay.selectors import Prioritized
 from dreamfleet.replay.store import Ints, Piece, Store
 
@@ -28,6 +29,8 @@ class Priorities:
         self._values = np.zeros(positions, np.float32)
         self._known = np.zeros(positions, np.bool_)
         self._numbers = np.zeros(positions, np.int64)
+        self._any_known = False
+        self._caught_up = 0
 
     def index_bytes(self, chunks: int) -> int:
         """Memory used with that many chunks."""
@@ -45,9 +48,30 @@ class Priorities:
         self._known[start : start + self._store.steps] = False
         self._numbers[start : start + self._store.steps] = -1
 
+    def catch_up(self, items: Items) -> None:
+        """Give items that are new since the last draw the priorities that their steps have."""
+        first, self._caught_up = max(self._caught_up, items.low), items.high
+        if not self._any_known:
+            return
+        ahead = np.arange(self._length)
+        for start in range(first, items.high, SLACK):
+            numbers = np.arange(start, min(start + SLACK, items.high))
+            slots, indices = items.starts(numbers)
+            slots, indices = self._store.walk(
+                np.repeat(slots[:, None], self._length, 1), indices[:, None] + ahead
+            )
+            positions = slots * self._store.steps + indices
+            known = self._known[positions]
+            told = known.any(1)
+            if told.any():
+                steps = np.where(known, self._values[positions], np.nan).astype(np.float64)
+                for selector in self._selectors:
+                    selector.prioritize(numbers[told], steps[told], items.low, items.high)
+
     def update(self, runs: list[Piece], values: NDArray[np.float32], low: int, high: int) -> None:
         """Set the priorities of runs of steps, and of every living item that holds one."""
         here = [run for run in runs if run.slot >= 0]
+        self._any_known |= bool(here)
         for run in here:
             start = run.slot * self._store.steps + run.start
             self._values[start : start + run.size] = values[run.at : run.at + run.size]

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from dreamfleet.replay import chunkfile
 from dreamfleet.replay.chunkfile import Stream
 from dreamfleet.replay.directory import Found
-from dreamfleet.replay.errors import StorageFullError
+from dreamfleet.replay.errors import ReplayError, StorageFullError
 from dreamfleet.replay.journal import Source
+from dreamfleet.replay.store import Store
 from dreamfleet.replay.table import Table
 
 log = logging.getLogger(__name__)
@@ -21,25 +22,39 @@ log = logging.getLogger(__name__)
 Ticks = NDArray[np.int64]
 
 
-def restore(table: Table, found: Sequence[Found]) -> None:
-    """Take in the chunks of the table's own directory, and clear what was never committed."""
+def restore(table: Table, found: Sequence[Found], damaged: bool) -> dict[str, str]:
+    """Take in the chunks of the table's own directory, and clear what was never committed.
+
+    Where committed steps are missing (`damaged`, or noticed here) no stream goes on from the steps
+    before: a sequence with a hole in it would look like any other. Returns the files that could
+    not be used, with the reason.
+    """
     store, journal = table.store, table.journal
     chunks = {}
+    skipped = {}
     for item in found:
         try:
             store.attach(item.path, item.info)
             chunks[item.info.id] = item
         except OSError as error:
-            log.warning("Skipping replay chunk %s: %s.", item.path, error.strerror)
+            skipped[item.path.name] = f"cannot be mapped: {error}"
+            log.warning("Skipping replay chunk %s: %s.", item.path, error)
     slots = {chunk: store.slot_of[chunk] for chunk in chunks}
     if journal.is_new and slots:
         log.warning("The replay's journal is lost: every step found in its chunks is kept.")
-        journal.commit(max(int(store.ticks[slot].max()) for slot in slots.values()))
+        journal.begin(max(int(store.ticks[slot].max()) for slot in slots.values()))
+    damaged |= bool(skipped)
+    newest = 0
     for slot in slots.values():
         ticks = store.ticks[slot]
         store.lengths[slot] = count = valid(ticks, journal.committed)
-        if ticks[count:].any():
-            ticks[count:] = 0
+        rest = ticks[count:]
+        if rest.any():
+            damaged |= bool(((rest > 0) & (rest <= journal.committed)).any())
+            rest[:] = 0
+        if count:
+            newest = max(newest, int(ticks[count - 1]))
+    damaged |= newest < journal.committed
     store.release([slot for slot in slots.values() if not store.lengths[slot]])
     journal.forget_uncommitted()
     sizes = {c: int(store.lengths[s]) for c, s in slots.items() if store.lengths[s]}
@@ -54,11 +69,15 @@ def restore(table: Table, found: Sequence[Found]) -> None:
         owners[chunks[chain[-1]].info.stream] = chain
     table.take_in_chains(
         [
-            ([slots[c] for c in chain], stream if owners[stream] is chain else None)
+            (
+                [slots[c] for c in chain],
+                stream if owners[stream] is chain and not damaged else None,
+            )
             for chain in chains
             for stream in [chunks[chain[-1]].info.stream]
         ]
     )
+    return skipped
 
 
 def adopt(table: Table, found: Sequence[Found], committed: int, source: Source, seq: int) -> int:
@@ -71,11 +90,11 @@ def adopt(table: Table, found: Sequence[Found], committed: int, source: Source, 
             f"The extra data needs {len(chunks) * store.chunk_bytes:,} bytes, more than "
             f"max_bytes={table.max_bytes:,}: raise max_bytes, or lower the replay's capacity."
         )
-    table.make_room(lambda: len(chunks))
+    table.make_room(lambda _: len(chunks))
     slots: list[int] = []
-    last = journal.committed + sum(len(chunk.ticks) for chunk in chunks)
     try:
-        slots.extend(store.copy(chunk.found.path, chunk.found.info) for chunk in chunks)
+        chunks = [chunk for chunk in chunks if _copied(store, chunk.found, slots)]
+        last = journal.committed + sum(len(chunk.ticks) for chunk in chunks)
         # New ticks in the old order: to this replay the steps are as old as their arrival.
         order = np.argsort(np.concatenate([chunk.ticks for chunk in chunks] or [_NO_TICKS]))
         ticks = np.empty(len(order), np.int64)
@@ -113,7 +132,10 @@ def _newest(found: Sequence[Found], committed: int, length: int, capacity: int) 
     """The chunks that the newest `capacity` items lie in; copying more would be for nothing."""
     chunks = {}
     for item in found:
-        ticks = _read_ticks(item)
+        try:
+            ticks = _read_ticks(item)
+        except FileNotFoundError:
+            continue  # The other run let it go meanwhile, as it is older than all it keeps.
         ticks = ticks[: valid(ticks, committed)]
         if len(ticks):
             chunks[item.info.id] = _Chunk(item, ticks)
@@ -131,10 +153,22 @@ def _newest(found: Sequence[Found], committed: int, length: int, capacity: int) 
     return wanted
 
 
+def _copied(store: Store, found: Found, slots: list[int]) -> bool:
+    """Append the slot of the copy, unless the other run has let the chunk go meanwhile."""
+    try:
+        slots.append(store.copy(found.path, found.info))
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _read_ticks(found: Found) -> Ticks:
     with found.path.open("rb") as file:
         file.seek(chunkfile.header_bytes(found.info.schema))
-        return np.fromfile(file, np.int64, found.info.steps)
+        ticks = np.fromfile(file, np.int64, found.info.steps)
+    if len(ticks) < found.info.steps:
+        raise ReplayError(f"{found.path} became shorter while it was read: load it again.")
+    return ticks
 
 
 def valid(ticks: Ticks, committed: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,13 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.replay import directory as directories
 from dreamfleet.replay import forecast as forecasts
 from dreamfleet.replay import journal as journals
-from dreamfleet.replay.checks import check_rows, stored_steps, stream_names, update_values
+from dreamfleet.replay.checks import (
+    check_flags,
+    check_rows,
+    stored_steps,
+    stream_names,
+    update_values,
+)
 from dreamfleet.replay.chunkfile import Stream
 from dreamfleet.replay.directory import DirectoryLock
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
@@ -27,6 +34,8 @@ from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
 from dreamfleet.replay.statistics import Statistics
 from dreamfleet.replay.table import Table
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["train", "report", "eval"]
 _MODES: tuple[Mode, ...] = ("train", "report", "eval")
@@ -82,12 +91,15 @@ class Replay:
         self._readers = Readers()
         self._statistics = Statistics()
         self._table: Table | None = None
+        self._streams_warned = 0
         self._closed = False
         self._directory_lock = DirectoryLock(self.directory) if self.directory else None
         try:
             self._journal = Journal(self.directory)
             if self.directory:
                 self._open(self.directory)
+            else:
+                self._journal.begin(0)
         except BaseException:
             self._unlock()
             raise
@@ -119,7 +131,7 @@ class Replay:
             steps: Arrays `[N, ...]`. Keys that start with `log/` are not stored.
             streams: Which stream (environment) each step belongs to. A stream may occur several
                 times, with its steps in order.
-            source: Who sends numbered batches.
+            source: Who sends numbered batches. A sender that restarts its numbers needs a new name.
             seq: Number of the batch. A batch that was added before, also before a restart, is
                 acknowledged and not added again.
 
@@ -133,6 +145,8 @@ class Replay:
         """
         if (source is None) != (seq is None):
             raise ConfigError("Give a batch both a source and a seq, or neither.")
+        if seq is not None and not 0 <= seq < 1 << 63:
+            raise ConfigError(f"A batch's seq counts from 0, and cannot be {seq}.")
         arrays = stored_steps(steps)
         names = stream_names(streams)
         with self._lock:
@@ -143,6 +157,8 @@ class Replay:
             if names:
                 table.append(arrays, names, source, seq)
                 self._statistics.inserts += len(names)
+                if len(table.chains.streams) > max(16, 2 * self._streams_warned):
+                    self._warn()
             return len(names)
 
     def sample(self, batch: int, mode: Mode = "train") -> dict[str, NDArray[Any]]:
@@ -211,8 +227,8 @@ class Replay:
     def load_directory(self, directory: str | Path) -> int:
         """Copy the steps of another run's replay in, as extra data; returns how many.
 
-        The other directory is only read and may be in use. Loading it again adds nothing unless it
-        has grown since.
+        The other directory is only read and may be in use. Loading it again adds the
+        chunks it has begun since; what came into a chunk that was loaded before stays behind.
         """
         path = Path(directory)
         header = journals.read_committed(path) if path.is_dir() else None
@@ -227,19 +243,21 @@ class Replay:
             newest = self._journal.newest(source)
             if newest is not None and committed <= newest:
                 return 0
-            found, skipped = directories.scan(path)
+            found, skipped, _ = directories.scan(path, name)
             self.skipped_files |= skipped
             if not found:
                 return 0
             info = found[0].info
             if self._table is None:
+                self.chunk = info.steps
                 self._table = self._make_table(info.schema, info.steps)
             store = self._table.store
             if (info.schema, info.steps) != (store.schema, store.steps):
                 raise SchemaError(
                     f"The steps in {path} do not fit: "
                     f"{store.schema.describe_difference(info.schema) or 'same keys'}; chunks of "
-                    f"{info.steps} steps, here {store.steps}."
+                    f"{info.steps} steps, here {store.steps}. Load it into a new replay, which "
+                    "takes over its keys and chunks."
                 )
             added = adopt(self._table, found, committed, source, committed)
             self._warn()
@@ -294,16 +312,20 @@ class Replay:
             store = self._table.store
             return forecasts.forecast(
                 self.capacity,
+                self.length,
                 len(self._table.chains.streams),
-                store.steps,
-                store.chunk_bytes,
+                store,
                 self.directory is not None,
                 self.max_bytes,
                 self._table.priorities is not None,
             )
 
     def sync(self) -> None:
-        """Have everything on the disk itself, so that it survives the machine going down."""
+        """Have everything on the disk itself, so that it survives the machine going down.
+
+        A killed process needs no sync. After a power failure steps added or updated since the last
+        one may be missing or wrong.
+        """
         with self._lock:
             self._check_open()
             store = self._table.store if self._table else None
@@ -331,7 +353,12 @@ class Replay:
     def _draw(self, table: Table, batch: int, mode: Mode) -> NDArray[np.int64]:
         train = mode == "train"
         items = table.items
+        if table.priorities:
+            table.priorities.catch_up(items)
         fresh = items.take_online(batch) if train and self.online else []
+        if fresh:
+            for selector in self._selector.prioritized:
+                selector.taken(np.array(fresh, np.int64), items.low, items.high)
         drawn = self._selector.draw(
             Draw(self._rngs[mode], batch - len(fresh), items.low, items.high, consume=train)
         )
@@ -342,6 +369,7 @@ class Replay:
         table = self._table
         if table is None:
             check_rows(arrays, len(names))
+            check_flags(arrays)
             self._table = table = self._make_table(Schema.of(arrays), self.chunk)
             table.chains.lookup(names)
             self._warn()
@@ -355,14 +383,17 @@ class Replay:
             for c in columns
         ):
             check_rows(arrays, count)
-            difference = table.store.schema.describe_difference(Schema.of(arrays))
+            schema = Schema.of(arrays)
+            if schema == table.store.schema:
+                return table  # Only the order of bytes differs, and writing converts it.
+            difference = table.store.schema.describe_difference(schema)
             raise SchemaError(
                 f"These steps differ from those in the replay: {difference}. Use a new directory "
                 "for steps with other keys, dtypes or shapes."
             )
         return table
 
-    def _make_table(self, schema: Schema, steps: int) -> Table:
+    def _make_table(self, schema: Schema, steps: int, found: int = 0) -> Table:
         return Table(
             schema,
             steps,
@@ -373,24 +404,32 @@ class Replay:
             journal=self._journal,
             selector=self._selector,
             before_release=self._readers.wait_until_none,
+            found=found,
         )
 
     def _open(self, path: Path) -> None:
         directories.remove_partial(path)
-        found, self.skipped_files = directories.scan(path)
-        if found:
-            info = found[0].info
+        journal = self._journal
+        contents = directories.scan(path, None if journal.is_new else journal.id)
+        self.skipped_files = contents.skipped
+        if contents.found:
+            info = contents.found[0].info
             self.chunk = info.steps
-            self._table = self._make_table(info.schema, info.steps)
-            restore(self._table, found)
+            if journal.is_new:
+                journal.identify(info.run)
+            self._table = self._make_table(info.schema, info.steps, len(contents.found))
+            self.skipped_files |= restore(self._table, contents.found, contents.damaged)
             self._warn()
+        if journal.is_new:
+            journal.begin(0)
 
     def _warn(self) -> None:
         expected = self.forecast()
         if expected is not None and self._table is not None:
-            data = self._table.data_bytes
-            on_disk = self.directory is not None
-            forecasts.warn(expected, self.directory, 0 if on_disk else data, data if on_disk else 0)
+            store, self._streams_warned = self._table.store, len(self._table.chains.streams)
+            problems = forecasts.limits(self.capacity, self._streams_warned, store, self.max_bytes)
+            for problem in problems + expected.shortages(self.directory, self._table.data_bytes):
+                log.warning(problem)
 
     def _check_open(self) -> None:
         if self._closed:

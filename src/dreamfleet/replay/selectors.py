@@ -162,12 +162,26 @@ class Prioritized(SimpleSelector):
 
     def draw(self, request: Draw) -> Ints:
         self._catch_up(request.low, request.high)
-        if not self._tree.total > 0:
-            return request.rng.integers(request.low, request.high, request.count)
-        leaves = self._tree.draw(request.rng.random(request.count))
-        if request.consume and self.zero_on_sample:
+        numbers = np.empty(request.count, np.int64)
+        missing = np.arange(request.count)
+        while len(missing):
+            if not self._tree.total > 0:
+                numbers[missing] = request.rng.integers(request.low, request.high, len(missing))
+                break
+            leaves = self._tree.draw(request.rng.random(len(missing)))
+            numbers[missing] = request.low + (leaves - request.low) % self._size
+            if not (request.consume and self.zero_on_sample):
+                break
+            # What came up twice is drawn again, now that the first of the two has counted.
             self._tree.set(leaves, 0.0)
-        return request.low + (leaves - request.low) % self._size
+            missing = np.delete(missing, np.unique(leaves, return_index=True)[1])
+        return numbers
+
+    def taken(self, numbers: Ints, low: int, high: int) -> None:
+        """Living items were handed out for training without a draw."""
+        if self.zero_on_sample:
+            self._catch_up(low, high)
+            self._tree.set(numbers % self._size, 0.0)
 
     def prioritize(self, numbers: Ints, steps: Floats, low: int, high: int) -> None:
         """Set living items from the priorities of their steps, `[item, step]`.

@@ -21,11 +21,13 @@ class Statistics:
         self.updates = 0
         self.skipped_updates = 0
         self._ages = np.zeros(_RECENT, np.int64)
+        self._aged = 0
 
     def sampled(self, ages: NDArray[np.int64]) -> None:
         """Sequences were handed out; a sequence's age is counted in sequences added since."""
         newest = ages[-_RECENT:]
-        self._ages[(self.samples + np.arange(len(newest))) % _RECENT] = newest
+        self._ages[(self._aged + np.arange(len(newest))) % _RECENT] = newest
+        self._aged += len(newest)
         self.samples += len(ages)
 
     def save(self) -> dict[str, NDArray[np.int64]]:
@@ -36,7 +38,7 @@ class Statistics:
             setattr(self, name, int(state[f"count/{name}"]))
 
     def summary(self, length: int) -> dict[str, float]:
-        recent = self._ages[: min(self.samples, _RECENT)]
+        recent = self._ages[: min(self._aged, _RECENT)]
         return {
             "inserts": self.inserts,
             "samples": self.samples,

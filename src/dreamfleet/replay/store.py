@@ -18,6 +18,7 @@ from dreamfleet.replay import chunkfile
 from dreamfleet.replay.arena import Arena
 from dreamfleet.replay.buffers import BufferPool
 from dreamfleet.replay.chunkfile import ChunkInfo, Stream
+from dreamfleet.replay.errors import ReplayError, StorageFullError
 from dreamfleet.replay.prefault import Prefault
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
 
@@ -42,10 +43,13 @@ class Piece(NamedTuple):
 class Store:
     """Chunks of `steps` steps in the slots of an arena, on disk or in memory."""
 
-    def __init__(self, schema: Schema, steps: int, slots: int, directory: Path | None) -> None:
+    def __init__(
+        self, schema: Schema, steps: int, slots: int, directory: Path | None, run: bytes
+    ) -> None:
         self.schema = schema
         self.steps = steps
         self.directory = directory
+        self.run = run
         self.chunk_bytes = chunkfile.chunk_bytes(schema, steps)
         self.slots = max(1, min(slots, MAX_SLOTS, _MAX_ADDRESSES // self.chunk_bytes))
         self._arena = Arena(self.chunk_bytes, self.slots)
@@ -89,10 +93,15 @@ class Store:
     def create(self, stream: Stream | None, previous: int) -> int:
         """A new, empty chunk; where there is no room, `StorageFullError` and nothing changes."""
         before = self.ids[previous].tobytes() if previous >= 0 else None
-        return self._make(ChunkInfo(uuid.uuid4().bytes, before, stream, self.steps, self.schema))
+        chunk = uuid.uuid4().bytes
+        return self._make(ChunkInfo(chunk, self.run, before, stream, self.steps, self.schema))
 
     def attach(self, path: Path, info: ChunkInfo) -> int:
-        """Map a chunk file that exists."""
+        """Map a chunk file that exists. Raises `OSError`."""
+        if not self._free:
+            raise StorageFullError(
+                f"there are more than {self.slots:,} chunks, and no more can be mapped"
+            )
         slot = self._free[-1]
         self._map(slot, os.open(path, os.O_RDWR | os.O_CLOEXEC))
         self._occupy(slot, info.id)
@@ -101,17 +110,15 @@ class Store:
     def copy(self, path: Path, info: ChunkInfo) -> int:
         """A chunk with the steps of another run's file, still without ticks."""
         before = info.previous if info.previous in self.slot_of else None
-        mine = ChunkInfo(info.id, before, None, self.steps, self.schema)
-        slot = self._make(mine)
-        rest = self._arena.bytes(slot)[self._first_column :]
+        mine = ChunkInfo(info.id, self.run, before, None, self.steps, self.schema)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            done = 0
-            while done < len(rest):
-                count = os.preadv(fd, [rest[done:].data], self._first_column + done)
-                if count == 0:
-                    break
-                done += count
+            slot = self._make(mine)
+            try:
+                self._read_columns(fd, slot, path)
+            except BaseException:
+                self.release([slot])
+                raise
         finally:
             os.close(fd)
         return slot
@@ -253,9 +260,23 @@ class Store:
         if self.directory is None:
             self._arena.map_memory(slot)
         else:
-            self._map(slot, chunkfile.create(self.directory, info))
+            fd = chunkfile.create(self.directory, info)
+            try:
+                self._map(slot, fd)
+            except BaseException:
+                (self.directory / info.filename).unlink(missing_ok=True)
+                raise
         self._occupy(slot, info.id)
         return slot
+
+    def _read_columns(self, fd: int, slot: int, path: Path) -> None:
+        rest = self._arena.bytes(slot)[self._first_column :]
+        done = 0
+        while done < len(rest):
+            count = os.preadv(fd, [rest[done:].data], self._first_column + done)
+            if count == 0:
+                raise ReplayError(f"{path} became shorter while it was read: load it again.")
+            done += count
 
     def _map(self, slot: int, fd: int) -> None:
         try:

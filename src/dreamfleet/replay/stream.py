@@ -72,9 +72,11 @@ class Stream(Iterator[Batch]):
         return {"part": self._part, **data}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where `save` was called; a window that is used up by now (`consec` may have been
+        larger then) is left."""
         self._part = int(state["part"])
         data = {k.removeprefix(_DATA): np.asarray(v) for k, v in state.items() if k != "part"}
-        self._window = self._check(data) if self._part else None
+        self._window = self._check(data) if 0 < self._part < self.consec else None
 
     def _check(self, window: Mapping[str, Any]) -> Mapping[str, Any]:
         needed = self.window(self.length, self.consec, self.context)

@@ -26,7 +26,7 @@ from dreamfleet.replay.selectors import Selector
 from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
 
 _SPARE_SLOTS = 4096
-_PATIENCE = 1 << 20
+_LEAST_PATIENCE = 1024
 
 
 class Table:
@@ -44,13 +44,19 @@ class Table:
         journal: Journal,
         selector: Selector,
         before_release: Callable[[], None],
+        found: int = 0,
     ) -> None:
-        slots = min(2 * -(-capacity // steps) + _SPARE_SLOTS, MAX_SLOTS)
-        self.store = Store(schema, steps, slots, directory)
+        # A directory may hold more chunks than the capacity needs: it was larger, or had more
+        # streams. They are all looked at before the oldest leave.
+        slots = max(2 * -(-capacity // steps), found) + _SPARE_SLOTS
+        self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
         self.chains = Chains(self.store, length)
         self.items = Items(capacity, steps)
         self.length = length
         self.max_bytes = max_bytes
+        # How long a stream may pause, in steps of the others, before its last steps leave.
+        self._patience = max(capacity, 4 * steps, _LEAST_PATIENCE)
+        self._swept = 0
         self.journal = journal
         self._before_release = before_release
         selector.bind(capacity + SLACK)
@@ -85,7 +91,9 @@ class Table:
     ) -> None:
         """Add one step for each row, all of them or, when anything goes wrong, none."""
         chains, ranks = self.chains.lookup(streams)
-        self.make_room(lambda: self.chains.chunks_needed(chains, ranks))
+        self.make_room(lambda gone: self.chains.chunks_needed(chains, ranks, gone))
+        # Some of the streams may have lost their steps to make room, and start a chain anew.
+        chains, ranks = self.chains.lookup(streams)
         places = self.chains.place(chains, ranks)
         last = self.journal.committed + len(streams)
         try:
@@ -128,8 +136,8 @@ class Table:
                     for slot in chain:
                         self.priorities.created(slot)
             self._push(slots, indices, np.zeros(0, np.int64))
-            self._sweep()
-            self.make_room(lambda: 0)
+            self._sweep(self._patience)
+            self._shrink()
 
     def _take_in(self, places: Places, last: int) -> None:
         if self.priorities:
@@ -152,13 +160,15 @@ class Table:
             slots = self.items.pop(count)
             if slots:
                 self._release(slots)
-                self._sweep()
+            if slots or self.journal.committed - self._swept >= self._patience:
+                self._sweep(self._patience)
 
-    def _sweep(self, patience: int = _PATIENCE) -> None:
+    def _sweep(self, patience: int) -> None:
         """Let chains go that hold nothing younger than the oldest item.
 
         Streams come to an end without saying so; their last steps would stay for ever.
         """
+        self._swept = self.journal.committed
         if len(self.items):
             idle = self.chains.idle_since(self.completed_at(self.items.low), patience)
             if idle:
@@ -169,17 +179,38 @@ class Table:
         self.chains.forget(set(slots))
         self.store.release(slots)
 
-    def make_room(self, needed: Callable[[], int]) -> None:
-        """Evict until the chunks needed fit; evicting may change how many they are."""
-        while (chunks := needed()) > self._room():
+    def make_room(self, needed: Callable[[NDArray[np.bool_] | None], int]) -> None:
+        """Evict until the chunks needed fit, or refuse and evict nothing.
+
+        `needed` is asked with the chains that would be gone: those start with a chunk of their own.
+        """
+        if (chunks := needed(None)) <= self._room():
+            return
+        pinned, gone = self.store.chunks, None
+        if len(self.items):
+            pinned, gone = self.chains.pinned(self.completed_at(self.items.high - 1))
+        if needed(gone) > self._room() + self.store.chunks - pinned:
+            raise StorageFullError(self._why_full(chunks, pinned))
+        while needed(None) > self._room():
             self._sweep(patience=0)
-            if needed() <= self._room():
+            if needed(None) > self._room():
+                self._evict_some()
+
+    def _shrink(self) -> None:
+        """Fit what was found on disk into less than it took; streams may lose their last steps."""
+        while self._room() < 0:
+            self._sweep(patience=0)
+            if self._room() >= 0:
                 return
-            if not len(self.items):
-                raise StorageFullError(self._why_full(chunks))
-            # Whichever comes first: a chunk without items, or a chain without any.
-            ended = self.items_until(self.chains.oldest_end()) - self.items.low
-            self._evict(min(self.items.until_chunk_end(), max(1, ended)))
+            if len(self.items):
+                self._evict_some()
+            else:
+                self._release(self.chains.oldest())
+
+    def _evict_some(self) -> None:
+        # Whichever comes first: a chunk without items, or a chain without any.
+        ended = self.items_until(self.chains.oldest_end()) - self.items.low
+        self._evict(min(self.items.until_chunk_end(), max(1, ended)))
 
     def _room(self) -> int:
         if self.max_bytes is None:
@@ -187,14 +218,14 @@ class Table:
         spare = (self.max_bytes - self.data_bytes) // self.store.chunk_bytes
         return min(self.store.free_slots, spare)
 
-    def _why_full(self, chunks: int) -> str:
+    def _why_full(self, chunks: int, pinned: int) -> str:
         if self.max_bytes is None:
             return (
-                f"The replay has no place for {chunks} more chunks beside {self.store.chunks}: "
+                f"The replay has no place for {chunks} more chunks beside {pinned}: "
                 f"raise `chunk` ({self.store.steps} steps) or lower the number of streams."
             )
         return (
             f"max_bytes={self.max_bytes:,} has no room for {chunks} more chunks of "
-            f"{self.store.chunk_bytes:,} bytes beside the {self.store.chunks} that streams are "
+            f"{self.store.chunk_bytes:,} bytes beside the {pinned} that streams are "
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )

@@ -239,3 +239,35 @@ def test_priorities_that_make_no_sense() -> None:
 def test_uniform_draws_from_the_replay_are_uniform() -> None:
     replay = filled(Uniform())
     assert_matches(drawn_starts(replay), np.ones(38), 20_000)
+
+
+def test_new_items_know_the_priorities_of_steps_they_share() -> None:
+    selector = Prioritized(exponent=1.0, initial=1.0)
+    replay = Replay(4, 100, chunk=8, online=False, selector=selector)
+    for tag in range(20):
+        replay.add(step(tag))
+    replay.update(replay.sample(500, "eval") | {"priority": np.zeros((500, 4))})
+    replay.add(step(20))
+    # Of all items only the newest has a step that was never updated, and so any weight.
+    assert (replay.sample(50)["tag"] == np.arange(17, 21)).all()
+    assert selector._tree.total == pytest.approx(1 / 4)
+
+
+def test_zero_on_sample_gives_each_item_once_in_a_batch() -> None:
+    selector = Prioritized(exponent=1.0, zero_on_sample=True)
+    selector.bind(100)
+    steps = np.full((50, 1), 1.0)
+    steps[7] = 1e6
+    selector.prioritize(np.arange(50), steps, 0, 50)
+    numbers = selector.draw(Draw(np.random.default_rng(0), 50, 0, 50, consume=True))
+    assert sorted(numbers.tolist()) == list(range(50))
+    assert numbers[0] == 7
+    assert selector._tree.total == 0
+
+
+def test_zero_on_sample_counts_online_sequences() -> None:
+    replay = Replay(2, 100, selector=Prioritized(zero_on_sample=True))
+    for tag in range(3):
+        replay.add(step(tag))
+    assert replay.sample(1)["tag"].tolist() == [[1, 2]], "the one online sequence"
+    assert replay.sample(1)["tag"].tolist() == [[0, 1]], "the one that is left"

@@ -79,3 +79,15 @@ def test_a_stream_from_a_replay() -> None:
     # The forced first step lies in the context of the first batch, and not in the second.
     assert first["is_first"][:, 0].all()
     assert not second["is_first"].any()
+
+
+def test_a_window_with_more_parts_than_the_stream_has_now() -> None:
+    stream = Stream(windows(9), length=2, consec=4, context=1)
+    for _ in range(3):
+        next(stream)
+    other = Stream(windows(9), length=2, consec=2, context=1)
+    other.load(stream.save())
+    for part in (0, 1, 0):
+        batch = next(other)
+        assert batch["time"].shape[1] == 3
+        assert (batch["consec"] == part).all()
