@@ -39,8 +39,7 @@ class ImageStages:
         images = [obs[name] for name in self._names]
         pixels = images[0] if len(images) == 1 else np.concatenate(images, -1)
         chunks = [
-            self._encode(pixels[start : start + _CHUNK])
-            for start in range(0, len(pixels), _CHUNK)
+            self._encode(pixels[start : start + _CHUNK]) for start in range(0, len(pixels), _CHUNK)
         ]
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 

@@ -220,14 +220,15 @@ class _Core:
         candidate *= both[..., width:]
         candidate *= _HALF
         candidate += previous
-        return candidate.swapaxes(0, 1).reshape(rows, -1)
+        return np.asarray(candidate.swapaxes(0, 1).reshape(rows, -1))
 
     def _shared(self, deter: Floats, stoch: Floats, action: Floats) -> Floats:
         """The three inputs through their layers, side by side."""
         rows = len(deter)
         products = np.empty((3, rows, self._kernels[0].shape[1]), np.float32)
-        action = action / np.maximum(_ONE, np.abs(action))
-        for out, x, kernel in zip(products, (deter, stoch, action), self._kernels, strict=True):
+        limit: Floats = np.maximum(_ONE, np.abs(action))
+        inputs = (deter, stoch, action / limit)
+        for out, x, kernel in zip(products, inputs, self._kernels, strict=True):
             np.matmul(x, kernel, out=out)
         return self._inputs_norm(products).swapaxes(0, 1).reshape(rows, -1)
 
@@ -252,12 +253,12 @@ def _sample(probs: Floats, uniform: Floats) -> NDArray[np.int64]:
     # Cumulative sums as a product with a triangle: numpy's own go element by element.
     sums = np.tri(classes, dtype=np.float32) @ probs.reshape(classes, -1)
     reached = np.add.reduce(sums <= uniform.reshape(-1), 0, dtype=np.int64)
-    return np.minimum(reached, classes - 1).reshape(uniform.shape)
+    return np.asarray(np.minimum(reached, classes - 1).reshape(uniform.shape))
 
 
 def _one_hot(index: NDArray[np.integer[Any]], classes: int) -> Floats:
     """All zeros where the index is out of range."""
-    return (index[..., None] == np.arange(classes)).astype(np.float32)
+    return np.asarray(index[..., None] == np.arange(classes), np.float32)
 
 
 def _embed(key: Key, value: NDArray[Any]) -> Floats:
