@@ -15,6 +15,9 @@ from dreamfleet.agent import Agent, Dreamer, NonFiniteError, SpaceError, StateMi
 from dreamfleet.agent.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agent.acting_numpy import NumpyActor
 
+# Whole training steps are compiled, which takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module")
 def shared() -> Dreamer:
