@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from dreamfleet.agent.nets import along_last, constant, init_kernel, rms_norm
 
@@ -75,7 +75,7 @@ class UpConv(eqx.Module):
 
 def over_images(
     function: Callable[[Array, bool], Float[Array, "images *out"]],
-    x: Float[Array, "batch time *shape"],
+    x: Shaped[Array, "batch time *shape"],
 ) -> Float[Array, "batch time *out"]:
     """function(images, patches) on a batch of sequences, in the form that suits the device."""
     batch, time = x.shape[:2]

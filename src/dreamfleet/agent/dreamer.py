@@ -19,7 +19,6 @@ from dreamfleet.agent import health
 from dreamfleet.agent.acting import ActingNetworks, Draws, draw, policy_step
 from dreamfleet.agent.acting_numpy import NumpyActor, use_one_blas_thread
 from dreamfleet.agent.api import Arrays, Carry, Flat, Mode
-from dreamfleet.agent.codec import Encoder
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.agent.errors import NonFiniteError
 from dreamfleet.agent.execution import Placement, Program, enable_cache
@@ -93,12 +92,6 @@ class Dreamer:
             out_shardings=whole,
         )
         self._policy_program = Program("policy", policy_step)
-        self._images_program = Program(
-            "image encoder",
-            lambda encoder, obs: encoder.encode_images({k: v[:, None] for k, v in obs.items()})[
-                :, 0
-            ],
-        )
 
     # --- acting ----------------------------------------------------------------------------------
 
@@ -141,15 +134,8 @@ class Dreamer:
     def _make_actor(self, nets: ActingNetworks) -> _Actor:
         """Numpy on a CPU in full precision, where it is fastest; a compiled program elsewhere."""
         if self._placement.policy_device.platform == "cpu" and nets.dynamics.dtype == jnp.float32:
-            encoder = Encoder(None, nets.encoder.cnn, nets.encoder.keys)
-            names = [key.name for key in self._obs_keys.images]
-
-            def encode(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-                images = {name: obs[name] for name in names}
-                return np.asarray(self._images_program(encoder, images))
-
             use_one_blas_thread()
-            return NumpyActor(jax.device_get(nets), encode if names else None)
+            return NumpyActor(jax.device_get(nets))
 
         def act(carry: Carry, obs: Mapping[str, NDArray[Any]], draws: Draws) -> Any:
             return jax.device_get(self._policy_program(nets, carry, obs, draws))

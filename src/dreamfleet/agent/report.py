@@ -49,11 +49,10 @@ def _gradient_norms(
         return total_loss(nets, state, sequence, config, update=False)[1].losses
 
     values, pullback = jax.vjp(losses, state.nets)
-    zeros = jax.tree.map(jnp.zeros_like, values)
-    return {
-        f"gradient_norm/{name}": tree_norm(pullback(zeros | {name: jnp.ones_like(value)})[0])
-        for name, value in values.items()
-    }
+    chosen = dict(zip(values, jnp.eye(len(values)), strict=True))
+    # One backward pass is compiled, and run for each loss.
+    norms = jax.lax.map(lambda seeds: tree_norm(pullback(seeds)[0]), chosen)
+    return {f"gradient_norm/{name}": norms[index] for index, name in enumerate(values)}
 
 
 def open_loop(

@@ -8,6 +8,7 @@ time one takes here, in the same run. Every subject runs in a process of its own
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -15,12 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.agent.allocator import allocator_environment
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.spaces import Space
 
@@ -44,13 +46,34 @@ REFERENCES = {
 }
 
 
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
+
+    kind: str
+    cache: str
+    size: str = "1m"
+    batch_size: int = 16
+    batch_length: int = 64
+    report_length: int = 32
+    steps: int = 10
+    calls: int = 500
+
+
 def run(quick: bool) -> list[Row]:
-    """Measure both kinds of observations, cold and with a warm compilation cache."""
+    """Measure both kinds of observations, cold and with a warm compilation cache.
+
+    A quick run only shows that everything works: its networks and batches are tiny, and its
+    ratios mean nothing.
+    """
     rows: list[Row] = []
     for kind, reference in REFERENCES.items():
         with tempfile.TemporaryDirectory() as cache:
-            cold = _in_process(kind, cache, quick)
-            warm = _in_process(kind, cache, quick=True)
+            task = Task(kind, cache)
+            if quick:
+                task = Task(kind, cache, "debug", 2, 4, 4, steps=2, calls=20)
+            cold = _in_process(task)
+            warm = _in_process(replace(task, steps=0))
         unit = cold["matmul"] / _REFERENCE_MATMUL
 
         def faster(
@@ -86,24 +109,34 @@ def run(quick: bool) -> list[Row]:
     return rows
 
 
-def _in_process(kind: str, cache: str, quick: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "dreamfleet.benchmarks.agent", kind, cache, str(int(quick))]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+def _in_process(task: Task) -> dict[str, Any]:
+    command = [sys.executable, "-m", "dreamfleet.benchmarks.agent", json.dumps(asdict(task))]
+    environment = {**os.environ, **allocator_environment(os.environ)}
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return measured
 
 
-def measure(kind: str, cache: str, quick: bool) -> dict[str, Any]:
-    """All figures of one kind of observation, in milliseconds and megabytes."""
+def measure(task: Task) -> dict[str, Any]:
+    """All figures of one kind of observation, in milliseconds and megabytes.
+
+    Without steps to measure, only the time it takes to compile.
+    """
     from dreamfleet.agent import Dreamer, DreamerConfig, ExecutionConfig, size_preset
 
-    obs, act = spaces(kind)
-    config = DreamerConfig(size_preset("1m"), execution=ExecutionConfig(cache_dir=cache))
-    agent = Dreamer(obs, act, config)
-    seconds = agent.compile(batch_size=16, batch_length=64, report_length=32)
-    agent.compile(batch_size=16, batch_length=64, policy_batches=_ROWS)
-    carry = agent.init_train(16)
-    batch = next(agent.stream([_batch(agent.example_batch(16, 64))]))
+    obs, act = spaces(task.kind)
+    execution = ExecutionConfig(cache_dir=task.cache)
+    agent = Dreamer(obs, act, DreamerConfig(size_preset(task.size), execution=execution))
+    seconds = agent.compile(
+        batch_size=task.batch_size,
+        batch_length=task.batch_length,
+        report_length=task.report_length,
+    )
+    if not task.steps:
+        return {"compile": 1e3 * seconds}
+    carry = agent.init_train(task.batch_size)
+    example = agent.example_batch(task.batch_size, task.batch_length)
+    batch = next(agent.stream([_batch(example)]))
 
     def step() -> None:
         nonlocal carry
@@ -111,15 +144,12 @@ def measure(kind: str, cache: str, quick: bool) -> dict[str, Any]:
         float(metrics["opt/updates"])
 
     step()
-    train = _median(step, 2 if quick else 10)
-    policy = [_median(_caller(agent, obs, n), 20 if quick else 500) for n in _ROWS]
-    beside = _beside_training(agent, obs, step, 20 if quick else 500)
     return {
-        "matmul": _matmul(),
         "compile": 1e3 * seconds,
-        "train": train,
-        "policy": policy,
-        "beside": beside,
+        "train": _median(step, task.steps),
+        "policy": [_median(_caller(agent, obs, n), task.calls) for n in _ROWS],
+        "beside": _beside_training(agent, obs, step, task.calls),
+        "matmul": _matmul(),
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -202,4 +232,4 @@ def _median(function: Callable[[], object], repeats: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(sys.argv[1], sys.argv[2], sys.argv[3] == "1")) + "\n")
+    sys.stdout.write(json.dumps(measure(Task(**json.loads(sys.argv[1])))) + "\n")

@@ -8,7 +8,27 @@ import pytest
 from jaxtyping import install_import_hook
 
 PACKAGE = "dreamfleet.agent"
-CHECKED = [f"{PACKAGE}.{name}" for name in ("distributions", "returns")]
+NUMERICAL = (
+    "acting",
+    "actor_critic",
+    "codec",
+    "context",
+    "convolution",
+    "distributions",
+    "heads",
+    "keys",
+    "learning",
+    "nets",
+    "optimizer",
+    "report",
+    "returns",
+    "rssm",
+    "world_model",
+)
+CHECKED = [f"{PACKAGE}.{name}" for name in NUMERICAL]
+
+# These tests compile much and compute little.
+jax.config.update("jax_disable_most_optimizations", True)
 
 assert f"{PACKAGE}.nets" not in sys.modules, "shapes are checked from the first import on"
 with install_import_hook(CHECKED, "beartype.beartype"):

@@ -15,6 +15,9 @@ from dreamfleet.agent import Agent, Dreamer, NonFiniteError, SpaceError, StateMi
 from dreamfleet.agent.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agent.acting_numpy import NumpyActor
 
+# Whole training steps are compiled, which takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module")
 def shared() -> Dreamer:
@@ -124,10 +127,8 @@ def test_the_actor_gets_new_parameters_and_knows_their_age() -> None:
         agent.policy(agent.init_policy(1), observations(VECTOR, 1))
         ages.append(agent.policy_metrics()["policy/updates_behind"])
     assert ages == [1, 0, 1, 0, 1, 0]
-    acting = agent._hand_over.latest()._nets
-    np.testing.assert_array_equal(
-        acting.actor.mlp.layers[0].kernel, agent._state.nets.actor.mlp.layers[0].kernel
-    )
+    acting = agent._hand_over.latest()._actor[0].kernel
+    np.testing.assert_array_equal(acting, agent._state.nets.actor.mlp.layers[0].kernel)
 
 
 def test_report_shows_losses_and_videos(shared: Dreamer) -> None:

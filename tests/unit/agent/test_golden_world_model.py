@@ -73,7 +73,7 @@ def test_observe(compiled: bool) -> None:
     data = load("03a_rssm_observe")
     model = make_rssm(part(data, "param/"), 7, 20)
     teacher = jnp.asarray(data["in/stoch_sample"]).reshape(3, 5, -1)
-    actions = embed_actions(ACTIONS, arrays(part(data, "in/prevact/")), jnp.float32)
+    actions = embed_actions(ACTIONS, arrays(part(data, "in/prevact/")), jnp.dtype("float32"))
     first = jnp.asarray(data["in/is_first"])
     masked = actions * (1.0 - first.astype(jnp.float32))[..., None]
     assert_close(masked, data["out/action_embed_masked"])
@@ -98,7 +98,7 @@ def test_observe(compiled: bool) -> None:
 def test_imagine() -> None:
     data = load("03b_rssm_imagine")
     model = make_rssm(part(data, "param/"), 7, 20)
-    actions = embed_actions(ACTIONS, arrays(part(data, "in/action/")), jnp.float32)
+    actions = embed_actions(ACTIONS, arrays(part(data, "in/action/")), jnp.dtype("float32"))
     teacher = jnp.asarray(data["in/stoch_sample"]).reshape(3, 5, -1)
     state, logits = model.imagine(state_of(data, "in/carry/"), actions, teacher=teacher)
     assert_close(state.deter, data["out/deter"])
@@ -212,7 +212,7 @@ def _end_to_end() -> tuple[dict[str, np.ndarray], Networks, Any]:
             nets,
             state_of(data, "in/carry/"),
             arrays(part(data, "in/obs/")),
-            embed_actions(ACTIONS, arrays(part(data, "in/prevact/")), jnp.float32),
+            embed_actions(ACTIONS, arrays(part(data, "in/prevact/")), jnp.dtype("float32")),
             LossConfig(),
             teacher=jnp.asarray(data["in/stoch_sample"]).reshape(3, 5, -1),
         )

@@ -25,6 +25,7 @@ from dreamfleet.agent import (
     size_preset,
     take_rows,
 )
+from dreamfleet.agent.allocator import allocator_environment
 from dreamfleet.agent.config import SIZES
 
 SOURCE = Path(dreamfleet.agent.__file__).parent
@@ -128,3 +129,9 @@ def test_rows_of_a_carry() -> None:
     put_rows(carry, np.array([0, 2]), part)
     np.testing.assert_array_equal(carry["deter"], [[6, 7], [2, 3], [2, 3], [6, 7]])
     np.testing.assert_array_equal(carry["previous"]["move"], [3, 1, 1, 3])
+
+
+def test_allocator_settings_leave_the_users_own_alone() -> None:
+    added = allocator_environment({})
+    assert added["GLIBC_TUNABLES"].startswith("glibc.malloc.hugetlb=1:")
+    assert allocator_environment(added) == {}

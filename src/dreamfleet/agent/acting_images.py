@@ -1,0 +1,121 @@
+"""The image encoder in numpy, for acting on a CPU.
+
+The same products of patches between 2x2 cells of pixels as in `convolution`, but with channels
+first: all images of a chunk, with margins, lie behind each other in one long row a channel. A
+shift in the image is then an offset in the row, so that patches are copied in long runs, and
+pooling, normalisation and activation run over whole rows. Results at the margins are computed
+along the way and never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agent.nets import EPSILON
+
+Floats = NDArray[np.float32]
+
+# Images whose patches fit a processor's cache together.
+_CHUNK = 4
+
+
+class ImageStages:
+    """All image keys of an observation to tokens."""
+
+    def __init__(self, encoder: Any) -> None:
+        self._names = sorted(key.name for key in encoder.keys.images)
+        first = encoder.keys.images[0]
+        size = (first.height, first.width)
+        self._stages: list[_Stage] = []
+        for layer in encoder.cnn:
+            self._stages.append(_Stage(layer, size))
+            size = (size[0] // 2, size[1] // 2)
+
+    def __call__(self, obs: Mapping[str, NDArray[Any]]) -> Floats:
+        images = [obs[name] for name in self._names]
+        pixels = images[0] if len(images) == 1 else np.concatenate(images, -1)
+        chunks = [
+            self._encode(pixels[start : start + _CHUNK]) for start in range(0, len(pixels), _CHUNK)
+        ]
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+    def _encode(self, pixels: NDArray[np.uint8]) -> Floats:
+        x: NDArray[Any] = pixels.transpose(3, 0, 1, 2)
+        for index, stage in enumerate(self._stages):
+            x = stage(x, from_bytes=index == 0)
+        return x.transpose(1, 2, 3, 0).reshape(len(pixels), -1)
+
+
+class _Stage:
+    """Convolution, 2x2 max-pooling, norm over channels, SiLU."""
+
+    def __init__(self, layer: Any, size: tuple[int, int]) -> None:
+        kernel = _cell_kernel(np.asarray(layer.kernel))
+        self._cells, _, self._inputs, outputs = kernel.shape
+        self._outputs = outputs // 4
+        self._kernel = np.ascontiguousarray(kernel.reshape(-1, outputs).T)
+        self._bias = np.asarray(layer.bias)[:, None]
+        self._half_scale = 0.5 * np.asarray(layer.scale)[:, None]
+        self._height, self._width = size[0] // 2, size[1] // 2
+        self._rows: dict[int, Floats] = {}
+
+    def __call__(self, x: NDArray[Any], *, from_bytes: bool) -> Floats:
+        """(channels, images, height, width) to the same with half the size."""
+        count, cells = x.shape[1], self._cells
+        reach = cells // 2
+        height, width = self._height + 2 * reach, self._width + 2 * reach
+        # The margins are zero from the beginning and stay so.
+        shape = (self._inputs, count, height, width)
+        rows = self._rows.setdefault(count, np.zeros(shape, np.float32))
+        inner = rows[:, :, reach:-reach, reach:-reach]
+        channels = len(x)
+        for corner in range(4):
+            part = inner[corner * channels : (corner + 1) * channels]
+            part[...] = x[:, :, corner // 2 :: 2, corner % 2 :: 2]
+        if from_bytes:
+            inner *= np.float32(1 / 255)
+            inner -= np.float32(0.5)
+        flat = rows.reshape(self._inputs, -1)
+        length = flat.shape[1] - (cells - 1) * (width + 1)
+        patches = np.empty((cells * cells, self._inputs, length), np.float32)
+        for shift in range(cells * cells):
+            offset = shift // cells * width + shift % cells
+            patches[shift] = flat[:, offset : offset + length]
+        product = (self._kernel @ patches.reshape(-1, length)).reshape(4, self._outputs, length)
+        result = np.empty((self._outputs, flat.shape[1]), np.float32)
+        self._activate(product, result[:, :length])
+        grid = result.reshape(self._outputs, count, height, width)
+        return grid[:, :, : self._height, : self._width]
+
+    def _activate(self, product: Floats, out: Floats) -> None:
+        np.maximum(product[0], product[1], out=out)
+        np.maximum(out, product[2], out=out)
+        np.maximum(out, product[3], out=out)
+        out += self._bias
+        inverse: Floats = np.add.reduce(np.square(out), 0)
+        inverse /= np.float32(self._outputs)
+        inverse += np.float32(EPSILON)
+        np.sqrt(inverse, out=inverse)
+        out /= inverse
+        out *= self._half_scale
+        # silu(2h) = h (1 + tanh(h))
+        gate: Floats = np.tanh(out)
+        gate += 1.0
+        out *= gate
+
+
+def _cell_kernel(kernel: Floats) -> Floats:
+    """The kernel between 2x2 cells of pixels: one shifted copy for each pixel of a cell."""
+    size, _, inputs, outputs = kernel.shape
+    reach = (size // 2 + 1) // 2
+    cells = 2 * reach + 1
+    copies = np.zeros((2 * cells, 2 * cells, inputs, 4, outputs), np.float32)
+    for corner in range(4):
+        top, left = (2 * reach - size // 2 + offset for offset in divmod(corner, 2))
+        copies[top : top + size, left : left + size, :, corner] = kernel
+    shifted = copies.reshape(cells, 2, cells, 2, inputs, 4 * outputs)
+    return shifted.transpose(0, 2, 1, 3, 4, 5).reshape(cells, cells, 4 * inputs, 4 * outputs)
