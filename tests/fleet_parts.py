@@ -8,13 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.fleet.factories import factories
 from dreamfleet.replay import Replay
+from dreamfleet.roles.common import stop_event
 
 EVERY_STEP = {"length": 25, "size": (8, 8)}
+
+
+def until_stopped() -> None:
+    """A role that does nothing until it is asked to end."""
+    stop_event().wait()
+
+
+def left_behind() -> list[psutil.Process]:
+    """Processes that this one has started and that still run, but for Python's own helper."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 def small_run(logdir: Path, **changes: Any) -> RunConfig:

@@ -6,8 +6,14 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import psutil
-from fleet_parts import CountingAgent, dummy_with_its_id, parts, small_run, stored_streams
+from fleet_parts import (
+    CountingAgent,
+    dummy_with_its_id,
+    left_behind,
+    parts,
+    small_run,
+    stored_streams,
+)
 
 from dreamfleet.fleet import Process
 from dreamfleet.parallel import combined, parallel_envs, parallel_replay
@@ -40,7 +46,7 @@ def test_a_run_works_with_environments_and_replay_started_elsewhere(tmp_path: Pa
             for process in others:
                 process.terminate()
                 assert process.wait(60) is not None
-    assert psutil.Process().children(recursive=True) == []
+    assert left_behind() == []
     found = stored_streams(tmp_path / "replay")
     assert sorted(found) == [0, 1, 2, 3]
     assert sum(len(stream["action"]) for stream in found.values()) >= 300

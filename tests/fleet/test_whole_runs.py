@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from fleet_parts import (
     CountingAgent,
     Raising,
     dummy_with_its_id,
+    left_behind,
     parts,
     rows,
     small_run,
@@ -138,7 +138,7 @@ def test_the_first_failure_ends_the_run_and_is_shown(
         combined(**parts(config, **{**base, **changes}), args=config)
     assert str(error.value).startswith(role)
     assert "Traceback" in str(error.value)
-    assert psutil.Process().children(recursive=True) == []
+    assert left_behind() == []
 
 
 def test_a_failing_environment_is_started_again(tmp_path: Path) -> None:

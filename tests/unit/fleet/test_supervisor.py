@@ -6,13 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fleet_parts import until_stopped
 
 from dreamfleet.fleet import FleetError, Process, Supervisor
-from dreamfleet.roles.common import stop_event
-
-
-def until_stopped() -> None:
-    stop_event().wait()
 
 
 def test_a_run_ends_after_its_duration(tmp_path: Path) -> None:
