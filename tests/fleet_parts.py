@@ -24,10 +24,12 @@ def until_stopped() -> None:
     stop_event().wait()
 
 
-def left_behind() -> list[psutil.Process]:
-    """Processes that this one has started and that still run, but for Python's own helper."""
+def left_behind() -> list[str]:
+    """Commands of the processes that this one has started and that still run, but for the helper
+    that Python's multiprocessing keeps."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    commands = [" ".join(child.cmdline()) for child in children if child.is_running()]
+    return [text for text in commands if text and "resource_tracker" not in text]
 
 
 def small_run(logdir: Path, **changes: Any) -> RunConfig:

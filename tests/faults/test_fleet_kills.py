@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fleet_parts import CountingAgent, dummy_with_its_id, parts, small_run, stored_streams
+from fleet_parts import (
+    CountingAgent,
+    dummy_with_its_id,
+    left_behind,
+    parts,
+    small_run,
+    stored_streams,
+)
 
 from dreamfleet.parallel import combined
 
@@ -44,7 +51,7 @@ def kill_one(tmp_path: Path, title: str) -> dict[int, dict[str, Any]]:
     assert assassin.done
     restarts = [line for line in assassin.lines if "is started again" in line]
     assert [line.split()[0] for line in restarts] == [title]
-    assert psutil.Process().children(recursive=True) == []
+    assert left_behind() == []
     return stored_streams(tmp_path / "replay")
 
 
