@@ -94,6 +94,8 @@ def test_a_server_that_hangs_is_given_up_by_the_heartbeat(
         client = Client(server.address)
         client.echo(1).result(20)
         os.kill(server.pid, signal.SIGSTOP)
+        while psutil.Process(server.pid).status() != psutil.STATUS_STOPPED:
+            pass
         try:
             with pytest.raises(Disconnected, match="was lost before it answered"):
                 client.echo(2).result(30)
