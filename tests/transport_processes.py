@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from dreamfleet.transport import BatchServer, Keys, Server
@@ -15,7 +16,8 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class ServerProcess:
-    """A process that serves `echo`, `add` (repeatable), `block` and the batched `act`."""
+    """A process that serves `echo`, `block`, `note` and `note_again` (repeatable), or the batched
+    `act`."""
 
     def __init__(self, address: str, keys: Keys | None = None, batching: bool = False) -> None:
         ours, theirs = _spawn.Pipe()
@@ -62,19 +64,19 @@ def _serve(channel: Connection, address: str, keys: Keys | None, batching: bool)
 def _plain_server(address: str, keys: Keys | None) -> Server:
     server = Server(address, "Plain", workers=4, keys=keys)
     hold = threading.Event()
-    total = [0]
 
-    def add(number: int) -> int:
-        total[0] += number
-        return total[0]
+    def note(file: str, line: str) -> None:
+        """Put on record that this call was carried out; a kill does not undo it."""
+        with Path(file).open("a") as record:
+            record.write(f"{line}\n")
 
     def block() -> None:
         hold.wait(60)
 
     server.bind("echo", lambda *args: args)
-    server.bind("add", add, repeatable=True)
+    server.bind("note", note)
+    server.bind("note_again", note, repeatable=True)
     server.bind("block", block, workers=1)
-    server.bind("total", lambda: total[0], repeatable=True)
     return server
 
 

@@ -500,18 +500,25 @@ def test_nothing_is_left_behind(transport: tuple[str, Keys | None]) -> None:
     assert path == Path() or not path.parent.exists()
 
 
-def test_a_server_may_be_closed_by_its_own_method(transport: tuple[str, Keys | None]) -> None:
+@pytest.mark.parametrize("before", [0, 5], ids=["at once", "after quick calls"])
+def test_a_server_may_be_closed_by_its_own_method(
+    transport: tuple[str, Keys | None], before: int, caplog: pytest.LogCaptureFixture
+) -> None:
     address, keys = transport
     server = Server(address, keys=keys)
+    server.bind("echo", lambda value: value)
     server.bind("stop", server.close)
     starter = threading.Thread(target=server.start)
     starter.start()
     with Client(server.address, keys=keys) as client:
+        for number in range(before):
+            client.echo(number).result(20)
         client.stop()
         client.connect(20)
         client._progress(lambda: False, 0.0)
         starter.join(20)
     assert not starter.is_alive()
+    assert not caplog.records  # it did not wait for itself
 
 
 # --- batches -------------------------------------------------------------------------------------

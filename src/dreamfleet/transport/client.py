@@ -176,7 +176,7 @@ class Client:
     def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
         value = encode(args).snapshot()
         wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value is refused here and now
-        self._progress(lambda: False, 0.0)  # learn of losses and failures before sending more
+        self._look()
         deadline = self._deadline(None)
         while True:
             with self._lock:
@@ -218,6 +218,14 @@ class Client:
             self._waker.wake()
 
     # --- receiving -------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Learn of losses and failures that are known by now, before more is sent."""
+        with self._lock:
+            idle = not self._receiving and not self._closed
+            if not (idle and self._connection.rings()):
+                return
+        self._progress(lambda: False, 0.0)
 
     def _progress(self, done: Callable[[], bool], deadline: float) -> bool:
         """Move the connection along until `done` or the deadline; returns whether it is done.

@@ -15,7 +15,6 @@ lengths, before anything is allocated. Received arrays are read-only views of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -46,8 +45,7 @@ from dreamfleet.transport.schema import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True, gc=False):
     """A value, ready to be put into a message."""
 
     schema: bytes
@@ -57,6 +55,8 @@ class Encoded:
 
     def snapshot(self) -> Encoded:
         """The same, holding on to no memory of the caller's."""
+        if not self.frames:
+            return self
         return Encoded(self.schema, self.plain, self.blob, [bytes(f) for f in self.frames])
 
 

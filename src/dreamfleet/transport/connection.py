@@ -111,11 +111,20 @@ class Connection:
         """Wait for a sign of news, a wake-up or the end of `timeout` seconds. Touches no socket,
         so another thread may send meanwhile."""
         timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
-        for descriptor, _ in self._bell.poll(None if timeout == _FOREVER else 1000 * timeout):
+        self._hear(None if timeout == _FOREVER else 1000 * timeout)
+
+    def rings(self) -> bool:
+        """Whether there is a sign of news. Does not wait."""
+        return self._hear(0.0) or self._retry_at <= time.monotonic()
+
+    def _hear(self, milliseconds: float | None) -> bool:
+        signs = self._bell.poll(milliseconds)
+        for descriptor, _ in signs:
             if descriptor == self._waker.fileno():
                 self._waker.clear()
             elif descriptor == self._monitor_descriptor:
                 self._alarmed = True
+        return bool(signs)
 
     @property
     def readable(self) -> bool:

@@ -3,6 +3,7 @@
 There is one baton. The thread that holds it reads the socket; when it has read something to run,
 it passes the baton on and runs it itself, then answers itself. So between the arrival of a call
 and its answer no other thread has to wake up, which on most machines takes longer than the call.
+Where only one job may run at a time and jobs are quick, the baton is not even passed on.
 
 Sockets of libzmq belong to no thread, but to one at a time: every touch is under `lock`. Only the
 sleep is not: it waits for the socket's descriptor, which is not a touch.
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 Peer = bytes
 Job = Callable[[], None]
 _FOREVER = float("inf")
+_QUICK = 0.001  # seconds; a job that takes less is over before another thread is up to read
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class Lane:
 
     limit: int
     running: int = 0
+    quick: bool = False  # the last job was
     queue: deque[Job] = field(default_factory=deque)
 
 
@@ -75,6 +78,8 @@ class Loop:
         self._inflight: Counter[Peer] = Counter()
         self._ready: deque[tuple[Lane, Job]] = deque()
         self._baton = threading.Lock()
+        self._holder: threading.Thread | None = None  # of the baton
+        self._single = False  # at most one job runs at a time
         self._threads: list[threading.Thread] = []
         self._asleep_until = -_FOREVER  # the reader is asleep until then, unless woken
         self._stopping = self._released = False
@@ -126,6 +131,7 @@ class Loop:
 
     def start(self, workers: int) -> None:
         """Start with room for so many jobs at a time, and one thread more to read the socket."""
+        self._single = workers == 1
         self._threads = [
             threading.Thread(target=self._run, name=f"{self.name}-{index}", daemon=True)
             for index in range(workers + 1)
@@ -138,9 +144,12 @@ class Loop:
         with self.lock:
             self._stopping = True
         self._waker.wake()
-        with self._baton:  # from here on nobody reads
-            pass
         deadline = time.monotonic() + timeout
+        if self._holder is not threading.current_thread():
+            if self._baton.acquire(timeout=timeout):
+                self._baton.release()  # from here on nobody reads
+            else:
+                log.warning("%s is still in a method after %.0f s.", self.name, timeout)
         for thread in self._threads:
             # A method may close its server before the last thread has been started.
             if thread.is_alive() and thread is not threading.current_thread():
@@ -211,11 +220,14 @@ class Loop:
     # --- taking turns ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while not self._stopping:
             with self._baton:
+                self._holder = threading.current_thread()
                 task = self._read()
-            if task is None:
-                return
+                # While the only job that may run does, there is nothing to read for but greetings.
+                while task and self._single and task[0].quick:
+                    task = self._perform(*task) or self._read()
+                self._holder = None
             while task:
                 task = self._perform(*task)
 
@@ -242,10 +254,12 @@ class Loop:
 
     def _perform(self, lane: Lane, job: Job) -> tuple[Lane, Job] | None:
         """Run a job; returns the next one, if there is one to run right away."""
+        start = time.monotonic()
         try:
             job()
         except BaseException:
             log.exception("%s: a job failed to handle its own failure.", self.name)
+        lane.quick = time.monotonic() - start < _QUICK
         with self.lock:
             if self._stopping:
                 return None
