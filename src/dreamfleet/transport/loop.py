@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Peer = bytes
 Job = Callable[[], None]
 _FOREVER = float("inf")
+_READER_STOPS = 5.0  # seconds, far more than it takes
 _QUICK = 0.001  # seconds; a job that takes less is over before another thread is up to read
 
 
@@ -145,11 +146,10 @@ class Loop:
             self._stopping = True
         self._waker.wake()
         deadline = time.monotonic() + timeout
-        if self._holder is not threading.current_thread():
-            if self._baton.acquire(timeout=timeout):
-                self._baton.release()  # from here on nobody reads
-            else:
-                log.warning("%s is still in a method after %.0f s.", self.name, timeout)
+        self._pass_baton()  # this may be a method that closes its own server
+        # A reader stops at once; a method that holds the baton may take any time.
+        if self._baton.acquire(timeout=max(timeout, _READER_STOPS)):
+            self._baton.release()  # from here on nobody reads
         for thread in self._threads:
             # A method may close its server before the last thread has been started.
             if thread.is_alive() and thread is not threading.current_thread():
@@ -221,15 +221,21 @@ class Loop:
 
     def _run(self) -> None:
         while not self._stopping:
-            with self._baton:
-                self._holder = threading.current_thread()
-                task = self._read()
-                # While the only job that may run does, there is nothing to read for but greetings.
-                while task and self._single and task[0].quick:
-                    task = self._perform(*task) or self._read()
-                self._holder = None
+            self._baton.acquire()
+            self._holder = threading.current_thread()
+            task = self._read()
+            # While the only job that may run does, there is nothing to read for but greetings.
+            while task and self._single and task[0].quick:
+                task = self._perform(*task) or self._read()
+            self._pass_baton()
             while task:
                 task = self._perform(*task)
+
+    def _pass_baton(self) -> None:
+        """Let another thread read, if this one does."""
+        if self._holder is threading.current_thread():
+            self._holder = None
+            self._baton.release()
 
     def _read(self) -> tuple[Lane, Job] | None:
         """Read until there is a job to run, or the server stops."""

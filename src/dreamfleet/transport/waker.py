@@ -32,7 +32,7 @@ class Waker:
     def clear(self) -> None:
         """The sleeper is up and will now look at everything there is."""
         with self._lock:
-            if self._awake:
+            if self._awake and self._reader.fileno() >= 0:
                 self._awake = False
                 self._reader.recv(16)
 
