@@ -294,10 +294,13 @@ def test_more_calls_in_flight_than_allowed_are_refused() -> None:
             assert client.echo(1).result(20) == (1,)
 
 
-def test_a_call_for_another_incarnation_is_not_carried_out() -> None:
+def test_a_call_for_another_incarnation_is_not_carried_out(tmp_path: Path) -> None:
+    record = tmp_path / "record"
     with server_process() as server, raw_socket(server.address) as (peer, incarnation):
-        peer.send_multipart(wire.pack(wire.CALL, 7, encode((1,)), incarnation + 1, "add"))
+        late, now = encode((str(record), "late")), encode((str(record), "now"))
+        peer.send_multipart(wire.pack(wire.CALL, 7, late, incarnation + 1, "note"))
         answer = wire.unpack(peer.recv_multipart()[0])
         assert (answer.kind, answer.id) == (wire.STALE, 7)
-        with Client(server.address) as client:
-            assert client.total().result(20) == 0
+        peer.send_multipart(wire.pack(wire.CALL, 8, now, incarnation, "note"))
+        assert wire.unpack(peer.recv_multipart()[0]).kind == wire.REPLY
+    assert record.read_text() == "now\n"
