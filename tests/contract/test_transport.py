@@ -159,13 +159,14 @@ def test_answers_may_be_taken_in_any_order(plain: Plain) -> None:
     assert futures[3].result() == (3,)
 
 
+@pytest.mark.parametrize("size", [10, 100_000], ids=["small", "large"])
 def test_a_call_made_before_the_server_is_there_waits_for_it(
-    transport: tuple[str, Keys | None],
+    transport: tuple[str, Keys | None], size: int
 ) -> None:
     address, keys = transport
     probe = Server(address, keys=keys)
     probe.close()
-    buffer = np.zeros(10)
+    buffer = np.zeros(size)
     with Client(probe.address, keys=keys) as client:
         future = client.echo(buffer)
         buffer[:] = 1  # the call was made with zeros
@@ -173,7 +174,7 @@ def test_a_call_made_before_the_server_is_there_waits_for_it(
         server = Server(probe.address, keys=keys)
         server.bind("echo", lambda value: value)
         with server:
-            assert future.result(20).tolist() == [0] * 10
+            assert future.result(20).tolist() == [0] * size
 
 
 def test_many_threads_may_share_a_client(plain: Plain) -> None:
