@@ -20,7 +20,7 @@ import dreamfleet.replay
 # The modules that change files; stepping through the others would only take longer.
 WRITERS = {
     str(Path(dreamfleet.replay.__file__).parent / name)
-    for name in ("arena.py", "chunkfile.py", "journal.py", "reopen.py", "store.py")
+    for name in ("arena.py", "chunkfile.py", "extra.py", "journal.py", "reopen.py", "store.py")
 }
 FILLED = 110
 KILLS = 600

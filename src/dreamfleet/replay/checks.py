@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay.chunkfile import MAX_STREAM_JSON, MAX_STREAM_NAME, Stream
+from dreamfleet.replay.chunkfile import MAX_STREAM_JSON, MAX_STREAM_NAME, StreamId
 from dreamfleet.replay.errors import SchemaError
 from dreamfleet.replay.schema import STEPID, Schema
 
@@ -44,7 +44,7 @@ def check_flags(arrays: Mapping[str, NDArray[Any]]) -> None:
             raise SchemaError(f"Key {name!r} is {arrays[name].dtype}: give it as bool.")
 
 
-def stream_names(streams: Sequence[Stream] | NDArray[Any]) -> list[Stream]:
+def stream_names(streams: Sequence[StreamId] | NDArray[Any]) -> list[StreamId]:
     """Streams as plain integers and strings."""
     names: list[Any] = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
     if set(map(type, names)) == {int} and min(names) >= _LEAST and max(names) <= _MOST:

@@ -22,13 +22,14 @@ from dreamfleet.replay.checks import (
     stream_names,
     update_values,
 )
-from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.chunkfile import StreamId
 from dreamfleet.replay.directory import DirectoryLock
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
+from dreamfleet.replay.extra import adopt
 from dreamfleet.replay.forecast import Forecast
 from dreamfleet.replay.journal import Journal, Source
 from dreamfleet.replay.readers import Readers
-from dreamfleet.replay.reopen import adopt, restore
+from dreamfleet.replay.reopen import restore
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
@@ -114,14 +115,14 @@ class Replay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, step: Mapping[str, Any], stream: Stream = 0) -> int:
+    def add(self, step: Mapping[str, Any], stream: StreamId = 0) -> int:
         """Add one step; see `add_batch`."""
         return self.add_batch({k: np.asarray(v)[None] for k, v in step.items()}, [stream])
 
     def add_batch(
         self,
         steps: Mapping[str, Any],
-        streams: Sequence[Stream] | NDArray[Any],
+        streams: Sequence[StreamId] | NDArray[Any],
         source: Source | None = None,
         seq: int | None = None,
     ) -> int:
@@ -227,8 +228,7 @@ class Replay:
     def load_directory(self, directory: str | Path) -> int:
         """Copy the steps of another run's replay in, as extra data; returns how many.
 
-        The other directory is only read and may be in use. Loading it again adds the
-        chunks it has begun since; what came into a chunk that was loaded before stays behind.
+        The other directory is only read and may be in use. Loading it again adds what is new.
         """
         path = Path(directory)
         header = journals.read_committed(path) if path.is_dir() else None
@@ -243,7 +243,7 @@ class Replay:
             newest = self._journal.newest(source)
             if newest is not None and committed <= newest:
                 return 0
-            found, skipped, _ = directories.scan(path, name)
+            found, skipped = directories.scan(path, name)
             self.skipped_files |= skipped
             if not found:
                 return 0
@@ -259,7 +259,7 @@ class Replay:
                     f"{info.steps} steps, here {store.steps}. Load it into a new replay, which "
                     "takes over its keys and chunks."
                 )
-            added = adopt(self._table, found, committed, source, committed)
+            added = adopt(self._table, found, committed, source)
             self._warn()
             return added
 
@@ -364,7 +364,7 @@ class Replay:
         )
         return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
 
-    def _table_for(self, arrays: Mapping[str, NDArray[Any]], names: list[Stream]) -> Table:
+    def _table_for(self, arrays: Mapping[str, NDArray[Any]], names: list[StreamId]) -> Table:
         """The table, made from the first steps; raises if these steps do not fit it."""
         table = self._table
         if table is None:
@@ -418,7 +418,7 @@ class Replay:
             if journal.is_new:
                 journal.identify(info.run)
             self._table = self._make_table(info.schema, info.steps, len(contents.found))
-            self.skipped_files |= restore(self._table, contents.found, contents.damaged)
+            self.skipped_files |= restore(self._table, contents.found)
             self._warn()
         if journal.is_new:
             journal.begin(0)

@@ -36,9 +36,6 @@ class SumTree:
     def nbytes(self) -> int:
         return sum(level.nbytes for level in self._levels)
 
-    def get(self, leaves: NDArray[np.int64]) -> Floats:
-        return self._levels[0].reshape(-1)[leaves]
-
     def set(self, leaves: NDArray[np.int64], weights: Floats | float) -> None:
         self._levels[0].reshape(-1)[leaves] = weights
         blocks = np.unique(leaves // _WIDTH)

@@ -12,7 +12,7 @@ import pytest
 from replay_history import History, add, open_replay
 from replay_model import all_items, batch, step
 
-from dreamfleet.replay import Fifo, Replay, ReplayError, SchemaError, StorageFullError, reopen
+from dreamfleet.replay import Fifo, Replay, ReplayError, SchemaError, StorageFullError, extra
 from dreamfleet.replay.journal import Journal
 
 
@@ -138,21 +138,21 @@ def test_a_smaller_max_bytes_than_open_streams_need(tmp_path: Path) -> None:
         assert all_items(replay) == [(3, 13), (4, 14), (5, 15)]
 
 
-@pytest.mark.parametrize("moment", ["_read_ticks", "_copied"])
+@pytest.mark.parametrize("moment", ["_read_ticks", "_copy"])
 def test_a_run_that_lets_chunks_go_while_they_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     with Replay(1, 100, tmp_path, chunk=4) as other:
         other.add_batch(*tags(range(40)))
-        original = getattr(reopen, moment)
+        original = getattr(extra, moment)
 
         def evict_first(*arguments: Any) -> Any:
-            monkeypatch.setattr(reopen, moment, original)
+            monkeypatch.setattr(extra, moment, original)
             other.add_batch(*tags(range(40, 120)))
             return original(*arguments)
 
         with Replay(1, 100, selector=Fifo()) as replay:
-            monkeypatch.setattr(reopen, moment, evict_first)
+            monkeypatch.setattr(extra, moment, evict_first)
             replay.load_directory(tmp_path)
             assert all_items(replay) == [(tag,) for tag in range(20, 40)]
             assert replay.stats()["chunks"] == 5
