@@ -38,22 +38,32 @@ class SumTree:
 
     def set(self, leaves: NDArray[np.int64], weights: Floats | float) -> None:
         self._levels[0].reshape(-1)[leaves] = weights
-        blocks = np.unique(leaves // _WIDTH)
+        blocks = _distinct(leaves // _WIDTH)
         for lower, upper in pairwise(self._levels):
             upper.reshape(-1)[blocks] = lower[blocks].sum(1)
-            blocks = np.unique(blocks // _WIDTH)
+            blocks = _distinct(blocks // _WIDTH)
 
     def draw(self, fractions: Floats) -> NDArray[np.int64]:
         """The leaf at each fraction in [0, 1) of the total; never one of weight zero."""
         rest = fractions * self.total
         nodes = np.zeros(len(fractions), np.int64)
+        rows = np.arange(len(fractions))
         for level in reversed(self._levels):
-            weights = level[nodes]
-            sums = np.cumsum(weights, 1)
-            # Rounding may leave a rest beyond the last positive weight of a block.
-            last = _WIDTH - 1 - np.argmax(weights[:, ::-1] > 0, 1)
-            child = np.minimum((sums <= rest[:, None]).sum(1), last)
-            rows = np.arange(len(nodes))
-            rest = np.maximum(rest - (sums[rows, child] - weights[rows, child]), 0.0)
+            sums = np.cumsum(level[nodes], 1)
+            # Rounding may leave a rest beyond the end of a block.
+            rest = np.minimum(rest, np.nextafter(sums[:, -1], 0.0))
+            # The first sum above the rest is there because of its own weight, which is not zero.
+            child = np.argmax(sums > rest[:, None], 1)
+            rest = rest - np.where(child > 0, sums[rows, child - 1], 0.0)
             nodes = nodes * _WIDTH + child
         return nodes
+
+
+def _distinct(blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The different ones; far cheaper than sorting where there are many beside each other."""
+    if not len(blocks):
+        return blocks
+    low = int(blocks.min())
+    there = np.zeros(int(blocks.max()) - low + 1, np.bool_)
+    there[blocks - low] = True
+    return low + np.flatnonzero(there)
