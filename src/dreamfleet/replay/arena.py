@@ -75,6 +75,11 @@ class Arena:
         """Map the whole file; the descriptor may be closed afterwards."""
         self._map_slot(slot, _READ_WRITE, mmap.MAP_SHARED, fd)
 
+    def read_ahead(self, slot: int, wanted: bool) -> None:
+        """Whether touching a page brings in those behind it, as the kernel does by itself."""
+        advice = mmap.MADV_NORMAL if wanted else mmap.MADV_RANDOM
+        _libc.madvise(self._address(slot), self.slot_bytes, advice)
+
     def map_memory(self, slot: int) -> None:
         self._map_slot(slot, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         # Large pages, where the kernel has them: a sequence in a large replay is cold, and looking

@@ -6,7 +6,7 @@ which is here already, and the chunks that continue it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from dreamfleet.replay import chunkfile
 from dreamfleet.replay.chunkfile import StreamId
-from dreamfleet.replay.directory import Found
-from dreamfleet.replay.errors import ReplayError, StorageFullError
-from dreamfleet.replay.journal import Source
+from dreamfleet.replay.directory import Found, scan
+from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
+from dreamfleet.replay.journal import Journal, Source, read_committed
 from dreamfleet.replay.links import NO_TICKS, Ticks, linked, oldest_kept, valid
+from dreamfleet.replay.store import Store
 from dreamfleet.replay.table import Table
 
 
@@ -40,12 +41,36 @@ class _Copy(NamedTuple):
     first: int
 
 
-def adopt(table: Table, found: Sequence[Found], committed: int, source: Source) -> int:
+class Other(NamedTuple):
+    """What another run's directory holds that may be new here."""
+
+    path: Path
+    source: Source
+    committed: int
+    found: list[Found]
+    skipped: dict[str, str]
+
+
+def look(path: Path, journal: Journal) -> Other:
+    """Look into another run's directory; nothing is found if nothing came in since last time."""
+    header = read_committed(path) if path.is_dir() else None
+    if header is None:
+        raise ReplayError(f"{path} is not a replay directory: it has no journal.")
+    run, committed = header
+    source = b"load:" + run
+    newest = journal.newest(source)
+    if newest is not None and committed <= newest:
+        return Other(path, source, committed, [], {})
+    return Other(path, source, committed, *scan(path, run))
+
+
+def adopt(table: Table, other: Other) -> int:
     """Copy what is new of another run's committed steps; how many that is."""
     store, journal = table.store, table.journal
+    _check_fits(store, other)
     wanted = [
         chunk
-        for chunk in _newest(found, committed, table.length, table.items.capacity)
+        for chunk in _newest(other, table.length, table.items.capacity)
         if chunk.id not in store.slot_of or _grew(table, chunk)
     ]
     if table.max_bytes is not None and len(wanted) * store.chunk_bytes > table.max_bytes:
@@ -78,7 +103,7 @@ def adopt(table: Table, found: Sequence[Found], committed: int, source: Source) 
             count = len(copy.chunk.ticks) - copy.first
             store.ticks[copy.slot, copy.first : copy.first + count] = ticks[start : start + count]
             start += count
-        journal.stage(source, committed, last)
+        journal.stage(other.source, other.committed, last)
         journal.commit(last)
     finally:
         # Also when interrupted: what is committed is taken in, what is not leaves no trace.
@@ -116,6 +141,17 @@ def _take_in(table: Table, copies: list[_Copy]) -> None:
     table.take_in_chains(chains, grown)
 
 
+def _check_fits(store: Store, other: Other) -> None:
+    info = other.found[0].info
+    if (info.schema, info.steps) != (store.schema, store.steps):
+        raise SchemaError(
+            f"The steps in {other.path} do not fit: "
+            f"{store.schema.describe_difference(info.schema) or 'same keys'}; chunks of "
+            f"{info.steps} steps, here {store.steps}. Load it into a new replay, which takes over "
+            "its keys and chunks."
+        )
+
+
 def _grew(table: Table, chunk: _Chunk) -> bool:
     """Whether it has more steps than its copy here."""
     slot = table.store.slot_of[chunk.id]
@@ -134,18 +170,18 @@ def _copy(table: Table, chunk: _Chunk, copies: list[_Copy]) -> None:
     copies.append(_Copy(chunk, slot, first))
 
 
-def _newest(found: Sequence[Found], committed: int, length: int, capacity: int) -> list[_Chunk]:
+def _newest(other: Other, length: int, capacity: int) -> list[_Chunk]:
     """The chunks that the newest `capacity` items lie in; copying more would be for nothing."""
     chunks = {}
-    for item in found:
+    for item in other.found:
         try:
             ticks = _read_ticks(item)
         except FileNotFoundError:
             continue  # The other run let it go meanwhile, as it is older than all it keeps.
-        ticks = ticks[: valid(ticks, committed)]
+        ticks = ticks[: valid(ticks, other.committed)]
         if len(ticks):
             chunks[item.info.id] = _Chunk(item, ticks)
-    steps = found[0].info.steps
+    steps = other.found[0].info.steps
     sizes = {name: len(chunk.ticks) for name, chunk in chunks.items()}
     chains = linked({name: c.found.info.previous for name, c in chunks.items()}, sizes, steps)
     ticks_of = [np.concatenate([chunks[name].ticks for name in chain]) for chain in chains]

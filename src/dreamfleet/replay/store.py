@@ -90,7 +90,14 @@ class Store:
         """A new, empty chunk; where there is no room, `StorageFullError` and nothing changes."""
         before = self.ids[previous].tobytes() if previous >= 0 else None
         chunk = uuid.uuid4().bytes
-        return self._make(ChunkInfo(chunk, self.run, before, stream, self.steps, self.schema))
+        slot = self._make(ChunkInfo(chunk, self.run, before, stream, self.steps, self.schema))
+        if self.directory is not None:
+            # A chunk that is being written has nothing to read: the kernel would clear megabytes
+            # for the first step of each column. Once it is full, sequences are read from it.
+            self._arena.read_ahead(slot, False)
+            if previous >= 0:
+                self._arena.read_ahead(previous, True)
+        return slot
 
     def attach(self, path: Path, info: ChunkInfo) -> int:
         """Map a chunk file that exists. Raises `OSError`."""
