@@ -251,6 +251,8 @@ class Chains:
 
     def _normalise(self, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
         """Step from the end of a full chunk into the next one, where there is a next one."""
+        if not (offsets >= self.store.steps).any():
+            return slots, offsets
         # The step before the offset is there, unless the offset is the beginning of a chunk.
         back = (offsets > 0).astype(np.int64)
         slots, indices = self.store.walk(slots, offsets - back)

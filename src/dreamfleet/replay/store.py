@@ -169,10 +169,10 @@ class Store:
 
     def walk(self, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
         """The slot and index that lie `offsets` steps after the start of `slots`."""
+        if not (offsets >= self.steps).any():
+            return slots, offsets
         hops = offsets // self.steps
         far = np.flatnonzero(hops)
-        if not len(far):
-            return slots, offsets
         # Each chain of chunks is followed once, however many of the offsets lie along it.
         origins, which = np.unique(slots.reshape(-1)[far], return_inverse=True)
         distance = hops.reshape(-1)[far]
