@@ -157,7 +157,7 @@ def test_sum_tree_against_a_list(changes: tuple[int, list[tuple[int, float]]], a
 
 def test_sum_tree_of_millions() -> None:
     tree = SumTree(3_000_000)
-    leaves = np.array([0, 127, 128, 16_384, 2_097_152, 2_999_999])
+    leaves = np.array([0, 255, 256, 65_536, 2_097_152, 2_999_999])
     tree.set(leaves, np.arange(1.0, 7.0))
     drawn = tree.draw(np.random.default_rng(0).random(DRAWS))
     found = np.array([(drawn == leaf).mean() for leaf in leaves])
