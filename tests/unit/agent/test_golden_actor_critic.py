@@ -119,6 +119,10 @@ def test_categorical_policy() -> None:
     actions = {"action": jnp.asarray(data["in/action"])}
     assert_close(action_log_prob(DISCRETE, choices, actions, 2), data["out/logp"])
     assert_close(action_entropies(choices, 2)["action"], data["out/entropy"])
+    # The published code leaves the uniform share out of the actor; with it, it would say this.
+    mixed = {"action": jnp.log(dist.unimix_probs(choices["action"], 0.01))}
+    assert_close(action_log_prob(DISCRETE, mixed, actions, 2), data["out/logp_if_unimix"])
+    assert_close(action_entropies(mixed, 2)["action"], data["out/entropy_if_unimix"])
 
 
 def test_bounded_normal_policy() -> None:
@@ -289,6 +293,24 @@ def test_return_normaliser(kind: str) -> None:
         assert_close(current.high, data[f"out/{kind}/hi"][n])
         assert_close(current.low, data[f"out/{kind}/offset"][n])
         assert_close(current.scale(config), data[f"out/{kind}/scale"][n])
+
+
+def test_return_normaliser_is_the_debiased_one_times_its_share_of_data() -> None:
+    """No preset debiases; what is left out is one factor, known after each update."""
+    data = load("12_normalizer")
+    rate = float(data["cfg/perc_debias/rate"])
+    config = replace(
+        LossConfig(), return_rate=rate, return_limit=float(data["cfg/perc_debias/limit"])
+    )
+    current = ReturnRange.initial()
+    for n, batch in enumerate(data["in/x"]):
+        current = current.update(jnp.asarray(batch), config)
+        share = 1.0 - (1.0 - rate) ** (n + 1)
+        debiased = ReturnRange(*(value / share for value in current))
+        assert_close(debiased.low, data["out/perc_debias/lo"][n])
+        assert_close(debiased.high, data["out/perc_debias/hi"][n])
+        assert_close(debiased.low, data["out/perc_debias/offset"][n])
+        assert_close(debiased.scale(config), data["out/perc_debias/scale"][n])
 
 
 def test_initial_parameters() -> None:
