@@ -252,8 +252,7 @@ def test_replay_value_losses() -> None:
 def test_optimizer() -> None:
     data = load("11_optimizer")
     config = OptimizerConfig(learning_rate=float(data["cfg/lr"]), warmup=int(data["cfg/warmup"]))
-    # Each tensor alone in its stack.
-    params = {k: jnp.asarray(v)[None] for k, v in part(data, "in/param0/").items()}
+    params = {k: jnp.asarray(v) for k, v in part(data, "in/param0/").items()}
     whole = make_optimizer(config)
     stages = [
         clip_by_parameter_norm(config.clip, config.clip_floor),
@@ -264,18 +263,18 @@ def test_optimizer() -> None:
     steps = len(data["out/lr_at_update"])
     assert steps == 6
     for n in range(steps):
-        grads = {k: jnp.asarray(v)[None] for k, v in part(data, f"in/grad{n}/").items()}
+        grads = {k: jnp.asarray(v) for k, v in part(data, f"in/grad{n}/").items()}
         x = grads
         for i, name in enumerate(("after_agc", "after_rms", "after_momentum")):
             x, states[i] = stages[i].update(x, states[i], params)
             for key, expected in part(data, f"out/{name}{n}/").items():
-                assert_close(x[key][0], expected, 5e-5)
+                assert_close(x[key], expected, 5e-5)
         updates, state = whole.update(grads, state, params)
         for key, expected in part(data, f"out/update{n}/").items():
-            assert_close(updates[key][0], expected, 5e-5)
+            assert_close(updates[key], expected, 5e-5)
         params = optax.apply_updates(params, updates)
         for key, expected in part(data, f"out/param{n + 1}/").items():
-            assert_close(params[key][0], expected, 5e-5)
+            assert_close(params[key], expected, 5e-5)
 
 
 @pytest.mark.parametrize("kind", ["perc", "perc_fast"])
