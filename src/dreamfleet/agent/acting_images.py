@@ -9,7 +9,11 @@ along the way and never read.
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,8 @@ Floats = NDArray[np.float32]
 
 # Images whose patches fit a processor's cache together.
 _CHUNK = 4
+# More cores than this gain little, and environments want some too.
+_MOST_THREADS = 4
 
 
 class ImageStages:
@@ -38,16 +44,45 @@ class ImageStages:
     def __call__(self, obs: Mapping[str, NDArray[Any]]) -> Floats:
         images = [obs[name] for name in self._names]
         pixels = images[0] if len(images) == 1 else np.concatenate(images, -1)
-        chunks = [
-            self._encode(pixels[start : start + _CHUNK]) for start in range(0, len(pixels), _CHUNK)
-        ]
-        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        tokens = np.empty((len(pixels), *self._stages[-1].shape), np.float32)
+        starts = range(0, len(pixels), _CHUNK)
+        chunks = [(pixels[i : i + _CHUNK], tokens[i : i + _CHUNK]) for i in starts]
+        if len(chunks) == 1:
+            self._encode(*chunks[0])
+        else:
+            # Listed, so that an error of any chunk surfaces here.
+            list(_threads().map(self._encode, *zip(*chunks, strict=True)))
+        return tokens.reshape(len(pixels), -1)
 
-    def _encode(self, pixels: NDArray[np.uint8]) -> Floats:
+    def _encode(self, pixels: NDArray[np.uint8], tokens: Floats) -> None:
         x: NDArray[Any] = pixels.transpose(3, 0, 1, 2)
         for index, stage in enumerate(self._stages):
             x = stage(x, from_bytes=index == 0)
-        return x.transpose(1, 2, 3, 0).reshape(len(pixels), -1)
+        tokens[...] = x.transpose(1, 2, 3, 0)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Chunks run side by side: numpy lets go of the interpreter while it computes."""
+    count = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return ThreadPoolExecutor(count, thread_name_prefix="encode-images")
+
+
+class _Workspace(threading.local):
+    """Arrays that a thread uses again and again, so that their memory is only claimed once."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[object, ...], Floats] = {}
+
+    def __call__(self, use: str, *shape: int) -> Floats:
+        """An array for some use; zeros when it is new, and later what that use left there."""
+        found = self._arrays.get((use, shape))
+        if found is None:
+            found = self._arrays[use, shape] = np.zeros(shape, np.float32)
+        return found
+
+
+_workspace = _Workspace()
 
 
 class _Stage:
@@ -61,16 +96,22 @@ class _Stage:
         self._bias = np.asarray(layer.bias)[:, None]
         self._half_scale = 0.5 * np.asarray(layer.scale)[:, None]
         self._height, self._width = size[0] // 2, size[1] // 2
-        self._rows: dict[int, Floats] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of one image that comes out."""
+        return self._height, self._width, self._outputs
 
     def __call__(self, x: NDArray[Any], *, from_bytes: bool) -> Floats:
-        """(channels, images, height, width) to the same with half the size."""
+        """(channels, images, height, width) to the same with half the size.
+
+        The result is only good until the next call of this thread.
+        """
         count, cells = x.shape[1], self._cells
         reach = cells // 2
         height, width = self._height + 2 * reach, self._width + 2 * reach
-        # The margins are zero from the beginning and stay so.
-        shape = (self._inputs, count, height, width)
-        rows = self._rows.setdefault(count, np.zeros(shape, np.float32))
+        # Margins are zero from the beginning and stay so.
+        rows = _workspace(f"margin {reach}", self._inputs, count, height, width)
         inner = rows[:, :, reach:-reach, reach:-reach]
         channels = len(x)
         for corner in range(4):
@@ -81,12 +122,15 @@ class _Stage:
             inner -= np.float32(0.5)
         flat = rows.reshape(self._inputs, -1)
         length = flat.shape[1] - (cells - 1) * (width + 1)
-        patches = np.empty((cells * cells, self._inputs, length), np.float32)
+        patches = _workspace("patches", cells * cells, self._inputs, length)
         for shift in range(cells * cells):
             offset = shift // cells * width + shift % cells
             patches[shift] = flat[:, offset : offset + length]
-        product = (self._kernel @ patches.reshape(-1, length)).reshape(4, self._outputs, length)
-        result = np.empty((self._outputs, flat.shape[1]), np.float32)
+        product = _workspace("product", 4, self._outputs, length)
+        np.matmul(
+            self._kernel, patches.reshape(-1, length), out=product.reshape(4 * self._outputs, length)
+        )
+        result = _workspace("result", self._outputs, flat.shape[1])
         self._activate(product, result[:, :length])
         grid = result.reshape(self._outputs, count, height, width)
         return grid[:, :, : self._height, : self._width]
@@ -96,14 +140,16 @@ class _Stage:
         np.maximum(out, product[2], out=out)
         np.maximum(out, product[3], out=out)
         out += self._bias
-        inverse: Floats = np.add.reduce(np.square(out), 0)
+        square = np.square(out, out=product[0])
+        inverse: Floats = np.add.reduce(square, 0)
         inverse /= np.float32(self._outputs)
         inverse += np.float32(EPSILON)
         np.sqrt(inverse, out=inverse)
-        out /= inverse
+        np.reciprocal(inverse, out=inverse)
+        out *= inverse
         out *= self._half_scale
         # silu(2h) = h (1 + tanh(h))
-        gate: Floats = np.tanh(out)
+        gate = np.tanh(out, out=product[0])
         gate += 1.0
         out *= gate
 

@@ -18,7 +18,7 @@ from dreamfleet.agent.distributions import entropy_of_probs, unimix_probs
 from dreamfleet.agent.heads import Head
 from dreamfleet.agent.keys import Key, ObsKeys, embed_actions
 from dreamfleet.agent.nets import cast
-from dreamfleet.agent.optimizer import make_optimizer, stack, tree_norm, tree_rms, unstack
+from dreamfleet.agent.optimizer import make_optimizer, tree_norm, tree_rms
 from dreamfleet.agent.returns import ReturnRange
 from dreamfleet.agent.rssm import State
 from dreamfleet.agent.world_model import Networks, WorldModelResult, world_model_losses
@@ -54,7 +54,7 @@ def init_state(
     return TrainState(
         nets=nets,
         slow_critic=jax.tree.map(jnp.copy, nets.critic),
-        optimizer=make_optimizer(config.optimizer).init(stack(nets)),
+        optimizer=make_optimizer(config.optimizer).init(nets),
         returns=ReturnRange.initial(),
         updates=jnp.zeros((), jnp.int32),
         seed=jnp.asarray(rng.integers(2**32, size=2, dtype=np.uint32)),
@@ -123,42 +123,26 @@ def train_step(
     (total, result), grads = jax.value_and_grad(total_loss, has_aux=True)(
         state.nets, state, sequence, config, update=True
     )
-    gradients, params, slow_params = stack(grads), stack(state.nets), stack(state.slow_critic)
-    grad_norm = tree_norm(gradients)
+    grad_norm = tree_norm(grads)
     # A bad reward can land in an outermost bin and leave its loss finite.
     known = jnp.all(jnp.isfinite(sequence.obs["reward"]))
     healthy = state.healthy & known & jnp.isfinite(total) & jnp.isfinite(grad_norm)
-    optimizer = make_optimizer(config.optimizer)
-    updates, statistics = optimizer.update(gradients, state.optimizer, params)
-    changed = optax.apply_updates(params, updates)
-
-    def unless_bad(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(healthy, a, b), new, old)
-
-    nets = unstack(unless_bad(changed, params), state.nets)
+    updates, optimizer = make_optimizer(config.optimizer).update(grads, state.optimizer, state.nets)
+    nets = optax.apply_updates(state.nets, updates)
     rate = config.loss.slow_rate
-    slow_params = jax.tree.map(
-        lambda new, old: jnp.where(healthy, rate * new + (1.0 - rate) * old, old),
-        stack(nets.critic),
-        slow_params,
+    slow = jax.tree.map(
+        lambda new, old: rate * new + (1.0 - rate) * old, nets.critic, state.slow_critic
     )
-    new = TrainState(
-        nets,
-        unstack(slow_params, state.slow_critic),
-        unless_bad(statistics, state.optimizer),
-        unless_bad(result.returns, state.returns),
-        unless_bad(state.updates + 1, state.updates),
-        state.seed,
-        healthy,
-    )
+    new = TrainState(nets, slow, optimizer, result.returns, state.updates + 1, state.seed, healthy)
+    new = jax.tree.map(lambda a, b: jnp.where(healthy, a, b), new, state._replace(healthy=healthy))
     metrics = {
         **{f"loss/{name}": loss for name, loss in result.losses.items()},
         **result.metrics,
         "opt/loss": total,
         "opt/grad_norm": grad_norm,
-        "opt/grad_rms": tree_rms(gradients),
+        "opt/grad_rms": tree_rms(grads),
         "opt/update_rms": tree_rms(updates),
-        "opt/param_rms": tree_rms(changed),
+        "opt/param_rms": tree_rms(nets),
         "opt/updates": new.updates,
     }
     states = result.world.observed.state

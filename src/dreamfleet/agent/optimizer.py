@@ -2,15 +2,11 @@
 
 Momentum comes after the scaling (LaProp's order), and the first update has a learning rate of
 zero: it only fills the statistics.
-
-Everything here works on stacks: tensors of one shape are gathered along a new first axis. A model
-has a hundred tensors of a few dozen shapes, and the compiler takes its time for every kernel of
-every tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +14,6 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from dreamfleet.agent.config import OptimizerConfig
-
-Tree = TypeVar("Tree")
-
-
-Stacks = dict[str, Array]
-
-
-def stack(tree: Any) -> Stacks:
-    """The leaves of a tree by shape, those of one shape along a new first axis."""
-    groups: dict[str, list[Array]] = {}
-    for leaf in jax.tree.leaves(tree):
-        groups.setdefault(_group(leaf), []).append(leaf)
-    return {name: jnp.stack(leaves) for name, leaves in groups.items()}
-
-
-def unstack(stacks: Stacks, tree: Tree) -> Tree:
-    """The leaves of stacks, in the structure of the tree they were made from."""
-    leaves, structure = jax.tree.flatten(tree)
-    taken = dict.fromkeys(stacks, 0)
-    result = []
-    for leaf in leaves:
-        name = _group(leaf)
-        result.append(stacks[name][taken[name]])
-        taken[name] += 1
-    rebuilt: Tree = jax.tree.unflatten(structure, result)
-    return rebuilt
-
-
-def _group(leaf: Array) -> str:
-    return "x".join(str(size) for size in leaf.shape) or "scalar"
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -63,12 +29,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def clip_by_parameter_norm(clip: float, floor: float) -> optax.GradientTransformation:
-    """g / max(1, |g| / (clip max(floor, |p|))), one norm a tensor of each stack."""
+    """g / max(1, |g| / (clip max(floor, |p|))), one norm a tensor."""
 
     def update(grads: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, Any]:
         def leaf(grad: Array, param: Array) -> Array:
-            limit = clip * jnp.maximum(floor, norms(param))
-            return grad / jnp.maximum(1.0, norms(grad) / limit)
+            limit = clip * jnp.maximum(floor, norm(param))
+            return grad / jnp.maximum(1.0, norm(grad) / limit)
 
         return jax.tree.map(leaf, grads, params), state
 
@@ -128,10 +94,8 @@ def scale_by_warmup(rate: float, warmup: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda _: CountState(jnp.zeros((), jnp.int32)), update)
 
 
-def norms(stacked: Float[Array, "count ..."]) -> Float[Array, "count ..."]:
-    """The norm of each tensor of a stack, with as many axes as the stack."""
-    axes = tuple(range(1, stacked.ndim))
-    return jnp.sqrt(jnp.sum(jnp.square(stacked), axes, keepdims=True))
+def norm(x: Float[Array, "..."]) -> Float[Array, ""]:
+    return jnp.sqrt(jnp.sum(jnp.square(x)))
 
 
 def tree_norm(tree: Any) -> Float[Array, ""]:
@@ -146,7 +110,7 @@ def tree_rms(tree: Any) -> Float[Array, ""]:
 
 
 def _is_kernel(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim > 2, params)
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def _zeros(params: Any) -> AverageState:
