@@ -37,6 +37,8 @@ class RunConfig:
     duration: float = 0.0
     """Seconds after which the run ends; 0 for no end."""
 
+    launcher: Literal["local", "serial"] = "local"
+    """Whether roles are processes of this machine, or threads of one process for a debugger."""
     agent: Literal["dreamer", "random"] = "dreamer"
     """Who acts and learns."""
     dreamer: DreamerConfig = field(default_factory=DreamerConfig)

@@ -29,6 +29,7 @@ def train(
     steps: int | None = None,
     duration: float | None = None,
     seed: int | None = None,
+    launcher: Literal["local", "serial"] | None = None,
     agent: Literal["dreamer", "random"] | None = None,
     envs: int | None = None,
     eval_envs: int | None = None,
@@ -53,6 +54,7 @@ def train(
         steps: Environment steps after which the run ends; 0 for no end.
         duration: Seconds after which the run ends; 0 for no end.
         seed: Of the agent, the environments and the replay's draws.
+        launcher: local (every role a process) or serial (one process, for a debugger).
         agent: Who acts and learns.
         envs: Environments that collect training data.
         eval_envs: Environments whose data is kept apart.
@@ -71,6 +73,7 @@ def train(
         "steps": steps,
         "duration": duration,
         "seed": seed,
+        "launcher": launcher,
         "agent": agent,
         "envs": envs,
         "eval_envs": eval_envs,
