@@ -46,7 +46,7 @@ def test_a_serial_run_makes_no_process_goes_on_and_ends_like_any_other(tmp_path:
         config, fleet = serial(tmp_path, steps=steps, eval_envs=1)
 
         def make_agent() -> CountingAgent:
-            processes.extend(left_behind())  # noqa: B023 - called in this turn of the loop
+            processes.extend(left_behind())
             return CountingAgent()
 
         # A local function that holds this process's objects: nothing is packed and sent.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -15,9 +16,13 @@ from numpy.typing import NDArray
 from dreamfleet.agent.api import Agent, Arrays, Mode
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.roles.camera import Camera
 from dreamfleet.roles.carries import Carries
+from dreamfleet.roles.padding import padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import BatchServer, Client, Future
+
+log = logging.getLogger(__name__)
 
 _HAND_OVER_SECONDS = 60.0
 _LOGGED = ("reward", "is_first", "is_last", "is_terminal")
@@ -86,7 +91,10 @@ class Acting:
         # A fresh name for each life: a resend is recognised, a successor's batch is never.
         self._source = f"actor-{uuid.uuid4().hex}"
         self._sequence = 0
-        self._sent: deque[Future] = deque()
+        self._sizes = policy_sizes(args)
+        self._camera = Camera(args.report_every)
+        self._stored: deque[Future] = deque()
+        self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
 
     def work(self, obs: dict[str, Any]) -> tuple[Arrays, _Transitions]:
@@ -111,7 +119,7 @@ class Acting:
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
         carry, slots = self._carries.take(envids, obs["is_first"])
-        carry, actions, outs = self._agent.policy(carry, obs, mode)
+        carry, actions, outs = padded_policy(self._agent, self._sizes, carry, obs, mode)
         self._carries.put(slots, carry)
         return actions, outs
 
@@ -143,8 +151,10 @@ class Acting:
             raise
 
     def _post(self, t: _Transitions) -> None:
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()
+        while self._stored and self._stored[0].done():
+            self._stored.popleft().result()
+        while self._logged and self._logged[0].done():
+            self._heard(self._logged.popleft().result())
         for is_eval in (False, True):
             rows = t.is_eval == is_eval
             if rows.all():
@@ -153,13 +163,20 @@ class Acting:
                 self._add({k: v[rows] for k, v in t.steps.items()}, t.envids[rows], is_eval)
         # Counted before the logger hears of it, so that the newest line has the newest step.
         step = self._progress.advance(int((~t.is_eval).sum()))
-        self._sent.append(self._logger.call("tran", step, t.envids, t.is_eval, t.logs))
+        frames = self._camera.frames(t.envids, t.steps)
+        self._logged.append(self._logger.call("tran", step, t.envids, t.is_eval, t.logs, frames))
 
     def _add(self, steps: Arrays, envids: NDArray[Any], is_eval: bool) -> None:
         self._sequence += 1
-        self._sent.append(
+        self._stored.append(
             self._replay.call("add_batch", steps, envids, is_eval, self._source, self._sequence)
         )
+
+    def _heard(self, target_reached: bool) -> None:
+        """What the logger answers to transitions."""
+        if target_reached and not self._progress.finished.is_set():
+            log.info("The target score of %g is reached.", self._args.target_score)
+            self._progress.finish()
 
     def housekeeping(self, server: BatchServer) -> None:
         """Forget environments that have gone, and tell the logger how the actor is doing."""
@@ -170,14 +187,16 @@ class Acting:
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
-        metrics = {
+        metrics: dict[str, float] = {
             "actor/steps_per_second": (stats["act/items"] - items) / (now - then),
             "actor/batches_per_second": (stats["act/batches"] - batches) / (now - then),
             "actor/fill": stats["act/fill"],
             "actor/wait_seconds": stats["act/wait"],
             "actor/policy_seconds": stats["act/work"],
             "actor/environments": float(count),
+            **{f"actor/server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"actor/replay_client/{k}": v for k, v in self._replay.stats().items()},
+            **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
         }
         try:
             self._logger.call("add", self._progress.step, metrics)
@@ -186,5 +205,7 @@ class Acting:
 
     def hand_over(self) -> None:
         """Wait until replay and logger have everything."""
-        while self._sent:
-            self._sent.popleft().result(_HAND_OVER_SECONDS)
+        while self._stored:
+            self._stored.popleft().result(_HAND_OVER_SECONDS)
+        while self._logged:
+            self._logged.popleft().result(_HAND_OVER_SECONDS)
