@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
-from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +15,14 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.roles.camera import Camera
 from dreamfleet.roles.carries import Carries
+from dreamfleet.roles.outbox import Outbox, Transitions
 from dreamfleet.roles.padding import padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress
-from dreamfleet.transport import BatchServer, Client, Future
+from dreamfleet.transport import BatchServer, Client
 
 log = logging.getLogger(__name__)
 
-_HAND_OVER_SECONDS = 60.0
+_LAST_POST_SECONDS = 60.0
 _LOGGED = ("reward", "is_first", "is_last", "is_terminal")
 
 
@@ -46,8 +44,8 @@ def parallel_actor(
     progress = progress or Progress(args.steps)
     barrier.wait()
     with (
-        Client(args.replay_addr, "actor-replay", maxinflight=8) as replay,
-        Client(args.logger_addr, "actor-logger", maxinflight=32) as logger,
+        Client(args.replay_addr, "actor-replay", maxinflight=4) as replay,
+        Client(args.logger_addr, "actor-logger", maxinflight=8) as logger,
     ):
         acting = Acting(agent, args, progress, replay, logger)
         server = BatchServer(args.actor_addr, "actor")
@@ -68,16 +66,6 @@ def parallel_actor(
             acting.hand_over()
 
 
-@dataclass(frozen=True)
-class _Transitions:
-    """What follows a batch whose actions have gone out."""
-
-    envids: NDArray[np.int64]
-    is_eval: NDArray[np.bool_]
-    steps: Arrays
-    logs: Arrays
-
-
 class Acting:
     """The two halves of a policy call: the answer, and what follows it."""
 
@@ -88,24 +76,26 @@ class Acting:
         self._replay, self._logger = replay, logger
         self._carries = Carries(agent, max(16, 2 * args.all_envs))
         self._policy_lock = threading.Lock()
-        # A fresh name for each life: a resend is recognised, a successor's batch is never.
-        self._source = f"actor-{uuid.uuid4().hex}"
-        self._sequence = 0
         self._sizes = policy_sizes(args)
         self._camera = Camera(args.report_every)
-        self._stored: deque[Future] = deque()
-        self._logged: deque[Future] = deque()
+        self._outbox = Outbox(replay, logger, lambda: progress.step, self._heard)
+        self._counts = threading.Condition()
+        self._answered = 0
+        self._posted = 0
         self._previous = (time.monotonic(), 0.0, 0.0)
 
-    def work(self, obs: dict[str, Any]) -> tuple[Arrays, _Transitions]:
+    def work(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         """Actions for a batch of observations."""
         try:
-            return self._work(obs)
+            answer = self._work(obs)
         except Exception as error:
             self._progress.fail(error)
             raise ActorFailed(f"The policy failed: {error!r}.") from error
+        with self._counts:
+            self._answered += 1
+        return answer
 
-    def _work(self, obs: dict[str, Any]) -> tuple[Arrays, _Transitions]:
+    def _work(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         envids, is_eval = obs.pop("envid"), obs.pop("is_eval")
         seen = {key: value for key, value in obs.items() if not key.startswith("log/")}
         with self._policy_lock:
@@ -114,7 +104,7 @@ class Acting:
             else:
                 actions, outs = self._mixed_policy(envids, seen, is_eval)
         logs = {k: v for k, v in obs.items() if k in _LOGGED or k.startswith("log/")}
-        transitions = _Transitions(envids, is_eval, {**seen, **actions, **outs}, logs)
+        transitions = Transitions(envids, is_eval, {**seen, **actions, **outs}, logs)
         return {**actions, "reset": obs["is_last"]}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
@@ -140,37 +130,21 @@ class Acting:
             {k: np.concatenate([v, eval_outs[k]])[order] for k, v in outs.items()},
         )
 
-    def post(self, transitions: _Transitions) -> None:
+    def post(self, transitions: Transitions) -> None:
         """Send a batch to replay and logger, in order. Waits when the replay lets nothing in."""
-        if self._progress.error is not None:
-            return
         try:
-            self._post(transitions)
+            if self._progress.error is None:
+                # Counted before the logger hears of it, so that its newest step is the newest.
+                self._progress.advance(int((~transitions.is_eval).sum()))
+                frames = self._camera.frames(transitions.envids, transitions.steps)
+                self._outbox.put(transitions, frames)
         except Exception as error:
             self._progress.fail(error)
             raise
-
-    def _post(self, t: _Transitions) -> None:
-        while self._stored and self._stored[0].done():
-            self._stored.popleft().result()
-        while self._logged and self._logged[0].done():
-            self._heard(self._logged.popleft().result())
-        for is_eval in (False, True):
-            rows = t.is_eval == is_eval
-            if rows.all():
-                self._add(t.steps, t.envids, is_eval)
-            elif rows.any():
-                self._add({k: v[rows] for k, v in t.steps.items()}, t.envids[rows], is_eval)
-        # Counted before the logger hears of it, so that the newest line has the newest step.
-        step = self._progress.advance(int((~t.is_eval).sum()))
-        frames = self._camera.frames(t.envids, t.steps)
-        self._logged.append(self._logger.call("tran", step, t.envids, t.is_eval, t.logs, frames))
-
-    def _add(self, steps: Arrays, envids: NDArray[Any], is_eval: bool) -> None:
-        self._sequence += 1
-        self._stored.append(
-            self._replay.call("add_batch", steps, envids, is_eval, self._source, self._sequence)
-        )
+        finally:
+            with self._counts:
+                self._posted += 1
+                self._counts.notify_all()
 
     def _heard(self, target_reached: bool) -> None:
         """What the logger answers to transitions."""
@@ -179,7 +153,14 @@ class Acting:
             self._progress.finish()
 
     def housekeeping(self, server: BatchServer) -> None:
+        try:
+            self._housekeeping(server)
+        except Exception as error:
+            self._progress.fail(error)
+
+    def _housekeeping(self, server: BatchServer) -> None:
         """Forget environments that have gone, and tell the logger how the actor is doing."""
+        self._outbox.flush()
         with self._policy_lock:
             self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
@@ -198,14 +179,10 @@ class Acting:
             **{f"actor/replay_client/{k}": v for k, v in self._replay.stats().items()},
             **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
         }
-        try:
-            self._logger.call("add", self._progress.step, metrics)
-        except Exception as error:
-            self._progress.fail(error)
+        self._logger.call("add", self._progress.step, metrics)
 
     def hand_over(self) -> None:
-        """Wait until replay and logger have everything."""
-        while self._stored:
-            self._stored.popleft().result(_HAND_OVER_SECONDS)
-        while self._logged:
-            self._logged.popleft().result(_HAND_OVER_SECONDS)
+        """Wait until replay and logger have everything that was answered."""
+        with self._counts:
+            self._counts.wait_for(lambda: self._posted >= self._answered, _LAST_POST_SECONDS)
+        self._outbox.hand_over()

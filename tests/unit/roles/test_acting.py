@@ -63,6 +63,12 @@ def acting(agent: Any, tmp_path: Path, **changes: Any) -> tuple[Acting, Recorder
     return Acting(agent, config, Progress(), replay, logger), replay, logger
 
 
+def play(actor: Acting, obs: dict[str, Any]) -> None:
+    """Answer a batch, and wait until what follows it has arrived."""
+    actor.post(actor.work(obs)[1])
+    actor.hand_over()
+
+
 def observations(ids: list[int], values: Any, *, is_eval: Any = False) -> dict[str, Any]:
     size = len(ids)
     return {
@@ -146,8 +152,7 @@ def test_transitions_are_numbered_and_split_between_training_and_evaluation(
 ) -> None:
     actor, replay, logger = acting(Summing(), tmp_path)
     for _ in range(2):
-        obs = observations([0, 5], [1.0, 2.0], is_eval=[False, True])
-        actor.post(actor.work(obs)[1])
+        play(actor, observations([0, 5], [1.0, 2.0], is_eval=[False, True]))
     added = [(call[2].tolist(), call[3], call[5]) for call in replay.calls]
     assert added == [([0], False, 1), ([5], True, 2), ([0], False, 3), ([5], True, 4)]
     assert len({call[4] for call in replay.calls}) == 1
@@ -167,7 +172,7 @@ def test_one_environment_is_filmed_from_the_start_of_an_episode_now_and_then(
     def frames(ids: list[int], first: bool) -> list[int]:
         obs = observations(ids, [0.0] * len(ids))
         obs["is_first"][:] = first
-        actor.post(actor.work(obs)[1])
+        play(actor, obs)
         sent = logger.calls[-1][5]
         return sent["image"][:, 0, 0, 0].tolist() if sent else []
 
@@ -182,7 +187,7 @@ def test_no_film_is_made_where_reports_are_off(tmp_path: Path) -> None:
     actor, _, logger = acting(Summing(), tmp_path, report_every=0.0)
     obs = observations([0], [0.0])
     obs["is_first"][:] = True
-    actor.post(actor.work(obs)[1])
+    play(actor, obs)
     assert logger.calls[-1][5] == {}
 
 
@@ -190,10 +195,9 @@ def test_the_run_finishes_when_the_logger_says_that_the_target_is_reached(tmp_pa
     config = small_run(tmp_path, target_score=1.0)
     progress, logger = Progress(), Recorder(False)
     actor = Acting(Summing(), config, progress, Recorder(0), logger)
-    for reached in (False, True):
-        logger.answer = reached
-        for _ in range(2):  # an answer is looked at when the next batch is sent
-            assert not progress.finished.is_set()
-            actor.post(actor.work(observations([0], [0.0]))[1])
+    play(actor, observations([0], [0.0]))
+    assert not progress.finished.is_set()
+    logger.answer = True
+    play(actor, observations([0], [0.0]))
     assert progress.finished.is_set()
     assert progress.error is None
