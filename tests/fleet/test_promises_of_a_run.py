@@ -44,37 +44,37 @@ def test_the_train_ratio_is_held(tmp_path: Path, ratio: float, sizes: dict[str, 
     assert said["learner/replay_ratio"] == pytest.approx(trained / snapshot.step, rel=0.05)
 
 
-class TakingTurns(CountingAgent):
-    """Acts without learning for longer than any limiter would let it, then the other way round."""
-
-    BOUND = 400
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changed = threading.Condition()
-        self._acted = 0
-
-    def policy(self, carry: Any, obs: Mapping[str, Any], mode: str = "train") -> Any:
-        with self._changed:
-            self._acted += 1
-            self._changed.notify_all()
-            if self._acted > self.BOUND:
-                assert self._changed.wait_for(lambda: self._updates > self.BOUND, 60)
-        return super().policy(carry, obs, mode)
-
-    def train(self, carry: Any, batch: Mapping[str, Any]) -> Any:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._acted > self.BOUND, 60)
-            result = super().train(carry, batch)
-            self._changed.notify_all()
-        return result
-
-
 def test_without_a_train_ratio_neither_side_waits_for_the_other(tmp_path: Path) -> None:
-    config = small_run(tmp_path, train_ratio=0.0, steps=4 * TakingTurns.BOUND + 400)
+    bound = 400
+
+    class TakingTurns(CountingAgent):
+        """Acts without learning for longer than any limiter would let it, and then the other way
+        round."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._changed = threading.Condition()
+            self._acted = 0
+
+        def policy(self, carry: Any, obs: Mapping[str, Any], mode: str = "train") -> Any:
+            with self._changed:
+                self._acted += 1
+                self._changed.notify_all()
+                if self._acted > bound:
+                    assert self._changed.wait_for(lambda: self._updates > bound, 60)
+            return super().policy(carry, obs, mode)
+
+        def train(self, carry: Any, batch: Mapping[str, Any]) -> Any:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._acted > bound, 60)
+                result = super().train(carry, batch)
+                self._changed.notify_all()
+            return result
+
+    config = small_run(tmp_path, train_ratio=0.0, steps=4 * bound + 400)
     fleet = parts(config, make_agent=TakingTurns, make_env_train=dummy_with_its_id)
     combined(**fleet, args=config)
-    assert saved(tmp_path).parts["run"]["updates"] > TakingTurns.BOUND
+    assert saved(tmp_path).parts["run"]["updates"] > bound
 
 
 @pytest.mark.parametrize("eval_envs", [0, 1])
@@ -93,31 +93,26 @@ def test_the_actor_does_not_act_before_the_checkpoint_is_restored(tmp_path: Path
     config = small_run(tmp_path, steps=100, launcher="serial")
     fleet = parts(config, make_env_train=dummy_with_its_id)
     combined(**{**fleet, "make_agent": CountingAgent}, args=config)
-    stepped, acted = threading.Event(), threading.Event()
+    ready, acted = threading.Event(), threading.Event()
     acted_early: list[bool] = []
 
     class Patient(CountingAgent):
         def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
-            # By now an environment waits for its first action; it has to go on waiting.
-            assert stepped.wait(60)
-            acted_early.append(acted.wait(0.5))
+            # By now an environment looks for its actor; it has to go on looking.
+            assert ready.wait(60)
+            acted_early.append(acted.wait(1.0))
             super().load(state, regex)
 
         def policy(self, carry: Any, obs: Mapping[str, Any], mode: str = "train") -> Any:
             acted.set()
             return super().policy(carry, obs, mode)
 
-    class Stepping:
-        def __init__(self, envid: int) -> None:
-            self._env = dummy_with_its_id(envid)
-            self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
-
-        def step(self, action: Mapping[str, Any]) -> Any:
-            stepped.set()
-            return self._env.step(action)
+    def make_env(envid: int) -> Any:
+        ready.set()
+        return dummy_with_its_id(envid)
 
     config = small_run(tmp_path, steps=200, launcher="serial")
-    combined(**{**fleet, "make_agent": Patient, "make_env_train": Stepping}, args=config)
+    combined(**{**fleet, "make_agent": Patient, "make_env_train": make_env}, args=config)
     assert acted_early == [False]
     assert acted.is_set()
 

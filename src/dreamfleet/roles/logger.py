@@ -18,6 +18,7 @@ from dreamfleet.transport import Server
 
 RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
+_UNKNOWN = -1
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
@@ -54,7 +55,7 @@ class LogKeeper:
         self._target = args.target_score
         self._judged = self._recent_eval if args.eval_envs else self._recent
         self._newest: dict[str, float | str] = {}
-        self._step = 0
+        self._step = _UNKNOWN
 
     def tran(
         self,
@@ -117,14 +118,15 @@ class LogKeeper:
         with self._lock:
             self._step = max(self._step, step)
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
-            self._output.write(self._step, metrics)
+            if self._step != _UNKNOWN:  # a logger that was started again has yet to hear of it
+                self._output.write(self._step, metrics)
 
     def status(self) -> dict[str, Any]:
         """How the run is doing: the step, the score of recent episodes, and the newest metrics."""
         with self._lock:
             return {
                 **self._newest,
-                "step": self._step,
+                "step": max(0, self._step),
                 "score": float(np.mean(self._recent)) if self._recent else None,
                 "eval_score": float(np.mean(self._recent_eval)) if self._recent_eval else None,
                 **self._train.stats(),
@@ -133,6 +135,8 @@ class LogKeeper:
     def write(self) -> None:
         """Write what has come together about episodes."""
         with self._lock:
+            if self._step == _UNKNOWN:
+                return
             metrics = self._aggregate.result()
             for name, episodes in (("episodes", self._train), ("eval_episodes", self._eval)):
                 episodes.expire()
