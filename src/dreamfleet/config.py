@@ -161,5 +161,10 @@ class RunConfig:
         """Steps in a stored sequence: what is trained on and the context before it."""
         return self.batch_length + self.dreamer.execution.replay_context
 
+    @property
+    def limiter_tolerance(self) -> int:
+        """Sequences that learning may be ahead, and steps that acting may be, of `train_ratio`."""
+        return 4 * self.batch_size
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"

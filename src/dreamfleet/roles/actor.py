@@ -15,14 +15,13 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.roles.camera import Camera
 from dreamfleet.roles.carries import Carries
-from dreamfleet.roles.outbox import Outbox, Transitions
+from dreamfleet.roles.outbox import IN_FLIGHT, Outbox, Transitions
 from dreamfleet.roles.padding import padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import BatchServer, Client
 
 log = logging.getLogger(__name__)
 
-_LAST_POST_SECONDS = 60.0
 _LOGGED = ("reward", "is_first", "is_last", "is_terminal")
 
 
@@ -44,7 +43,7 @@ def parallel_actor(
     progress = progress or Progress(args.steps)
     barrier.wait()
     with (
-        Client(args.replay_addr, "actor-replay", maxinflight=4) as replay,
+        Client(args.replay_addr, "actor-replay", maxinflight=IN_FLIGHT) as replay,
         Client(args.logger_addr, "actor-logger", maxinflight=8) as logger,
     ):
         acting = Acting(agent, args, progress, replay, logger)
@@ -52,7 +51,6 @@ def parallel_actor(
         server.bind(
             "act",
             acting.work,
-            acting.post,
             batch=args.policy_batch,
             wait=args.actor_wait,
             workers=args.actor_threads,
@@ -62,12 +60,14 @@ def parallel_actor(
                 acting.housekeeping(server)
             if progress.error is None:
                 acting.housekeeping(server)
+            else:
+                acting.drop()
         if progress.error is None:
             acting.hand_over()
 
 
 class Acting:
-    """The two halves of a policy call: the answer, and what follows it."""
+    """Policy calls, with the memory of each environment before them and what follows them."""
 
     def __init__(
         self, agent: Agent, args: RunConfig, progress: Progress, replay: Client, logger: Client
@@ -77,35 +77,40 @@ class Acting:
         self._carries = Carries(agent, max(16, 2 * args.all_envs))
         self._policy_lock = threading.Lock()
         self._sizes = policy_sizes(args)
-        self._camera = Camera(args.report_every)
-        self._outbox = Outbox(replay, logger, lambda: progress.step, self._heard)
-        self._counts = threading.Condition()
-        self._answered = 0
-        self._posted = 0
+        self._outbox = Outbox(
+            replay,
+            logger,
+            Camera(args.report_every),
+            rows=args.limiter_tolerance,
+            step=lambda: progress.step,
+            heard=self._heard,
+            failed=progress.fail,
+        )
         self._previous = (time.monotonic(), 0.0, 0.0)
 
-    def work(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
-        """Actions for a batch of observations."""
+    def work(self, obs: dict[str, Any]) -> tuple[Arrays, None]:
+        """Actions for a batch of observations. What follows is put into the outbox, which is as
+        good as nothing to wait for while replay and logger keep up."""
         try:
-            answer = self._work(obs)
+            return self._work(obs), None
         except Exception as error:
             self._progress.fail(error)
             raise ActorFailed(f"The policy failed: {error!r}.") from error
-        with self._counts:
-            self._answered += 1
-        return answer
 
-    def _work(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
+    def _work(self, obs: dict[str, Any]) -> Arrays:
         envids, is_eval = obs.pop("envid"), obs.pop("is_eval")
+        evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         seen = {key: value for key, value in obs.items() if not key.startswith("log/")}
         with self._policy_lock:
-            if is_eval.all() or not is_eval.any():
-                actions, outs = self._policy(envids, seen, "eval" if is_eval[0] else "train")
+            if evaluated in (0, count):
+                actions, outs = self._policy(envids, seen, "eval" if evaluated else "train")
             else:
                 actions, outs = self._mixed_policy(envids, seen, is_eval)
         logs = {k: v for k, v in obs.items() if k in _LOGGED or k.startswith("log/")}
-        transitions = Transitions(envids, is_eval, {**seen, **actions, **outs}, logs)
-        return {**actions, "reset": obs["is_last"]}, transitions
+        steps = {**seen, **actions, **outs}
+        if self._outbox.put(Transitions(envids, is_eval, steps, logs)):
+            self._progress.advance(count - evaluated)
+        return {**actions, "reset": obs["is_last"]}
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
         carry, slots = self._carries.take(envids, obs["is_first"])
@@ -130,22 +135,6 @@ class Acting:
             {k: np.concatenate([v, eval_outs[k]])[order] for k, v in outs.items()},
         )
 
-    def post(self, transitions: Transitions) -> None:
-        """Send a batch to replay and logger, in order. Waits when the replay lets nothing in."""
-        try:
-            if self._progress.error is None:
-                # Counted before the logger hears of it, so that its newest step is the newest.
-                self._progress.advance(int((~transitions.is_eval).sum()))
-                frames = self._camera.frames(transitions.envids, transitions.steps)
-                self._outbox.put(transitions, frames)
-        except Exception as error:
-            self._progress.fail(error)
-            raise
-        finally:
-            with self._counts:
-                self._posted += 1
-                self._counts.notify_all()
-
     def _heard(self, target_reached: bool) -> None:
         """What the logger answers to transitions."""
         if target_reached and not self._progress.finished.is_set():
@@ -160,7 +149,6 @@ class Acting:
 
     def _housekeeping(self, server: BatchServer) -> None:
         """Forget environments that have gone, and tell the logger how the actor is doing."""
-        self._outbox.flush()
         with self._policy_lock:
             self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
@@ -183,6 +171,8 @@ class Acting:
 
     def hand_over(self) -> None:
         """Wait until replay and logger have everything that was answered."""
-        with self._counts:
-            self._counts.wait_for(lambda: self._posted >= self._answered, _LAST_POST_SECONDS)
         self._outbox.hand_over()
+
+    def drop(self) -> None:
+        """Let nobody wait for replay or logger any longer: the run has failed."""
+        self._outbox.drop()

@@ -63,12 +63,6 @@ def acting(agent: Any, tmp_path: Path, **changes: Any) -> tuple[Acting, Recorder
     return Acting(agent, config, Progress(), replay, logger), replay, logger
 
 
-def play(actor: Acting, obs: dict[str, Any]) -> None:
-    """Answer a batch, and wait until what follows it has arrived."""
-    actor.post(actor.work(obs)[1])
-    actor.hand_over()
-
-
 def observations(ids: list[int], values: Any, *, is_eval: Any = False) -> dict[str, Any]:
     size = len(ids)
     return {
@@ -99,28 +93,33 @@ def test_actions_in_a_batch_equal_actions_alone(tmp_path: Path) -> None:
 def test_training_and_evaluation_rows_of_a_batch_get_their_own_mode_in_place(
     tmp_path: Path,
 ) -> None:
-    agent, alone = acting(Summing(), tmp_path)[0], acting(Summing(), tmp_path)[0]
+    agent, replay, _ = acting(Summing(), tmp_path)
+    alone, _, _ = acting(Summing(), tmp_path)
     ids, is_eval = [4, 0, 5, 1, 2], [True, False, True, False, False]
     for value in (0.1, 0.7):
         values = [value + n for n in ids]
-        actions, info = agent.work(observations(ids, values, is_eval=is_eval))
+        actions, _ = agent.work(observations(ids, values, is_eval=is_eval))
         expected = [
             alone.work(observations([n], [v], is_eval=[e]))[0]["action"][0]
             for n, v, e in zip(ids, values, is_eval, strict=True)
         ]
         assert actions["action"].tolist() == expected
-        assert info.steps["mode"].tolist() == [len("eval" if e else "train") for e in is_eval]
+    agent.hand_over()
+    for _, steps, _, evaluated, _, _ in replay.calls:
+        assert set(steps["mode"]) == {len("eval" if evaluated else "train")}
 
 
 def test_batches_come_in_a_few_sizes_whatever_arrives(tmp_path: Path) -> None:
     agent = Summing()
-    actor, _, _ = acting(agent, tmp_path)
+    actor, replay, _ = acting(agent, tmp_path)
     for size in range(1, 7):
-        actions, info = actor.work(observations(list(range(size)), [1.0] * size))
-        assert (
-            len(actions["action"]) == len(info.steps["action"]) == len(info.steps["mode"]) == size
-        )
+        actions, _ = actor.work(observations(list(range(size)), [1.0] * size))
+        assert len(actions["action"]) == size
+    actor.hand_over()
     assert agent.sizes == [1, 2, 4, 4, 5, 6]
+    for call in replay.calls:
+        assert {len(column) for column in call[1].values()} == {len(call[2])}
+    assert sum(len(call[2]) for call in replay.calls) == sum(range(1, 7))
 
 
 @pytest.mark.parametrize(
@@ -151,53 +150,27 @@ def test_transitions_are_numbered_and_split_between_training_and_evaluation(
     tmp_path: Path,
 ) -> None:
     actor, replay, logger = acting(Summing(), tmp_path)
-    for _ in range(2):
-        play(actor, observations([0, 5], [1.0, 2.0], is_eval=[False, True]))
-    added = [(call[2].tolist(), call[3], call[5]) for call in replay.calls]
-    assert added == [([0], False, 1), ([5], True, 2), ([0], False, 3), ([5], True, 4)]
+    for value in (1.0, 3.0):
+        actor.work(observations([0, 5], [value, value + 1], is_eval=[False, True]))
+    actor.hand_over()
+    assert [call[5] for call in replay.calls] == list(range(1, len(replay.calls) + 1))
     assert len({call[4] for call in replay.calls}) == 1
-    steps = replay.calls[0][1]
-    assert "log/speed" not in steps
-    assert steps["value"].tolist() == [1.0]
-    assert [call[1] for call in logger.calls] == [1, 2]
-    assert "image" not in logger.calls[0][4]
-    assert logger.calls[0][4]["log/speed"].tolist() == [1.0, 1.0]
-
-
-def test_one_environment_is_filmed_from_the_start_of_an_episode_now_and_then(
-    tmp_path: Path,
-) -> None:
-    actor, _, logger = acting(Summing(), tmp_path, report_every=3600.0)
-
-    def frames(ids: list[int], first: bool) -> list[int]:
-        obs = observations(ids, [0.0] * len(ids))
-        obs["is_first"][:] = first
-        play(actor, obs)
-        sent = logger.calls[-1][5]
-        return sent["image"][:, 0, 0, 0].tolist() if sent else []
-
-    assert frames([2, 0], first=False) == []  # its beginning was missed
-    assert frames([1, 0, 2], first=True) == [0]
-    assert frames([1, 2], first=False) == []
-    assert frames([0], first=False) == [0]
-    assert frames([0], first=True) == []  # the next film is due in an hour
-
-
-def test_no_film_is_made_where_reports_are_off(tmp_path: Path) -> None:
-    actor, _, logger = acting(Summing(), tmp_path, report_every=0.0)
-    obs = observations([0], [0.0])
-    obs["is_first"][:] = True
-    play(actor, obs)
-    assert logger.calls[-1][5] == {}
+    for envid, is_eval, values in ((0, False, [1.0, 3.0]), (5, True, [2.0, 4.0])):
+        mine = [call for call in replay.calls if call[3] == is_eval]
+        assert [n for call in mine for n in call[2]] == [envid, envid]
+        assert [value for call in mine for value in call[1]["value"]] == values
+    assert not any("log/speed" in call[1] for call in replay.calls)
+    assert logger.calls[-1][1] == 2  # training steps; those of evaluation do not count
+    assert not any("image" in call[4] for call in logger.calls)
+    assert [v for call in logger.calls for v in call[4]["log/speed"]] == [1.0] * 4
 
 
 def test_the_run_finishes_when_the_logger_says_that_the_target_is_reached(tmp_path: Path) -> None:
-    config = small_run(tmp_path, target_score=1.0)
-    progress, logger = Progress(), Recorder(False)
-    actor = Acting(Summing(), config, progress, Recorder(0), logger)
-    play(actor, observations([0], [0.0]))
-    assert not progress.finished.is_set()
-    logger.answer = True
-    play(actor, observations([0], [0.0]))
-    assert progress.finished.is_set()
-    assert progress.error is None
+    for reached in (False, True):
+        config = small_run(tmp_path, target_score=1.0)
+        progress = Progress()
+        actor = Acting(Summing(), config, progress, Recorder(0), Recorder(reached))
+        actor.work(observations([0], [0.0]))
+        actor.hand_over()
+        assert progress.finished.is_set() == reached
+        assert progress.error is None
