@@ -14,6 +14,8 @@ from typing import Any, Literal
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.errors import ConfigError
 
+OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -36,7 +38,12 @@ class RunConfig:
     """Training environment steps after which the run ends; 0 for no end."""
     duration: float = 0.0
     """Seconds after which the run ends; 0 for no end."""
+    target_score: float | None = None
+    """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
+    environments, else training episodes) at which the run ends; None for no end."""
 
+    launcher: Literal["local", "serial"] = "local"
+    """Whether roles are processes of this machine, or threads of one process for a debugger."""
     agent: Literal["dreamer", "random"] = "dreamer"
     """Who acts and learns."""
     dreamer: DreamerConfig = field(default_factory=DreamerConfig)
@@ -64,7 +71,7 @@ class RunConfig:
     actor_wait: float = 0.02
     """Seconds after which a policy call is made with the environments that are there."""
     actor_threads: int = 1
-    """Policy calls computed at the same time."""
+    """Threads that take batches apart and put answers together; one at a time is in the policy."""
 
     batch_size: int = 16
     """Sequences in a training batch."""
@@ -85,7 +92,11 @@ class RunConfig:
     log_every: float = 10.0
     """Seconds between two writes of metrics."""
     report_every: float = 300.0
-    """Seconds between two reports; 0 for never."""
+    """Seconds between two reports, and between two videos of an environment with images; 0 for
+    never."""
+    outputs: tuple[OutputName, ...] = ("jsonl", "media")
+    """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
+    wandb."""
     save_every: float = 120.0
     """Seconds between two checkpoints; 0 saves at the end only."""
     episode_timeout: float = 180.0
@@ -149,6 +160,11 @@ class RunConfig:
     def window(self) -> int:
         """Steps in a stored sequence: what is trained on and the context before it."""
         return self.batch_length + self.dreamer.execution.replay_context
+
+    @property
+    def limiter_tolerance(self) -> int:
+        """Sequences that learning may be ahead, and steps that acting may be, of `train_ratio`."""
+        return 4 * self.batch_size
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fleet_parts import (
     CountingAgent,
@@ -52,8 +53,10 @@ def test_every_step_is_stored_once_in_order_with_its_action(
     scores = rows(tmp_path / "scores.jsonl")
     assert {row["episode/score"] for row in scores} == {2.0}
     assert {row["episode/length"] for row in scores} == {LENGTH}
-    # The actor uses what the learner has learned meanwhile.
-    assert max(stream["updates"].max() for stream in found.values()) > 0
+    for stream in found.values():
+        # The actor uses what the learner has learned meanwhile, and never falls back.
+        assert (np.diff(stream["updates"]) >= 0).all()
+        assert len(np.unique(stream["updates"])) > 3
 
 
 def test_evaluation_data_is_kept_apart(tmp_path: Path) -> None:
@@ -72,17 +75,6 @@ def test_evaluation_data_is_kept_apart(tmp_path: Path) -> None:
     metrics = rows(tmp_path / "metrics.jsonl")
     assert any("eval/score" in row for row in metrics)
     assert any(row.get("report/size") == 2 for row in metrics)
-
-
-def test_the_train_ratio_is_held(tmp_path: Path) -> None:
-    ratio = 4.0
-    config = small_run(tmp_path, train_ratio=ratio, steps=2000)
-    combined(**parts(config), args=config)
-    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
-    trained = snapshot.parts["run"]["updates"] * config.batch_size * config.batch_length
-    start = max(config.batch_size, config.envs) * config.window
-    assert trained == pytest.approx(ratio * (snapshot.step - start), rel=0.05)
 
 
 def test_the_same_directory_goes_on(tmp_path: Path) -> None:

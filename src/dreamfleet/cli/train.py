@@ -11,7 +11,7 @@ import numpy as np
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli.console import say
-from dreamfleet.config import RunConfig
+from dreamfleet.config import OutputName, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import agent as make_agent
@@ -28,7 +28,9 @@ def train(
     logdir: Path | None = None,
     steps: int | None = None,
     duration: float | None = None,
+    target_score: float | None = None,
     seed: int | None = None,
+    launcher: Literal["local", "serial"] | None = None,
     agent: Literal["dreamer", "random"] | None = None,
     envs: int | None = None,
     eval_envs: int | None = None,
@@ -37,7 +39,11 @@ def train(
     batch_size: int | None = None,
     batch_length: int | None = None,
     log_every: float | None = None,
+    report_every: float | None = None,
     save_every: float | None = None,
+    outputs: tuple[OutputName, ...] | None = None,
+    from_checkpoint: str | None = None,
+    from_checkpoint_regex: str | None = None,
     on_failure: Literal["restart", "stop"] | None = None,
     eval_episodes: int = 10,
 ) -> None:
@@ -52,7 +58,9 @@ def train(
         logdir: Where the run keeps everything; runs/TASK if not given.
         steps: Environment steps after which the run ends; 0 for no end.
         duration: Seconds after which the run ends; 0 for no end.
+        target_score: Mean score of the last 20 episodes at which the run ends.
         seed: Of the agent, the environments and the replay's draws.
+        launcher: local (every role a process) or serial (one process, for a debugger).
         agent: Who acts and learns.
         envs: Environments that collect training data.
         eval_envs: Environments whose data is kept apart.
@@ -61,7 +69,11 @@ def train(
         batch_size: Sequences in a training batch.
         batch_length: Steps in a training sequence.
         log_every: Seconds between two lines and two writes of metrics.
+        report_every: Seconds between two reports and two videos; 0 for none.
         save_every: Seconds between two checkpoints.
+        outputs: Where metrics go: jsonl, media, tensorboard, wandb.
+        from_checkpoint: A checkpoint, or a directory of them, that a new run starts from.
+        from_checkpoint_regex: Which entries of it are taken, matched from their start.
         on_failure: Whether a process that fails is started again, or ends the run.
         eval_episodes: Episodes of the evaluation at the end; 0 for none.
     """
@@ -70,7 +82,9 @@ def train(
         "logdir": logdir,
         "steps": steps,
         "duration": duration,
+        "target_score": target_score,
         "seed": seed,
+        "launcher": launcher,
         "agent": agent,
         "envs": envs,
         "eval_envs": eval_envs,
@@ -79,7 +93,11 @@ def train(
         "batch_size": batch_size,
         "batch_length": batch_length,
         "log_every": log_every,
+        "report_every": report_every,
         "save_every": save_every,
+        "outputs": outputs,
+        "from_checkpoint": from_checkpoint,
+        "from_checkpoint_regex": from_checkpoint_regex,
         "on_failure": on_failure,
     }
     config = _configure(preset, given)
@@ -89,12 +107,8 @@ def train(
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     combined(**factories(config), args=config, say=say)
     if eval_episodes:
-        scores = _evaluate(config, eval_episodes)
-        say(
-            f"Evaluation: mean score {np.mean(scores):.4g} over {eval_episodes} episodes "
-            f"(lowest {min(scores):.4g}, highest {max(scores):.4g})"
-        )
-    say(f"Results: {config.logdir} (metrics.jsonl, scores.jsonl, ckpt/agent, logs)")
+        say(_evaluation(_evaluate(config, eval_episodes)))
+    say(f"Results: {config.logdir} (metrics.jsonl, scores.jsonl, ckpt/agent, media, logs)")
 
 
 def _configure(preset: str, given: Mapping[str, object]) -> RunConfig:
@@ -110,6 +124,16 @@ def _configure(preset: str, given: Mapping[str, object]) -> RunConfig:
         name = str(chosen.get("task", base.task)).replace(":", "-").replace("/", "-")
         chosen["logdir"] = Path("runs") / name
     return dataclasses.replace(base, **chosen)  # type: ignore[arg-type]
+
+
+def _evaluation(scores: list[float]) -> str:
+    count = len(scores)
+    plural = "episode" if count == 1 else "episodes"
+    error = f", standard error {np.std(scores, ddof=1) / count**0.5:.3g}" if count > 1 else ""
+    return (
+        f"Evaluation: mean score {np.mean(scores):.4g}{error}, {count} {plural} "
+        f"(lowest {min(scores):.4g}, highest {max(scores):.4g})"
+    )
 
 
 def _evaluate(config: RunConfig, episodes: int) -> list[float]:

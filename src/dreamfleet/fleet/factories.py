@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 from dreamfleet.agent.api import Agent
 from dreamfleet.agent.random_agent import RandomAgent
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
-from dreamfleet.metrics import JsonlOutput, Outputs
+from dreamfleet.metrics import (
+    JsonlOutput,
+    MediaOutput,
+    Output,
+    Outputs,
+    TensorBoardOutput,
+    WandbOutput,
+)
 from dreamfleet.replay import Replay, Stream
 
 
@@ -64,4 +72,17 @@ def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
 
 
 def logger(config: RunConfig) -> Outputs:
-    return Outputs([JsonlOutput(config.logdir / "metrics.jsonl")])
+    made: dict[str, Callable[[], Output]] = {
+        "jsonl": lambda: JsonlOutput(config.logdir / "metrics.jsonl"),
+        "media": lambda: MediaOutput(config.logdir / "media"),
+        "tensorboard": lambda: TensorBoardOutput(config.logdir / "tensorboard"),
+        "wandb": lambda: WandbOutput(
+            project="dreamfleet",
+            name=config.logdir.name,
+            dir=str(config.logdir),
+            # The same directory goes on in the same place.
+            id=blake2b(str(config.logdir.absolute()).encode(), digest_size=8).hexdigest(),
+            resume="allow",
+        ),
+    }
+    return Outputs([made[name]() for name in config.outputs])

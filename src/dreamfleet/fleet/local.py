@@ -1,4 +1,4 @@
-"""The local launcher: every role is a process of this machine."""
+"""The launchers of this machine: every role is a process, or a thread of this one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import cloudpickle
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.process import Process
+from dreamfleet.fleet.serial import RoleThread, serial_log
 from dreamfleet.fleet.status import StatusLine
 from dreamfleet.fleet.supervisor import Say, Supervisor, silent
 from dreamfleet.roles.agent import parallel_agent
@@ -19,6 +20,7 @@ from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.transport import resolve
 
+_MEMBERS: dict[str, type[Process]] = {"local": Process, "serial": RoleThread}
 # Their numpy work is small; a pool of threads each would fight over the cores.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -51,28 +53,29 @@ def combined(
     """
     args = replace(
         args,
-        actor_addr=resolve(args.actor_addr),
-        replay_addr=resolve(args.replay_addr),
-        logger_addr=resolve(args.logger_addr),
+        actor_addr=_address(args.actor_addr, args),
+        replay_addr=_address(args.replay_addr, args),
+        logger_addr=_address(args.logger_addr, args),
     )
+    member = _MEMBERS[args.launcher]
     args.logdir.mkdir(parents=True, exist_ok=True)
     _write(args.logdir / "config.json", args.to_json())
     logs = args.logdir / "logs"
-    processes = [Process("agent", partial(parallel_agent, _packed(make_agent), args), logs)]
+    processes = [member("agent", partial(parallel_agent, _packed(make_agent, args), args), logs)]
     if not args.remote_envs:
         processes += _env_processes(make_env_train, make_env_eval, args)
     if not args.remote_replay:
         function = partial(
             parallel_replay,
-            _packed(make_replay_train),
-            _packed(make_replay_eval),
-            _packed(make_stream),
+            _packed(make_replay_train, args),
+            _packed(make_replay_eval, args),
+            _packed(make_stream, args),
             args,
         )
-        processes.append(Process("replay", function, logs, _ONE_THREAD))
-    serve_metrics = partial(parallel_logger, _packed(make_logger), args)
-    processes.append(Process("logger", serve_metrics, logs, _ONE_THREAD))
-    with StatusLine(args, say) as status:
+        processes.append(member("replay", function, logs, _ONE_THREAD))
+    serve_metrics = partial(parallel_logger, _packed(make_logger, args), args)
+    processes.append(member("logger", serve_metrics, logs, _ONE_THREAD))
+    with serial_log(args), StatusLine(args, say) as status:
         _supervisor(processes, args, say).run(status.show, args.log_every)
 
 
@@ -97,25 +100,33 @@ def _supervisor(processes: list[Process], args: RunConfig, say: Say) -> Supervis
 def _env_processes(make_train: Factory, make_eval: Factory, args: RunConfig) -> list[Process]:
     """Training environments are numbered from 0, evaluation environments go on from there."""
     groups = [
-        (_packed(make_train), range(args.envs), False),
-        (_packed(make_eval), range(args.envs, args.all_envs), True),
+        (_packed(make_train, args), range(args.envs), False),
+        (_packed(make_eval, args), range(args.envs, args.all_envs), True),
     ]
+    member = _MEMBERS[args.launcher]
     processes = []
     for make, ids, is_eval in groups:
         for start in range(0, len(ids), args.envs_per_process):
             mine = list(ids[start : start + args.envs_per_process])
             function = partial(parallel_env, make, mine, args, is_eval)
             name = f"env-{mine[0]}"
-            processes.append(Process(name, function, args.logdir / "logs", _ONE_THREAD))
+            processes.append(member(name, function, args.logdir / "logs", _ONE_THREAD))
     return processes
 
 
-def _packed(factory: Factory) -> bytes:
+def _packed(factory: Factory, args: RunConfig) -> Factory:
     """Packed once, here: what cannot be sent fails before anything is started."""
-    if isinstance(factory, bytes):
+    if isinstance(factory, bytes) or args.launcher == "serial":
         return factory
     packed: bytes = cloudpickle.dumps(factory)
     return packed
+
+
+def _address(text: str, args: RunConfig) -> str:
+    """Where a role listens; what is chosen for it stays inside the process if all roles do."""
+    if args.launcher == "serial" and text == "ipc://{auto}":
+        text = "inproc://{auto}"
+    return resolve(text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -30,6 +30,9 @@ class Process:
         environment: Environment variables besides this process's own.
     """
 
+    error: BaseException | None = None
+    """What it raised, where that can be known: a process has only its last words."""
+
     def __init__(
         self,
         name: str,

@@ -50,7 +50,7 @@ class StatusLine:
         now, step = time.monotonic(), float(status["step"])
         if self._last is None:
             self._last = now, step
-            return f"step {readable(step)}  starting"
+            return f"step {readable(step)}  {status.get('learner/state', 'starting')}"
         rate = (step - self._last[1]) / max(now - self._last[0], 1e-9)
         self._last = now, step
         fields = [f"step {readable(step)}"]
@@ -58,14 +58,20 @@ class StatusLine:
             fields[0] += f" of {readable(self._args.steps)}"
         if status["score"] is not None:
             fields.append(f"score {readable(status['score'])}")
+        if status["eval_score"] is not None:
+            fields.append(f"evaluation {readable(status['eval_score'])}")
         if "learner/updates" in status:
             fields.append(f"updates {readable(status['learner/updates'])}")
             fields.append(f"{readable(status['learner/updates_per_second'])} updates/s")
         fields.append(f"{readable(rate)} steps/s")
+        if "learner/replay_ratio" in status:
+            fields.append(f"replay ratio {readable(status['learner/replay_ratio'])}")
         if (left := self._time_left(now, step, rate)) is not None:
             fields.append(f"{_clock(left)} left")
         if rate == 0:
-            fields.append(status.get("replay/waiting") or "no environment has stepped lately")
+            doing = status.get("learner/state", "training")
+            why = status.get("replay/waiting") or "no environment has stepped lately"
+            fields.append(doing if doing.startswith("compiling") else why)
         return "  ".join(fields)
 
     def _time_left(self, now: float, step: float, rate: float) -> float | None:

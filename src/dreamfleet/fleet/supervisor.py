@@ -129,7 +129,7 @@ class Supervisor:
         error = f"{process.name} {how}. The end of {process.log_file}:\n{process.last_words()}"
         self._first_error = self._first_error or error
         if self._on_failure == "stop":
-            raise FleetError(error)
+            raise FleetError(error) from process.error
         count = self._restarts[process.name]
         if count >= self._max_restarts:
             raise FleetError(

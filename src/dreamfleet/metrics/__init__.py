@@ -5,6 +5,7 @@ from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.errors import MetricsError, MissingOutputError
 from dreamfleet.metrics.outputs import (
     JsonlOutput,
+    MediaOutput,
     Output,
     Outputs,
     ScoresFile,
@@ -21,6 +22,7 @@ __all__ = [
     "Episode",
     "EpisodeStats",
     "JsonlOutput",
+    "MediaOutput",
     "MetricsError",
     "MissingOutputError",
     "Output",

@@ -15,7 +15,7 @@ class SamplesPerInsert:
 
     One insert is one step, one sample is one sequence. `avail` counts the samples owed:
 
-        start           size = 0, avail = -minsize
+        start           size = 0, avail = -debt (of minsize if not given)
         insert allowed  size < minsize  or ratio <= 0 or avail <  tolerance * ratio
         after insert    size += 1, and avail += ratio once size >= minsize
         sample allowed  size >= minsize and (ratio <= 0 or avail > -tolerance)
@@ -27,7 +27,9 @@ class SamplesPerInsert:
     means no limit.
     """
 
-    def __init__(self, ratio: float, tolerance: float, minsize: int) -> None:
+    def __init__(
+        self, ratio: float, tolerance: float, minsize: int, debt: float | None = None
+    ) -> None:
         if not (math.isfinite(ratio) and math.isfinite(tolerance)):
             raise ConfigError(f"ratio={ratio} and tolerance={tolerance} have to be finite.")
         if minsize < 1:
@@ -44,7 +46,8 @@ class SamplesPerInsert:
         self.tolerance = tolerance
         self.minsize = minsize
         self._size = 0
-        self._avail = float(-minsize)
+        self._debt = float(minsize if debt is None else debt)
+        self._avail = -self._debt
         self._changed = threading.Condition()
 
     @property
@@ -99,10 +102,10 @@ class SamplesPerInsert:
         """Restore; whatever the settings were then, nobody owes more than these allow."""
         with self._changed:
             self._size = int(state["size"])
-            least, most = -max(float(self.minsize), self.tolerance), self.tolerance * self.ratio
+            least, most = -max(self._debt, self.tolerance), self.tolerance * self.ratio
             avail = float(state["avail"])
             if self._size < self.minsize:
-                avail = -float(self.minsize)
+                avail = -self._debt
             elif self.ratio > 0:
                 avail = min(max(avail, least), most)
             self._avail = avail

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-import uuid
-from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +13,15 @@ from numpy.typing import NDArray
 from dreamfleet.agent.api import Agent, Arrays, Mode
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.roles.camera import Camera
 from dreamfleet.roles.carries import Carries
+from dreamfleet.roles.outbox import IN_FLIGHT, Outbox, Transitions
+from dreamfleet.roles.padding import padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress
-from dreamfleet.transport import BatchServer, Client, Future
+from dreamfleet.transport import BatchServer, Client
 
-_HAND_OVER_SECONDS = 60.0
+log = logging.getLogger(__name__)
+
 _LOGGED = ("reward", "is_first", "is_last", "is_terminal")
 
 
@@ -41,15 +43,14 @@ def parallel_actor(
     progress = progress or Progress(args.steps)
     barrier.wait()
     with (
-        Client(args.replay_addr, "actor-replay", maxinflight=8) as replay,
-        Client(args.logger_addr, "actor-logger", maxinflight=32) as logger,
+        Client(args.replay_addr, "actor-replay", maxinflight=IN_FLIGHT) as replay,
+        Client(args.logger_addr, "actor-logger", maxinflight=8) as logger,
     ):
         acting = Acting(agent, args, progress, replay, logger)
         server = BatchServer(args.actor_addr, "actor")
         server.bind(
             "act",
             acting.work,
-            acting.post,
             batch=args.policy_batch,
             wait=args.actor_wait,
             workers=args.actor_threads,
@@ -59,22 +60,14 @@ def parallel_actor(
                 acting.housekeeping(server)
             if progress.error is None:
                 acting.housekeeping(server)
+            else:
+                acting.drop()
         if progress.error is None:
             acting.hand_over()
 
 
-@dataclass(frozen=True)
-class _Transitions:
-    """What follows a batch whose actions have gone out."""
-
-    envids: NDArray[np.int64]
-    is_eval: NDArray[np.bool_]
-    steps: Arrays
-    logs: Arrays
-
-
 class Acting:
-    """The two halves of a policy call: the answer, and what follows it."""
+    """Policy calls, with the memory of each environment before them and what follows them."""
 
     def __init__(
         self, agent: Agent, args: RunConfig, progress: Progress, replay: Client, logger: Client
@@ -83,35 +76,45 @@ class Acting:
         self._replay, self._logger = replay, logger
         self._carries = Carries(agent, max(16, 2 * args.all_envs))
         self._policy_lock = threading.Lock()
-        # A fresh name for each life: a resend is recognised, a successor's batch is never.
-        self._source = f"actor-{uuid.uuid4().hex}"
-        self._sequence = 0
-        self._sent: deque[Future] = deque()
+        self._sizes = policy_sizes(args)
+        self._outbox = Outbox(
+            replay,
+            logger,
+            Camera(args.report_every),
+            rows=args.limiter_tolerance,
+            step=lambda: progress.step,
+            heard=self._heard,
+            failed=progress.fail,
+        )
         self._previous = (time.monotonic(), 0.0, 0.0)
 
-    def work(self, obs: dict[str, Any]) -> tuple[Arrays, _Transitions]:
-        """Actions for a batch of observations."""
+    def work(self, obs: dict[str, Any]) -> tuple[Arrays, None]:
+        """Actions for a batch of observations. What follows is put into the outbox, which is as
+        good as nothing to wait for while replay and logger keep up."""
         try:
-            return self._work(obs)
+            return self._work(obs), None
         except Exception as error:
             self._progress.fail(error)
             raise ActorFailed(f"The policy failed: {error!r}.") from error
 
-    def _work(self, obs: dict[str, Any]) -> tuple[Arrays, _Transitions]:
+    def _work(self, obs: dict[str, Any]) -> Arrays:
         envids, is_eval = obs.pop("envid"), obs.pop("is_eval")
+        evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         seen = {key: value for key, value in obs.items() if not key.startswith("log/")}
         with self._policy_lock:
-            if is_eval.all() or not is_eval.any():
-                actions, outs = self._policy(envids, seen, "eval" if is_eval[0] else "train")
+            if evaluated in (0, count):
+                actions, outs = self._policy(envids, seen, "eval" if evaluated else "train")
             else:
                 actions, outs = self._mixed_policy(envids, seen, is_eval)
         logs = {k: v for k, v in obs.items() if k in _LOGGED or k.startswith("log/")}
-        transitions = _Transitions(envids, is_eval, {**seen, **actions, **outs}, logs)
-        return {**actions, "reset": obs["is_last"]}, transitions
+        steps = {**seen, **actions, **outs}
+        if self._outbox.put(Transitions(envids, is_eval, steps, logs)):
+            self._progress.advance(count - evaluated)
+        return {**actions, "reset": obs["is_last"]}
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
         carry, slots = self._carries.take(envids, obs["is_first"])
-        carry, actions, outs = self._agent.policy(carry, obs, mode)
+        carry, actions, outs = padded_policy(self._agent, self._sizes, carry, obs, mode)
         self._carries.put(slots, carry)
         return actions, outs
 
@@ -132,36 +135,19 @@ class Acting:
             {k: np.concatenate([v, eval_outs[k]])[order] for k, v in outs.items()},
         )
 
-    def post(self, transitions: _Transitions) -> None:
-        """Send a batch to replay and logger, in order. Waits when the replay lets nothing in."""
-        if self._progress.error is not None:
-            return
-        try:
-            self._post(transitions)
-        except Exception as error:
-            self._progress.fail(error)
-            raise
-
-    def _post(self, t: _Transitions) -> None:
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()
-        for is_eval in (False, True):
-            rows = t.is_eval == is_eval
-            if rows.all():
-                self._add(t.steps, t.envids, is_eval)
-            elif rows.any():
-                self._add({k: v[rows] for k, v in t.steps.items()}, t.envids[rows], is_eval)
-        # Counted before the logger hears of it, so that the newest line has the newest step.
-        step = self._progress.advance(int((~t.is_eval).sum()))
-        self._sent.append(self._logger.call("tran", step, t.envids, t.is_eval, t.logs))
-
-    def _add(self, steps: Arrays, envids: NDArray[Any], is_eval: bool) -> None:
-        self._sequence += 1
-        self._sent.append(
-            self._replay.call("add_batch", steps, envids, is_eval, self._source, self._sequence)
-        )
+    def _heard(self, target_reached: bool) -> None:
+        """What the logger answers to transitions."""
+        if target_reached and not self._progress.finished.is_set():
+            log.info("The target score of %g is reached.", self._args.target_score)
+            self._progress.finish()
 
     def housekeeping(self, server: BatchServer) -> None:
+        try:
+            self._housekeeping(server)
+        except Exception as error:
+            self._progress.fail(error)
+
+    def _housekeeping(self, server: BatchServer) -> None:
         """Forget environments that have gone, and tell the logger how the actor is doing."""
         with self._policy_lock:
             self._carries.evict(self._args.episode_timeout)
@@ -170,21 +156,23 @@ class Acting:
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
-        metrics = {
+        metrics: dict[str, float] = {
             "actor/steps_per_second": (stats["act/items"] - items) / (now - then),
             "actor/batches_per_second": (stats["act/batches"] - batches) / (now - then),
             "actor/fill": stats["act/fill"],
             "actor/wait_seconds": stats["act/wait"],
             "actor/policy_seconds": stats["act/work"],
             "actor/environments": float(count),
+            **{f"actor/server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"actor/replay_client/{k}": v for k, v in self._replay.stats().items()},
+            **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
         }
-        try:
-            self._logger.call("add", self._progress.step, metrics)
-        except Exception as error:
-            self._progress.fail(error)
+        self._logger.call("add", self._progress.step, metrics)
 
     def hand_over(self) -> None:
-        """Wait until replay and logger have everything."""
-        while self._sent:
-            self._sent.popleft().result(_HAND_OVER_SECONDS)
+        """Wait until replay and logger have everything that was answered."""
+        self._outbox.hand_over()
+
+    def drop(self) -> None:
+        """Let nobody wait for replay or logger any longer: the run has failed."""
+        self._outbox.drop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,8 +13,8 @@ from numpy.typing import NDArray
 
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.base import noop
-from dreamfleet.roles.common import Factory, stop_event, unpack
-from dreamfleet.transport import Client, Disconnected, RemoteError
+from dreamfleet.roles.common import Factory, hang_up_when_stopped, stop_event, unpack
+from dreamfleet.transport import Client, Closed, Disconnected, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +39,18 @@ def parallel_env(
         is_eval: Whether the data is for evaluation.
     """
     ids = [envid] if isinstance(envid, int) else list(envid)
-    stop = stop_event(on_stop=lambda: sys.exit(0))
+    stop = stop_event(exit_process=True)
     make = unpack(make_env)
     envs = [make(each) for each in ids]
     rows = Rows(ids, is_eval)
     with Client(args.actor_addr, name=f"env-{ids[0]}") as client:
+        hang_up_when_stopped(client)
         try:
             client.connect(_FIRST_PATIENCE)
             _play(envs, rows, client, stop)
+        except Closed:
+            if not stop.is_set():
+                raise
         finally:
             for env in envs:
                 with suppress(AttributeError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
+from dreamfleet.roles.padding import policy_sizes
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.streams import LOOK_AHEAD, RemoteStream
 from dreamfleet.transport import Client, Closed
 
 log = logging.getLogger(__name__)
 
-_LOOK_AHEAD = 2
+_NEWS_PATIENCE = 2.0
 
 
 def parallel_learner(
@@ -38,15 +41,17 @@ def parallel_learner(
     """
     progress = progress or Progress(args.steps)
     keeper = Keeper(agent, args, progress)
-    keeper.restore()
-    barrier.wait()
     with (
-        Client(args.replay_addr, "learner-samples", maxinflight=_LOOK_AHEAD) as samples,
+        Client(args.replay_addr, "learner-samples", maxinflight=LOOK_AHEAD) as samples,
+        Client(args.replay_addr, "learner-reports", maxinflight=2 * LOOK_AHEAD) as reports,
         Client(args.replay_addr, "learner-updates", maxinflight=4) as updates,
         Client(args.logger_addr, "learner-logger", maxinflight=8) as logger,
     ):
+        learning = Learning(agent, args, progress, keeper, reports, updates, logger)
+        learning.prepare()
+        barrier.wait()
         progress.when_learning_is_over(samples.close)
-        Learning(agent, args, progress, keeper, updates, logger).run(samples)
+        learning.run(samples)
         keeper.save()
 
 
@@ -58,20 +63,32 @@ class Keeper:
         self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
         self.updates = 0
 
-    def restore(self) -> None:
-        """The newest whole checkpoint of this run, or else what the run starts from."""
+    def restore(self) -> str:
+        """Load the newest whole checkpoint of this run, or else what the run starts from; returns
+        what was done."""
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
             self._progress.restore(snapshot.step)
             self.updates = int(snapshot.parts["run"]["updates"])
-            log.info("Going on from %s", snapshot.path)
-        elif self._args.from_checkpoint:
-            path = Path(self._args.from_checkpoint)
-            path = Checkpoint(path).latest() or path
-            state = read_checkpoint(path, ["agent"]).parts["agent"]
-            self._agent.load(state, self._args.from_checkpoint_regex or None)
-            log.info("Starting from %s", path)
+            return f"going on from {snapshot.path}"
+        if self._args.from_checkpoint:
+            return self._start_from(Path(self._args.from_checkpoint))
+        return "starting anew"
+
+    def _start_from(self, path: Path) -> str:
+        path = Checkpoint(path).latest() or path
+        regex = self._args.from_checkpoint_regex or None
+        self._agent.load(read_checkpoint(path, ["agent"]).parts["agent"], regex)
+        names = sorted(self._agent.save())
+        loaded = [name for name in names if regex is None or re.match(regex, name)]
+        for name in names:
+            log.info("%s: %s", "loaded" if name in set(loaded) else "not loaded", name)
+        rest = f"; not loaded: {_summary(set(names) - set(loaded))}" if regex else ""
+        return (
+            f"starting from {path}, loaded {len(loaded)} of {len(names)} entries: "
+            f"{_summary(set(loaded))}{rest}"
+        )
 
     def save(self) -> None:
         parts: dict[str, dict[str, Any]] = {
@@ -90,13 +107,36 @@ class Learning:
         args: RunConfig,
         progress: Progress,
         keeper: Keeper,
+        reports: Client,
         updates: Client,
         logger: Client,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._keeper, self._updates, self._logger = keeper, updates, logger
         self._aggregate, self._timer, self._usage = Aggregate(), Timer(), Usage()
-        self._since = (time.monotonic(), keeper.updates)
+        self._reports = {mode: RemoteStream(reports, mode) for mode in ("report", "eval")}
+        self._since = (time.monotonic(), 0, 0)
+
+    def prepare(self) -> None:
+        """Restore and compile: all that has to be done before data is collected."""
+        restored = self._keeper.restore()
+        log.info("The agent is %s", restored)
+        self._tell("learner/start", restored)
+        compiling = getattr(self._agent, "compile", None)
+        if compiling is not None and not self._progress.finished.is_set():
+            self._tell("learner/state", "compiling the agent, which may take minutes")
+            compiling(
+                batch_size=self._args.batch_size,
+                batch_length=self._args.batch_length,
+                report_length=self._args.report_length if self._args.report_every else None,
+                policy_batches=policy_sizes(self._args),
+            )
+        self._tell("learner/state", "waiting for enough data to train on")
+        self._since = (time.monotonic(), self._keeper.updates, self._progress.step)
+
+    def _tell(self, key: str, text: str) -> None:
+        """News for the person at once, if the logger is there to pass them on."""
+        self._logger.add(self._progress.step, {key: text}).wait(_NEWS_PATIENCE)
 
     def run(self, samples: Client) -> None:
         args, timer = self._args, self._timer
@@ -132,16 +172,16 @@ class Learning:
         self._log()
 
     def _batches(self, samples: Client) -> Iterator[dict[str, Any]]:
-        """Training batches from the replay, asked for ahead of their use."""
-        asked = deque(samples.sample_batch_train() for _ in range(_LOOK_AHEAD))
+        """Training batches from the replay."""
+        stream = RemoteStream(samples, "train")
         while True:
             try:
-                batch = asked.popleft().result()
-                asked.append(samples.sample_batch_train())
+                batch = stream.take()
             except Closed:
                 if self._progress.learning_over:
                     return
                 raise
+            assert batch is not None, "the replay waits until there is enough to train on"
             yield batch
 
     def _take(self, outs: dict[str, Any], metrics: dict[str, Any]) -> None:
@@ -152,29 +192,37 @@ class Learning:
         self._aggregate.add(metrics)
 
     def _log(self) -> None:
-        now = time.monotonic()
-        then, updates = self._since
-        self._since = now, self._keeper.updates
+        now, updates, steps = time.monotonic(), self._keeper.updates, self._progress.step
+        seconds, trained, collected = (
+            new - old for new, old in zip((now, updates, steps), self._since, strict=True)
+        )
+        self._since = now, updates, steps
         batch = self._args.batch_size * self._args.batch_length
-        rate = (self._keeper.updates - updates) / max(now - then, 1e-9)
-        metrics = {
+        rate = trained / max(seconds, 1e-9)
+        metrics: dict[str, Any] = {
             **self._aggregate.result(prefix="train"),
-            "learner/updates": float(self._keeper.updates),
+            "learner/updates": float(updates),
             "learner/updates_per_second": rate,
             "learner/steps_per_second": rate * batch,
+            "learner/env_steps_per_second": collected / max(seconds, 1e-9),
+            # Of the whole run: what was trained on of each step, with the wait for enough data.
+            "learner/replay_ratio": updates * batch / max(steps, 1),
             **{f"learner/timer/{key}": value for key, value in self._timer.stats().items()},
             **{f"learner/usage/{key}": value for key, value in self._usage.stats().items()},
         }
-        self._logger.add(self._progress.step, _sendable(metrics))
+        if updates:
+            metrics["learner/state"] = "training"
+        if age := getattr(self._agent, "policy_metrics", None):
+            metrics |= {f"actor/{key}": value for key, value in age().items()}
+        self._logger.add(steps, _sendable(metrics))
 
     def _report(self) -> None:
         """What the agent says about training and evaluation data, as far as there is any."""
-        for mode in ("report", "eval"):
+        for mode, stream in self._reports.items():
             carry = self._agent.init_report(self._args.batch_size)
             aggregate = Aggregate()
             for _ in range(self._args.report_batches):
-                batch = self._updates.call(f"sample_batch_{mode}").result()
-                if not batch:
+                if (batch := stream.take()) is None:
                     break
                 carry, metrics = self._agent.report(carry, batch)
                 aggregate.add(metrics)
@@ -185,3 +233,9 @@ class Learning:
 def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:
     plain = (bool, int, float, str)
     return {k: v if isinstance(v, plain) else np.asarray(v) for k, v in metrics.items()}
+
+
+def _summary(names: set[str]) -> str:
+    """How many entries there are of each part of the agent: `params/actor (4)`."""
+    parts = Counter("/".join(name.split("/")[:2]) for name in names)
+    return ", ".join(f"{part} ({count})" for part, count in sorted(parts.items())) or "none"

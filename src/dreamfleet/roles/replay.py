@@ -76,8 +76,10 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
     """
     return SamplesPerInsert(
         ratio=args.train_ratio / args.batch_length,
-        tolerance=4.0 * args.batch_size,
+        tolerance=args.limiter_tolerance,
         minsize=max(args.batch_size, args.envs) * args.window,
+        # As much as the learner may be ahead: one that keeps up is exactly where it should be.
+        debt=args.limiter_tolerance,
     )
 
 

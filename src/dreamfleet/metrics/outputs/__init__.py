@@ -1,7 +1,8 @@
-"""Outputs: terminal lines, JSON lines, TensorBoard, Weights & Biases."""
+"""Outputs: terminal lines, JSON lines, media files, TensorBoard, Weights & Biases."""
 
 from dreamfleet.metrics.outputs.base import Kind, Output, Outputs, kind_of
 from dreamfleet.metrics.outputs.jsonl import JsonlFile, JsonlOutput, ScoresFile, read_jsonl
+from dreamfleet.metrics.outputs.media import MediaOutput
 from dreamfleet.metrics.outputs.tensorboard import TensorBoardOutput
 from dreamfleet.metrics.outputs.terminal import TerminalOutput, readable
 from dreamfleet.metrics.outputs.wandb import WandbOutput
@@ -10,6 +11,7 @@ __all__ = [
     "JsonlFile",
     "JsonlOutput",
     "Kind",
+    "MediaOutput",
     "Output",
     "Outputs",
     "ScoresFile",

@@ -1,0 +1,55 @@
+"""Images and videos as files that anything can show."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.metrics.outputs.base import kind_of
+from dreamfleet.metrics.pictures import encode_gif, encode_png
+
+
+class MediaOutput:
+    """Images as PNG and videos as GIF: `DIRECTORY/KEY/STEP.gif`.
+
+    Args:
+        directory: Made when the first file is.
+        keep: Files of each key that are kept, the newest; 0 for all.
+        fps: Of videos.
+    """
+
+    def __init__(self, directory: Path | str, *, keep: int = 20, fps: float = 20) -> None:
+        self._directory, self._keep, self._fps = Path(directory), keep, fps
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for key, value in metrics.items():
+            kind = kind_of(value)
+            if kind == "image":
+                self._save(key, f"{step:012d}.png", encode_png(np.asarray(value)))
+            elif kind == "video":
+                self._save(key, f"{step:012d}.gif", encode_gif(np.asarray(value), self._fps))
+
+    def _save(self, key: str, name: str, data: bytes) -> None:
+        # One flat directory a key, whatever an agent or an environment calls it.
+        folder = self._directory / re.sub(r"[^\w.=-]+", "-", key).strip(".")
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{name}"
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / name)
+        if self._keep:
+            for old in sorted(folder.glob("[0-9]*"))[: -self._keep]:
+                old.unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Files are complete when they appear."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,80 @@
+"""The serial launcher: the whole fleet in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_parts import (
+    CountingAgent,
+    Raising,
+    dummy_with_its_id,
+    left_behind,
+    parts,
+    small_run,
+    stored_streams,
+)
+
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.fleet import FleetError
+from dreamfleet.parallel import combined
+
+
+def serial(logdir: Path, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    config = small_run(logdir, launcher="serial", **changes)
+    return config, parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+
+
+def saved_step(logdir: Path) -> int:
+    snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
+    assert snapshot is not None
+    return snapshot.step
+
+
+def role_threads() -> list[str]:
+    roles = ("agent", "env-", "replay", "logger", "parallel_")
+    return [t.name for t in threading.enumerate() if t.name.startswith(roles)]
+
+
+def test_a_serial_run_makes_no_process_goes_on_and_ends_like_any_other(tmp_path: Path) -> None:
+    processes: list[str] = []
+    for steps in (200, 500):
+        config, fleet = serial(tmp_path, steps=steps, eval_envs=1)
+
+        def make_agent() -> CountingAgent:
+            processes.extend(left_behind())
+            return CountingAgent()
+
+        # A local function that holds this process's objects: nothing is packed and sent.
+        combined(**{**fleet, "make_agent": make_agent}, args=config)
+        assert steps <= saved_step(tmp_path) < steps + 200
+        assert role_threads() == []
+    assert processes == []
+    found = stored_streams(tmp_path / "replay")
+    assert sum(len(stream["action"]) for stream in found.values()) == saved_step(tmp_path)
+    assert (tmp_path / "logs" / "serial.log").stat().st_size > 0
+
+
+def test_a_failure_in_a_serial_run_is_the_error_itself(tmp_path: Path) -> None:
+    config, fleet = serial(tmp_path, steps=0)
+    with pytest.raises(FleetError, match="the pole is broken") as error:
+        combined(**{**fleet, "make_env_train": Raising}, args=config)
+    assert isinstance(error.value.__cause__, RuntimeError)
+    assert role_threads() == []
+
+
+def test_ctrl_c_ends_a_serial_run_and_saves(tmp_path: Path) -> None:
+    config, fleet = serial(tmp_path, steps=0, log_every=0.2)
+
+    def interrupt(line: str) -> None:
+        if "score" in line:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        combined(**fleet, args=config, say=interrupt)
+    assert saved_step(tmp_path) > 0
+    assert role_threads() == []

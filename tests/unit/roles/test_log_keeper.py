@@ -1,0 +1,158 @@
+"""The logger's counts and episodes, and how it treats its outputs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fleet_parts import rows, small_run
+
+from dreamfleet.roles.logger import RECENT_EPISODES, LogKeeper
+from dreamfleet.roles.writer import Writer
+
+
+class Kept:
+    """An output that keeps what it is given; it can be held up."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.entered = threading.Event()
+        self.closed = False
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.entered.set()
+        assert self.go.wait(60)
+        self.rows.append((step, dict(metrics)))
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def keeper(tmp_path: Path, **changes: Any) -> tuple[LogKeeper, Kept]:
+    output = Kept()
+    return LogKeeper(output, small_run(tmp_path, **changes)), output
+
+
+def play(
+    keeper: LogKeeper, step: int, rewards: list[float], *, envid: int = 1, is_eval: bool = False,
+    film: bool = False,
+) -> bool:  # fmt: skip
+    """One episode; returns what the logger answered last."""
+    reached = False
+    for index, reward in enumerate([0.0, *rewards]):
+        reached = keeper.tran(
+            step,
+            np.array([envid]),
+            np.array([is_eval]),
+            {
+                "reward": np.array([reward], np.float32),
+                "is_first": np.array([index == 0]),
+                "is_last": np.array([index == len(rewards)]),
+                "is_terminal": np.array([False]),
+                "log/speed": np.array([float(index)]),
+            },
+            {"image": np.full((1, 4, 4, 3), index, np.uint8)} if film else {},
+        )
+    return reached
+
+
+def test_episodes_are_scored_and_their_logs_averaged_summed_and_peaked(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    play(log, 10, [1.0, 2.0])
+    play(log, 20, [3.0, 4.0], envid=9, is_eval=True)
+    log.close()
+    assert output.closed
+    step, metrics = output.rows[-1]
+    assert step == 20
+    assert metrics["episode/score"] == 3.0
+    assert metrics["episode/length"] == 2.0
+    assert metrics["eval/score"] == 7.0
+    named = {key: metrics[f"episode/log/speed/{key}"] for key in ("avg", "max", "sum")}
+    assert named == {"avg": 1.0, "max": 2.0, "sum": 3.0}
+    assert metrics["episodes/finished"] == metrics["eval_episodes/finished"] == 1
+    assert rows(tmp_path / "scores.jsonl") == [
+        {"step": 10, "episode/score": 3.0, "episode/length": 2}
+    ]
+
+
+def test_the_step_never_falls_back(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    log.add(-1, {"loss": 0.0})  # nobody has said yet how far the run is: not written
+    log.add(100, {"loss": 1.0})
+    log.add(-1, {"loss": 2.0})
+    play(log, 50, [1.0])
+    log.close()
+    assert [step for step, _ in output.rows] == [100, 100, 100]
+    assert log.status()["step"] == 100
+
+
+def test_the_target_is_reached_by_the_mean_of_enough_training_episodes(tmp_path: Path) -> None:
+    log, _ = keeper(tmp_path, target_score=2.0)
+    assert not any(play(log, 1, [1.0]) for _ in range(RECENT_EPISODES // 2))
+    scores = [play(log, 1, [3.0]) for _ in range(RECENT_EPISODES // 2)]
+    assert scores == [False] * (len(scores) - 1) + [True]
+    assert not play(log, 1, [-50.0])
+    log.close()
+
+
+def test_the_target_is_judged_by_evaluation_episodes_where_there_are_any(tmp_path: Path) -> None:
+    log, _ = keeper(tmp_path, target_score=2.0, eval_envs=1)
+    assert not any(play(log, 1, [5.0]) for _ in range(RECENT_EPISODES))
+    answers = [play(log, 1, [5.0], envid=9, is_eval=True) for _ in range(RECENT_EPISODES)]
+    assert answers == [False] * (RECENT_EPISODES - 1) + [True]
+    assert log.status()["eval_score"] == 5.0
+    log.close()
+
+
+def test_a_run_without_a_target_never_reaches_it(tmp_path: Path) -> None:
+    log, _ = keeper(tmp_path)
+    assert not any(play(log, 1, [1e9]) for _ in range(RECENT_EPISODES))
+    log.close()
+
+
+def test_the_filmed_episode_is_written_as_a_video(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    play(log, 5, [1.0, 1.0], envid=0, film=True)
+    play(log, 6, [1.0, 1.0], envid=0)
+    log.close()
+    videos = [value for _, metrics in output.rows for k, value in metrics.items() if "video" in k]
+    assert len(videos) == 1
+    assert videos[0][:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert log.status()["finished"] == 2
+
+
+def test_nobody_waits_for_a_slow_output_and_nothing_is_lost(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    output.go.clear()
+    log.add(1, {"loss": 1.0})
+    assert output.entered.wait(60)
+    log.add(2, {"loss": 2.0})
+    play(log, 3, [1.0])
+    assert log.status()["step"] == 3
+    assert output.rows == []
+    output.go.set()
+    log.close()
+    assert [metrics.get("loss") for _, metrics in output.rows] == [1.0, 2.0, None]
+
+
+def test_an_output_that_fails_does_not_end_the_writing(tmp_path: Path) -> None:
+    class Failing(Kept):
+        def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+            if "bad" in metrics:
+                raise OSError("the disk is full")
+            super().write(step, metrics)
+
+    output = Failing()
+    writer = Writer(output)
+    writer.write(1, {"bad": 1.0})
+    writer.write(2, {"good": 1.0})
+    writer.close()
+    assert output.rows == [(2, {"good": 1.0})]
+    assert output.closed

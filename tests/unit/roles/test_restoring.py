@@ -1,0 +1,156 @@
+"""What a learner starts from, with a small Dreamer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import small_run
+
+from dreamfleet.agent import Dreamer, DreamerConfig, size_preset
+from dreamfleet.agent import dreamer as dreamer_module
+from dreamfleet.agent.acting import Draws
+from dreamfleet.envs import make_env
+from dreamfleet.roles.carries import Carries
+from dreamfleet.roles.learner import Keeper
+from dreamfleet.roles.padding import padded_policy
+from dreamfleet.roles.progress import Progress
+
+
+@pytest.fixture(scope="module")
+def spaces() -> Any:
+    env = make_env("gym:CartPole-v1")
+    return env.obs_space, env.act_space
+
+
+def make_dreamer(spaces: Any, seed: int) -> Dreamer:
+    return Dreamer(*spaces, DreamerConfig(model=size_preset("debug")), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def trained(spaces: Any) -> Dreamer:
+    agent = make_dreamer(spaces, 1)
+    rng = np.random.default_rng(0)
+    batch = agent.example_batch(2, 4)
+    batch["vector"] = rng.normal(size=batch["vector"].shape).astype(np.float32)
+    carry = agent.init_train(2)
+    for _ in range(2):
+        carry, _, _ = agent.train(carry, batch)
+    return agent
+
+
+def observe(spaces: Any, size: int, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    obs = {
+        key: np.zeros((size, *space.shape), space.dtype)
+        for key, space in spaces[0].items()
+        if not key.startswith("log/")
+    }
+    obs["vector"] = rng.normal(size=obs["vector"].shape).astype(np.float32)
+    return obs
+
+
+def same(first: Any, second: Any) -> bool:
+    return np.asarray(first).tobytes() == np.asarray(second).tobytes()
+
+
+def test_a_resumed_agent_is_the_same_to_the_last_bit(
+    tmp_path: Path, spaces: Any, trained: Dreamer
+) -> None:
+    config = small_run(tmp_path)
+    progress = Progress()
+    progress.advance(123)
+    keeper = Keeper(trained, config, progress)
+    keeper.updates = 7
+    keeper.save()
+    successor, later = make_dreamer(spaces, 99), Progress()
+    restored = Keeper(successor, config, later)
+    assert "going on from" in restored.restore()
+    assert (later.step, restored.updates) == (123, 7)
+    before, after = trained.save(), successor.save()
+    assert before.keys() == after.keys()
+    assert [key for key in before if not same(before[key], after[key])] == []
+    # The random numbers of its actions go on as well.
+    obs = observe(spaces, 4)
+    for _ in range(3):
+        _, actions, _ = trained.policy(trained.init_policy(4), obs)
+        _, again, _ = successor.policy(successor.init_policy(4), obs)
+        assert same(actions["action"], again["action"])
+
+
+def test_a_run_may_start_from_a_part_of_another_and_says_which(
+    tmp_path: Path, spaces: Any, trained: Dreamer, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, mine = tmp_path / "other", tmp_path / "mine"
+    Keeper(trained, small_run(other), Progress()).save()
+    config = small_run(
+        mine,
+        from_checkpoint=str(other / "ckpt" / "agent"),
+        from_checkpoint_regex="nets/(encoder|dynamics)",
+    )
+    agent, progress = make_dreamer(spaces, 5), Progress()
+    fresh, theirs = agent.save(), trained.save()
+    with caplog.at_level("INFO", logger="dreamfleet.roles.learner"):
+        told = Keeper(agent, config, progress).restore()
+    state = agent.save()
+    taken = {key for key in state if key.startswith(("nets/encoder", "nets/dynamics"))}
+    assert all(same(state[key], theirs[key]) for key in taken)
+    assert all(same(state[key], fresh[key]) for key in state.keys() - taken)
+    assert not all(same(fresh[key], theirs[key]) for key in taken)
+    assert progress.step == 0
+    assert f"loaded {len(taken)} of {len(state)} entries" in told
+    assert "nets/encoder" in told.split("not loaded")[0]
+    assert "nets/actor" in told.split("not loaded")[1]
+    listed = [record.getMessage() for record in caplog.records]
+    assert {text for text in listed if text.startswith("loaded")} == {
+        f"loaded: {key}" for key in taken
+    }
+    assert sum(text.startswith("not loaded: ") for text in listed) == len(state) - len(taken)
+
+
+def test_its_own_checkpoint_comes_before_what_a_run_started_from(
+    tmp_path: Path, spaces: Any, trained: Dreamer
+) -> None:
+    config = small_run(tmp_path, from_checkpoint=str(tmp_path / "nowhere"))
+    progress = Progress()
+    progress.advance(50)
+    Keeper(trained, config, progress).save()
+    again = Progress()
+    assert "going on" in Keeper(make_dreamer(spaces, 3), config, again).restore()
+    assert again.step == 50
+
+
+def test_dreamers_actions_in_a_padded_batch_equal_its_actions_alone(
+    spaces: Any, trained: Dreamer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same random numbers for a row wherever it stands; these come from the row's own
+    observation here, so that it keeps them in any batch."""
+    size = trained.config.model.stoch
+
+    def draws_of(seed: Any, count: int, keys: Any, shape: tuple[int, int]) -> Draws:
+        rngs = [np.random.default_rng(int(n)) for n in numbers]
+        actions = {
+            key.name: np.stack([rng.random(key.shape, np.float32) for rng in rngs]) for key in keys
+        }
+        return Draws(np.stack([rng.random(size, np.float32) for rng in rngs]), actions)
+
+    monkeypatch.setattr(dreamer_module, "draw", draws_of)
+    together, alone = Carries(trained, 8), Carries(trained, 8)
+    chosen = []
+    for turn in range(6):
+        obs = observe(spaces, 5, seed=turn)
+        numbers = [100 * turn + row for row in (0, 1, 2, 3, 4, 0, 0, 0)]  # three copies are added
+        carry, slots = together.take(np.arange(5), obs["is_first"])
+        carry, actions, _ = padded_policy(trained, (1, 8), carry, obs, "train")
+        together.put(slots, carry)
+        for row in range(5):
+            one = {key: value[row : row + 1] for key, value in obs.items()}
+            numbers = [100 * turn + row]
+            carry, slots = alone.take(np.array([row]), one["is_first"])
+            carry, action, _ = trained.policy(carry, one)
+            alone.put(slots, carry)
+            assert action["action"][0] == actions["action"][row]
+        chosen.append(actions["action"].tolist())
+    assert len({action for turn in chosen for action in turn}) == 2
