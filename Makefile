@@ -55,7 +55,7 @@ setup-dev: .venv/dev.stamp ## .venv with what a developer needs
 # Locks hold versions and hashes for every platform, and no download address.
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
 	--generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
-EXTRAS := --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra tensorboard
+EXTRAS := --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra tensorboard --extra plot --extra video
 
 lock: setup-dev ## refresh the lock files
 	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from dreamfleet.agent.api import Agent
-from dreamfleet.agent.random_agent import RandomAgent
+from dreamfleet.blueprint import Blueprint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
 from dreamfleet.metrics import JsonlOutput, Outputs
@@ -40,11 +40,7 @@ def agent(config: RunConfig) -> Agent:
     env = make_env(config.task, **config.env_options)
     obs_space, act_space = env.obs_space, env.act_space
     env.close()
-    if config.agent == "random":
-        return RandomAgent(obs_space, act_space, seed=config.seed)
-    from dreamfleet.agent import Dreamer
-
-    return Dreamer(obs_space, act_space, config.dreamer, seed=config.seed)
+    return Blueprint(config, obs_space, act_space).build()
 
 
 def replay(config: RunConfig, name: str) -> Replay:

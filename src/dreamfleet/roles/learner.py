@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.agent.api import Agent
+from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
@@ -77,6 +78,7 @@ class Keeper:
         parts: dict[str, dict[str, Any]] = {
             "agent": self._agent.save(),
             "run": {"updates": self.updates},
+            BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
         self._checkpoint.save(parts, step=self._progress.step)
 
