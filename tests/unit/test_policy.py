@@ -234,7 +234,10 @@ def test_gymnasium_gets_its_own_actions() -> None:
 
 @pytest.mark.parametrize(
     ("trained", "words"),
-    [({"vector": Space(np.float32, (4,))}, "gives image"), ({"image": Space(np.uint8, 3)}, "shape")],
+    [
+        ({"vector": Space(np.float32, (4,))}, "gives image"),
+        ({"image": Space(np.uint8, 3)}, "shape"),
+    ],
 )
 def test_an_environment_of_another_kind_is_refused(trained: dict[str, Space], words: str) -> None:
     policy = Policy(RandomAgent(trained, worlds.ACTIONS), trained, worlds.ACTIONS)
