@@ -21,6 +21,7 @@ from dreamfleet.errors import DreamfleetError
 COMMANDS = {
     "train": "train an agent",
     "eval": "play episodes with a trained agent",
+    "status": "say what a run is doing",
     "plot": "draw learning curves, beside published ones",
     "check-env": "play an environment and say what is wrong with it",
     "bench": "measure speed, side by side with peers",

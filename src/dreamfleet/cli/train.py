@@ -11,11 +11,13 @@ import numpy as np
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli.console import say
+from dreamfleet.cli.live import live
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import environment, factories
+from dreamfleet.fleet.overview import announced
 from dreamfleet.presets import preset as find_preset
 from dreamfleet.roles.evaluate import evaluate
 
@@ -87,7 +89,8 @@ def train(
         raise ConfigError(f"--eval-episodes={eval_episodes} is negative: use 0 for none.")
     environment(config, 0).close()  # a task that cannot be made is said before anything starts
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
-    combined(**factories(config), args=config, say=say)
+    with announced(config.logdir), live(config.logdir) as progress:
+        combined(**factories(config), args=config, say=say, progress=progress)
     if eval_episodes:
         scores = _evaluate(config, eval_episodes)
         say(

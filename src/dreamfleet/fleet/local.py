@@ -33,6 +33,7 @@ def combined(
     make_logger: Factory,
     args: RunConfig,
     say: Say = silent,
+    progress: Say | None = None,
 ) -> None:
     """Run the whole fleet under the supervisor; returns when the run is over.
 
@@ -44,6 +45,7 @@ def combined(
         make_logger: Returns the output of metrics.
         args: The run.
         say: Takes lines for the person.
+        progress: Takes the lines that tell now and then how far the run is; None for `say`.
 
     Raises:
         FleetError: A process failed, and the run ended because of it.
@@ -72,7 +74,7 @@ def combined(
         processes.append(Process("replay", function, logs, _ONE_THREAD))
     serve_metrics = partial(parallel_logger, _packed(make_logger), args)
     processes.append(Process("logger", serve_metrics, logs, _ONE_THREAD))
-    with StatusLine(args, say) as status:
+    with StatusLine(args, progress or say) as status:
         _supervisor(processes, args, say).run(status.show, args.log_every)
 
 
