@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+import tyro
 
+from dreamfleet.blueprint import with_settings
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli.console import say
 from dreamfleet.cli.live import live
+from dreamfleet.cli.options import parse_settings
+from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import combined
@@ -42,6 +47,8 @@ def train(
     save_every: float | None = None,
     on_failure: Literal["restart", "stop"] | None = None,
     eval_episodes: int = 10,
+    env_options: tuple[str, ...] = (),
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set")] = (),
 ) -> None:
     """Train an agent with a fleet of processes. The same command again goes on where it ended.
 
@@ -66,6 +73,8 @@ def train(
         save_every: Seconds between two checkpoints.
         on_failure: Whether a process that fails is started again, or ends the run.
         eval_episodes: Episodes of the evaluation at the end; 0 for none.
+        env_options: Options of the environment, such as repeat=2 size=[64,64].
+        settings: Any other settings, such as replay_capacity=100000.
     """
     given = {
         "task": task,
@@ -85,9 +94,10 @@ def train(
         "on_failure": on_failure,
     }
     config = _configure(preset, given)
+    config = with_settings(config, parse_settings(settings), parse_settings(env_options))
     if eval_episodes < 0:
         raise ConfigError(f"--eval-episodes={eval_episodes} is negative: use 0 for none.")
-    environment(config, 0).close()  # a task that cannot be made is said before anything starts
+    preflight(config, partial(environment, config))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     with announced(config.logdir), live(config.logdir) as progress:
         combined(**factories(config), args=config, say=say, progress=progress)
