@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from dreamfleet.agent.api import Agent
+from dreamfleet.agent.config import size_preset
 from dreamfleet.agent.random_agent import RandomAgent
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -102,8 +103,8 @@ def config_from_json(text: str) -> RunConfig:
 def with_settings(
     config: RunConfig, settings: Mapping[str, Any], env_options: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """A configuration with some settings changed, those of the agent by their path: "envs", or
-    "dreamer.loss.horizon".
+    """A configuration with some settings changed, those of the agent by their path: "envs",
+    "dreamer.loss.horizon", or "dreamer.model" for a whole size by its name.
 
     Raises:
         ConfigError: There is no such setting, or its value does not fit.
@@ -111,6 +112,9 @@ def with_settings(
     values = json.loads(config.to_json())
     values["env_options"] = {**config.env_options, **(env_options or {})}
     for path, value in settings.items():
+        if path == "dreamer.model" and isinstance(value, str):
+            values["dreamer"]["model"] = asdict(size_preset(value))
+            continue
         *parents, name = path.split(".")
         inner: Any = values
         for parent in parents:
