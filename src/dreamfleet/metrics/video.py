@@ -1,4 +1,4 @@
-"""Videos as MP4 files, encoded by the ffmpeg that comes with the extra `video`."""
+"""Videos as files: MP4, encoded by the ffmpeg that comes with the extra `video`, or else GIF."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.metrics.errors import MetricsError, MissingOutputError
+from dreamfleet.metrics.lettering import labelled
+from dreamfleet.metrics.pictures import encode_gif
 
 _SMALLEST = 256  # frames of agents are often 64 pixels wide: too small to look at
 
@@ -119,3 +121,19 @@ def find_encoder() -> str:
         raise MissingOutputError(
             "MP4 videos need ffmpeg: pip install 'dreamfleet[video]'"
         ) from error
+
+
+def write_video(path: Path, video: NDArray[np.uint8], *, fps: float = 20, label: str = "") -> Path:
+    """Write a video, (time, height, width, 1 or 3), with a line of text above it: as MP4 where
+    there is an encoder, and as GIF otherwise. The path's suffix is chosen here; returns the path.
+    """
+    shown = labelled(video, label) if label else video
+    try:
+        write_mp4(made := path.with_suffix(".mp4"), shown, fps=fps, title=label)
+    except MissingOutputError:
+        made = path.with_suffix(".gif")
+        made.parent.mkdir(parents=True, exist_ok=True)
+        part = made.with_name(f".{made.name}.part")
+        part.write_bytes(encode_gif(shown, fps))
+        part.replace(made)
+    return made
