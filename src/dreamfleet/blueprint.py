@@ -19,6 +19,7 @@ import numpy as np
 from dreamfleet.agent.api import Agent
 from dreamfleet.agent.config import size_preset
 from dreamfleet.agent.random_agent import RandomAgent
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import Space
@@ -145,6 +146,12 @@ def read_config(logdir: Path) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"{logdir} holds no run: there is no {path}.")
     return replace(config_from_json(path.read_text()), logdir=logdir)
+
+
+def read_blueprint(logdir: Path) -> Blueprint | None:
+    """What the newest checkpoint of a run says about its agent; None if there is none."""
+    snapshot = Checkpoint(logdir / "ckpt" / "agent").load([BLUEPRINT])
+    return Blueprint.load(snapshot.parts[BLUEPRINT]) if snapshot else None
 
 
 def spaces_to_json(spaces: Spaces) -> str:

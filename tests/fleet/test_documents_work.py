@@ -45,8 +45,10 @@ def test_every_command_works(tmp_path: Path) -> None:
         (tmp_path / name[1]).write_text(block)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     lines = list(dict.fromkeys(line for _, line in commands() if line))
-    # First what makes runs, then what looks at them.
-    lines.sort(key=lambda line: not line.startswith("dreamfleet train"))
+    # First what makes runs, then what builds on them, then what looks at them.
+    building = ("--offline", "--prefill")
+    lines.sort(key=lambda line: (not line.startswith("dreamfleet train"),
+                                 any(flag in line for flag in building)))  # fmt: skip
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

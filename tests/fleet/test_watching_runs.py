@@ -96,6 +96,9 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
         for role in ("agent", "replay", "logger", "env x 2"):
             assert re.search(rf"{role} +● running", seen), seen
         assert "steps/s" in seen
+        assert main(["status", str(tmp_path), "--svg", str(tmp_path / "status.svg")]) == 0
+        capsys.readouterr()
+        assert "bundled:dummy" in (tmp_path / "status.svg").read_text()
 
         with pytest.raises(ConfigError, match="is in use by a run"), announced(tmp_path):
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,13 @@ def picture(status: RunStatus) -> RenderableType:
         width=_WIDEST,
         border_style="blue" if status.running else "dim",
     )
+
+
+def drawing(status: RunStatus) -> str:
+    """The picture of a run as an SVG file."""
+    console = Console(record=True, width=_WIDEST, force_terminal=True, file=io.StringIO())
+    console.print(picture(status))
+    return console.export_svg(title="dreamfleet")
 
 
 def sparkline(values: Sequence[float], width: int = _SPARKS) -> str:

@@ -11,6 +11,7 @@ import psutil
 from dreamfleet.blueprint import read_config
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.offline import check_prefill
 from dreamfleet.fleet.overview import role_names
 from dreamfleet.roles.replay import limiter_for
 
@@ -29,7 +30,9 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any]) -> None:
     check_directory(config)
     check_replay(config)
     check_files(config)
-    check_memory(config, _bytes_of_an_environment(make_env))
+    check_prefill(config)
+    if not config.offline:
+        check_memory(config, _bytes_of_an_environment(make_env))
 
 
 def check_directory(config: RunConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from dreamfleet.cli.console import say
-from dreamfleet.cli.live import live, picture
+from dreamfleet.cli.live import drawing, live, picture
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.overview import Watcher
 
@@ -21,12 +21,14 @@ def status(
     logdir: Annotated[Path, tyro.conf.Positional],
     /,
     follow: bool = False,
+    svg: Path | None = None,
 ) -> None:
     """Say what a run is doing, also from another terminal.
 
     Args:
         logdir: The run's directory.
         follow: Go on showing it, until Ctrl-C.
+        svg: Also write the picture to this file.
     """
     with Watcher(logdir) as watcher:
         found = watcher.look(_PATIENCE)
@@ -38,6 +40,8 @@ def status(
         raise ConfigError(f"{logdir} holds no run: there is no {logdir / 'config.json'}.")
     if not follow:
         say(picture(found))
+        if svg:
+            svg.write_text(drawing(found))
         return
     with live(logdir):
         threading.Event().wait()

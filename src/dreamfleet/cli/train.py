@@ -22,6 +22,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import environment, factories
+from dreamfleet.fleet.offline import find_source
 from dreamfleet.fleet.overview import announced
 from dreamfleet.presets import preset as find_preset
 from dreamfleet.roles.evaluate import evaluate
@@ -48,6 +49,8 @@ def train(
     on_failure: Literal["restart", "stop"] | None = None,
     eval_episodes: int = 10,
     env_options: tuple[str, ...] = (),
+    offline: Path | None = None,
+    prefill: tuple[Path, ...] = (),
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set")] = (),
 ) -> None:
     """Train an agent with a fleet of processes. The same command again goes on where it ended.
@@ -74,9 +77,11 @@ def train(
         on_failure: Whether a process that fails is started again, or ends the run.
         eval_episodes: Episodes of the evaluation at the end; 0 for none.
         env_options: Options of the environment, such as repeat=2 size=[64,64].
+        offline: Learn from the steps of this run alone; --steps then counts updates.
+        prefill: Runs whose steps a new run begins with.
         settings: Any other settings, such as replay_capacity=100000.
     """
-    given = {
+    given: dict[str, object] = {
         "task": task,
         "logdir": logdir,
         "steps": steps,
@@ -93,6 +98,13 @@ def train(
         "save_every": save_every,
         "on_failure": on_failure,
     }
+    if offline is not None:
+        theirs = find_source(offline).blueprint.config
+        given |= {"task": theirs.task, "env_options": theirs.env_options, "offline": True}
+        given |= {"prefill": (str(offline),), "logdir": logdir or Path(f"{offline}-offline")}
+        eval_episodes = 0
+    elif prefill:
+        given["prefill"] = tuple(map(str, prefill))
     config = _configure(preset, given)
     config = with_settings(config, parse_settings(settings), parse_settings(env_options))
     if eval_episodes < 0:

@@ -61,7 +61,7 @@ def combined(
     _write(args.logdir / "config.json", args.to_json())
     logs = args.logdir / "logs"
     processes = [Process("agent", partial(parallel_agent, _packed(make_agent), args), logs)]
-    if not args.remote_envs:
+    if not args.remote_envs and not args.offline:
         processes += _env_processes(make_env_train, make_env_eval, args)
     if not args.remote_replay:
         function = partial(

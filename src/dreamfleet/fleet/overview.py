@@ -241,7 +241,7 @@ def role_names(config: RunConfig) -> list[str]:
     names = ["agent"]
     names += [] if config.remote_replay else ["replay"]
     names += ["logger"]
-    if not config.remote_envs:
+    if not config.remote_envs and not config.offline:
         every = config.envs_per_process
         names += [f"env-{first}" for first in range(0, config.envs, every)]
         names += [f"env-{first}" for first in range(config.envs, config.all_envs, every)]

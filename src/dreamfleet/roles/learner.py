@@ -24,6 +24,7 @@ from dreamfleet.transport import Client, Closed
 log = logging.getLogger(__name__)
 
 _LOOK_AHEAD = 2
+_LAST_WORDS_SECONDS = 10.0
 
 
 def parallel_learner(
@@ -116,6 +117,8 @@ class Learning:
             with timer.section("train"):
                 carry, outs, metrics = self._agent.train(carry, batch)
                 self._keeper.updates += 1
+                if args.offline:
+                    self._progress.advance(1)
                 # Reading results waits for them: those of the step before are done by now, while
                 # this one is under way.
                 if previous is not None:
@@ -132,6 +135,8 @@ class Learning:
         if previous is not None:
             self._take(*previous)
         self._log()
+        # An answer to a later question: the last metrics have arrived before the line is closed.
+        self._logger.status().wait(_LAST_WORDS_SECONDS)
 
     def _batches(self, samples: Client) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, asked for ahead of their use."""
