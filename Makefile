@@ -10,7 +10,7 @@ BIN := .venv/bin
 PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
 
-.PHONY: help train test lint types check format setup setup-dev lock wheel clean
+.PHONY: help train test lint types check format setup setup-dev lock docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,11 +55,14 @@ setup-dev: .venv/dev.stamp ## .venv with what a developer needs
 # Locks hold versions and hashes for every platform, and no download address.
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
 	--generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
-EXTRAS := --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra tensorboard
+EXTRAS := --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra tensorboard --extra plot --extra video
 
 lock: setup-dev ## refresh the lock files
 	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)
 	@$(COMPILE) pyproject.toml locks/build.in -c locks/dev.txt -o locks/base.txt $(LOCKFLAGS)
+
+docs: setup-dev ## make the configuration reference anew
+	@$(BIN)/python -m dreamfleet.cli.reference docs/configuration.md
 
 wheel: setup-dev ## build the wheel into dist/
 	@$(BIN)/python -m build --no-isolation --wheel --outdir dist .

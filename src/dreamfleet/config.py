@@ -102,6 +102,10 @@ class RunConfig:
     episode_timeout: float = 180.0
     """Seconds of silence after which an environment's episode and state are forgotten."""
 
+    prefill: tuple[str, ...] = ()
+    """Directories of runs whose steps a new run begins with."""
+    offline: bool = False
+    """Learn from the steps of `prefill` only, without environments; `steps` counts updates."""
     from_checkpoint: str = ""
     """A checkpoint, or a directory of them, that a new run starts from; empty for none."""
     from_checkpoint_regex: str = ""
@@ -141,6 +145,7 @@ class RunConfig:
             not self.from_checkpoint_regex or bool(self.from_checkpoint),
             "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
         )
+        _require(not self.offline or bool(self.prefill), "offline needs a run in prefill.")
         for remote, address in (("remote_envs", "actor_addr"), ("remote_replay", "replay_addr")):
             _require(
                 not getattr(self, remote) or "{auto}" not in getattr(self, address),

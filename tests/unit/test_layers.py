@@ -18,6 +18,8 @@ LAYERS = [
     ["parallel"],
     ["fleet"],
     ["roles"],
+    ["policy"],
+    ["blueprint"],
     ["presets"],
     ["config"],
     ["agent", "replay", "envs", "metrics"],

@@ -10,17 +10,26 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
+from rich.console import RenderableType
 
 from dreamfleet import __version__
 from dreamfleet.cli.console import complain, say
+from dreamfleet.cli.help import help_of
+from dreamfleet.cli.options import check_flags
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.presets import preset
 
 COMMANDS = {
     "train": "train an agent",
+    "eval": "play episodes with a trained agent",
+    "status": "say what a run is doing",
+    "plot": "draw learning curves, beside published ones",
     "check-env": "play an environment and say what is wrong with it",
+    "doctor": "look over this machine, and say what it lacks",
     "bench": "measure speed, side by side with peers",
 }
 
@@ -41,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     function = name.replace("-", "_")
     command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
+    if {"-h", "--help"} & set(args[1:]):
+        say(_help(name, command))
+        return 0
     try:
+        check_flags(command, args[1:])
         tyro.cli(command, args=args[1:], prog=f"dreamfleet {name}")
     except DreamfleetError as error:
         complain(str(error))
@@ -49,6 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _help(name: str, command: Callable[..., Any]) -> RenderableType:
+    # What is not given to `train` is what the default preset says.
+    defaults = vars(preset("default")) if name == "train" else {}
+    return help_of(name, command, {k: v for k, v in defaults.items() if k != "logdir"})
 
 
 def _usage() -> str:

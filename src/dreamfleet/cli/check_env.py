@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ import tyro
 from rich.table import Table
 
 from dreamfleet.cli.console import say
+from dreamfleet.cli.options import parse_settings
 from dreamfleet.envs import EnvError, make_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
@@ -40,7 +40,7 @@ def check_env(
     """
     if steps < 1:
         raise ConfigError(f"--steps has to be at least 1, got {steps}.")
-    parsed = dict(_option(text) for text in options)
+    parsed = parse_settings(options)
     make = functools.partial(_make, task, parsed)
     make(seed)  # an unknown task or option is the person's mistake, not the environment's
     result = diagnose(make, steps=steps, seed=seed)
@@ -62,17 +62,6 @@ def check_env(
 
 def _make(task: str, options: dict[str, Any], seed: int) -> Any:
     return make_env(task, seed=seed, **options)
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"Write options as NAME=VALUE, not {text!r}.")
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        return name, value
-    return name, tuple(parsed) if isinstance(parsed, list) else parsed
 
 
 def _spaces(result: Diagnosis) -> Table:

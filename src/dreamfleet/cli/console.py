@@ -2,18 +2,17 @@
 
 import sys
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 # What goes to a file has no edge at which it would have to be wrapped.
-_out = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
 _err = Console(stderr=True, highlight=False)
 
 
-def say(message: str | Table) -> None:
-    """Print a result: plain text, or a table."""
-    _out.print(message, markup=False, soft_wrap=isinstance(message, str))
+def say(message: str | RenderableType) -> None:
+    """Print a result: plain text, or something that lays itself out."""
+    out.print(message, markup=False, soft_wrap=isinstance(message, str))
 
 
 def complain(message: str) -> None:

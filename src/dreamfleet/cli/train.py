@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+import tyro
 
+from dreamfleet.blueprint import with_settings
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli.console import say
+from dreamfleet.cli.live import live
+from dreamfleet.cli.options import parse_settings
+from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import OutputName, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import environment, factories
+from dreamfleet.fleet.offline import find_source
+from dreamfleet.fleet.overview import announced
 from dreamfleet.presets import preset as find_preset
 from dreamfleet.roles.evaluate import evaluate
 
@@ -46,6 +54,10 @@ def train(
     from_checkpoint_regex: str | None = None,
     on_failure: Literal["restart", "stop"] | None = None,
     eval_episodes: int = 10,
+    env_options: tuple[str, ...] = (),
+    offline: Path | None = None,
+    prefill: tuple[Path, ...] = (),
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set")] = (),
 ) -> None:
     """Train an agent with a fleet of processes. The same command again goes on where it ended.
 
@@ -76,8 +88,12 @@ def train(
         from_checkpoint_regex: Which entries of it are taken, matched from their start.
         on_failure: Whether a process that fails is started again, or ends the run.
         eval_episodes: Episodes of the evaluation at the end; 0 for none.
+        env_options: Options of the environment, such as repeat=2 size=[64,64].
+        offline: Learn from the steps of this run alone; --steps then counts updates.
+        prefill: Runs whose steps a new run begins with.
+        settings: Any other settings, such as replay_capacity=100000.
     """
-    given = {
+    given: dict[str, object] = {
         "task": task,
         "logdir": logdir,
         "steps": steps,
@@ -100,12 +116,21 @@ def train(
         "from_checkpoint_regex": from_checkpoint_regex,
         "on_failure": on_failure,
     }
+    if offline is not None:
+        theirs = find_source(offline).blueprint.config
+        given |= {"task": theirs.task, "env_options": theirs.env_options, "offline": True}
+        given |= {"prefill": (str(offline),), "logdir": logdir or Path(f"{offline}-offline")}
+        eval_episodes = 0
+    elif prefill:
+        given["prefill"] = tuple(map(str, prefill))
     config = _configure(preset, given)
+    config = with_settings(config, parse_settings(settings), parse_settings(env_options))
     if eval_episodes < 0:
         raise ConfigError(f"--eval-episodes={eval_episodes} is negative: use 0 for none.")
-    environment(config, 0).close()  # a task that cannot be made is said before anything starts
+    preflight(config, partial(environment, config))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
-    combined(**factories(config), args=config, say=say)
+    with announced(config.logdir), live(config.logdir) as progress:
+        combined(**factories(config), args=config, say=say, progress=progress)
     if eval_episodes:
         say(_evaluation(_evaluate(config, eval_episodes)))
     say(f"Results: {config.logdir} (metrics.jsonl, scores.jsonl, ckpt/agent, media, logs)")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, Spaces, is_image, noop, sample_action
 from dreamfleet.envs.errors import EnvError
+from dreamfleet.spaces import Space
 
 _FRAMES = 20
 _COMPARED_STEPS = 200
@@ -91,7 +92,7 @@ def diagnose(make: Callable[[int], Env], *, steps: int = 1000, seed: int = 0) ->
 def _play(env: Env, steps: int, seed: int, result: Diagnosis) -> list[Arrays]:
     """A trajectory of steps + 1 observations; times, frames and spoiled arrays go to the result."""
     rng = np.random.default_rng(seed)
-    look = _camera(env)
+    look = camera(env)
     every = max(1, steps // _FRAMES)
     busy = 0.0
     previous: Arrays = {}
@@ -123,11 +124,15 @@ def _play(env: Env, steps: int, seed: int, result: Diagnosis) -> list[Arrays]:
     return trajectory
 
 
-def _camera(env: Env) -> Callable[[Arrays], NDArray[np.uint8] | None]:
+def camera(env: Env) -> Callable[[Arrays], NDArray[np.uint8] | None]:
     """What to show of an observation: its image, or else what the environment renders."""
-    image = next((key for key, space in env.obs_space.items() if is_image(space)), None)
+    image = next((key for key, space in env.obs_space.items() if _can_be_shown(space)), None)
     render: Callable[[], Any] = getattr(env, "render", None) or (lambda: None)
     return lambda obs: obs[image] if image else render()
+
+
+def _can_be_shown(space: Space) -> bool:
+    return is_image(space) and space.shape[2] in (1, 3)
 
 
 def _brief(value: NDArray[Any]) -> NDArray[Any]:

@@ -15,9 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
+from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, Spaces, is_image
 from dreamfleet.envs.errors import SpaceError
 from dreamfleet.envs.extras import need
+from dreamfleet.envs.images import resize
+from dreamfleet.envs.wrappers import affine_actions
 from dreamfleet.spaces import Space
 
 Observe = Literal["state", "pixels", "both"]
@@ -25,6 +27,48 @@ Observe = Literal["state", "pixels", "both"]
 # An integer vector is given to the agent as one-hot codes; with more choices than this it is
 # given as numbers instead.
 _MOST_CLASSES = 256
+
+
+class GymTranslation:
+    """Between the spaces of Gymnasium and ours.
+
+    Raises:
+        SpaceError: A space that no agent here can take.
+    """
+
+    def __init__(self, observation_space: Any, action_space: Any) -> None:
+        obs_leaves = _leaves(observation_space, "observation")
+        act_leaves = _leaves(action_space, "action")
+        self._single_obs = None in obs_leaves
+        self._single_act = None in act_leaves
+        self._readers: dict[str, Callable[[Any], NDArray[Any]]] = {}
+        self._writers: dict[str, Callable[[Any], Any]] = {}
+        self.obs_space: Spaces = {}
+        self.act_space: Spaces = {}
+        for path, space in obs_leaves.items():
+            key = path or ("image" if len(space.shape or ()) == 3 else "vector")
+            self.obs_space[key], self._readers[key] = _observation(space, key)
+        for path, space in act_leaves.items():
+            key = path or "action"
+            self.act_space[key], self._writers[key] = _action(space, key)
+
+    def observe(self, observation: Any) -> Arrays:
+        """An observation of Gymnasium's, by key."""
+        if self._single_obs:
+            return {key: read(observation) for key, read in self._readers.items()}
+        result: Arrays = {}
+        for key, read in self._readers.items():
+            value = observation
+            for part in key.split("/"):
+                value = value[part]
+            result[key] = read(value)
+        return result
+
+    def act(self, action: Mapping[str, Any]) -> Any:
+        """An action as the Gymnasium environment takes it."""
+        if self._single_act:
+            return self._writers["action"](action["action"])
+        return _nested({key: write(action[key]) for key, write in self._writers.items()})
 
 
 class GymEnv(EpisodicEnv):
@@ -39,28 +83,15 @@ class GymEnv(EpisodicEnv):
         self._seed: int | None = seed
         self._state = obs != "pixels"
         self._pixels = obs != "state"
-        obs_leaves = _leaves(env.observation_space, "observation")
-        act_leaves = _leaves(env.action_space, "action")
-        self._single_obs = None in obs_leaves
-        self._single_act = None in act_leaves
-        self._readers: dict[str, Callable[[Any], NDArray[Any]]] = {}
-        self._writers: dict[str, Callable[[Any], Any]] = {}
-        obs_space: dict[str, Space] = {}
-        act_space: dict[str, Space] = {}
-        if self._state:
-            for path, space in obs_leaves.items():
-                key = path or ("image" if len(space.shape or ()) == 3 else "vector")
-                obs_space[key], self._readers[key] = _observation(space, key)
-        for path, space in act_leaves.items():
-            key = path or "action"
-            act_space[key], self._writers[key] = _action(space, key)
+        self._translation = translation = GymTranslation(env.observation_space, env.action_space)
+        obs_space = dict(translation.obs_space) if self._state else {}
         if self._pixels:
             if "image" in obs_space:
                 raise SpaceError(
                     "The environment has an observation 'image' already: use obs='state'."
                 )
             obs_space["image"] = Space(np.uint8, self._first_frame().shape)
-        super().__init__(obs_space, act_space)
+        super().__init__(obs_space, translation.act_space)
 
     def _begin(self) -> Arrays:
         # Seeded once: seeding every reset would play the same episode for ever.
@@ -69,25 +100,13 @@ class GymEnv(EpisodicEnv):
         return self._observe(observation)
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
-        if self._single_act:
-            native: Any = self._writers["action"](action["action"])
-        else:
-            native = _nested({key: write(action[key]) for key, write in self._writers.items()})
+        native = self._translation.act(action)
         observation, reward, terminated, truncated, _ = self._env.step(native)
         last = bool(terminated or truncated)
         return Outcome(self._observe(observation), float(reward), last, bool(terminated))
 
     def _observe(self, observation: Any) -> Arrays:
-        result: Arrays = {}
-        if self._state and self._single_obs:
-            for key, read in self._readers.items():
-                result[key] = read(observation)
-        elif self._state:
-            for key, read in self._readers.items():
-                value = observation
-                for part in key.split("/"):
-                    value = value[part]
-                result[key] = read(value)
+        result = self._translation.observe(observation) if self._state else {}
         if self._pixels:
             result["image"] = self._frame()
         return result
@@ -112,6 +131,49 @@ class GymEnv(EpisodicEnv):
 
     def close(self) -> None:
         self._env.close()
+
+
+class GymPlayer:
+    """A policy that plays one Gymnasium environment: it is called with that environment's
+    observations, returns its actions, and remembers the episode itself.
+
+    Args:
+        policy: Called with an observation and a state, returns an action and the next state.
+        obs_space: What the policy was trained on.
+        env: Tells its spaces; it is not stepped.
+    """
+
+    def __init__(self, policy: Callable[..., Any], obs_space: Spaces, env: Any) -> None:
+        self._policy = policy
+        self._translation = translation = GymTranslation(env.observation_space, env.action_space)
+        self._scale = affine_actions(translation.act_space)
+        self._resize: dict[str, tuple[int, int]] = {}
+        self._state: Any = None
+        for key, trained in obs_space.items():
+            here = translation.obs_space.get(key)
+            if here is None:
+                raise SpaceError(
+                    f"The policy was trained on {', '.join(obs_space)}, and this environment gives "
+                    f"{', '.join(translation.obs_space)}: wrap it so that it gives {key!r} too."
+                )
+            if is_image(here) and is_image(trained) and here.shape[2] == trained.shape[2]:
+                self._resize[key] = trained.shape[:2]  # type: ignore[assignment]
+            elif here.shape != trained.shape:
+                raise SpaceError(
+                    f"{key!r} has shape {here.shape} here, and the policy was trained with "
+                    f"{trained.shape}."
+                )
+
+    def reset(self) -> None:
+        """Forget the episode; the next observation is the first of another one."""
+        self._state = None
+
+    def __call__(self, observation: Any) -> Any:
+        obs = self._translation.observe(observation)
+        obs |= {key: resize(obs[key], size) for key, size in self._resize.items()}
+        action, self._state = self._policy(obs, self._state)
+        scaled = {key: scale(action[key]) for key, scale in self._scale.items()}
+        return self._translation.act({**action, **scaled})
 
 
 def tasks() -> list[str]:

@@ -53,9 +53,7 @@ class NormalizeActions(Wrapper):
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
-        self._native = {
-            key: _AffineAction(space) for key, space in env.act_space.items() if not space.discrete
-        }
+        self._native = affine_actions(env.act_space)
         self._act_space = {
             key: Space(space.dtype, space.shape, -1, 1) if key in self._native else space
             for key, space in env.act_space.items()
@@ -70,6 +68,11 @@ class NormalizeActions(Wrapper):
             return self.env.step(action)
         native = {key: convert(action[key]) for key, convert in self._native.items()}
         return self.env.step({**action, **native})
+
+
+def affine_actions(act_space: Spaces) -> dict[str, Callable[[Any], NDArray[Any]]]:
+    """What maps each continuous action from -1..1 to its own bounds."""
+    return {key: _AffineAction(space) for key, space in act_space.items() if not space.discrete}
 
 
 class _AffineAction:

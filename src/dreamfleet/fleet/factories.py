@@ -7,14 +7,16 @@ little.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from dreamfleet.agent.api import Agent
-from dreamfleet.agent.random_agent import RandomAgent
+from dreamfleet.blueprint import Blueprint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
+from dreamfleet.fleet.offline import AdoptedReplay, find_source, take_over
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
@@ -45,24 +47,28 @@ def environment(config: RunConfig, envid: int) -> Any:
 
 
 def agent(config: RunConfig) -> Agent:
+    if config.offline:
+        return replace(find_source(config.prefill[0]).blueprint, config=config).build()
     env = make_env(config.task, **config.env_options)
     obs_space, act_space = env.obs_space, env.act_space
     env.close()
-    if config.agent == "random":
-        return RandomAgent(obs_space, act_space, seed=config.seed)
-    from dreamfleet.agent import Dreamer
-
-    return Dreamer(obs_space, act_space, config.dreamer, seed=config.seed)
+    return Blueprint(config, obs_space, act_space).build()
 
 
 def replay(config: RunConfig, name: str) -> Replay:
-    return Replay(
+    make: Callable[..., Replay] = Replay
+    if config.offline and name == "replay":
+        make = partial(AdoptedReplay, find_source(config.prefill[0]).blueprint, config)
+    made = make(
         config.window,
         config.replay_capacity,
         config.logdir / name,
         chunk=config.replay_chunk,
         seed=config.seed,
     )
+    if name == "replay":
+        take_over(made, config)
+    return made
 
 
 def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:

@@ -35,6 +35,7 @@ def combined(
     make_logger: Factory,
     args: RunConfig,
     say: Say = silent,
+    progress: Say | None = None,
 ) -> None:
     """Run the whole fleet under the supervisor; returns when the run is over.
 
@@ -46,6 +47,7 @@ def combined(
         make_logger: Returns the output of metrics.
         args: The run.
         say: Takes lines for the person.
+        progress: Takes the lines that tell now and then how far the run is; None for `say`.
 
     Raises:
         FleetError: A process failed, and the run ended because of it.
@@ -62,7 +64,7 @@ def combined(
     _write(args.logdir / "config.json", args.to_json())
     logs = args.logdir / "logs"
     processes = [member("agent", partial(parallel_agent, _packed(make_agent, args), args), logs)]
-    if not args.remote_envs:
+    if not args.remote_envs and not args.offline:
         processes += _env_processes(make_env_train, make_env_eval, args)
     if not args.remote_replay:
         function = partial(
@@ -75,7 +77,7 @@ def combined(
         processes.append(member("replay", function, logs, _ONE_THREAD))
     serve_metrics = partial(parallel_logger, _packed(make_logger, args), args)
     processes.append(member("logger", serve_metrics, logs, _ONE_THREAD))
-    with serial_log(args), StatusLine(args, say) as status:
+    with serial_log(args), StatusLine(args, progress or say) as status:
         _supervisor(processes, args, say).run(status.show, args.log_every)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.agent.api import Agent
+from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
@@ -26,6 +27,7 @@ from dreamfleet.transport import Client, Closed
 log = logging.getLogger(__name__)
 
 _NEWS_PATIENCE = 2.0
+_LAST_WORDS_SECONDS = 10.0
 
 
 def parallel_learner(
@@ -94,6 +96,7 @@ class Keeper:
         parts: dict[str, dict[str, Any]] = {
             "agent": self._agent.save(),
             "run": {"updates": self.updates},
+            BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
         self._checkpoint.save(parts, step=self._progress.step)
 
@@ -154,6 +157,8 @@ class Learning:
             with timer.section("train"):
                 carry, outs, metrics = self._agent.train(carry, batch)
                 self._keeper.updates += 1
+                if args.offline:
+                    self._progress.advance(1)
                 # Reading results waits for them: those of the step before are done by now, while
                 # this one is under way.
                 if previous is not None:
@@ -170,6 +175,8 @@ class Learning:
         if previous is not None:
             self._take(*previous)
         self._log()
+        # An answer to a later question: the last metrics have arrived before the line is closed.
+        self._logger.status().wait(_LAST_WORDS_SECONDS)
 
     def _batches(self, samples: Client) -> Iterator[dict[str, Any]]:
         """Training batches from the replay."""

@@ -74,6 +74,8 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
     The least size makes sure that there is a sequence to sample: with so many steps in so many
     streams at least one stream is long enough.
     """
+    if args.offline:  # nothing is collected that learning could be held in step with
+        return SamplesPerInsert(ratio=0.0, tolerance=1.0, minsize=1)
     return SamplesPerInsert(
         ratio=args.train_ratio / args.batch_length,
         tolerance=args.limiter_tolerance,

@@ -1,0 +1,19 @@
+"""Play CartPole with a trained policy: python examples/use_a_policy.py runs/gym-CartPole-v1"""
+
+import sys
+
+import gymnasium
+
+from dreamfleet import Policy
+
+policy = Policy.load(sys.argv[1])
+env = gymnasium.make("CartPole-v1")
+play = policy.for_gym(env)
+
+observation, _ = env.reset(seed=0)
+score, over = 0.0, False
+while not over:
+    observation, reward, terminated, truncated, _ = env.step(play(observation))
+    score += float(reward)
+    over = terminated or truncated
+print(f"score {score:g} after {policy.step:,} steps of training")

@@ -1,0 +1,103 @@
+"""Learning curves: episode scores over time, and several seeds of one setting as one curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.metrics.errors import MetricsError
+from dreamfleet.metrics.outputs.jsonl import read_jsonl
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The episodes of one run: when each ended, and what it scored."""
+
+    at: Floats
+    score: Floats
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Several runs as one: the mean of the runs' curves, and the lowest and highest of them."""
+
+    at: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+    runs: int
+
+
+def read_scores(logdir: Path, frames_per_step: int = 1) -> Scores:
+    """The scores of a run, in order.
+
+    A run that was resumed from an older checkpoint may hold some steps twice; all of them happened.
+    """
+    path = logdir / "scores.jsonl"
+    if not path.is_file():
+        raise MetricsError(f"{logdir} holds no scores: there is no {path}.")
+    rows = [
+        (row["step"], row["episode/score"])
+        for row in read_jsonl(path)
+        if row.get("episode/score") is not None and "step" in row
+    ]
+    if not rows:
+        raise MetricsError(f"{path} is empty: no episode has ended yet.")
+    table = np.array(rows, np.float64)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    return Scores(table[:, 0] * frames_per_step, table[:, 1])
+
+
+def bin_width(longest: float, most: int = 50) -> float:
+    """A round width that cuts so many frames into at most `most` bins: 1, 2 or 5 times ten to a
+    power."""
+    least = max(longest, 1.0) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(width for f in (1, 2, 5, 10) if (width := f * power) >= least * (1 - 1e-9))
+
+
+def combine(runs: Sequence[Scores], width: float) -> Curve:
+    """One curve of several runs, with a point at the end of each bin of this width.
+
+    In each bin a run is the mean of its episodes there. A bin in which none ended (episodes may be
+    longer) holds the value of the bin before; before its first and after its last episode a run
+    adds nothing.
+    """
+    last = max(float(run.at[-1]) for run in runs)
+    ends: Floats = width * np.arange(1, math.ceil(last / width - 1e-9) + 1, dtype=np.float64)
+    table = np.stack([_binned(run, ends, width) for run in runs])
+    there = ~np.isnan(table)
+    some = there.any(0)
+    table, ends, there = table[:, some], ends[some], there[:, some]
+    mean = np.where(there, table, 0).sum(0) / there.sum(0)
+    low, high = np.nanmin(table, 0), np.nanmax(table, 0)
+    return Curve(np.minimum(ends, last), mean, low, high, len(runs))
+
+
+def final_score(run: Scores, share: float = 0.1) -> float:
+    """The mean of the episodes in the last part of a run, and of the last one at least."""
+    late = run.at > run.at[-1] * (1 - share)
+    return float(run.score[late].mean())
+
+
+def _binned(run: Scores, ends: Floats, width: float) -> Floats:
+    index = np.clip(np.ceil(run.at / width - 1e-9).astype(int) - 1, 0, len(ends) - 1)
+    sums = np.bincount(index, run.score, len(ends))
+    counts = np.bincount(index, minlength=len(ends))
+    result = np.full(len(ends), np.nan)
+    held = np.nan
+    for number in range(index[-1] + 1):
+        if counts[number]:
+            held = sums[number] / counts[number]
+        result[number] = held
+    return result

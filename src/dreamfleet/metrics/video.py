@@ -1,0 +1,139 @@
+"""Videos as files: MP4, encoded by the ffmpeg that comes with the extra `video`, or else GIF."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.metrics.errors import MetricsError, MissingOutputError
+from dreamfleet.metrics.lettering import labelled
+from dreamfleet.metrics.pictures import encode_gif
+
+_SMALLEST = 256  # frames of agents are often 64 pixels wide: too small to look at
+
+
+class Mp4Writer:
+    """Writes frames, (height, width, 1 or 3) and all of one size, to a file that plays everywhere.
+
+    Small frames are enlarged by a whole factor. The file has its name only when it is whole.
+
+    Raises:
+        MissingOutputError: There is no encoder; the message holds the command that installs it.
+    """
+
+    def __init__(self, path: Path | str, *, fps: float = 20, title: str = "") -> None:
+        self._path = Path(path)
+        self._encoder = find_encoder()
+        self._fps, self._title = fps, title
+        self._process: subprocess.Popen[bytes] | None = None
+        self._shape: tuple[int, ...] = ()
+        self._part = self._path.with_name(f".{self._path.name}.part")
+
+    def add(self, frame: NDArray[np.uint8]) -> None:
+        if self._process is None:
+            self._start(frame.shape)
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if frame.shape != self._shape:
+            raise MetricsError(
+                f"A frame of shape {frame.shape} follows one of {self._shape}: a video has one "
+                "size."
+            )
+        try:
+            self._process.stdin.write(self._enlarged(frame).tobytes())
+        except BrokenPipeError as error:
+            _, errors = self._process.communicate()
+            raise self._failure(errors) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish the file, or leave none after an error. Without a frame there is none either."""
+        process = self._process
+        if process is None:
+            return
+        if error is not None:
+            process.kill()
+        _, errors = process.communicate()
+        if error is not None:
+            self._part.unlink(missing_ok=True)
+        elif process.returncode:
+            raise self._failure(errors)
+        else:
+            self._part.replace(self._path)
+
+    def _start(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        height, width = shape[:2]
+        self._factor = max(1, -(-_SMALLEST // max(height, width)))
+        # Most players know colours at half the resolution only, so sides have to be even.
+        rows, columns = (side * self._factor + side * self._factor % 2 for side in (height, width))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{columns}x{rows}"]
+        command = [self._encoder, "-loglevel", "error", "-y", *source, "-r", f"{self._fps:g}"]
+        command += ["-i", "-", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "20"]
+        command += ["-metadata", f"title={self._title}", "-movflags", "+faststart"]
+        # One thread: it runs beside the training and has little to do.
+        command += ["-threads", "1", "-f", "mp4", str(self._part)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+
+    def _enlarged(self, frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        large = np.broadcast_to(frame, (*frame.shape[:2], 3))
+        large = large.repeat(self._factor, 0).repeat(self._factor, 1)
+        odd = [(0, side % 2) for side in large.shape[:2]]
+        return np.pad(large, [*odd, (0, 0)], mode="edge") if any(b for _, b in odd) else large
+
+    def _failure(self, errors: bytes) -> MetricsError:
+        words = errors.decode(errors="replace").strip().splitlines()
+        return MetricsError(f"{self._path} cannot be written: {words[-1] if words else 'unknown'}")
+
+
+def write_mp4(
+    path: Path | str, frames: Iterable[NDArray[np.uint8]], *, fps: float = 20, title: str = ""
+) -> None:
+    """Write a video that is there already, (time, height, width, 1 or 3)."""
+    with Mp4Writer(path, fps=fps, title=title) as writer:
+        for frame in frames:
+            writer.add(frame)
+
+
+def find_encoder() -> str:
+    """Where ffmpeg is."""
+    try:
+        package: Any = importlib.import_module("imageio_ffmpeg")
+        return str(package.get_ffmpeg_exe())
+    except (ModuleNotFoundError, RuntimeError) as error:
+        raise MissingOutputError(
+            "MP4 videos need ffmpeg: pip install 'dreamfleet[video]'"
+        ) from error
+
+
+def write_video(path: Path, video: NDArray[np.uint8], *, fps: float = 20, label: str = "") -> Path:
+    """Write a video, (time, height, width, 1 or 3), with a line of text above it: as MP4 where
+    there is an encoder, and as GIF otherwise. The path's suffix is chosen here; returns the path.
+    """
+    shown = labelled(video, label) if label else video
+    try:
+        write_mp4(made := path.with_suffix(".mp4"), shown, fps=fps, title=label)
+    except MissingOutputError:
+        made = path.with_suffix(".gif")
+        made.parent.mkdir(parents=True, exist_ok=True)
+        part = made.with_name(f".{made.name}.part")
+        part.write_bytes(encode_gif(shown, fps))
+        part.replace(made)
+    return made

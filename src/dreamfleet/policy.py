@@ -1,0 +1,193 @@
+"""A trained agent as a function from observations to actions.
+
+    policy = Policy.load("runs/cartpole")
+    action, state = policy({"vector": observation})
+    action, state = policy({"vector": observation}, state)
+
+Nothing but the checkpoint is needed: no replay, no environment, no configuration file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agent.api import Agent
+from dreamfleet.blueprint import BLUEPRINT, Blueprint
+from dreamfleet.checkpoint import Checkpoint, MissingPartError, Snapshot, read_checkpoint
+from dreamfleet.errors import ConfigError
+from dreamfleet.spaces import Space
+
+Arrays = dict[str, NDArray[Any]]
+
+_FLAGS = ("is_first", "is_last", "is_terminal", "reward")
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """What the policy remembers of the episodes it plays, a row for each; never changed in place,
+    so a state may be kept and used again."""
+
+    carry: Any
+    fresh: NDArray[np.bool_]
+    """Rows whose episode has not begun."""
+
+    def __len__(self) -> int:
+        return len(self.fresh)
+
+    def restart(self, done: Any) -> PolicyState:
+        """Forget the episodes of the rows where `done` is true: their next observation is a first
+        one."""
+        return replace(self, fresh=self.fresh | np.asarray(done, bool).reshape(-1))
+
+
+class Policy:
+    """Acts as a trained agent does: it samples from the policy, as in training.
+
+    Args:
+        agent: Anything with the agent's protocol.
+        obs_space: What it observes; the four flags may be missing.
+        act_space: What it does.
+        step: Environment steps it was trained for.
+        blueprint: What the checkpoint says about the run.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        obs_space: Mapping[str, Space],
+        act_space: Mapping[str, Space],
+        *,
+        step: int = 0,
+        blueprint: Blueprint | None = None,
+    ) -> None:
+        self.agent = agent
+        self.obs_space = {
+            key: space
+            for key, space in obs_space.items()
+            if key not in _FLAGS and not key.startswith("log/")
+        }
+        self.act_space = {key: space for key, space in act_space.items() if key != "reset"}
+        self.step = step
+        self.blueprint = blueprint
+
+    @classmethod
+    def load(cls, path: Path | str, *, agent: Agent | None = None) -> Policy:
+        """The policy of a run, or of one of its checkpoints.
+
+        Args:
+            path: A run's directory (its newest whole checkpoint is taken), a directory of
+                checkpoints, or one checkpoint.
+            agent: An agent of your own that the parameters belong to; None builds the agent that
+                the checkpoint describes.
+
+        Raises:
+            ConfigError: There is no checkpoint, or it does not describe its agent.
+            CheckpointError: It is damaged.
+        """
+        snapshot = find_checkpoint(Path(path))
+        blueprint = Blueprint.load(snapshot.parts[BLUEPRINT])
+        if agent is None:
+            agent = blueprint.build(anywhere=True)
+        agent.load(snapshot.parts["agent"])
+        obs_space = getattr(agent, "obs_space", blueprint.obs_space)
+        act_space = getattr(agent, "act_space", blueprint.act_space)
+        return cls(agent, obs_space, act_space, step=snapshot.step, blueprint=blueprint)
+
+    def reset(self, count: int = 1) -> PolicyState:
+        """The state before the first observation of so many episodes."""
+        return PolicyState(self.agent.init_policy(count), np.ones(count, bool))
+
+    def __call__(
+        self, obs: Mapping[str, Any], state: PolicyState | None = None
+    ) -> tuple[Arrays, PolicyState]:
+        """An action for one observation, or actions for a batch of them.
+
+        Continuous actions lie within -1 and 1, whatever the environment's own bounds are.
+
+        Args:
+            obs: A value for each key of `obs_space`; with a leading axis it is a batch, and so are
+                the actions then. `is_first` may be given; otherwise episodes begin where the state
+                is fresh. Other keys are ignored.
+            state: What the last call returned; None before the first observation.
+        """
+        arrays, single = self._batch(obs)
+        count = len(next(iter(arrays.values())))
+        state = self.reset(count) if state is None else state
+        if len(state) != count:
+            raise ConfigError(
+                f"There are {count} observations and a state for {len(state)}: keep one state for "
+                "each batch, and begin with policy.reset(count)."
+            )
+        first = np.asarray(obs.get("is_first", False), bool).reshape(-1) | state.fresh
+        zeros = {flag: np.zeros(count, bool) for flag in ("is_last", "is_terminal")}
+        seen = {**arrays, **zeros, "reward": np.zeros(count, np.float32), "is_first": first}
+        carry, actions, _ = self.agent.policy(state.carry, seen, "eval")
+        bounded = {key: self._bounded(key, value) for key, value in actions.items()}
+        if single:
+            bounded = {key: value[0] for key, value in bounded.items()}
+        return bounded, PolicyState(carry, np.zeros(count, bool))
+
+    def for_gym(self, env: Any) -> Any:
+        """The policy for one Gymnasium environment: observations and actions as that has them.
+
+        Returns a `dreamfleet.envs.gym.GymPlayer`: call it with an observation, and call its
+        `reset` when an episode begins.
+        """
+        from dreamfleet.envs.gym import GymPlayer
+
+        return GymPlayer(self, self.obs_space, env)
+
+    def _batch(self, obs: Mapping[str, Any]) -> tuple[Arrays, bool]:
+        arrays: Arrays = {}
+        sizes = set()  # None stands for a single observation
+        for key, space in self.obs_space.items():
+            if key not in obs:
+                raise ConfigError(
+                    f"The observation has no {key!r}: the policy was trained with "
+                    f"{', '.join(self.obs_space)}."
+                )
+            value = np.asarray(obs[key], space.dtype)
+            single = value.shape == space.shape
+            if not single and value.shape[1:] != space.shape:
+                raise ConfigError(
+                    f"{key!r} has shape {value.shape}: the policy was trained with {space.shape}, "
+                    "before which there may be an axis for several observations."
+                )
+            sizes.add(None if single else len(value))
+            arrays[key] = value[None] if single else value
+        if len(sizes) > 1:
+            raise ConfigError("Some keys hold more observations than others: give each the same.")
+        return arrays, sizes == {None}
+
+    def _bounded(self, key: str, value: NDArray[Any]) -> NDArray[Any]:
+        space = self.act_space[key]
+        array = np.asarray(value)
+        if space.discrete:
+            return array
+        bounded: NDArray[Any] = np.clip(array, space.low, space.high).astype(space.dtype)
+        return bounded
+
+
+def find_checkpoint(path: Path) -> Snapshot:
+    """The checkpoint that a run's directory, a directory of checkpoints, or a checkpoint stands
+    for."""
+    parts = ["agent", BLUEPRINT]
+    try:
+        if (path / "manifest.json").is_file():
+            return read_checkpoint(path, parts)
+        for folder in (path / "ckpt" / "agent", path):
+            snapshot = Checkpoint(folder).load(parts)
+            if snapshot is not None:
+                return snapshot
+    except MissingPartError as error:
+        raise ConfigError(
+            f"{error} It was saved before checkpoints described their agent: train on in that "
+            "directory for a moment, and the next checkpoint does."
+        ) from error
+    raise ConfigError(f"{path} holds no checkpoint: name a run's directory, or a checkpoint.")

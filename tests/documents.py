@@ -1,0 +1,37 @@
+"""What the documents show: their blocks of shell commands and of Python."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(page.name, language, text) for language, text in found]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every line of every shell block, with the page it is on."""
+    return [
+        (block.page, line.partition("  #")[0].strip())
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "sh"
+        for line in block.text.splitlines()
+    ]
+
+
+def python_blocks(name: str) -> list[str]:
+    return [b.text for b in blocks(ROOT / "docs" / name) if b.language == "python"]

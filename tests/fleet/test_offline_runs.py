@@ -1,0 +1,137 @@
+"""Learning from what other runs have collected, with and without environments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import left_behind, parts, rows, small_run, stored_streams
+from offline_parts import Watching, no_environment
+
+from dreamfleet.agent import size_preset
+from dreamfleet.blueprint import read_blueprint
+from dreamfleet.cli import main
+from dreamfleet.cli.preflight import preflight
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.factories import agent as make_agent
+from dreamfleet.fleet.factories import replay as make_replay
+from dreamfleet.fleet.offline import AdoptedReplay, find_source
+from dreamfleet.fleet.overview import role_names
+from dreamfleet.parallel import combined
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the random agent that has collected 600 steps."""
+    logdir = tmp_path_factory.mktemp("collected")
+    config = small_run(logdir)
+    combined(**parts(config), args=config)
+    return logdir
+
+
+def test_a_run_learns_without_environments(collected: Path, tmp_path: Path) -> None:
+    """Steps count updates, so the run ends after as many and its metrics have an axis."""
+    config = small_run(tmp_path, offline=True, prefill=(str(collected),), steps=40)
+    preflight(config, no_environment)
+    blueprint = read_blueprint(collected)
+    assert blueprint is not None
+    agent = partial(Watching, blueprint.obs_space, blueprint.act_space)
+    fleet = parts(config, make_agent=agent, make_env_train=no_environment)
+    combined(**fleet, args=config)
+    assert left_behind() == []
+    assert not any("env" in path.name for path in (tmp_path / "logs").iterdir())
+    logged = [row for row in rows(tmp_path / "metrics.jsonl") if "train/seen" in row]
+    assert logged
+    assert logged[-1]["step"] >= 40
+    assert logged[-1]["train/seen"] == config.batch_size * config.window
+    ours, theirs = (read(path / "replay") for path in (tmp_path, collected))
+    assert ours == theirs
+    config = replace(config, steps=60)
+    combined(**parts(config, make_agent=agent, make_env_train=no_environment), args=config)
+    assert read(tmp_path / "replay") == theirs  # nothing was taken twice
+
+
+def read(directory: Path) -> dict[int, bytes]:
+    """Rewards of every stream, to compare."""
+    return {key: s["reward"].tobytes() for key, s in stored_streams(directory).items()}
+
+
+def test_a_new_run_begins_with_the_steps_of_another(collected: Path, tmp_path: Path) -> None:
+    config = small_run(tmp_path, prefill=(str(collected / "replay"),), steps=200)
+    preflight(config, lambda _: make_env_once())
+    combined(**parts(config), args=config)
+    before = sum(len(s["reward"]) for s in stored_streams(collected / "replay").values())
+    after = sum(len(s["reward"]) for s in stored_streams(tmp_path / "replay").values())
+    assert after >= before + 200
+
+
+def make_env_once() -> Any:
+    from dreamfleet.envs import make_env
+
+    return make_env("bundled:dummy")
+
+
+def test_states_of_another_agent_are_replaced(collected: Path, tmp_path: Path) -> None:
+    """The random agent stored no states; a Dreamer is given zeros of its own shapes."""
+    config = small_run(tmp_path, offline=True, prefill=(str(collected),), agent="dreamer")
+    config = replace(config, dreamer=replace(config.dreamer, model=size_preset("debug")))
+    replay = make_replay(config, "replay")
+    try:
+        assert isinstance(replay, AdoptedReplay)
+        window = replay.sample(3, "train")
+        assert window["dyn/deter"].shape == (3, config.window, 16)
+        assert window["dyn/stoch"].shape == (3, config.window, 4, 4)
+        assert not window["dyn/deter"].any()
+        states = {"stepid": window["stepid"], "dyn/deter": window["dyn/deter"] + 1}
+        assert replay.update(states) == 0
+    finally:
+        replay.close()
+    agent = make_agent(replace(config, agent="random"))
+    assert agent.obs_space["vector"].shape == np.shape(window["vector"])[2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"agent": "dreamer"}, "collected with another agent"),
+        ({"task": "bundled:catch"}, "collected with another task"),
+        ({"prefill": ("nowhere",)}, "nowhere holds no replay"),
+    ],
+)
+def test_steps_that_do_not_fit_are_refused(
+    collected: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    config = small_run(tmp_path, prefill=(str(collected),))
+    with pytest.raises(ConfigError, match=words):
+        preflight(replace(config, **changes), no_environment)
+    with pytest.raises(ConfigError, match="own directory"):
+        preflight(replace(config, logdir=collected), no_environment)
+    with pytest.raises(ConfigError, match="no sequence of 5001 steps"):
+        make_replay(replace(config, batch_length=5000, offline=True), "replay")
+    with pytest.raises(ConfigError, match="offline needs"):
+        RunConfig(offline=True)
+
+
+def test_a_replay_without_a_checkpoint_is_said(tmp_path: Path) -> None:
+    (tmp_path / "replay").mkdir()
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        find_source(tmp_path)
+
+
+def test_the_command_trains_offline(
+    collected: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--agent", "random", "--steps", "30", "--log-every", "0.5"]
+    short = ["--batch-size", "2", "--batch-length", "4"]
+    logdir = ["--logdir", str(tmp_path / "run")]
+    assert main(["train", "--offline", str(collected), *arguments, *short, *logdir]) == 0
+    assert "Training random on bundled:dummy" in capfd.readouterr().out
+    blueprint = read_blueprint(tmp_path / "run")
+    assert blueprint is not None
+    assert blueprint.config.env_options == {"length": 25, "size": (8, 8)}
+    assert role_names(blueprint.config) == ["agent", "replay", "logger"]

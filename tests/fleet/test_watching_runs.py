@@ -1,0 +1,155 @@
+"""What a person sees of a run that is under way: in its terminal, and from another one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dreamfleet.cli import main
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.overview import Watcher, announced
+
+COMMAND = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
+DUMMY = [*COMMAND, "--task", "bundled:dummy", "--agent", "random", "--envs", "2",
+         "--envs-per-process", "1", "--log-every", "0.5"]  # fmt: skip
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A terminal's end that somebody looks at all the time: one that nobody reads gets full."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._changed = threading.Condition()
+        self.text = ""
+        self._closed = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._descriptor, 1 << 16)
+            except OSError:  # the other end was closed
+                data = b""
+            with self._changed:
+                self.text += _ESCAPES.sub("", data.decode(errors="replace"))
+                self._closed = not data
+                self._changed.notify_all()
+            if not data:
+                return
+
+    def wait_for(self, pattern: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or re.search(pattern, self.text))
+        assert re.search(pattern, self.text), self.text
+
+    def wait_for_its_end(self) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed)
+        return self.text
+
+
+@contextmanager
+def on_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Terminal]]:
+    """A run whose output goes to a terminal, and what that shows."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*DUMMY, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
+    )
+    os.close(theirs)
+    terminal = Terminal(ours)
+    try:
+        yield process, terminal
+    finally:
+        process.kill()
+        process.wait()
+        terminal.wait_for_its_end()
+        os.close(ours)
+
+
+def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with on_a_terminal("--steps", "0", "--logdir", str(tmp_path)) as (process, terminal):
+        terminal.wait_for("dreamfleet bundled:dummy")
+        terminal.wait_for("[0-9] episodes, best")
+        terminal.wait_for("agent +● running")
+        terminal.wait_for("env x 2 +● running")
+
+        assert main(["status", str(tmp_path)]) == 0
+        seen = capsys.readouterr().out
+        for role in ("agent", "replay", "logger", "env x 2"):
+            assert re.search(rf"{role} +● running", seen), seen
+        assert "steps/s" in seen
+        assert main(["status", str(tmp_path), "--svg", str(tmp_path / "status.svg")]) == 0
+        capsys.readouterr()
+        assert "bundled:dummy" in (tmp_path / "status.svg").read_text()
+
+        with pytest.raises(ConfigError, match="is in use by a run"), announced(tmp_path):
+            pass
+
+        with Watcher(tmp_path) as watcher:
+            (env,) = (role for role in look(watcher).roles if role.name == "env-1")
+            assert env.pid is not None
+            victim = psutil.Process(env.pid)
+            victim.kill()
+            while True:  # it is found again, with another number
+                (again,) = (role for role in look(watcher).roles if role.name == "env-1")
+                if again.pid not in (None, env.pid):
+                    break
+            assert again.restarts == 1
+
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        # The lines that others see would tear the picture apart.
+        assert not re.search(r"^step ", terminal.wait_for_its_end(), re.MULTILINE)
+    assert main(["status", str(tmp_path)]) == 0
+    assert "not under way" in capsys.readouterr().out
+    assert not (tmp_path / "run.pid").exists()
+
+
+def look(watcher: Watcher):
+    status = watcher.look()
+    assert status is not None
+    return status
+
+
+def test_the_end_of_a_run_is_left_on_the_screen(tmp_path: Path) -> None:
+    arguments = ("--steps", "300", "--logdir", str(tmp_path), "--eval-episodes", "1")
+    with on_a_terminal(*arguments) as (process, terminal):
+        assert process.wait(60) == 0
+        text = terminal.wait_for_its_end()
+    assert "Evaluation: mean score" in text
+    assert "Results:" in text
+    assert "Traceback" not in text
+
+
+def test_a_directory_without_a_run_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(tmp_path)]) == 1
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_a_number_that_another_process_has_got_is_no_run(tmp_path: Path) -> None:
+    with announced(tmp_path):
+        text = (tmp_path / "run.pid").read_text()
+    created = psutil.Process().create_time()
+    (tmp_path / "run.pid").write_text(text.replace(str(created), str(created - 100)))
+    with announced(tmp_path):  # not refused
+        pass

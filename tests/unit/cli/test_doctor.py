@@ -1,0 +1,90 @@
+"""`dreamfleet doctor` finds what is wrong and says what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from dreamfleet.cli import doctor as command
+from dreamfleet.cli import main
+from dreamfleet.cli.doctor import Finding, disk, extras, jax, limits, rendering, sockets
+
+
+def only(findings: object) -> Finding:
+    (finding,) = findings  # type: ignore[misc]
+    return finding
+
+
+def test_this_machine_is_looked_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--logdir", str(tmp_path / "new")]) == 0
+    text = capsys.readouterr().out
+    for word in ("Python", "JAX", "cpu", "memory", "disk", "socket files", "ports", "open files"):
+        assert word in text
+    assert "matplotlib" in text
+    assert "fit for training" in text
+
+
+def failing(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([], 1, "", "Traceback\nlibcuda is broken\n")
+
+
+def test_a_jax_that_fails_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", failing)
+    finding = only(jax())
+    assert (finding.state, finding.found) == ("problem", "libcuda is broken")
+    assert only(rendering()).state == "hint"
+    assert main(["doctor"]) == 1
+    assert "1 problem" in capsys.readouterr().err
+
+
+def test_a_gpu_that_jax_does_not_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    said = subprocess.CompletedProcess([], 0, "0.6 on 1 x cpu\n", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    assert "dreamfleet[cuda]" in only(jax()).fix
+
+
+def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("jax", 120)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert "120 seconds" in only(jax()).found
+
+
+def test_little_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert "ulimit -n" in only(limits()).fix
+    little = SimpleNamespace(available=1e9, total=2e9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    assert [f.state for f in command.processor_and_memory() if f.what == "memory"] == ["hint"]
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
+    assert only(disk(tmp_path)).state == "hint"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert only(disk(tmp_path / "a" / "b")).state == "problem"
+
+
+def test_sockets_that_carry_nothing_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no sockets here")
+
+    monkeypatch.setattr(command, "Server", refuse)
+    assert [finding.state for finding in sockets()] == ["problem", "problem"]
+
+
+def test_an_extra_that_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_installed", lambda name: name != "matplotlib")
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
+    found = {finding.what: finding for finding in extras()}
+    assert found["extra plot"].found == "not installed: pip install 'dreamfleet[plot]'"
+    assert found["extra dmc"].found == "dm-control 1.0, mujoco 1.0"
+    assert "extra dev" not in found

@@ -1,0 +1,124 @@
+"""`dreamfleet eval` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dreamfleet.agent import RandomAgent
+from dreamfleet.blueprint import BLUEPRINT, Blueprint
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.cli import main
+from dreamfleet.config import RunConfig
+from dreamfleet.envs import make_env
+from dreamfleet.metrics.video import find_encoder
+
+
+def trained(logdir: Path, task: str = "gym:CartPole-v1", **options: Any) -> Path:
+    """A run's directory, as far as evaluation needs it."""
+    config = RunConfig(task=task, env_options=options, agent="random")
+    env = make_env(task, **options)
+    agent = RandomAgent(env.obs_space, env.act_space)
+    env.close()
+    parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    Checkpoint(logdir / "ckpt" / "agent").save(parts, step=1234)
+    return logdir
+
+
+def frames(path: Path) -> np.ndarray:
+    """What a player would show of a video."""
+    encoder = find_encoder()
+    command = [encoder, "-loglevel", "error", "-i", str(path), "-f", "rawvideo"]
+    done = subprocess.run([*command, "-pix_fmt", "rgb24", "-"], capture_output=True, check=True)
+    probe = subprocess.run([encoder, "-i", str(path)], capture_output=True, text=True, check=False)
+    size = next(word for word in probe.stderr.replace(",", " ").split() if _is_size(word))
+    width, height = map(int, size.split("x"))
+    return np.frombuffer(done.stdout, np.uint8).reshape(-1, height, width, 3)
+
+
+def _is_size(word: str) -> bool:
+    parts = word.split("x")
+    return len(parts) == 2 and all(part.isdigit() and part != "0" for part in parts)
+
+
+def test_every_return_and_their_mean_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    run = trained(tmp_path / "run")
+    assert main(["eval", str(run), "--episodes", "11", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert len(result["returns"]) == len(result["lengths"]) == 11
+    assert result["returns"] == result["lengths"]  # CartPole rewards every step with one
+    assert len(set(result["returns"])) > 3  # environments differ
+    assert result["mean"] == pytest.approx(np.mean(result["returns"]))
+    spread = np.std(result["returns"], ddof=1) / np.sqrt(11)
+    assert result["standard_error"] == pytest.approx(spread)
+    assert (result["task"], result["step"]) == ("gym:CartPole-v1", 1234)
+    text = capsys.readouterr().out
+    assert "sampled" in text
+    assert f"{result['mean']:.4g} ± {spread:.2g}" in text
+    assert main(["eval", str(run), "--episodes", "11", "--json", str(path), "--seed", "1"]) == 0
+    assert json.loads(path.read_text())["returns"] != result["returns"]
+
+
+def test_the_first_episode_is_filmed(tmp_path: Path) -> None:
+    video, path = tmp_path / "play.mp4", tmp_path / "result.json"
+    run = trained(tmp_path / "run")
+    arguments = ["--episodes", "2", "--video", str(video), "--json", str(path)]
+    assert main(["eval", str(run), *arguments]) == 0
+    shown = frames(video)
+    assert len(shown) == json.loads(path.read_text())["lengths"][0] + 1
+    assert shown.shape[1:] == (400, 600, 3)
+    assert len({frame.tobytes() for frame in shown}) > 5
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["play.mp4", "result.json", "run"]
+
+
+def test_small_images_are_enlarged(tmp_path: Path) -> None:
+    video = tmp_path / "catch.mp4"
+    assert main(["eval", str(trained(tmp_path, "bundled:catch")), "--episodes", "1", "--video",
+                 str(video)]) == 0  # fmt: skip
+    assert min(frames(video).shape[1:3]) >= 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--episodes", "0"], "at least 1"),
+        (["--video", "play.gif"], "has to end in .mp4"),
+    ],
+)
+def test_mistakes_are_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["eval", str(trained(tmp_path)), *arguments]) == 1
+    assert words in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "nowhere")]) == 1
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_what_shows_no_frames_is_not_filmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = "import gymnasium\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
+    (tmp_path / "unseen_envs.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    video = tmp_path / "play.mp4"
+    run = trained(tmp_path / "run", "unseen_envs:make")
+    assert main(["eval", str(run), "--video", str(video)]) == 1
+    assert "shows no frames" in capsys.readouterr().err
+    assert not video.exists()
+
+
+def test_without_an_encoder_the_fix_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "imageio_ffmpeg", None)
+    assert main(["eval", str(trained(tmp_path)), "--video", str(tmp_path / "play.mp4")]) == 1
+    assert "pip install 'dreamfleet[video]'" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""`dreamfleet plot` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dreamfleet.cli import main
+from dreamfleet.config import RunConfig
+
+
+def run(logdir: Path, level: float, **settings: Any) -> str:
+    """A run's directory whose scores rise to a level."""
+    logdir.mkdir()
+    (logdir / "config.json").write_text(RunConfig(logdir=logdir, **settings).to_json())
+    rows = [{"step": 100 * n, "episode/score": level * min(1, n / 50)} for n in range(1, 301)]
+    (logdir / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(logdir)
+
+
+def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    return [[cell.strip() for cell in line.strip().split("  ") if cell.strip()] for line in lines]
+
+
+def test_seeds_are_one_curve_and_settings_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run(tmp_path / f"{seed}", 100 + seed, seed=seed) for seed in range(3)]
+    runs.append(run(tmp_path / "other", 50, train_ratio=8.0, steps=7))
+    out = tmp_path / "new" / "curves.png"
+    assert main(["plot", *runs, "--out", str(out)]) == 0
+    assert table(capsys) == [
+        ["gym:CartPole-v1", "dreamer, train_ratio=32.0", "3", "30,000", "101", "100 to 102"],
+        ["gym:CartPole-v1", "dreamer, train_ratio=8.0", "1", "30,000", "50"],
+    ]
+    data = out.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > 700
+    assert height > 500
+    assert [each.name for each in out.parent.iterdir()] == ["curves.png"]
+
+
+def test_frames_are_compared_with_what_is_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Published curves count frames: 30,000 steps with every action taken twice are 60,000."""
+    options = {"task": "dmc:walker_stand", "env_options": {"repeat": 2}}
+    logdir = run(tmp_path / "walker", 700, **options)
+    out = tmp_path / "curves.svg"
+    assert main(["plot", logdir, "--out", str(out)]) == 0
+    assert table(capsys) == [
+        ["dmc:walker_stand", "dreamer", "1", "60,000", "700", "537 ± 121"],
+    ]
+    drawn = out.read_text()
+    assert "<svg" in drawn
+
+
+def test_panels_are_tasks(tmp_path: Path) -> None:
+    tasks = ["gym:CartPole-v1", "gym:Pendulum-v1", "bundled:catch", "atari100k:pong"]
+    runs = [run(tmp_path / task.replace(":", "-"), 10, task=task) for task in tasks]
+    assert main(["plot", *runs, "--out", str(tmp_path / "curves.png")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "holds no run"),
+        (["RUN", "--out", "curves.jpeg"], "has to end in .png"),
+        (["RUN", "--bins", "1"], "at least 2"),
+        ([], "at least one"),
+    ],
+)
+def test_mistakes_are_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    logdir = run(tmp_path / "run", 10)
+    assert main(["plot", *(logdir if word == "RUN" else word for word in arguments)]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_fix_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plot", run(tmp_path / "run", 10), "--out", str(tmp_path / "c.png")]) == 1
+    assert "pip install 'dreamfleet[plot]'" in capsys.readouterr().err

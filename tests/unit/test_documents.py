@@ -1,0 +1,60 @@
+"""Documents that are made from the code are current, and name nothing that is not there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from documents import PAGES, ROOT, blocks, commands
+
+from dreamfleet.cli import COMMANDS
+from dreamfleet.cli.reference import reference
+
+
+def test_the_configuration_reference_is_current() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == reference(), "run 'make docs'"
+
+
+def test_every_field_of_the_configuration_has_a_row() -> None:
+    rows = re.findall(r"^\| `([\w.*]+)` \|", reference(), re.MULTILINE)
+    for name in ("task", "train_ratio", "dreamer.*", "dreamer.loss.horizon", "dreamer.model.deter"):
+        assert name in rows
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_listed() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in PAGES:
+        if page.parent.name == "docs" and page.name != "README.md":
+            assert f"({page.name})" in index
+
+
+def test_blocks_say_what_they_are() -> None:
+    """A shell or Python block without its language would not be run by the tests."""
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in ("sh", "python", "")
+            if not block.language:
+                assert "$ " not in block.text
+                assert not re.search(r"^(dreamfleet|python|pip) ", block.text, re.MULTILINE)
+
+
+def test_commands_in_the_text_exist() -> None:
+    """`dreamfleet NAME` and `make NAME`, wherever they stand."""
+    makefile = (ROOT / "Makefile").read_text()
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text()
+        for name in re.findall(r"(?<!from )dreamfleet ([a-z][a-z-]+)", text):
+            if name == "role":
+                pytest.importorskip("dreamfleet.cli.role")
+            assert name in COMMANDS, f"{page.name}: dreamfleet {name}"
+        for name in re.findall(r"`make ([a-z-]+)", text):
+            assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
+    assert commands()

@@ -1,0 +1,256 @@
+"""A checkpoint becomes a function from observations to actions, and needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import agent_worlds as worlds
+import gymnasium
+import numpy as np
+import pytest
+
+from dreamfleet import ConfigError, Policy, Space
+from dreamfleet.agent import Dreamer, RandomAgent
+from dreamfleet.blueprint import BLUEPRINT, Blueprint, config_from_json
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.config import RunConfig
+from dreamfleet.envs import SpaceError
+from dreamfleet.presets import PRESETS
+
+
+def saved(logdir: Path, agent: Any, config: RunConfig, step: int = 70) -> Path:
+    """A checkpoint as the learner writes it."""
+    parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    return Checkpoint(logdir / "ckpt" / "agent").save(parts, step=step)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dreamer]:
+    """A run's directory that holds a checkpoint and nothing else, and the agent that wrote it."""
+    logdir = tmp_path_factory.mktemp("run")
+    config = RunConfig(dreamer=worlds.config(), env_options={"size": (16, 16)})
+    agent = Dreamer(worlds.MIXED, worlds.ACTIONS, config.dreamer, seed=3)
+    saved(logdir, agent, config)
+    return logdir, agent
+
+
+def observations(count: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    spaces = {key: space for key, space in worlds.MIXED.items() if key not in worlds.FLAGS}
+    return {k: np.stack([s.sample(rng) for _ in range(count)]) for k, s in spaces.items()}
+
+
+def test_it_acts_as_the_agent_does(run: tuple[Path, Dreamer]) -> None:
+    logdir, _ = run
+    policy, agent = Policy.load(logdir), Policy.load(logdir).agent
+    carry, state = agent.init_policy(3), policy.reset(3)
+    for number in range(4):
+        obs = observations(3, number)
+        flags = {key: np.zeros(3, space.dtype) for key, space in worlds.FLAGS.items()}
+        flags["is_first"][:] = number == 0
+        carry, expected, _ = agent.policy(carry, {**obs, **flags})
+        actions, state = policy(obs, state)
+        for key in ("button", "keys"):
+            np.testing.assert_array_equal(actions[key], expected[key])
+        np.testing.assert_array_equal(actions["move"], np.clip(expected["move"], -1, 1))
+    assert policy.step == 70
+    assert set(policy.obs_space) == {"vector", "token", "image", "depth"}
+
+
+def test_one_observation_is_a_batch_of_one(run: tuple[Path, Dreamer]) -> None:
+    alone, batched = Policy.load(run[0]), Policy.load(run[0])
+    state = rows = None
+    for number in range(3):
+        obs = observations(1, number)
+        one, state = alone({key: value[0] for key, value in obs.items()}, state)
+        many, rows = batched(obs, rows)
+        for key, space in worlds.ACTIONS.items():
+            if key != "reset":
+                assert one[key].shape == space.shape
+                np.testing.assert_array_equal(one[key], many[key][0])
+
+
+def test_it_remembers_and_forgets(run: tuple[Path, Dreamer]) -> None:
+    """The carry after an observation depends on what came before, unless the row was reset."""
+    first, second = observations(2, 1), observations(2, 2)
+
+    def carry_after(restart: list[bool] | None, **flags: Any) -> np.ndarray:
+        policy = Policy.load(run[0])
+        _, state = policy(first)
+        before = state.carry["deter"].copy()
+        later = state.restart(restart) if restart else state
+        _, after = policy({**second, **flags}, later)
+        np.testing.assert_array_equal(state.carry["deter"], before)  # states may be kept
+        return after.carry["deter"]
+
+    remembered = carry_after(None)
+    forgotten = carry_after([True, False])
+    np.testing.assert_array_equal(remembered[1], forgotten[1])
+    assert not np.allclose(remembered[0], forgotten[0])
+    np.testing.assert_array_equal(forgotten, carry_after(None, is_first=[True, False]))
+    policy = Policy.load(run[0])
+    policy(first)
+    fresh = policy(second)[1].carry["deter"]
+    np.testing.assert_allclose(forgotten[0], fresh[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vector": None}, "no 'vector'"),
+        ({"vector": np.zeros((2, 4))}, r"shape \(2, 4\)"),
+        ({"vector": np.zeros((3, 5))}, "more observations than others"),
+    ],
+)
+def test_a_wrong_observation_is_named(
+    run: tuple[Path, Dreamer], change: dict[str, Any], words: str
+) -> None:
+    obs = {k: v for k, v in {**observations(2), **change}.items() if v is not None}
+    with pytest.raises(ConfigError, match=words):
+        Policy.load(run[0])(obs)
+
+
+def test_a_state_of_another_size_is_refused(run: tuple[Path, Dreamer]) -> None:
+    policy = Policy.load(run[0])
+    with pytest.raises(ConfigError, match="2 observations and a state for 3"):
+        policy(observations(2), policy.reset(3))
+
+
+@pytest.mark.parametrize("inside", ["", "ckpt/agent", "ckpt/agent/000001-step-000000000070"])
+def test_a_run_its_checkpoints_and_one_of_them_will_do(
+    run: tuple[Path, Dreamer], inside: str
+) -> None:
+    assert Policy.load(run[0] / inside).step == 70
+
+
+def test_no_checkpoint_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        Policy.load(tmp_path)
+    Checkpoint(tmp_path).save({"agent": {}}, step=1)
+    with pytest.raises(ConfigError, match="before checkpoints described their agent"):
+        Policy.load(tmp_path)
+
+
+def test_a_moved_checkpoint_loads_in_a_process_that_knows_nothing(
+    run: tuple[Path, Dreamer], tmp_path: Path
+) -> None:
+    (run[0] / "ckpt").rename(run[0] / "elsewhere")
+    try:
+        code = (
+            "import sys, numpy as np; from dreamfleet import Policy\n"
+            "policy = Policy.load(sys.argv[1])\n"
+            "obs = {k: np.zeros(s.shape, s.dtype) for k, s in policy.obs_space.items()}\n"
+            "action, state = policy(obs)\n"
+            "print(sorted(action), [m for m in sys.modules if m.startswith('dreamfleet.') and "
+            "m.split('.')[1] in ('fleet', 'roles', 'replay', 'envs', 'transport')])"
+        )
+        command = [sys.executable, "-c", code, str(run[0] / "elsewhere" / "agent")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.stdout.strip() == "['button', 'keys', 'move'] []", done.stderr
+    finally:
+        (run[0] / "elsewhere").rename(run[0] / "ckpt")
+
+
+def test_devices_of_the_training_machine_are_not_needed(tmp_path: Path) -> None:
+    agent = RandomAgent(worlds.VECTOR, worlds.ACTIONS)
+    config = RunConfig(dreamer=worlds.config(train_platform="tpu", policy_platform="gpu"))
+    blueprint = replace(Blueprint.of(agent, config), config=config)
+    assert blueprint.build(anywhere=True).config.execution.train_platform == ""
+
+
+def test_an_agent_of_your_own_brings_itself(tmp_path: Path) -> None:
+    class Mute:
+        """Tells no spaces."""
+
+        def save(self) -> dict[str, Any]:
+            return {"value": 1.0}
+
+    saved(tmp_path, Mute(), RunConfig())
+    with pytest.raises(ConfigError, match="pass it as agent="):
+        Policy.load(tmp_path)
+    mine = RandomAgent({"vector": Space(np.float32, (2,))}, {"action": Space(np.int32, (), 0, 5)})
+    saved(tmp_path, mine, RunConfig())
+    policy = Policy.load(tmp_path, agent=mine)
+    assert policy({"vector": np.zeros(2)})[0]["action"].shape == ()
+
+
+def test_a_configuration_and_spaces_survive_the_checkpoint() -> None:
+    spaces = {
+        **worlds.MIXED,
+        "bounds": Space(np.float32, (2,), [-1, -np.inf], [1, np.inf]),
+        "many": Space(np.int32, (2, 2), 0, [[2, 3], [4, 5]]),
+    }
+    for config in PRESETS.values():
+        changed = replace(config, env_options={"size": (8, 8), "render": True})
+        written = Blueprint(changed, spaces, worlds.ACTIONS).save()
+        assert all(isinstance(value, str) for value in written.values())
+        assert Blueprint.load(json.loads(json.dumps(written))) == Blueprint(
+            changed, spaces, worlds.ACTIONS
+        )
+
+
+def test_settings_of_other_versions_are_passed_over() -> None:
+    values = json.loads(RunConfig(envs=3).to_json())
+    del values["batch_size"]
+    values["hats"] = 4
+    assert config_from_json(json.dumps(values)) == RunConfig(envs=3)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config_from_json(json.dumps({**values, "envs": "many"}))
+
+
+# --- Gymnasium -----------------------------------------------------------------------------------
+
+
+class Grid(gymnasium.Env):
+    observation_space = gymnasium.spaces.Dict(
+        {"image": gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8)}
+    )
+    action_space = gymnasium.spaces.Box(-4, 2, (2,), np.float32)
+
+
+def test_gymnasium_gets_its_own_actions() -> None:
+    """Images are resized to those of training, and actions mapped to the environment's bounds."""
+    seen = []
+
+    def policy(obs: dict[str, Any], state: Any) -> Any:
+        seen.append((obs["image"].shape, state))
+        return {"action": np.array([-1.0, 3.0])}, "next"
+
+    from dreamfleet.envs.gym import GymPlayer
+
+    play = GymPlayer(policy, {"image": Space(np.uint8, (4, 4, 3))}, Grid())
+    observation = {"image": np.zeros((8, 8, 3), np.uint8)}
+    np.testing.assert_array_equal(play(observation), [-4, 2])
+    play(observation)
+    play.reset()
+    play(observation)
+    assert seen == [((4, 4, 3), None), ((4, 4, 3), "next"), ((4, 4, 3), None)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [
+        ({"vector": Space(np.float32, (4,))}, "gives image"),
+        ({"image": Space(np.uint8, 3)}, "shape"),
+    ],
+)
+def test_an_environment_of_another_kind_is_refused(trained: dict[str, Space], words: str) -> None:
+    policy = Policy(RandomAgent(trained, worlds.ACTIONS), trained, worlds.ACTIONS)
+    with pytest.raises(SpaceError, match=words):
+        policy.for_gym(Grid())
+
+
+def test_the_example_plays(tmp_path: Path) -> None:
+    spaces = {"vector": Space(np.float32, (4,))} | worlds.FLAGS
+    agent = RandomAgent(spaces, {"action": Space(np.int32, (), 0, 2)})
+    saved(tmp_path, agent, RunConfig(agent="random"))
+    example = Path(__file__).parents[2] / "examples" / "use_a_policy.py"
+    command = [sys.executable, str(example), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("score "), done.stderr
+    assert "after 70 steps" in done.stdout
