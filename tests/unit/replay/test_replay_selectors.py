@@ -271,3 +271,13 @@ def test_zero_on_sample_counts_online_sequences() -> None:
         replay.add(step(tag))
     assert replay.sample(1)["tag"].tolist() == [[1, 2]], "the one online sequence"
     assert replay.sample(1)["tag"].tolist() == [[0, 1]], "the one that is left"
+
+
+def test_rounding_never_leads_beyond_the_last_weight() -> None:
+    """The sum of a block and the last of its running sums differ in the last bits."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        tree, weights = SumTree(512), rng.random(512)
+        weights[[0, 256]] = weights[200:256] = weights[400:] = 0
+        tree.set(np.arange(512), weights)
+        assert tree.draw(np.array([np.nextafter(1.0, 0.0)])).tolist() == [399]
