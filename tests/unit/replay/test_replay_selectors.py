@@ -211,6 +211,15 @@ def test_one_priority_reaches_every_item_with_the_step_and_no_other() -> None:
     assert (np.flatnonzero(left).tolist() == expected) or (not expected and (left > 0).all())
 
 
+def test_steps_updated_together_do_not_reach_items_of_each_other() -> None:
+    replay = filled(Prioritized(exponent=1.0, initial=0.0, max_fraction=1.0))
+    stepids = steps_by_tag(replay)
+    replay.update({"stepid": stepids[13][None], "priority": np.ones(1)})
+    both = np.stack([stepids[5], stepids[15]])
+    replay.update({"stepid": both, "priority": np.ones(2)})
+    assert np.flatnonzero(drawn_starts(replay)).tolist() == [3, 4, 5, 11, 12, 13, 14, 15]
+
+
 def test_priorities_of_a_reused_slot_do_not_leak() -> None:
     replay = Replay(2, 6, chunk=2, selector=Prioritized(exponent=1.0), online=False)
     for tag in range(200):
