@@ -20,7 +20,7 @@ import dreamfleet.replay
 # The modules that change files; stepping through the others would only take longer.
 WRITERS = {
     str(Path(dreamfleet.replay.__file__).parent / name)
-    for name in ("arena.py", "chunkfile.py", "journal.py", "reopen.py", "store.py")
+    for name in ("arena.py", "chunkfile.py", "extra.py", "journal.py", "reopen.py", "store.py")
 }
 FILLED = 110
 KILLS = 600
@@ -101,14 +101,13 @@ def test_killed_while_it_reopens(tmp_path: Path, journal: str) -> None:
     assert moments > 2
 
 
-def test_killed_while_it_loads_another_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, 7])
+def test_killed_while_it_loads_another_run(tmp_path: Path, first: int) -> None:
+    """All at once, or the rest of it: rows of chunks that are here already, and new chunks."""
     other, live, copy = tmp_path / "other", tmp_path / "live", tmp_path / "copy"
     history = History()
-    with open_replay(other) as replay:
-        for number in range(8):
-            add(replay, history, number)
     mine = [tuple(range(tag, tag + LENGTH)) for tag in range(1000, 1003)]
-    whole = mine + history.items(8)
+    before = mine + history.items(first)
     loaded = []
 
     def check() -> None:
@@ -117,16 +116,25 @@ def test_killed_while_it_loads_another_run(tmp_path: Path) -> None:
         with open_replay(copy) as reopened:
             assert reopened.skipped_files == {}
             loaded.append(all_items(reopened) == whole)
-            assert loaded[-1] or all_items(reopened) == mine
+            assert loaded[-1] or all_items(reopened) == before
             reopened.load_directory(other)
             assert all_items(reopened) == whole
 
-    with open_replay(live) as replay:
+    with open_replay(live) as replay, open_replay(other) as source:
         for tag in range(1000, 1003 + LENGTH - 1):
             replay.add(step(tag))
+        for number in range(11):
+            if number == first > 0:
+                replay.load_directory(other)
+                assert all_items(replay) == before
+                chunks = {path.name for path in live.glob("*.chunk")}
+            add(source, history, number)
+        whole = mine + history.items(11)
         at_every_change(live, lambda: replay.load_directory(other), check)
     assert loaded == sorted(loaded), "all of it at once"
     assert set(loaded) == {False, True}
+    if first:
+        assert any(path.name in chunks for path in other.glob("*.chunk")), "some chunks grew"
 
 
 def audit_with_a_silent_writer(directory: Path, history: History, acknowledged: int) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from dreamfleet.benchmarks.report import Row, compare
-from dreamfleet.replay import Replay
+from dreamfleet.replay import Prioritized, Replay, Uniform
 
 REFERENCE_MEMCPY = 24.0
 PEER = "reference x memcpy/24"
@@ -37,7 +37,8 @@ def run(quick: bool = False) -> list[Row]:
     for kind, insert, sample in (("vector", 36_000, 0.55), ("image", 26_000, 2.07)):
         for storage in ("disk", "memory"):
             rows += _speed(kind, storage, insert, sample, quick)
-    rows += _growth(quick)
+    rows += _growth(quick, prioritized=False)
+    rows += _growth(quick, prioritized=True)
     rows += _reopen(quick)
     return rows
 
@@ -136,8 +137,8 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
     ]
 
 
-def _growth(quick: bool) -> list[Row]:
-    """Cost of an insert and of a sample in a small and in a large replay, measured in turn."""
+def _growth(quick: bool, prioritized: bool) -> list[Row]:
+    """Cost of each operation in a small and in a large replay, measured in turn."""
     small, large = (10**4, 5 * 10**4) if quick else (10**4, 2 * 10**6)
     memcpy = Memcpy()
     one, bulk = steps("vector"), steps("vector", 16384)
@@ -150,7 +151,8 @@ def _growth(quick: bool) -> list[Row]:
     overhead = 0.0
     for size in (small, large):
         before = psutil.Process().memory_info().rss
-        replay = replays[size] = Replay(LENGTH, size, online=False)
+        selector = Prioritized() if prioritized else Uniform()
+        replay = replays[size] = Replay(LENGTH, size, online=False, selector=selector)
         while len(replay) < size:
             replay.add_batch(bulk, names)
         used = psutil.Process().memory_info().rss - before
@@ -161,10 +163,16 @@ def _growth(quick: bool) -> list[Row]:
         for size, replay in replays.items():
             times["insert", size] += _times(partial(replay.add_batch, one, streams), 100)
             times["sample", size] += _times(partial(replay.sample, BATCH), 20)
+            if prioritized:
+                update = {"stepid": replay.sample(BATCH)["stepid"]}
+                update["priority"] = np.random.default_rng(0).random((BATCH, LENGTH))
+                times["update", size] += _times(partial(replay.update, update), 1)
+    for replay in replays.values():
+        replay.close()
     note = f"{large:,} items of {step_bytes} bytes a step, {memcpy.note}"
     rows = [
         compare(
-            f"growth/{what}",
+            f"growth/{what}/prioritized" if prioritized else f"growth/{what}",
             1e6 * median(times[what, large]),
             "us",
             f"{small:,} items",
@@ -172,9 +180,10 @@ def _growth(quick: bool) -> list[Row]:
             smaller_is_better=True,
             note=note,
         )
-        for what in ("insert", "sample")
+        for what in dict.fromkeys(what for what, _ in times)
     ]
-    return [*rows, Row("overhead", overhead, "bytes/step", note=f"{note}, in memory")]
+    name = "overhead/prioritized" if prioritized else "overhead"
+    return [*rows, Row(name, overhead, "bytes/step", note=f"{note}, in memory")]
 
 
 def _reopen(quick: bool) -> list[Row]:

@@ -54,6 +54,7 @@ _NOTHING = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 _MS_SYNC = 4 if sys.platform == "linux" else 0x10
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _SYS_PROCESS_MADVISE = 440
 _MAX_RANGES = 1024
@@ -74,8 +75,16 @@ class Arena:
         """Map the whole file; the descriptor may be closed afterwards."""
         self._map_slot(slot, _READ_WRITE, mmap.MAP_SHARED, fd)
 
+    def read_ahead(self, slot: int, wanted: bool) -> None:
+        """Whether touching a page brings in those behind it, as the kernel does by itself."""
+        advice = mmap.MADV_NORMAL if wanted else mmap.MADV_RANDOM
+        _libc.madvise(self._address(slot), self.slot_bytes, advice)
+
     def map_memory(self, slot: int) -> None:
         self._map_slot(slot, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        # Large pages, where the kernel has them: a sequence in a large replay is cold, and looking
+        # up the address of each small page in turn takes as long as copying it.
+        _libc.madvise(self._address(slot), self.slot_bytes, _MADV_HUGEPAGE)
 
     def unmap(self, slot: int) -> None:
         self._map_slot(slot, _NOTHING, _RESERVED, -1)

@@ -21,6 +21,7 @@ _PAGE = 4096
 # place in their pages. Rows in chunks tend to start at 0 or 2048, so targets start in between.
 _PLACE_IN_PAGE = 1024
 _KEEP = 8
+_SIZES = 32
 
 _Buffers = list[NDArray[np.uint8]]
 
@@ -34,7 +35,7 @@ _ONLY_THE_LIST = _references([np.empty(1, np.uint8)], 0)
 
 
 class BufferPool:
-    """A few buffers for each number of bytes asked for."""
+    """A few buffers for each of the numbers of bytes that were asked for last."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, _Buffers] = {}
@@ -52,7 +53,10 @@ class BufferPool:
             return owner[start : start + size].view(dtype).reshape(shape)
 
     def _find(self, size: int) -> NDArray[np.uint8]:
-        buffers = self._buffers.setdefault(size, [])
+        # Taken out and put in again: the size that nobody asked for longest comes first.
+        buffers = self._buffers[size] = self._buffers.pop(size, [])
+        if len(self._buffers) > _SIZES:
+            del self._buffers[next(iter(self._buffers))]
         for which in range(len(buffers)):
             if _references(buffers, which) == _ONLY_THE_LIST:
                 return buffers[which]

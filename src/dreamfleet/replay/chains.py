@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.chunkfile import StreamId
 from dreamfleet.replay.store import Ints, Store
 
 _NONE = -1
@@ -39,8 +39,8 @@ class Chains:
     def __init__(self, store: Store, length: int) -> None:
         self.store = store
         self.length = length
-        self.streams: dict[Stream, int] = {}
-        self._names: list[Stream | None] = []
+        self.streams: dict[StreamId, int] = {}
+        self._names: list[StreamId | None] = []
         self._free: list[int] = []
         self.head_slot: Ints
         self.head_len: Ints
@@ -50,9 +50,9 @@ class Chains:
         self.started: Ints
         self.last_tick: Ints
         self._allocate(16)
-        self._cached: tuple[list[Stream], Ints, Ints] | None = None
+        self._cached: tuple[list[StreamId], Ints, Ints] | None = None
 
-    def lookup(self, streams: list[Stream]) -> tuple[Ints, Ints]:
+    def lookup(self, streams: list[StreamId]) -> tuple[Ints, Ints]:
         """Chain and rank of each row of a batch."""
         if self._cached and self._cached[0] == streams:
             return self._cached[1], self._cached[2]
@@ -128,28 +128,54 @@ class Chains:
         self.tail_slot[chains], self.tail_index[chains] = tail, index
         return starts, indices, online
 
-    def restore(self, slots: Sequence[int], stream: Stream | None) -> tuple[Ints, Ints]:
-        """Take in a chain found on disk; flat positions of its items' starts, and the ticks of
-        the steps that completed them. With a stream the chain will be continued."""
-        store = self.store
+    def restore(self, slots: Sequence[int], stream: StreamId | None) -> tuple[Ints, Ints]:
+        """Take in a chain found on disk; see `found`. With a stream the chain will be continued."""
         chain = self._new(stream)
-        chunks = np.asarray(slots, np.int64)
         for before, slot in pairwise(slots):
-            store.link(before, slot)
-        sizes = store.lengths[chunks]
-        ticks = np.concatenate([store.ticks[s, :n] for s, n in zip(slots, sizes, strict=True)])
-        flat = np.concatenate(
-            [s * store.steps + np.arange(n) for s, n in zip(slots, sizes, strict=True)]
+            self.store.link(before, slot)
+        self.tail_slot[chain] = slots[0]
+        return self.found(chain)
+
+    def lengthen(self, before: int, slots: Sequence[int]) -> int | None:
+        """Let chunks follow `before`, if that is the full end of a closed chain: that chain."""
+        chain = self.closed_at(before)
+        if chain < 0 or self.store.lengths[before] < self.store.steps:
+            return None
+        for earlier, later in pairwise([before, *slots]):
+            self.store.link(earlier, later)
+        self.head_slot[chain] = slots[-1]
+        return chain
+
+    def closed_at(self, slot: int) -> int:
+        """The chain that ends in this slot and that no stream continues, or -1."""
+        chains = np.flatnonzero(self.head_slot == slot)
+        closed = slot >= 0 and len(chains) and self._names[chains[0]] is None
+        return int(chains[0]) if closed else _NONE
+
+    def found(self, chain: int) -> tuple[Ints, Ints]:
+        """Take in steps that were found at the end of a chain: flat positions of the starts of the
+        items they complete, and the ticks of the steps that complete them."""
+        store = self.store
+        origin, offset = self._normalise(
+            self.tail_slot[chain : chain + 1], self.tail_index[chain : chain + 1]
         )
+        slot, first = int(origin[0]), int(offset[0])
+        positions, ticks = [], []
+        while slot >= 0:
+            head, size = slot, int(store.lengths[slot])
+            positions.append(slot * store.steps + np.arange(first, size))
+            ticks.append(store.ticks[slot, first:size])
+            slot, first = int(store.next[slot]), 0
+        flat, completed = np.concatenate(positions), np.concatenate(ticks)
         items = max(0, len(flat) - self.length + 1)
-        self.head_slot[chain], self.head_len[chain] = slots[-1], sizes[-1]
-        self.last_tick[chain] = ticks[-1]
+        self.head_slot[chain], self.head_len[chain] = head, size
+        self.last_tick[chain] = completed[-1]
         self.pending[chain] = len(flat) - items
-        tail, index = self._normalise(chunks[:1], np.array([items]))
+        tail, index = self._normalise(origin, offset + items)
         self.tail_slot[chain], self.tail_index[chain] = tail[0], index[0]
         # What was trained on before is not known, so online windows resume with the next step.
         self.started[chain] = (1 - self.pending[chain]) % self.length
-        return flat[:items], ticks[self.length - 1 :]
+        return flat[:items], completed[self.length - 1 :]
 
     def forget(self, slots: set[int]) -> None:
         """Chunks were let go: a stream whose chain ended in one of them starts a new one."""
@@ -225,32 +251,34 @@ class Chains:
 
     def _normalise(self, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
         """Step from the end of a full chunk into the next one, where there is a next one."""
-        while True:
-            over = (offsets >= self.store.steps) & (self.store.next[slots] >= 0)
-            if not over.any():
-                return slots, offsets
-            slots = np.where(over, self.store.next[slots], slots)
-            offsets = np.where(over, offsets - self.store.steps, offsets)
+        if not (offsets >= self.store.steps).any():
+            return slots, offsets
+        # The step before the offset is there, unless the offset is the beginning of a chunk.
+        back = (offsets > 0).astype(np.int64)
+        slots, indices = self.store.walk(slots, offsets - back)
+        indices = indices + back
+        over = (indices >= self.store.steps) & (self.store.next[slots] >= 0)
+        return np.where(over, self.store.next[slots], slots), np.where(over, 0, indices)
 
     def _extend(self, chains: Ints, hops: Ints, slots: Ints, links: list[tuple[int, int]]) -> Ints:
-        """Make the chunks that rows with hops need, in the order of the rows."""
+        """Make the chunks that rows with hops need."""
         slots = slots.copy()
-        made: dict[tuple[int, int], int] = {}
-        for row in np.flatnonzero(hops):
-            chain, hop = int(chains[row]), int(hops[row])
-            if (chain, hop) not in made:
-                before = made.get((chain, hop - 1), int(self.head_slot[chain]))
-                slot = self.store.create(self._names[chain], before)
-                made[chain, hop] = slot
-                links.append((before, slot))
-            slots[row] = made[chain, hop]
+        rows = np.flatnonzero(hops)
+        pairs = np.stack([chains[rows], hops[rows]], 1)
+        needed, which = np.unique(pairs, axis=0, return_inverse=True)
+        made: list[int] = []
+        for chain, hop in needed.tolist():
+            before = made[-1] if hop > 1 else int(self.head_slot[chain])
+            made.append(self.store.create(self._names[chain], before))
+            links.append((before, made[-1]))
+        slots[rows] = np.array(made)[which.reshape(-1)]
         return slots
 
-    def _chain(self, stream: Stream) -> int:
+    def _chain(self, stream: StreamId) -> int:
         chain = self.streams.get(stream)
         return self._new(stream) if chain is None else chain
 
-    def _new(self, stream: Stream | None) -> int:
+    def _new(self, stream: StreamId | None) -> int:
         if self._free:
             chain = self._free.pop()
             self._names[chain] = stream

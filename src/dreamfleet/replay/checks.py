@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay.chunkfile import MAX_STREAM_JSON, MAX_STREAM_NAME, Stream
+from dreamfleet.replay.chunkfile import MAX_STREAM_JSON, MAX_STREAM_NAME, StreamId
 from dreamfleet.replay.errors import SchemaError
 from dreamfleet.replay.schema import STEPID, Schema
 
@@ -37,6 +37,26 @@ def check_rows(arrays: Mapping[str, NDArray[Any]], count: int) -> None:
             )
 
 
+def check_steps(schema: Schema, arrays: Mapping[str, NDArray[Any]], count: int) -> None:
+    """That these are steps of the schema, one for each of `count` streams."""
+    columns = schema.columns
+    if len(columns) == len(arrays) and all(
+        (array := arrays.get(column.name)) is not None
+        and array.shape == (count, *column.shape)
+        and array.dtype == column.dtype
+        for column in columns
+    ):
+        return
+    check_rows(arrays, count)
+    theirs = Schema.of(arrays)
+    # Should only the order of bytes differ, then writing converts it.
+    if theirs != schema:
+        raise SchemaError(
+            f"These steps differ from those in the replay: {schema.describe_difference(theirs)}. "
+            "Use a new directory for steps with other keys, dtypes or shapes."
+        )
+
+
 def check_flags(arrays: Mapping[str, NDArray[Any]]) -> None:
     """That the flags which `sample` sets are flags."""
     for name in ("is_first", "is_last"):
@@ -44,7 +64,7 @@ def check_flags(arrays: Mapping[str, NDArray[Any]]) -> None:
             raise SchemaError(f"Key {name!r} is {arrays[name].dtype}: give it as bool.")
 
 
-def stream_names(streams: Sequence[Stream] | NDArray[Any]) -> list[Stream]:
+def stream_names(streams: Sequence[StreamId] | NDArray[Any]) -> list[StreamId]:
     """Streams as plain integers and strings."""
     names: list[Any] = streams.tolist() if isinstance(streams, np.ndarray) else list(streams)
     if set(map(type, names)) == {int} and min(names) >= _LEAST and max(names) <= _MOST:

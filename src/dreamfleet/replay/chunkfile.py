@@ -38,7 +38,7 @@ SLOT_ALIGN = 16384
 MAX_STREAM_NAME = 100
 MAX_STREAM_JSON = 700
 
-Stream = int | str
+StreamId = int | str
 
 
 class NotAChunkError(Exception):
@@ -53,7 +53,7 @@ class ChunkInfo:
     run: bytes
     """Id of the journal that says which of its steps count: a chunk is worth nothing without."""
     previous: bytes | None
-    stream: Stream | None
+    stream: StreamId | None
     """None for a chunk that came from another run: nothing is ever appended to it."""
     steps: int
     schema: Schema

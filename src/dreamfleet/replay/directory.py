@@ -71,8 +71,6 @@ class Contents(NamedTuple):
     found: list[Found]
     skipped: dict[str, str]
     """Files that are no chunks of this replay, with the reason."""
-    damaged: bool
-    """Whether one of those may have been a chunk of this replay, so that steps are missing."""
 
 
 def scan(directory: Path, run: bytes | None) -> Contents:
@@ -93,7 +91,6 @@ def scan(directory: Path, run: bytes | None) -> Contents:
             found.append(Found(path, info))
         except NotAChunkError as problem:
             skipped[path.name] = str(problem)
-    damaged = any(name.endswith(chunkfile.SUFFIX) for name in skipped)
     if run is None and found:
         run = Counter(item.info.run for item in found).most_common(1)[0][0]
     for item in found:
@@ -111,10 +108,9 @@ def scan(directory: Path, run: bytes | None) -> Contents:
                     f"{item.info.steps} steps instead of {steps}"
                 )
         found = [f for f in found if (f.info.schema, f.info.steps) == winner]
-        damaged = True
     for name, reason in skipped.items():
         log.warning("Skipping %s in the replay directory %s: it %s.", name, directory, reason)
-    return Contents(found, skipped, damaged)
+    return Contents(found, skipped)
 
 
 def remove_partial(directory: Path) -> None:

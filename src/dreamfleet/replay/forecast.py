@@ -11,7 +11,7 @@ import psutil
 from dreamfleet.replay.store import Store
 
 INDEX_BYTES_PER_ITEM = 8
-PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4 + 1
+PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 from dreamfleet.replay.items import SLACK, Items
 from dreamfleet.replay.selectors import Prioritized
 from dreamfleet.replay.store import Ints, Piece, Store
+from dreamfleet.replay.sumtree import Floats
+
+_UNKNOWN = np.nan
+_NO_ITEM = -1
 
 
 class Priorities:
@@ -27,14 +31,13 @@ class Priorities:
         positions = store.slots * store.steps
         # Zeroed pages take memory only once they are written.
         self._values = np.zeros(positions, np.float32)
-        self._known = np.zeros(positions, np.bool_)
         self._numbers = np.zeros(positions, np.int64)
         self._any_known = False
         self._caught_up = 0
 
     def index_bytes(self, chunks: int) -> int:
         """Memory used with that many chunks."""
-        each = self._values.itemsize + self._known.itemsize + self._numbers.itemsize
+        each = self._values.itemsize + self._numbers.itemsize
         return chunks * self._store.steps * each + sum(s.nbytes for s in self._selectors)
 
     def started(self, slots: Ints, indices: Ints, first: int) -> None:
@@ -44,9 +47,9 @@ class Priorities:
 
     def created(self, slot: int) -> None:
         """A chunk begins in a slot that another may have used before."""
-        start = slot * self._store.steps
-        self._known[start : start + self._store.steps] = False
-        self._numbers[start : start + self._store.steps] = -1
+        chunk = slice(slot * self._store.steps, (slot + 1) * self._store.steps)
+        self._values[chunk] = _UNKNOWN
+        self._numbers[chunk] = _NO_ITEM
 
     def catch_up(self, items: Items) -> None:
         """Give items that are new since the last draw the priorities that their steps have."""
@@ -60,13 +63,12 @@ class Priorities:
             slots, indices = self._store.walk(
                 np.repeat(slots[:, None], self._length, 1), indices[:, None] + ahead
             )
-            positions = slots * self._store.steps + indices
-            known = self._known[positions]
-            told = known.any(1)
+            steps = self._values[slots * self._store.steps + indices]
+            told = ~np.isnan(steps).all(1)
             if told.any():
-                steps = np.where(known, self._values[positions], np.nan).astype(np.float64)
                 for selector in self._selectors:
-                    selector.prioritize(numbers[told], steps[told], items.low, items.high)
+                    known = _filled(steps[told], selector.initial)
+                    selector.prioritize(numbers[told], known, items.low, items.high)
 
     def update(self, runs: list[Piece], values: NDArray[np.float32], low: int, high: int) -> None:
         """Set the priorities of runs of steps, and of every living item that holds one."""
@@ -75,19 +77,21 @@ class Priorities:
         for run in here:
             start = run.slot * self._store.steps + run.start
             self._values[start : start + run.size] = values[run.at : run.at + run.size]
-            self._known[start : start + run.size] = True
-        numbers, windows = [], []
         reach = self._length - 1
-        for run in here:
-            span = self._store.span(run.slot, run.start, reach, run.size - 1 + reach)
-            if len(span) < self._length:
-                continue
-            steps = np.where(self._known[span], self._values[span], np.nan).astype(np.float64)
-            items = self._numbers[span[: len(span) - reach]]
-            alive = (items >= low) & (items < high)
-            numbers.append(items[alive])
-            windows.append(sliding_window_view(steps, self._length)[alive])
-        if numbers:
-            # An item that two runs share comes twice, with the same value both times.
-            for selector in self._selectors:
-                selector.prioritize(np.concatenate(numbers), np.concatenate(windows), low, high)
+        spans = [self._store.span(run.slot, run.start, reach, run.size - 1 + reach) for run in here]
+        if sum(map(len, spans)) < self._length:
+            return
+        positions = np.concatenate(spans)
+        numbers = self._numbers[positions]
+        # No item starts so late in a span that it would reach into the span that comes next here.
+        for end in np.cumsum([len(span) for span in spans]).tolist():
+            numbers[max(0, end - reach) : end] = _NO_ITEM
+        steps = self._values[positions]
+        # An item that two runs share comes twice, with the same value both times.
+        for selector in self._selectors:
+            windows = sliding_window_view(_filled(steps, selector.initial), self._length)
+            selector.prioritize(numbers[: len(windows)], windows, low, high)
+
+
+def _filled(steps: NDArray[np.float32], initial: float) -> Floats:
+    return np.where(np.isnan(steps), initial, steps.astype(np.float64))

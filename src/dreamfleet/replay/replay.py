@@ -13,22 +13,24 @@ from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay import directory as directories
+from dreamfleet.replay import extra
 from dreamfleet.replay import forecast as forecasts
-from dreamfleet.replay import journal as journals
+from dreamfleet.replay.annotations import annotate
 from dreamfleet.replay.checks import (
     check_flags,
     check_rows,
+    check_steps,
     stored_steps,
     stream_names,
     update_values,
 )
-from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.chunkfile import StreamId
 from dreamfleet.replay.directory import DirectoryLock
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
 from dreamfleet.replay.forecast import Forecast
 from dreamfleet.replay.journal import Journal, Source
 from dreamfleet.replay.readers import Readers
-from dreamfleet.replay.reopen import adopt, restore
+from dreamfleet.replay.reopen import restore
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
@@ -114,14 +116,14 @@ class Replay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, step: Mapping[str, Any], stream: Stream = 0) -> int:
+    def add(self, step: Mapping[str, Any], stream: StreamId = 0) -> int:
         """Add one step; see `add_batch`."""
         return self.add_batch({k: np.asarray(v)[None] for k, v in step.items()}, [stream])
 
     def add_batch(
         self,
         steps: Mapping[str, Any],
-        streams: Sequence[Stream] | NDArray[Any],
+        streams: Sequence[StreamId] | NDArray[Any],
         source: Source | None = None,
         seq: int | None = None,
     ) -> int:
@@ -186,7 +188,7 @@ class Replay:
             data = table.store.gather(pieces, batch, self.length)
         finally:
             self._readers.leave()
-        _annotate(data)
+        annotate(data)
         return data
 
     def update(self, data: Mapping[str, Any]) -> int:
@@ -227,39 +229,22 @@ class Replay:
     def load_directory(self, directory: str | Path) -> int:
         """Copy the steps of another run's replay in, as extra data; returns how many.
 
-        The other directory is only read and may be in use. Loading it again adds the
-        chunks it has begun since; what came into a chunk that was loaded before stays behind.
+        The other directory is only read and may be in use. Loading it again adds what is new.
         """
         path = Path(directory)
-        header = journals.read_committed(path) if path.is_dir() else None
-        if header is None:
-            raise ReplayError(f"{path} is not a replay directory: it has no journal.")
-        name, committed = header
-        source = b"load:" + name
         with self._lock:
             self._check_open()
             if self.directory and path.resolve() == self.directory.resolve():
                 raise ReplayError(f"{path} is the replay's own directory: it is loaded already.")
-            newest = self._journal.newest(source)
-            if newest is not None and committed <= newest:
+            other = extra.look(path, self._journal)
+            self.skipped_files |= other.skipped
+            if not other.found:
                 return 0
-            found, skipped, _ = directories.scan(path, name)
-            self.skipped_files |= skipped
-            if not found:
-                return 0
-            info = found[0].info
             if self._table is None:
+                info = other.found[0].info
                 self.chunk = info.steps
                 self._table = self._make_table(info.schema, info.steps)
-            store = self._table.store
-            if (info.schema, info.steps) != (store.schema, store.steps):
-                raise SchemaError(
-                    f"The steps in {path} do not fit: "
-                    f"{store.schema.describe_difference(info.schema) or 'same keys'}; chunks of "
-                    f"{info.steps} steps, here {store.steps}. Load it into a new replay, which "
-                    "takes over its keys and chunks."
-                )
-            added = adopt(self._table, found, committed, source, committed)
+            added = extra.adopt(self._table, other)
             self._warn()
             return added
 
@@ -364,7 +349,7 @@ class Replay:
         )
         return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
 
-    def _table_for(self, arrays: Mapping[str, NDArray[Any]], names: list[Stream]) -> Table:
+    def _table_for(self, arrays: Mapping[str, NDArray[Any]], names: list[StreamId]) -> Table:
         """The table, made from the first steps; raises if these steps do not fit it."""
         table = self._table
         if table is None:
@@ -374,23 +359,7 @@ class Replay:
             table.chains.lookup(names)
             self._warn()
             return table
-        columns = table.store.schema.columns
-        count = len(names)
-        if len(columns) != len(arrays) or not all(
-            (array := arrays.get(c.name)) is not None
-            and array.shape == (count, *c.shape)
-            and array.dtype == c.dtype
-            for c in columns
-        ):
-            check_rows(arrays, count)
-            schema = Schema.of(arrays)
-            if schema == table.store.schema:
-                return table  # Only the order of bytes differs, and writing converts it.
-            difference = table.store.schema.describe_difference(schema)
-            raise SchemaError(
-                f"These steps differ from those in the replay: {difference}. Use a new directory "
-                "for steps with other keys, dtypes or shapes."
-            )
+        check_steps(table.store.schema, arrays, len(names))
         return table
 
     def _make_table(self, schema: Schema, steps: int, found: int = 0) -> Table:
@@ -418,7 +387,7 @@ class Replay:
             if journal.is_new:
                 journal.identify(info.run)
             self._table = self._make_table(info.schema, info.steps, len(contents.found))
-            self.skipped_files |= restore(self._table, contents.found, contents.damaged)
+            self.skipped_files |= restore(self._table, contents.found)
             self._warn()
         if journal.is_new:
             journal.begin(0)
@@ -438,12 +407,3 @@ class Replay:
     def _unlock(self) -> None:
         if self._directory_lock:
             self._directory_lock.release()
-
-
-def _annotate(data: dict[str, NDArray[Any]]) -> None:
-    """A sequence begins with a first step, and an episode cut short ends where the next begins."""
-    first, last = data.get("is_first"), data.get("is_last")
-    if first is not None:
-        if last is not None:
-            last[:, :-1] |= first[:, 1:]
-        first[:, 0] = True

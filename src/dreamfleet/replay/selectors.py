@@ -184,14 +184,16 @@ class Prioritized(SimpleSelector):
             self._tree.set(numbers % self._size, 0.0)
 
     def prioritize(self, numbers: Ints, steps: Floats, low: int, high: int) -> None:
-        """Set living items from the priorities of their steps, `[item, step]`.
-
-        A step that was never updated is given as NaN.
-        """
+        """Set items from the priorities of their steps, `[item, step]`; those that are not living
+        are passed over."""
         self._catch_up(low, high)
-        known = np.where(np.isnan(steps), self.initial, steps)
-        mixed = self.max_fraction * known.max(1) + (1 - self.max_fraction) * known.mean(1)
-        self._tree.set(numbers % self._size, mixed**self.exponent)
+        mixed = np.zeros(len(steps))
+        if self.max_fraction > 0:
+            mixed += self.max_fraction * steps.max(1)
+        if self.max_fraction < 1:
+            mixed += (1 - self.max_fraction) * steps.mean(1)
+        living = (numbers >= low) & (numbers < high)
+        self._tree.set(numbers[living] % self._size, mixed[living] ** self.exponent)
 
     def _catch_up(self, low: int, high: int) -> None:
         """Clear items that left and give new ones the initial priority.

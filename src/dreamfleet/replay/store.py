@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dreamfleet.replay import chunkfile
 from dreamfleet.replay.arena import Arena
 from dreamfleet.replay.buffers import BufferPool
-from dreamfleet.replay.chunkfile import ChunkInfo, Stream
+from dreamfleet.replay.chunkfile import ChunkInfo, StreamId
 from dreamfleet.replay.errors import ReplayError, StorageFullError
 from dreamfleet.replay.prefault import Prefault
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
@@ -55,7 +55,6 @@ class Store:
         self._arena = Arena(self.chunk_bytes, self.slots)
         base = chunkfile.header_bytes(schema)
         starts, _ = schema.offsets(steps)
-        self._first_column = base + min(starts.values(), default=0)
         self.ticks = self._arena.column(base, np.dtype(np.int64), steps)
         self.columns = {
             column.name: self._arena.column(
@@ -63,11 +62,8 @@ class Store:
             )
             for column in schema.columns
         }
-        self._prefault = Prefault(
-            self._arena,
-            [(base + starts[column.name], column.row_bytes) for column in schema.columns],
-            steps,
-        )
+        self._places = [(base + starts[c.name], c.row_bytes) for c in schema.columns]
+        self._prefault = Prefault(self._arena, self._places, steps)
         self.ids = np.zeros((self.slots, 16), np.uint8)
         self.next = np.full(self.slots, _NONE, np.int64)
         self.previous = np.full(self.slots, _NONE, np.int64)
@@ -90,11 +86,18 @@ class Store:
         """Memory used beside the steps themselves."""
         return int(self.ids.nbytes + 3 * self.next.nbytes)
 
-    def create(self, stream: Stream | None, previous: int) -> int:
+    def create(self, stream: StreamId | None, previous: int) -> int:
         """A new, empty chunk; where there is no room, `StorageFullError` and nothing changes."""
         before = self.ids[previous].tobytes() if previous >= 0 else None
         chunk = uuid.uuid4().bytes
-        return self._make(ChunkInfo(chunk, self.run, before, stream, self.steps, self.schema))
+        slot = self._make(ChunkInfo(chunk, self.run, before, stream, self.steps, self.schema))
+        if self.directory is not None:
+            # A chunk that is being written has nothing to read: the kernel would clear megabytes
+            # for the first step of each column. Once it is full, sequences are read from it.
+            self._arena.read_ahead(slot, False)
+            if previous >= 0:
+                self._arena.read_ahead(previous, True)
+        return slot
 
     def attach(self, path: Path, info: ChunkInfo) -> int:
         """Map a chunk file that exists. Raises `OSError`."""
@@ -107,17 +110,20 @@ class Store:
         self._occupy(slot, info.id)
         return slot
 
-    def copy(self, path: Path, info: ChunkInfo) -> int:
-        """A chunk with the steps of another run's file, still without ticks."""
+    def copy(self, path: Path, info: ChunkInfo, first: int, stop: int) -> int:
+        """Rows of another run's file in a chunk of the same id, which is made unless it is here;
+        still without ticks."""
         before = info.previous if info.previous in self.slot_of else None
         mine = ChunkInfo(info.id, self.run, before, None, self.steps, self.schema)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            slot = self._make(mine)
+            here = self.slot_of.get(info.id)
+            slot = self._make(mine) if here is None else here
             try:
-                self._read_columns(fd, slot, path)
+                self._read_rows(fd, slot, first, stop, path)
             except BaseException:
-                self.release([slot])
+                if here is None:
+                    self.release([slot])
                 raise
         finally:
             os.close(fd)
@@ -163,12 +169,24 @@ class Store:
 
     def walk(self, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
         """The slot and index that lie `offsets` steps after the start of `slots`."""
-        over = offsets >= self.steps
-        while over.any():
-            slots = np.where(over, self.next[slots], slots)
-            offsets = np.where(over, offsets - self.steps, offsets)
-            over = offsets >= self.steps
-        return slots, offsets
+        if not (offsets >= self.steps).any():
+            return slots, offsets
+        hops = offsets // self.steps
+        far = np.flatnonzero(hops)
+        # Each chain of chunks is followed once, however many of the offsets lie along it.
+        origins, which = np.unique(slots.reshape(-1)[far], return_inverse=True)
+        distance = hops.reshape(-1)[far]
+        longest = np.zeros(len(origins), np.int64)
+        np.maximum.at(longest, which, distance)
+        path = []
+        for slot, count in zip(origins.tolist(), longest.tolist(), strict=True):
+            for _ in range(count):
+                slot = int(self.next[slot])
+                path.append(slot)
+        ends = np.cumsum(longest)
+        slots = slots.copy()
+        slots.reshape(-1)[far] = np.array(path)[(ends - longest)[which] + distance - 1]
+        return slots, offsets - hops * self.steps
 
     def write(
         self, slots: Ints, indices: Ints, arrays: Mapping[str, NDArray[Any]], first_tick: int
@@ -269,14 +287,15 @@ class Store:
         self._occupy(slot, info.id)
         return slot
 
-    def _read_columns(self, fd: int, slot: int, path: Path) -> None:
-        rest = self._arena.bytes(slot)[self._first_column :]
-        done = 0
-        while done < len(rest):
-            count = os.preadv(fd, [rest[done:].data], self._first_column + done)
-            if count == 0:
-                raise ReplayError(f"{path} became shorter while it was read: load it again.")
-            done += count
+    def _read_rows(self, fd: int, slot: int, first: int, stop: int, path: Path) -> None:
+        chunk = self._arena.bytes(slot)
+        for start, row in self._places:
+            at, end = start + first * row, start + stop * row
+            while at < end:
+                count = os.preadv(fd, [chunk[at:end].data], at)
+                if count == 0:
+                    raise ReplayError(f"{path} became shorter while it was read: load it again.")
+                at += count
 
     def _map(self, slot: int, fd: int) -> None:
         try:

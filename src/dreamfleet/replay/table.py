@@ -8,7 +8,7 @@ and only then does anything old leave.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.replay.chains import Chains, Places
-from dreamfleet.replay.chunkfile import Stream
+from dreamfleet.replay.chunkfile import StreamId
 from dreamfleet.replay.errors import StorageFullError
 from dreamfleet.replay.items import SLACK, Items
 from dreamfleet.replay.journal import Journal, Source
@@ -85,7 +85,7 @@ class Table:
     def append(
         self,
         arrays: Mapping[str, NDArray[Any]],
-        streams: list[Stream],
+        streams: list[StreamId],
         source: Source | None,
         seq: int | None,
     ) -> None:
@@ -121,21 +121,26 @@ class Table:
         numbers = range(self.items.low, self.items.high)
         return self.items.low + bisect_right(numbers, tick, key=self.completed_at)
 
-    def take_in_chains(self, chains: list[tuple[list[int], Stream | None]]) -> None:
+    def take_in_chains(
+        self,
+        chains: Collection[tuple[list[int], StreamId | None]],
+        grown: Mapping[int, list[int]] | None = None,
+    ) -> None:
         """Number the items of chains found on disk, in the order they were completed.
 
-        A chain is given as its slots, with the stream that will continue it, if any.
+        A chain is given as its slots, with the stream that will continue it, if any; one that was
+        here already and has `grown` as its number, with the slots it got.
         """
+        if self.priorities:
+            for slots in [*(slots for slots, _ in chains), *(grown or {}).values()]:
+                for slot in slots:
+                    self.priorities.created(slot)
         parts = [self.chains.restore(chain, stream) for chain, stream in chains]
+        parts += [self.chains.found(chain) for chain in grown or {}]
         if parts:
             starts = np.concatenate([start for start, _ in parts])
             order = np.argsort(np.concatenate([tick for _, tick in parts]), kind="stable")
-            slots, indices = np.divmod(starts[order], self.store.steps)
-            if self.priorities:
-                for chain, _ in chains:
-                    for slot in chain:
-                        self.priorities.created(slot)
-            self._push(slots, indices, np.zeros(0, np.int64))
+            self._push(*np.divmod(starts[order], self.store.steps), np.zeros(0, np.int64))
             self._sweep(self._patience)
             self._shrink()
 

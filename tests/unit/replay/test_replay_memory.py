@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from dreamfleet.replay import Replay
+from dreamfleet.replay.buffers import BufferPool
 from dreamfleet.replay.prefault import AHEAD
 
 WIDE = 4096
@@ -86,3 +88,56 @@ def test_thousands_of_chunks_need_no_open_files(tmp_path: Path) -> None:
         fill(replay, 1500)
         assert replay.stats()["chunks"] == 1500
         assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+
+
+def flags(part: str) -> dict[str, set[str]]:
+    """What the kernel was told about each mapping whose line in smaps holds `part`, by line."""
+    found, line = {}, ""
+    for text in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", text):
+            line = text
+        elif text.startswith("VmFlags:") and part in line:
+            found[line] = set(text.split()[1:])
+    return found
+
+
+@LINUX
+def test_nothing_is_read_ahead_into_a_chunk_that_is_being_written(tmp_path: Path) -> None:
+    """The kernel would clear megabytes for the first step; a full chunk is there to be read."""
+    with Replay(5, 1000, tmp_path, chunk=8) as replay:
+        fill(replay, 20)
+        told = flags(str(tmp_path / ""))
+        chunks = {line: "rr" in flag for line, flag in told.items() if ".chunk" in line}
+        assert sorted(chunks.values()) == [False, False, True]
+    with Replay(5, 1000, tmp_path) as replay:
+        told = flags(str(tmp_path / ""))
+        assert not any("rr" in flag for line, flag in told.items() if ".chunk" in line)
+
+
+@LINUX
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without large pages"
+)
+def test_large_pages_are_asked_for_in_memory() -> None:
+    before = set(flags(""))
+    with Replay(5, 1000, chunk=64) as replay:
+        fill(replay, 200)
+        writable = {line: f for line, f in flags("").items() if line not in before and "wr" in f}
+        size = replay._table.store.chunk_bytes  # type: ignore[union-attr]
+        advised = [line for line, flag in writable.items() if "hg" in flag]
+        assert sum(_bytes(line) for line in advised) == 4 * size
+
+
+def _bytes(line: str) -> int:
+    first, last = line.split()[0].split("-")
+    return int(last, 16) - int(first, 16)
+
+
+def test_the_pool_forgets_sizes_that_nobody_asks_for() -> None:
+    pool = BufferPool()
+    dtype = np.dtype(np.uint8)
+    first = pool.take((1 << 20,), dtype).ctypes.data
+    for more in range(100):
+        pool.take(((1 << 20) + more,), dtype)
+        assert pool.take((1 << 20,), dtype).ctypes.data == first, "what is in use stays"
+    assert len(pool._buffers) == 32

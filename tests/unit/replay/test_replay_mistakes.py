@@ -141,3 +141,17 @@ def test_updates_that_would_be_cut_are_refused() -> None:
         with pytest.raises(SchemaError, match="would be cut to int32"):
             replay.update({"stepid": stepid, "n": np.array([[2.7]])})
         assert replay.update({"stepid": stepid, "n": np.array([[2]])}) == 1
+
+
+def test_an_update_of_steps_that_were_not_written_yet_is_skipped() -> None:
+    """A stepid that is ahead of its stream names a place in a chunk, and nothing in it."""
+    with Replay(2, 100, chunk=8) as replay:
+        for tag in range(4):
+            replay.add(step(tag))
+        stepid = replay.sample(1, "eval")["stepid"].copy()
+        stepid[..., 16:] = np.array([3, 4], ">u4").view(np.uint8).reshape(1, 2, 4)
+        states = np.full((1, 2, 2, 2), -1, np.float32)
+        assert replay.update({"stepid": stepid, "state": states}) == 0
+        assert replay.stats()["skipped_updates"] == 2
+        replay.add(step(4))
+        assert (replay.sample(50, "eval")["state"] >= 0).all()

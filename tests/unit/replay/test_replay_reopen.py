@@ -12,7 +12,7 @@ import pytest
 from replay_history import History, add, open_replay
 from replay_model import all_items, batch, step
 
-from dreamfleet.replay import Fifo, Replay, ReplayError, SchemaError, StorageFullError, reopen
+from dreamfleet.replay import Fifo, Replay, ReplayError, SchemaError, StorageFullError, extra
 from dreamfleet.replay.journal import Journal
 
 
@@ -138,21 +138,21 @@ def test_a_smaller_max_bytes_than_open_streams_need(tmp_path: Path) -> None:
         assert all_items(replay) == [(3, 13), (4, 14), (5, 15)]
 
 
-@pytest.mark.parametrize("moment", ["_read_ticks", "_copied"])
+@pytest.mark.parametrize("moment", ["_read_ticks", "_copy"])
 def test_a_run_that_lets_chunks_go_while_they_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     with Replay(1, 100, tmp_path, chunk=4) as other:
         other.add_batch(*tags(range(40)))
-        original = getattr(reopen, moment)
+        original = getattr(extra, moment)
 
         def evict_first(*arguments: Any) -> Any:
-            monkeypatch.setattr(reopen, moment, original)
+            monkeypatch.setattr(extra, moment, original)
             other.add_batch(*tags(range(40, 120)))
             return original(*arguments)
 
         with Replay(1, 100, selector=Fifo()) as replay:
-            monkeypatch.setattr(reopen, moment, evict_first)
+            monkeypatch.setattr(extra, moment, evict_first)
             replay.load_directory(tmp_path)
             assert all_items(replay) == [(tag,) for tag in range(20, 40)]
             assert replay.stats()["chunks"] == 5
@@ -205,3 +205,166 @@ def test_streams_that_ended_leave_with_their_items() -> None:
         # A stream that comes back starts a chain anew, and mixes with nothing.
         replay.add_batch(batch([step(k, 0) for k in range(3)]), [0] * 3)
         assert all_items(replay)[-3:] == [(8998, 8999), (0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("journal", ["kept", "lost"])
+def test_the_newest_chunk_of_one_stream_is_gone_and_others_wrote_later(
+    tmp_path: Path, journal: str
+) -> None:
+    """No file is torn and the newest tick is there: only the gap in the ticks tells."""
+    with Replay(3, 1000, tmp_path, chunk=5) as replay:
+        for tag in range(8):
+            replay.add_batch(batch([step(tag, 0), step(100 + tag, 1)]), [0, 1])
+        for tag in range(108, 120):
+            replay.add(step(tag, 1), 1)
+    holding(tmp_path, 7).unlink()
+    if journal == "lost":
+        (tmp_path / "journal").unlink()
+    for tag, after in ((8, 120), (12, 124)):
+        with Replay(3, 1000, tmp_path, selector=Fifo()) as replay:
+            for more in range(4):
+                replay.add_batch(batch([step(tag + more, 0), step(after + more, 1)]), [0, 1])
+            items = all_items(replay)
+            assert all((np.diff(item) == 1).all() for item in items)
+            # The other stream went on all the time, and the first does again where it is whole.
+            assert (after - 2, after - 1, after) in items
+            assert ((tag - 2, tag - 1, tag) in items) == (tag == 12)
+
+
+def test_a_stream_that_paused_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """What others evicted meanwhile is no gap."""
+    with Replay(3, 50, tmp_path, chunk=5, selector=Fifo()) as replay:
+        replay.add_batch(*tags(range(2)))
+        for tag in range(1000, 1200):
+            replay.add(step(tag, 1), 1)
+    with Replay(3, 50, tmp_path, selector=Fifo()) as replay:
+        replay.add(step(2))
+        assert all_items(replay)[-1] == (0, 1, 2)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_loading_again_brings_what_is_new(tmp_path: Path, on_disk: bool, restart: bool) -> None:
+    """Rows of a chunk that is here already, chunks that continue it, and streams that are new."""
+    history, mine = History(), tmp_path / "mine" if on_disk else None
+    reader = Replay(5, 1000, mine, chunk=8, selector=Fifo())
+    with open_replay(tmp_path / "other") as other:
+        for number in range(40):
+            steps, streams = history.batch(number)
+            added = other.add_batch(steps, streams)
+            before = reader.stats()["steps"]
+            loaded = reader.load_directory(other.directory or "")
+            assert reader.stats()["steps"] == before + loaded
+            assert loaded >= added or loaded == 0, "short streams wait until they are an item"
+            assert (all_items(reader) if len(reader) else []) == history.items(number + 1)
+            assert reader.load_directory(other.directory or "") == 0
+            if restart and on_disk:
+                reader.close()
+                reader = Replay(5, 1000, mine, selector=Fifo())
+        assert reader.stats()["chunks"] == other.stats()["chunks"], "none was copied twice"
+    assert len(history.items(40)) > 100
+    reader.close()
+
+
+def test_loading_again_when_the_copy_has_left(tmp_path: Path) -> None:
+    """The chunk that grew makes room for the ones that continue it, and comes back whole."""
+    with (
+        Replay(2, 1000, tmp_path, chunk=16) as other,
+        Replay(2, 1000, chunk=16, max_bytes=3 * BYTES, selector=Fifo()) as replay,
+    ):
+        other.add_batch(*tags(range(10)))
+        replay.load_directory(tmp_path)
+        for tag in range(1000, 1020):
+            replay.add(step(tag, 1), 1)
+        other.add_batch(*tags(range(10, 20)))
+        replay.load_directory(tmp_path)
+        assert all_items(replay)[-19:] == [(tag, tag + 1) for tag in range(19)]
+
+
+def test_loading_again_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Replay(1, 100, tmp_path / "other", chunk=4) as other:
+        other.add_batch(*tags(range(6)))
+        replay = Replay(1, 100, tmp_path / "mine", chunk=4, selector=Fifo())
+        replay.load_directory(tmp_path / "other")
+        other.add_batch(*tags(range(6, 10)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "commit", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                replay.load_directory(tmp_path / "other")
+        assert all_items(replay) == [(tag,) for tag in range(6)]
+        for tag in range(1000, 1010):
+            replay.add(step(tag, 1), 1)
+        replay.close()
+    with Replay(1, 100, tmp_path / "mine", selector=Fifo()) as replay:
+        mine = [(tag,) for tag in range(1000, 1010)]
+        assert all_items(replay) == [*((tag,) for tag in range(6)), *mine]
+        assert replay.load_directory(tmp_path / "other") == 4
+        assert all_items(replay)[16:] == [(tag,) for tag in range(6, 10)]
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_batch_that_crosses_many_chunks_follows_each_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice the steps are twice the work, also when all of them are of one stream."""
+    work = []
+    for count in (4000, 8000):
+        with Replay(3, 10**5, chunk=4) as replay:
+            replay.add(step(0))
+            table = replay._table
+            assert table is not None
+            follow = _Counted(table.store.next)
+            monkeypatch.setattr(table.store, "next", follow)
+            replay.add_batch(*tags(range(1, count)))
+            work.append(follow.read)
+            monkeypatch.undo()
+    assert work[1] < 2.2 * work[0]
+
+
+class _Counted:
+    """An array that counts how many of its elements were read."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.read = array, 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = self.array[key]
+        self.read += np.size(found)
+        return found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.array[key] = value
+
+
+@pytest.mark.parametrize("tick", [0, 2], ids=["cleared", "older"])
+def test_a_chunk_that_lost_its_end_is_not_followed_by_the_next(tmp_path: Path, tick: int) -> None:
+    with Replay(3, 1000, tmp_path, chunk=5) as replay:
+        replay.add_batch(*tags(range(15)))
+    path = holding(tmp_path, 6)
+    data = path.read_bytes()
+    eighth = data.index(np.int64(8).tobytes(), 4096)
+    path.write_bytes(data[:eighth] + np.int64(tick).tobytes() + data[eighth + 8 :])
+    with Replay(3, 1000, tmp_path, selector=Fifo()) as replay:
+        starts = [*range(5), *range(10, 13)]
+        assert all_items(replay) == [tuple(range(start, start + 3)) for start in starts]
+
+
+def test_the_original_of_a_copied_directory_as_extra_data(tmp_path: Path) -> None:
+    """Chunks of the same name on both sides, which have gone different ways since."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    with Replay(2, 100, other, chunk=4) as original:
+        original.add_batch(*tags(range(6)))
+        original.sync()
+        shutil.copytree(other, mine)
+        original.add_batch(*tags(range(6, 10)))
+        with Replay(2, 100, mine, selector=Fifo()) as replay:
+            replay.load_directory(other)
+            replay.add_batch(*tags(range(1000, 1002)))
+            items = all_items(replay)
+            assert (5, 1000) in items, "the stream goes on with its own steps"
+            assert all(b - a == 1 for a, b in items if (a, b) != (5, 1000))

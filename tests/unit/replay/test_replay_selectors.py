@@ -157,7 +157,7 @@ def test_sum_tree_against_a_list(changes: tuple[int, list[tuple[int, float]]], a
 
 def test_sum_tree_of_millions() -> None:
     tree = SumTree(3_000_000)
-    leaves = np.array([0, 127, 128, 16_384, 2_097_152, 2_999_999])
+    leaves = np.array([0, 255, 256, 65_536, 2_097_152, 2_999_999])
     tree.set(leaves, np.arange(1.0, 7.0))
     drawn = tree.draw(np.random.default_rng(0).random(DRAWS))
     found = np.array([(drawn == leaf).mean() for leaf in leaves])
@@ -209,6 +209,15 @@ def test_one_priority_reaches_every_item_with_the_step_and_no_other() -> None:
     expected = [] if start <= 12 <= start + 2 else [10, 11, 12]
     left = drawn_starts(replay)
     assert (np.flatnonzero(left).tolist() == expected) or (not expected and (left > 0).all())
+
+
+def test_steps_updated_together_do_not_reach_items_of_each_other() -> None:
+    replay = filled(Prioritized(exponent=1.0, initial=0.0, max_fraction=1.0))
+    stepids = steps_by_tag(replay)
+    replay.update({"stepid": stepids[13][None], "priority": np.ones(1)})
+    both = np.stack([stepids[5], stepids[15]])
+    replay.update({"stepid": both, "priority": np.ones(2)})
+    assert np.flatnonzero(drawn_starts(replay)).tolist() == [3, 4, 5, 11, 12, 13, 14, 15]
 
 
 def test_priorities_of_a_reused_slot_do_not_leak() -> None:
@@ -271,3 +280,13 @@ def test_zero_on_sample_counts_online_sequences() -> None:
         replay.add(step(tag))
     assert replay.sample(1)["tag"].tolist() == [[1, 2]], "the one online sequence"
     assert replay.sample(1)["tag"].tolist() == [[0, 1]], "the one that is left"
+
+
+def test_rounding_never_leads_beyond_the_last_weight() -> None:
+    """The sum of a block and the last of its running sums differ in the last bits."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        tree, weights = SumTree(512), rng.random(512)
+        weights[[0, 256]] = weights[200:256] = weights[400:] = 0
+        tree.set(np.arange(512), weights)
+        assert tree.draw(np.array([np.nextafter(1.0, 0.0)])).tolist() == [399]

@@ -1,0 +1,204 @@
+"""Another run's chunk files as extra data: copied in, and never appended to by this run.
+
+The other run may go on meanwhile. Loading it again brings what is new: rows that came into a chunk
+which is here already, and the chunks that continue it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.replay import chunkfile
+from dreamfleet.replay.chunkfile import StreamId
+from dreamfleet.replay.directory import Found, scan
+from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
+from dreamfleet.replay.journal import Journal, Source, read_committed
+from dreamfleet.replay.links import NO_TICKS, Ticks, linked, oldest_kept, valid
+from dreamfleet.replay.store import Store
+from dreamfleet.replay.table import Table
+
+
+class _Chunk(NamedTuple):
+    """A chunk of the other run, with the ticks that its steps have there."""
+
+    found: Found
+    ticks: Ticks
+
+    @property
+    def id(self) -> bytes:
+        return self.found.info.id
+
+
+class _Copy(NamedTuple):
+    """Rows of it, from `first` on, that were copied to a slot here; all of them if it is new."""
+
+    chunk: _Chunk
+    slot: int
+    first: int
+
+
+class Other(NamedTuple):
+    """What another run's directory holds that may be new here."""
+
+    path: Path
+    source: Source
+    committed: int
+    found: list[Found]
+    skipped: dict[str, str]
+
+
+def look(path: Path, journal: Journal) -> Other:
+    """Look into another run's directory; nothing is found if nothing came in since last time."""
+    header = read_committed(path) if path.is_dir() else None
+    if header is None:
+        raise ReplayError(f"{path} is not a replay directory: it has no journal.")
+    run, committed = header
+    source = b"load:" + run
+    newest = journal.newest(source)
+    if newest is not None and committed <= newest:
+        return Other(path, source, committed, [], {})
+    return Other(path, source, committed, *scan(path, run))
+
+
+def adopt(table: Table, other: Other) -> int:
+    """Copy what is new of another run's committed steps; how many that is."""
+    store, journal = table.store, table.journal
+    _check_fits(store, other)
+    wanted = [
+        chunk
+        for chunk in _newest(other, table.length, table.items.capacity)
+        if chunk.id not in store.slot_of or _grew(table, chunk)
+    ]
+    if table.max_bytes is not None and len(wanted) * store.chunk_bytes > table.max_bytes:
+        raise StorageFullError(
+            f"The extra data needs {len(wanted) * store.chunk_bytes:,} bytes, more than "
+            f"max_bytes={table.max_bytes:,}: raise max_bytes, or lower the replay's capacity."
+        )
+
+    def missing(gone: NDArray[np.bool_] | None) -> int:
+        """Chunks to make: those not here, and those that would have to go to make room."""
+        slots = [store.slot_of.get(chunk.id) for chunk in wanted]
+        return sum(
+            slot is None or (gone is not None and bool(gone[table.chains.closed_at(slot)]))
+            for slot in slots
+        )
+
+    table.make_room(missing)
+    copies: list[_Copy] = []
+    last = -1
+    try:
+        for chunk in wanted:
+            _copy(table, chunk, copies)
+        last = journal.committed + sum(len(c.chunk.ticks) - c.first for c in copies)
+        # New ticks in the old order: to this replay the steps are as old as their arrival.
+        order = np.argsort(np.concatenate([NO_TICKS, *(c.chunk.ticks[c.first :] for c in copies)]))
+        ticks = np.empty(len(order), np.int64)
+        ticks[order] = np.arange(journal.committed + 1, last + 1)
+        start = 0
+        for copy in copies:
+            count = len(copy.chunk.ticks) - copy.first
+            store.ticks[copy.slot, copy.first : copy.first + count] = ticks[start : start + count]
+            start += count
+        journal.stage(other.source, other.committed, last)
+        journal.commit(last)
+    finally:
+        # Also when interrupted: what is committed is taken in, what is not leaves no trace.
+        if journal.committed == last:
+            _take_in(table, copies)
+        else:
+            for copy in copies:
+                rows = np.arange(copy.first, len(copy.chunk.ticks))
+                store.erase(np.full_like(rows, copy.slot), rows)
+            store.release(copy.slot for copy in copies if not copy.first)
+            journal.forget_uncommitted()
+    return len(order)
+
+
+def _take_in(table: Table, copies: list[_Copy]) -> None:
+    """Chunks that continue a chain here lengthen it, the others are chains of their own."""
+    store = table.store
+    for chunk, slot, _ in copies:
+        store.lengths[slot] = len(chunk.ticks)
+    new = {chunk.id: (chunk, slot) for chunk, slot, first in copies if not first}
+    grown: dict[int, list[int]] = {
+        table.chains.closed_at(slot): [] for _, slot, first in copies if first
+    }
+    sizes = {name: len(chunk.ticks) for name, (chunk, _) in new.items()}
+    previous = {name: chunk.found.info.previous for name, (chunk, _) in new.items()}
+    chains: list[tuple[list[int], StreamId | None]] = []
+    for chain in linked(previous, sizes, store.steps):
+        slots = [new[name][1] for name in chain]
+        before = store.slot_of.get(previous[chain[0]] or b"", -1)
+        longer = table.chains.lengthen(before, slots)
+        if longer is None:
+            chains.append((slots, None))
+        else:
+            grown[longer] = slots
+    table.take_in_chains(chains, grown)
+
+
+def _check_fits(store: Store, other: Other) -> None:
+    info = other.found[0].info
+    if (info.schema, info.steps) != (store.schema, store.steps):
+        raise SchemaError(
+            f"The steps in {other.path} do not fit: "
+            f"{store.schema.describe_difference(info.schema) or 'same keys'}; chunks of "
+            f"{info.steps} steps, here {store.steps}. Load it into a new replay, which takes over "
+            "its keys and chunks."
+        )
+
+
+def _grew(table: Table, chunk: _Chunk) -> bool:
+    """Whether it has more steps than its copy here."""
+    slot = table.store.slot_of[chunk.id]
+    return len(chunk.ticks) > table.store.lengths[slot] and table.chains.closed_at(slot) >= 0
+
+
+def _copy(table: Table, chunk: _Chunk, copies: list[_Copy]) -> None:
+    """Copy rows, unless the other run has let the chunk go meanwhile."""
+    store, stop = table.store, len(chunk.ticks)
+    here = store.slot_of.get(chunk.id)
+    first = 0 if here is None else int(store.lengths[here])
+    try:
+        slot = store.copy(chunk.found.path, chunk.found.info, first, stop)
+    except FileNotFoundError:
+        return
+    copies.append(_Copy(chunk, slot, first))
+
+
+def _newest(other: Other, length: int, capacity: int) -> list[_Chunk]:
+    """The chunks that the newest `capacity` items lie in; copying more would be for nothing."""
+    chunks = {}
+    for item in other.found:
+        try:
+            ticks = _read_ticks(item)
+        except FileNotFoundError:
+            continue  # The other run let it go meanwhile, as it is older than all it keeps.
+        ticks = ticks[: valid(ticks, other.committed)]
+        if len(ticks):
+            chunks[item.info.id] = _Chunk(item, ticks)
+    steps = other.found[0].info.steps
+    sizes = {name: len(chunk.ticks) for name, chunk in chunks.items()}
+    chains = linked({name: c.found.info.previous for name, c in chunks.items()}, sizes, steps)
+    ticks_of = [np.concatenate([chunks[name].ticks for name in chain]) for chain in chains]
+    oldest = oldest_kept(ticks_of, length, capacity)
+    wanted = []
+    for chain, ticks in zip(chains, ticks_of, strict=True):
+        completed = ticks[length - 1 :]
+        first = int(np.searchsorted(completed, oldest))
+        if first < len(completed):
+            wanted += [chunks[name] for name in chain[first // steps :]]
+    return wanted
+
+
+def _read_ticks(found: Found) -> Ticks:
+    with found.path.open("rb") as file:
+        file.seek(chunkfile.header_bytes(found.info.schema))
+        ticks = np.fromfile(file, np.int64, found.info.steps)
+    if len(ticks) < found.info.steps:
+        raise ReplayError(f"{found.path} became shorter while it was read: load it again.")
+    return ticks
