@@ -339,3 +339,32 @@ class _Counted:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.array[key] = value
+
+
+@pytest.mark.parametrize("tick", [0, 2], ids=["cleared", "older"])
+def test_a_chunk_that_lost_its_end_is_not_followed_by_the_next(tmp_path: Path, tick: int) -> None:
+    with Replay(3, 1000, tmp_path, chunk=5) as replay:
+        replay.add_batch(*tags(range(15)))
+    path = holding(tmp_path, 6)
+    data = path.read_bytes()
+    eighth = data.index(np.int64(8).tobytes(), 4096)
+    path.write_bytes(data[:eighth] + np.int64(tick).tobytes() + data[eighth + 8 :])
+    with Replay(3, 1000, tmp_path, selector=Fifo()) as replay:
+        starts = [*range(5), *range(10, 13)]
+        assert all_items(replay) == [tuple(range(start, start + 3)) for start in starts]
+
+
+def test_the_original_of_a_copied_directory_as_extra_data(tmp_path: Path) -> None:
+    """Chunks of the same name on both sides, which have gone different ways since."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    with Replay(2, 100, other, chunk=4) as original:
+        original.add_batch(*tags(range(6)))
+        original.sync()
+        shutil.copytree(other, mine)
+        original.add_batch(*tags(range(6, 10)))
+        with Replay(2, 100, mine, selector=Fifo()) as replay:
+            replay.load_directory(other)
+            replay.add_batch(*tags(range(1000, 1002)))
+            items = all_items(replay)
+            assert (5, 1000) in items, "the stream goes on with its own steps"
+            assert all(b - a == 1 for a, b in items if (a, b) != (5, 1000))

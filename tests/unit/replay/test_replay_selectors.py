@@ -211,6 +211,15 @@ def test_one_priority_reaches_every_item_with_the_step_and_no_other() -> None:
     assert (np.flatnonzero(left).tolist() == expected) or (not expected and (left > 0).all())
 
 
+def test_steps_updated_together_do_not_reach_items_of_each_other() -> None:
+    replay = filled(Prioritized(exponent=1.0, initial=0.0, max_fraction=1.0))
+    stepids = steps_by_tag(replay)
+    replay.update({"stepid": stepids[13][None], "priority": np.ones(1)})
+    both = np.stack([stepids[5], stepids[15]])
+    replay.update({"stepid": both, "priority": np.ones(2)})
+    assert np.flatnonzero(drawn_starts(replay)).tolist() == [3, 4, 5, 11, 12, 13, 14, 15]
+
+
 def test_priorities_of_a_reused_slot_do_not_leak() -> None:
     replay = Replay(2, 6, chunk=2, selector=Prioritized(exponent=1.0), online=False)
     for tag in range(200):
@@ -271,3 +280,13 @@ def test_zero_on_sample_counts_online_sequences() -> None:
         replay.add(step(tag))
     assert replay.sample(1)["tag"].tolist() == [[1, 2]], "the one online sequence"
     assert replay.sample(1)["tag"].tolist() == [[0, 1]], "the one that is left"
+
+
+def test_rounding_never_leads_beyond_the_last_weight() -> None:
+    """The sum of a block and the last of its running sums differ in the last bits."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        tree, weights = SumTree(512), rng.random(512)
+        weights[[0, 256]] = weights[200:256] = weights[400:] = 0
+        tree.set(np.arange(512), weights)
+        assert tree.draw(np.array([np.nextafter(1.0, 0.0)])).tolist() == [399]
