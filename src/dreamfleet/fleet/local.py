@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import cloudpickle
 
+from dreamfleet.agent.allocator import allocator_environment
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.process import Process
 from dreamfleet.fleet.status import StatusLine
@@ -58,7 +60,8 @@ def combined(
     args.logdir.mkdir(parents=True, exist_ok=True)
     _write(args.logdir / "config.json", args.to_json())
     logs = args.logdir / "logs"
-    processes = [Process("agent", partial(parallel_agent, _packed(make_agent), args), logs)]
+    train = partial(parallel_agent, _packed(make_agent), args)
+    processes = [Process("agent", train, logs, allocator_environment(os.environ))]
     if not args.remote_envs:
         processes += _env_processes(make_env_train, make_env_eval, args)
     if not args.remote_replay:
