@@ -104,6 +104,7 @@ def test_training_lowers_the_loss() -> None:
     assert int(metrics["opt/updates"]) == 40
 
 
+@pytest.mark.timeout(900)  # the one optimised program among these tests takes longest to compile
 def test_optimised_programs_compute_what_plain_ones_do() -> None:
     """All other tests compile without most optimisations; real runs compile with them."""
 
