@@ -64,7 +64,8 @@ class ImageStages:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """Chunks run side by side: numpy lets go of the interpreter while it computes."""
-    count = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = min(_MOST_THREADS, cores or 1)
     return ThreadPoolExecutor(count, thread_name_prefix="encode-images")
 
 
@@ -127,9 +128,8 @@ class _Stage:
             offset = shift // cells * width + shift % cells
             patches[shift] = flat[:, offset : offset + length]
         product = _workspace("product", 4, self._outputs, length)
-        np.matmul(
-            self._kernel, patches.reshape(-1, length), out=product.reshape(4 * self._outputs, length)
-        )
+        out = product.reshape(-1, length)
+        np.matmul(self._kernel, patches.reshape(-1, length), out=out)
         result = _workspace("result", self._outputs, flat.shape[1])
         self._activate(product, result[:, :length])
         grid = result.reshape(self._outputs, count, height, width)

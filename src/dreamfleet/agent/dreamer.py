@@ -21,7 +21,7 @@ from dreamfleet.agent.acting_numpy import NumpyActor, use_one_blas_thread
 from dreamfleet.agent.api import Arrays, Carry, Flat, Mode
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.agent.errors import NonFiniteError
-from dreamfleet.agent.execution import Placement, Program, enable_cache
+from dreamfleet.agent.execution import COMPILE_QUICKLY, Placement, Program, enable_cache
 from dreamfleet.agent.handover import HandOver, Snapshot
 from dreamfleet.agent.keys import FLAGS, action_keys, observation_keys
 from dreamfleet.agent.learning import TrainState, init_state, train_step
@@ -82,6 +82,7 @@ class Dreamer:
         self._report_program = Program(
             "report",
             functools.partial(report_step, config=config),
+            COMPILE_QUICKLY if place.platform == "cpu" else None,
             in_shardings=(state, batch, batch),
             out_shardings=(batch, whole, whole),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ def enable_cache(folder: str) -> None:
     settings.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+# For CPU programs that run so rarely that compiling is most of what they cost.
+COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 @dataclass(frozen=True)
 class Placement:
     """The training devices as a mesh, and the acting device."""
@@ -53,6 +57,11 @@ class Placement:
     @property
     def count(self) -> int:
         return int(self.mesh.size)
+
+    @property
+    def platform(self) -> str:
+        """Of the training devices."""
+        return str(self.mesh.devices.flat[0].platform)
 
     @property
     def batch(self) -> NamedSharding:
@@ -111,8 +120,15 @@ def _devices(platform: str) -> list[jax.Device]:
 class Program:
     """A function compiled ahead of time, once for each combination of argument shapes."""
 
-    def __init__(self, name: str, function: Callable[..., Any], **jit_options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        compiler_options: Mapping[str, Any] | None = None,
+        **jit_options: Any,
+    ) -> None:
         self._name = name
+        self._options = dict(compiler_options or {})
         self._jit = jax.jit(function, **jit_options)
         self._compiled: dict[Any, Any] = {}
         self._lock = threading.Lock()
@@ -130,6 +146,6 @@ class Program:
             if key not in self._compiled:
                 logger.info("Compiling %s", self._name)
                 start = time.perf_counter()
-                self._compiled[key] = self._jit.lower(*args).compile()
+                self._compiled[key] = self._jit.lower(*args).compile(self._options)
                 logger.info("Compiled %s in %.1f s", self._name, time.perf_counter() - start)
             return self._compiled[key]

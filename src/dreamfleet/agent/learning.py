@@ -142,7 +142,7 @@ def train_step(
         "opt/grad_norm": grad_norm,
         "opt/grad_rms": tree_rms(grads),
         "opt/update_rms": tree_rms(updates),
-        "opt/param_rms": tree_rms(nets),
+        "opt/param_rms": tree_rms(state.nets),
         "opt/updates": new.updates,
     }
     states = result.world.observed.state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import cloudpickle
 
+from dreamfleet.agent.allocator import allocator_environment
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.process import Process
 from dreamfleet.fleet.serial import RoleThread, serial_log
@@ -63,7 +65,8 @@ def combined(
     args.logdir.mkdir(parents=True, exist_ok=True)
     _write(args.logdir / "config.json", args.to_json())
     logs = args.logdir / "logs"
-    processes = [member("agent", partial(parallel_agent, _packed(make_agent, args), args), logs)]
+    train = partial(parallel_agent, _packed(make_agent, args), args)
+    processes = [member("agent", train, logs, allocator_environment(os.environ))]
     if not args.remote_envs and not args.offline:
         processes += _env_processes(make_env_train, make_env_eval, args)
     if not args.remote_replay:
