@@ -72,13 +72,15 @@ class Space:
         above = array < self.high if self.discrete else array <= self.high
         return bool(np.all(array >= self.low) and np.all(above))
 
-    def sample(self, rng: np.random.Generator) -> NDArray[Any]:
-        """A uniform draw; unbounded sides are drawn from a standard normal."""
+    def sample(self, rng: np.random.Generator, count: int | None = None) -> NDArray[Any]:
+        """A uniform draw, or `count` of them along a leading axis; unbounded sides are drawn from
+        a standard normal."""
+        shape = self.shape if count is None else (count, *self.shape)
         if self.discrete:
-            return np.asarray(rng.integers(self.low, self.high), self.dtype).reshape(self.shape)
+            return np.asarray(rng.integers(self.low, self.high, shape), self.dtype)
         finite = np.isfinite(self.low) & np.isfinite(self.high)
         low, high = np.where(finite, self.low, 0.0), np.where(finite, self.high, 1.0)
-        draw = np.where(finite, rng.uniform(low, high), rng.normal(size=self.shape))
+        draw = np.where(finite, rng.uniform(low, high, shape), rng.normal(size=shape))
         return np.clip(draw, self.low, self.high).astype(self.dtype)
 
     def __eq__(self, other: object) -> bool:

@@ -28,12 +28,12 @@ def steps_before_training(config: RunConfig) -> int:
 @pytest.mark.parametrize(
     ("ratio", "sizes"),
     [
-        (1.0, {"batch_size": 2, "batch_length": 4, "report_length": 4, "steps": 3000}),
-        (32.0, {"batch_size": 4, "batch_length": 16, "report_length": 16, "steps": 1500}),
+        (1.0, {"batch_size": 2, "steps": 4000}),
+        (32.0, {"batch_size": 4, "steps": 1500}),
     ],
 )
 def test_the_train_ratio_is_held(tmp_path: Path, ratio: float, sizes: dict[str, int]) -> None:
-    config = small_run(tmp_path, train_ratio=ratio, **sizes)
+    config = small_run(tmp_path, train_ratio=ratio, batch_length=16, **sizes)
     combined(**parts(config), args=config)
     snapshot = saved(tmp_path)
     trained = snapshot.parts["run"]["updates"] * config.batch_size * config.batch_length
@@ -118,7 +118,7 @@ def test_the_actor_does_not_act_before_the_checkpoint_is_restored(tmp_path: Path
 
 
 def test_videos_and_what_the_run_did_are_written_down(tmp_path: Path) -> None:
-    config = small_run(tmp_path, report_every=0.1, eval_envs=1, train_ratio=8.0)
+    config = small_run(tmp_path, report_every=0.02, eval_envs=1, train_ratio=8.0)
     fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
     combined(**fleet, args=config)
     films = list((tmp_path / "media" / "episode-video-image").iterdir())
@@ -151,7 +151,7 @@ def test_videos_and_what_the_run_did_are_written_down(tmp_path: Path) -> None:
 
 
 def test_a_run_writes_only_to_the_outputs_it_was_told(tmp_path: Path) -> None:
-    config = small_run(tmp_path, steps=100, outputs=("media",), report_every=0.1)
+    config = small_run(tmp_path, outputs=("media",))
     combined(**parts(config), args=config)
     assert (tmp_path / "media").exists()
     assert not (tmp_path / "metrics.jsonl").exists()

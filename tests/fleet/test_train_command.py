@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fleet_parts import rows
 
 from dreamfleet.checkpoint import Checkpoint
 
@@ -82,6 +83,12 @@ def test_dreamer_trains_and_goes_on(tmp_path: Path) -> None:
     (first, first_updates), (second, second_updates) = steps
     assert 100 <= first < 150 <= second
     assert 0 < first_updates < second_updates
+    # Everything was compiled before, once in each run, and the actor's parameters became newer.
+    log = (tmp_path / "logs" / "agent.log").read_text()
+    assert log.count("Compiling train") == log.count("Compiling report") == 2
+    metrics = rows(tmp_path / "metrics.jsonl")
+    behind = [key["actor/policy/updates_behind"] for key in metrics if "learner/updates" in key]
+    assert behind[-1] < second_updates
     for name in ("config.json", "metrics.jsonl", "scores.jsonl", "replay", "logs/agent.log"):
         assert (tmp_path / name).exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,7 @@ def train(
     config = with_settings(config, parse_settings(settings), parse_settings(env_options))
     if eval_episodes < 0:
         raise ConfigError(f"--eval-episodes={eval_episodes} is negative: use 0 for none.")
+    _check_outputs(config)
     preflight(config, partial(environment, config))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     with announced(config.logdir), live(config.logdir) as progress:
@@ -149,6 +151,15 @@ def _configure(preset: str, given: Mapping[str, object]) -> RunConfig:
         name = str(chosen.get("task", base.task)).replace(":", "-").replace("/", "-")
         chosen["logdir"] = Path("runs") / name
     return dataclasses.replace(base, **chosen)  # type: ignore[arg-type]
+
+
+def _check_outputs(config: RunConfig) -> None:
+    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if name in config.outputs and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"The output {name!r} needs a package that is not installed: "
+                f"pip install 'dreamfleet[{name}]'"
+            )
 
 
 def _evaluation(scores: list[float]) -> str:

@@ -83,11 +83,14 @@ def test_actions_in_a_batch_equal_actions_alone(tmp_path: Path) -> None:
     values = rng.normal(size=(20, 5))
     together, _, _ = acting(Summing(), tmp_path)
     alone, _, _ = acting(Summing(), tmp_path)
+    sums = np.zeros(5)
     for row in values:
         batch = rng.permutation(5)[: rng.integers(1, 6)]
         actions, _ = together.work(observations(batch.tolist(), row[batch]))
         one_by_one = [alone.work(observations([n], [row[n]]))[0]["action"] for n in batch]
         assert actions["action"].tolist() == np.concatenate(one_by_one).tolist()
+        sums[batch] = 0.5 * sums[batch] + row[batch]  # and both remember each environment
+        np.testing.assert_allclose(actions["action"], np.sin(sums[batch]), rtol=1e-6)
 
 
 def test_training_and_evaluation_rows_of_a_batch_get_their_own_mode_in_place(

@@ -36,7 +36,7 @@ class MediaOutput:
 
     def _save(self, key: str, name: str, data: bytes) -> None:
         # One flat directory a key, whatever an agent or an environment calls it.
-        folder = self._directory / re.sub(r"[^\w.=-]+", "-", key).strip(".")
+        folder = self._directory / (re.sub(r"[^\w.=-]+", "-", key).strip(".-") or "unnamed")
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{name}"
         with temporary.open("wb") as file:

@@ -1,0 +1,44 @@
+"""`dreamfleet train` with what a person may add to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.cli import main
+
+
+def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path) -> None:
+    # An episode of the dummy takes 100 steps and scores 10; only the target ends this run.
+    command = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
+    command += ["--launcher", "serial", "--task", "bundled:dummy", "--agent", "random"]
+    command += ["--steps", "0", "--target-score", "10", "--eval-episodes", "2", "--envs", "2"]
+    command += ["--logdir", str(tmp_path), "--outputs", "jsonl", "--log-every", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Evaluation: mean score 10, standard error 0, 2 episodes" in done.stdout
+    assert f"Results: {tmp_path}" in done.stdout.replace("\n", "")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["serial.log"]
+    assert not (tmp_path / "media").exists()
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert snapshot.step >= 20 * 100
+
+
+def test_an_output_that_is_not_installed_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
+    )
+    logdir = tmp_path / "run"
+    code = main(["train", "--task", "bundled:dummy", "--logdir", str(logdir), "--outputs", "wandb"])
+    assert code == 1
+    assert "pip install 'dreamfleet[wandb]'" in capsys.readouterr().err.replace("\n", " ")
+    assert not logdir.exists()
