@@ -2,12 +2,25 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from dreamfleet import Space
+from dreamfleet.agent import RandomAgent
+from dreamfleet.blueprint import BLUEPRINT, Blueprint
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.config import RunConfig
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def example(word: str) -> str:
+    """The one that shows this."""
+    (found,) = (text for text in EXAMPLES if word in text)
+    return found
 
 
 def experience() -> dict[str, object]:
@@ -28,7 +41,7 @@ def experience() -> dict[str, object]:
 
 def test_the_call_returns_what_the_method_does() -> None:
     names = experience()
-    exec(EXAMPLES[0], names)
+    exec(example("Server("), names)
     assert names["result"].tolist() == [2.0, 3.0]
 
 
@@ -36,16 +49,27 @@ def test_the_replay_gives_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     names = experience()
     # The README adds one batch; a sequence has 65 steps.
-    code = EXAMPLES[1].replace("replay.add_batch", "for _ in range(70): replay.add_batch")
+    code = example("Replay(").replace("replay.add_batch", "for _ in range(70): replay.add_batch")
     exec(code, names)
     assert names["batch"]["vector"].shape == (16, 65, 3)
 
 
 def test_the_agent_acts() -> None:
     names = experience()
-    exec(EXAMPLES[2], names)
+    exec(example("Dreamer("), names)
     assert names["action"]["action"].shape == (1,)
 
 
+def test_the_policy_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    agent = RandomAgent({"vector": Space(np.float32, 4)}, {"action": Space(np.int32, (), 0, 2)})
+    described = Blueprint.of(agent, RunConfig(agent="random")).save()
+    folder = tmp_path / "runs" / "gym-CartPole-v1" / "ckpt" / "agent"
+    Checkpoint(folder).save({"agent": agent.save(), BLUEPRINT: described}, step=5)
+    names: dict[str, Any] = {"observation": np.zeros(4, np.float32)}
+    exec(example("Policy.load"), names)
+    assert names["action"]["action"].shape == ()
+
+
 def test_every_example_is_run() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4

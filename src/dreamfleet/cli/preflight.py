@@ -45,7 +45,7 @@ def check_directory(config: RunConfig) -> None:
         ("agent", there.agent, config.agent),
         ("dreamer.model", there.dreamer.model, config.dreamer.model),
     ):
-        if theirs != ours:
+        if theirs != ours and (name != "dreamer.model" or config.agent == "dreamer"):
             # Whole models would be a paragraph.
             told = f"{theirs}, not {ours}" if name != "dreamer.model" else "another size"
             raise ConfigError(

@@ -61,7 +61,7 @@ def check_prefill(config: RunConfig) -> None:
         for name, there, here in (
             ("task", theirs.task, config.task),
             ("agent", theirs.agent, config.agent),
-            ("dreamer.model", theirs.dreamer.model, config.dreamer.model),
+            ("dreamer.model", state_shapes(theirs), state_shapes(config)),
         ):
             if there != here:
                 raise ConfigError(

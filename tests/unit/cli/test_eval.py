@@ -67,6 +67,44 @@ def test_every_return_and_their_mean_are_told(
     assert json.loads(path.read_text())["returns"] != result["returns"]
 
 
+SEEDED = """
+import gymnasium
+import numpy as np
+
+
+class Seeded(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.score = float(self.np_random.integers(10**6))
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), self.score, True, False, {}
+"""
+
+
+def test_every_episode_has_a_seed_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the actions are, the score of this environment is a number of its seed."""
+    (tmp_path / "seeded_envs.py").write_text(SEEDED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "result.json"
+    run = trained(tmp_path / "run", "seeded_envs:Seeded")
+    found = []
+    for seed in ("0", "0", "1"):
+        command = ["eval", str(run), "--episodes", "20", "--json", str(path), "--seed", seed]
+        assert main(command) == 0
+        found.append(json.loads(path.read_text())["returns"])
+    assert len(set(found[0])) == 20
+    assert found[1] == found[0]
+    assert not set(found[2]) & set(found[0])
+
+
 def test_the_first_episode_is_filmed(tmp_path: Path) -> None:
     video, path = tmp_path / "play.mp4", tmp_path / "result.json"
     run = trained(tmp_path / "run")

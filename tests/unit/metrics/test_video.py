@@ -22,7 +22,8 @@ def test_a_video_of_odd_grey_frames_can_be_written(tmp_path: Path) -> None:
 
 def test_an_error_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     def frames():
-        yield np.zeros((8, 8, 3), np.uint8)
+        while not list(tmp_path.iterdir()):  # until the encoder has begun its file
+            yield np.zeros((8, 8, 3), np.uint8)
         yield np.zeros((8, 9, 3), np.uint8)
 
     with pytest.raises(MetricsError, match=r"follows one of \(8, 8, 3\)"):
