@@ -99,7 +99,12 @@ class RunConfig:
     on_failure: Literal["restart", "stop"] = "restart"
     """Whether a process that fails is started again, or ends the run."""
     max_restarts: int = 10
-    """Restarts of one process after which the run gives up."""
+    """Restarts of one process within `restart_window` after which the run gives up."""
+    restart_window: float = 3600.0
+    """Seconds after which a restart is forgotten, so that a long run survives rare failures."""
+    env_timeout: float = 300.0
+    """Seconds an environment may take to start or to step before it counts as hung, is killed and
+    started again; 0 for as long as it likes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logdir", Path(self.logdir))
@@ -109,12 +114,25 @@ class RunConfig:
         for name in ("report_length", "report_batches", "replay_capacity", "replay_chunk"):
             value = getattr(self, name)
             _require(value >= 1, f"{name}={value} is too small: it is at least 1.")
-        for name in ("steps", "duration", "eval_envs", "actor_wait", "report_every", "save_every"):
+        for name in (
+            "steps",
+            "duration",
+            "eval_envs",
+            "actor_wait",
+            "report_every",
+            "save_every",
+            "env_timeout",
+        ):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value} is negative: use 0 or more.")
+        _require(
+            self.env_timeout >= 0, f"env_timeout={self.env_timeout} is negative: use 0 or more."
+        )
         _require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} is negative.")
         _require(self.log_every > 0, f"log_every={self.log_every} has to be positive.")
-        _require(self.episode_timeout > 0, "episode_timeout has to be positive.")
+        for name in ("episode_timeout", "restart_window"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name}={value} has to be positive.")
         _require(math.isfinite(self.train_ratio), f"train_ratio={self.train_ratio} is not finite.")
         _require(
             self.report_length <= self.batch_length,

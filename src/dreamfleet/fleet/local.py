@@ -72,8 +72,9 @@ def combined(
         processes.append(Process("replay", function, logs, _ONE_THREAD))
     serve_metrics = partial(parallel_logger, _packed(make_logger), args)
     processes.append(Process("logger", serve_metrics, logs, _ONE_THREAD))
-    with StatusLine(args, say) as status:
-        _supervisor(processes, args, say).run(status.show, args.log_every)
+    supervisor = _supervisor(processes, args, say)
+    with StatusLine(args, say, lambda: supervisor.away) as status:
+        supervisor.run(status.show, args.log_every)
 
 
 def parallel_envs(
@@ -89,6 +90,7 @@ def _supervisor(processes: list[Process], args: RunConfig, say: Say) -> Supervis
         processes,
         on_failure=args.on_failure,
         max_restarts=args.max_restarts,
+        restart_window=args.restart_window,
         duration=args.duration,
         say=say,
     )

@@ -17,9 +17,11 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.roles.carries import Carries
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.waiting import actor_waits
 from dreamfleet.transport import BatchServer, Client, Future
 
 _HAND_OVER_SECONDS = 60.0
+_REPLAY_BACKLOG = 8
 _LOGGED = ("reward", "is_first", "is_last", "is_terminal")
 
 
@@ -41,7 +43,7 @@ def parallel_actor(
     progress = progress or Progress(args.steps)
     barrier.wait()
     with (
-        Client(args.replay_addr, "actor-replay", maxinflight=8) as replay,
+        Client(args.replay_addr, "actor-replay", maxinflight=_REPLAY_BACKLOG) as replay,
         Client(args.logger_addr, "actor-logger", maxinflight=32) as logger,
     ):
         acting = Acting(agent, args, progress, replay, logger)
@@ -164,8 +166,10 @@ class Acting:
     def housekeeping(self, server: BatchServer) -> None:
         """Forget environments that have gone, and tell the logger how the actor is doing."""
         with self._policy_lock:
+            silent = self._carries.silent()
             self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
+        replay = self._replay.stats()
         stats = server.stats()
         then, items, batches = self._previous
         now = time.monotonic()
@@ -177,7 +181,10 @@ class Acting:
             "actor/wait_seconds": stats["act/wait"],
             "actor/policy_seconds": stats["act/work"],
             "actor/environments": float(count),
-            **{f"actor/replay_client/{k}": v for k, v in self._replay.stats().items()},
+            **{f"actor/replay_client/{k}": v for k, v in replay.items()},
+            "actor/waiting": actor_waits(
+                self._args, silent, int(stats["act/waiting"]), replay, _REPLAY_BACKLOG
+            ),
         }
         try:
             self._logger.call("add", self._progress.step, metrics)

@@ -44,6 +44,11 @@ class Carries:
     def put(self, slots: NDArray[np.intp], carry: Carry) -> None:
         put_rows(self._rows, slots, carry)
 
+    def silent(self) -> dict[int, float]:
+        """Seconds since each environment was last heard of."""
+        now = self._clock()
+        return {envid: now - float(self._seen[slot]) for envid, slot in self._slots.items()}
+
     def evict(self, silence: float) -> int:
         """Forget environments that have been silent for so many seconds; returns how many."""
         limit = self._clock() - silence

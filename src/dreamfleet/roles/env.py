@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.base import noop
 from dreamfleet.roles.common import Factory, stop_event, unpack
+from dreamfleet.roles.watchdog import Watchdog
 from dreamfleet.transport import Client, Disconnected, RemoteError
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ def parallel_env(
 ) -> None:
     """Run one environment, or several in lock-step, until the process is asked to end.
 
+    An environment that raises ends the process, and so does one that hangs (`env_timeout`);
+    whoever supervises it starts it again.
+
     When the agent is lost, the running episodes are given up, and new ones begin as soon as it is
     back: nobody knows whether it has seen the last observations.
 
@@ -42,25 +46,37 @@ def parallel_env(
     ids = [envid] if isinstance(envid, int) else list(envid)
     stop = stop_event(on_stop=lambda: sys.exit(0))
     make = unpack(make_env)
-    envs = [make(each) for each in ids]
+    watchdog = Watchdog(args.env_timeout)
+    envs = []
+    for each in ids:
+        watchdog.pat(force=True)
+        envs.append(make(each))
+    watchdog.leave()
     rows = Rows(ids, is_eval)
     with Client(args.actor_addr, name=f"env-{ids[0]}") as client:
         try:
             client.connect(_FIRST_PATIENCE)
-            _play(envs, rows, client, stop)
+            _play(envs, rows, client, stop, watchdog)
         finally:
+            watchdog.leave()
             for env in envs:
                 with suppress(AttributeError):
                     env.close()
 
 
-def _play(envs: list[Any], rows: Rows, client: Client, stop: threading.Event) -> None:
+def _play(
+    envs: list[Any], rows: Rows, client: Client, stop: threading.Event, watchdog: Watchdog
+) -> None:
     idle = [noop({k: s for k, s in env.act_space.items() if k != "reset"}) for env in envs]
     actions: list[Any] = idle
     while not stop.is_set():
+        watchdog.pat()
         block = rows.fill([env.step(action) for env, action in zip(envs, actions, strict=True)])
         try:
-            reply = client.call_block("act", block).result()
+            answer = client.call_block("act", block)
+            while not answer.wait(watchdog.interval):
+                watchdog.pat()  # it is the agent that takes long, not the environment
+            reply = answer.result()
         except Disconnected as error:
             log.warning("The agent is away, episodes begin anew: %s", error)
             actions = idle

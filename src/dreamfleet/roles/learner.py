@@ -18,11 +18,13 @@ from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.roles.progress import Progress
-from dreamfleet.transport import Client, Closed
+from dreamfleet.transport import Client, Closed, TransportError
 
 log = logging.getLogger(__name__)
 
 _LOOK_AHEAD = 2
+_FIRST_PATIENCE = 3600.0
+_POSITION_SECONDS = 10.0
 
 
 def parallel_learner(
@@ -37,33 +39,44 @@ def parallel_learner(
         progress: Shared with the actor; None if there is none.
     """
     progress = progress or Progress(args.steps)
-    keeper = Keeper(agent, args, progress)
-    keeper.restore()
-    barrier.wait()
     with (
         Client(args.replay_addr, "learner-samples", maxinflight=_LOOK_AHEAD) as samples,
         Client(args.replay_addr, "learner-updates", maxinflight=4) as updates,
         Client(args.logger_addr, "learner-logger", maxinflight=8) as logger,
     ):
+        keeper = Keeper(agent, args, progress, updates)
+        keeper.restore()
+        barrier.wait()
         progress.when_learning_is_over(samples.close)
         Learning(agent, args, progress, keeper, updates, logger).run(samples)
         keeper.save()
 
 
 class Keeper:
-    """Saves and restores the agent, with how far the run is."""
+    """Saves and restores the agent, with how far the run is.
 
-    def __init__(self, agent: Agent, args: RunConfig, progress: Progress) -> None:
+    The manifest names the replay's position beside the agent's. Steps that came into the replay
+    after a checkpoint are still there when the agent goes back to it, so they are counted.
+    """
+
+    def __init__(self, agent: Agent, args: RunConfig, progress: Progress, replay: Client) -> None:
         self._agent, self._args, self._progress = agent, args, progress
+        self._replay = replay
         self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
+        self._position: dict[str, Any] = {}
+        self._offset = 0  # steps of the run that the replay has not counted
         self.updates = 0
 
     def restore(self) -> None:
         """The newest whole checkpoint of this run, or else what the run starts from."""
+        self._replay.connect(_FIRST_PATIENCE)
+        self._position = self._replay.position().result()
+        step = saved = 0
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
-            self._progress.restore(snapshot.step)
+            step = snapshot.step
+            saved = int(snapshot.parts["replay"]["steps"])
             self.updates = int(snapshot.parts["run"]["updates"])
             log.info("Going on from %s", snapshot.path)
         elif self._args.from_checkpoint:
@@ -72,13 +85,35 @@ class Keeper:
             state = read_checkpoint(path, ["agent"]).parts["agent"]
             self._agent.load(state, self._args.from_checkpoint_regex or None)
             log.info("Starting from %s", path)
+        since = int(self._position["steps"]) - saved
+        if since < 0:
+            log.warning(
+                "The replay holds %d steps less than this checkpoint has seen; the run goes on "
+                "without them.",
+                -since,
+            )
+        self._progress.restore(step + max(0, since))
+        self._offset = self._progress.step - int(self._position["steps"])
 
     def save(self) -> None:
+        position = self._newest_position()
+        # Not the actor's count, which holds steps that are still on their way to the replay.
+        step = self._offset + int(position["steps"])
         parts: dict[str, dict[str, Any]] = {
             "agent": self._agent.save(),
             "run": {"updates": self.updates},
+            "replay": position,
+            "logger": {"step": step},
         }
-        self._checkpoint.save(parts, step=self._progress.step)
+        self._checkpoint.save(parts, step=step)
+
+    def _newest_position(self) -> dict[str, Any]:
+        """The replay's position; the one before, if the replay is being started again."""
+        try:
+            self._position = self._replay.position().result(_POSITION_SECONDS)
+        except TransportError as error:
+            log.warning("The checkpoint names an older position of the replay: %s", error)
+        return self._position
 
 
 class Learning:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -15,6 +16,7 @@ from dreamfleet.roles.common import Factory, stop_event, unpack
 from dreamfleet.transport import Server
 
 _RECENT_EPISODES = 20
+_UNKNOWN = -1
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
@@ -48,7 +50,8 @@ class LogKeeper:
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(maxlen=_RECENT_EPISODES)
         self._newest: dict[str, float | str] = {}
-        self._step = 0
+        self._heard: dict[str, float] = {}  # when each role last reported
+        self._step = _UNKNOWN
 
     def tran(
         self,
@@ -77,21 +80,28 @@ class LogKeeper:
         """Write metrics; a negative step stands for the newest one known."""
         with self._lock:
             self._step = max(self._step, step)
+            self._heard |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
-            self._output.write(self._step, metrics)
+            if self._step != _UNKNOWN:  # a logger that was started again has yet to hear of it
+                self._output.write(self._step, metrics)
 
     def status(self) -> dict[str, Any]:
-        """How the run is doing: the step, the score of recent episodes, and the newest metrics."""
+        """How the run is doing: the step, the score of recent episodes, the newest metrics, and for
+        how many seconds each role has said nothing (`ROLE/silence`)."""
         with self._lock:
             score = float(np.mean(self._recent)) if self._recent else None
             counts = self._train.stats()
-            return {**self._newest, "step": self._step, "score": score, **counts}
+            now = time.monotonic()
+            counts |= {f"{role}/silence": now - then for role, then in self._heard.items()}
+            return {**self._newest, "step": max(0, self._step), "score": score, **counts}
 
     def write(self) -> None:
         """Write what has come together about episodes."""
         with self._lock:
             self._train.expire()
             self._eval.expire()
+            if self._step == _UNKNOWN:
+                return
             metrics = self._aggregate.result()
             metrics |= {f"episodes/{key}": value for key, value in self._train.stats().items()}
             self._output.write(self._step, metrics)
