@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.transport import Keys
 
 
 def _require(condition: bool, message: str) -> None:
@@ -59,6 +63,8 @@ class RunConfig:
     """Where the replay listens."""
     logger_addr: str = "ipc://{auto}"
     """Where the logger listens."""
+    keys: str = ""
+    """File of the run key, which tcp addresses need; made in the logdir if it is not given."""
     actor_batch: int = 0
     """Environments in a policy call; 0 or less for half of all environments."""
     actor_wait: float = 0.02
@@ -168,5 +174,20 @@ class RunConfig:
         """Steps in a stored sequence: what is trained on and the context before it."""
         return self.batch_length + self.dreamer.execution.replay_context
 
+    @cached_property
+    def run_keys(self) -> Keys | None:
+        """The run key, read from its file; None if the run has none."""
+        return Keys.load(self.keys) if self.keys else None
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunConfig:
+        """What `to_json` wrote."""
+        try:
+            return msgspec.convert(json.loads(text), cls, dec_hook=lambda kind, raw: kind(raw))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"This is not the configuration of a run: {str(error).rstrip('.')}."
+            ) from None

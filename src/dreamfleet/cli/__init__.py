@@ -20,6 +20,7 @@ from dreamfleet.errors import DreamfleetError
 
 COMMANDS = {
     "train": "train an agent",
+    "role": "run one role of a run by hand, for example on a second computer",
     "check-env": "play an environment and say what is wrong with it",
     "bench": "measure speed, side by side with peers",
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import cloudpickle
 
 from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.addresses import settled
 from dreamfleet.fleet.process import Process
 from dreamfleet.fleet.status import StatusLine
 from dreamfleet.fleet.supervisor import Say, Supervisor, silent
@@ -17,7 +18,6 @@ from dreamfleet.roles.common import Factory
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.transport import resolve
 
 # Their numpy work is small; a pool of threads each would fight over the cores.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -49,39 +49,50 @@ def combined(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
-    args = replace(
-        args,
-        actor_addr=resolve(args.actor_addr),
-        replay_addr=resolve(args.replay_addr),
-        logger_addr=resolve(args.logger_addr),
-    )
     args.logdir.mkdir(parents=True, exist_ok=True)
-    _write(args.logdir / "config.json", args.to_json())
-    logs = args.logdir / "logs"
-    processes = [Process("agent", partial(parallel_agent, _packed(make_agent), args), logs)]
-    if not args.remote_envs:
-        processes += _env_processes(make_env_train, make_env_eval, args)
-    if not args.remote_replay:
-        function = partial(
-            parallel_replay,
-            _packed(make_replay_train),
-            _packed(make_replay_eval),
-            _packed(make_stream),
-            args,
-        )
-        processes.append(Process("replay", function, logs, _ONE_THREAD))
-    serve_metrics = partial(parallel_logger, _packed(make_logger), args)
-    processes.append(Process("logger", serve_metrics, logs, _ONE_THREAD))
-    supervisor = _supervisor(processes, args, say)
-    with StatusLine(args, say, lambda: supervisor.away) as status:
-        supervisor.run(status.show, args.log_every)
+    with settled(args) as run:
+        _write(run.logdir / "config.json", run.to_json())
+        logs = run.logdir / "logs"
+        processes = [Process("agent", partial(parallel_agent, _packed(make_agent), run), logs)]
+        if not run.remote_envs:
+            processes += _env_processes(make_env_train, make_env_eval, run)
+        if not run.remote_replay:
+            function = partial(
+                parallel_replay,
+                _packed(make_replay_train),
+                _packed(make_replay_eval),
+                _packed(make_stream),
+                run,
+            )
+            processes.append(Process("replay", function, logs, _ONE_THREAD))
+        serve_metrics = partial(parallel_logger, _packed(make_logger), run)
+        processes.append(Process("logger", serve_metrics, logs, _ONE_THREAD))
+        supervisor = _supervisor(processes, run, say)
+        with StatusLine(run, say, lambda: supervisor.away) as status:
+            supervisor.run(status.show, run.log_every)
 
 
 def parallel_envs(
-    make_env_train: Factory, make_env_eval: Factory, args: RunConfig, say: Say = silent
+    make_env_train: Factory,
+    make_env_eval: Factory,
+    args: RunConfig,
+    say: Say = silent,
+    ids: range | None = None,
 ) -> None:
-    """Run all environments of a run on this machine, for an agent that is elsewhere."""
-    processes = _env_processes(make_env_train, make_env_eval, args)
+    """Run environments of a run on this machine, for an agent that is elsewhere.
+
+    Args:
+        make_env_train, make_env_eval: Called with an environment's id.
+        args: The run.
+        say: Takes lines for the person.
+        ids: Which of the run's environments; None for all.
+    """
+    processes = _env_processes(make_env_train, make_env_eval, args, ids)
+    if not processes:
+        raise ConfigError(
+            f"None of the environments asked for is one of the run's {args.all_envs}, which are "
+            "numbered from 0."
+        )
     _supervisor(processes, args, say).run()
 
 
@@ -96,16 +107,19 @@ def _supervisor(processes: list[Process], args: RunConfig, say: Say) -> Supervis
     )
 
 
-def _env_processes(make_train: Factory, make_eval: Factory, args: RunConfig) -> list[Process]:
+def _env_processes(
+    make_train: Factory, make_eval: Factory, args: RunConfig, only: range | None = None
+) -> list[Process]:
     """Training environments are numbered from 0, evaluation environments go on from there."""
+    wanted = range(args.all_envs) if only is None else only
     groups = [
-        (_packed(make_train), range(args.envs), False),
-        (_packed(make_eval), range(args.envs, args.all_envs), True),
+        (_packed(make_train), [n for n in range(args.envs) if n in wanted], False),
+        (_packed(make_eval), [n for n in range(args.envs, args.all_envs) if n in wanted], True),
     ]
     processes = []
     for make, ids, is_eval in groups:
         for start in range(0, len(ids), args.envs_per_process):
-            mine = list(ids[start : start + args.envs_per_process])
+            mine = ids[start : start + args.envs_per_process]
             function = partial(parallel_env, make, mine, args, is_eval)
             name = f"env-{mine[0]}"
             processes.append(Process(name, function, args.logdir / "logs", _ONE_THREAD))

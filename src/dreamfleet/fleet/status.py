@@ -28,7 +28,7 @@ class StatusLine:
     def __init__(self, args: RunConfig, say: Say, away: Callable[[], list[str]] = list) -> None:
         self._args, self._say, self._away = args, say, away
         self._counts: tuple[float, float] | None = None
-        self._client = Client(args.logger_addr, "status")
+        self._client = Client(args.logger_addr, "status", keys=args.run_keys)
         self._asked: Future | None = None
         self._last: tuple[float, float] | None = None
         self._begin = time.monotonic()

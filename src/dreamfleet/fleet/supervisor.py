@@ -24,6 +24,7 @@ def silent(line: str) -> None:
 
 
 _SAVE_SECONDS = 90.0
+_FAILED_SECONDS = 20.0
 _END_SECONDS = 20.0
 
 
@@ -93,13 +94,15 @@ class Supervisor:
             FleetError: A process failed, and the run ended because of it.
             KeyboardInterrupt: The person ended the run; everything is saved.
         """
+        patience = _FAILED_SECONDS
         with self._signals():
             try:
                 for process in reversed(self._processes):
                     self._start(process)
                 stopped = self._watch(tick, every)
+                patience = _SAVE_SECONDS
             finally:
-                self._end()
+                self._end(patience)
         if stopped in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
 
@@ -155,10 +158,11 @@ class Supervisor:
 
         threading.Thread(target=wait, name=f"wait-{process.name}", daemon=True).start()
 
-    def _end(self) -> None:
-        """Ask the leader first, so that it hands over and saves while the others still serve."""
+    def _end(self, patience: float) -> None:
+        """Ask the leader first, so that it hands over and saves while the others still serve. After
+        a failure one of them may be gone for good, so it is not waited for as long."""
         leader, *others = self._processes
-        _end_all([leader], _SAVE_SECONDS)
+        _end_all([leader], patience)
         roles: dict[str, list[Process]] = {}
         for process in others:
             roles.setdefault(process.name.split("-")[0], []).append(process)

@@ -20,7 +20,7 @@ from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.waiting import actor_waits
 from dreamfleet.transport import BatchServer, Client, Future
 
-_HAND_OVER_SECONDS = 60.0
+_HAND_OVER_SECONDS = {"restart": 60.0, "stop": 1.0}
 _REPLAY_BACKLOG = 8
 _LOGGED = ("reward", "is_first", "is_last", "is_terminal")
 
@@ -43,11 +43,11 @@ def parallel_actor(
     progress = progress or Progress(args.steps)
     barrier.wait()
     with (
-        Client(args.replay_addr, "actor-replay", maxinflight=_REPLAY_BACKLOG) as replay,
-        Client(args.logger_addr, "actor-logger", maxinflight=32) as logger,
+        Client(args.replay_addr, "actor-replay", _REPLAY_BACKLOG, keys=args.run_keys) as replay,
+        Client(args.logger_addr, "actor-logger", 32, keys=args.run_keys) as logger,
     ):
         acting = Acting(agent, args, progress, replay, logger)
-        server = BatchServer(args.actor_addr, "actor")
+        server = BatchServer(args.actor_addr, "actor", args.run_keys)
         server.bind(
             "act",
             acting.work,
@@ -74,6 +74,14 @@ class _Transitions:
     steps: Arrays
     logs: Arrays
 
+    def where(self, rows: NDArray[np.bool_]) -> _Transitions:
+        return _Transitions(
+            self.envids[rows],
+            self.is_eval[rows],
+            {key: value[rows] for key, value in self.steps.items()},
+            {key: value[rows] for key, value in self.logs.items()},
+        )
+
 
 class Acting:
     """The two halves of a policy call: the answer, and what follows it."""
@@ -89,12 +97,17 @@ class Acting:
         self._source = f"actor-{uuid.uuid4().hex}"
         self._sequence = 0
         self._sent: deque[Future] = deque()
+        self._unposted = 0  # batches whose actions have gone out, and whose steps have not
+        self._posted = threading.Condition()
         self._previous = (time.monotonic(), 0.0, 0.0)
 
     def work(self, obs: dict[str, Any]) -> tuple[Arrays, _Transitions]:
         """Actions for a batch of observations."""
         try:
-            return self._work(obs)
+            answer = self._work(obs)
+            with self._posted:
+                self._unposted += 1
+            return answer
         except Exception as error:
             self._progress.fail(error)
             raise ActorFailed(f"The policy failed: {error!r}.") from error
@@ -103,13 +116,18 @@ class Acting:
         envids, is_eval = obs.pop("envid"), obs.pop("is_eval")
         seen = {key: value for key, value in obs.items() if not key.startswith("log/")}
         with self._policy_lock:
+            # Of an episode whose beginning this actor has not seen it knows no state, and what came
+            # before may not be stored: nothing of it is kept, and a new one is begun.
+            missed = ~obs["is_first"] & ~self._carries.known(envids)
             if is_eval.all() or not is_eval.any():
                 actions, outs = self._policy(envids, seen, "eval" if is_eval[0] else "train")
             else:
                 actions, outs = self._mixed_policy(envids, seen, is_eval)
         logs = {k: v for k, v in obs.items() if k in _LOGGED or k.startswith("log/")}
         transitions = _Transitions(envids, is_eval, {**seen, **actions, **outs}, logs)
-        return {**actions, "reset": obs["is_last"]}, transitions
+        if missed.any():
+            transitions = transitions.where(~missed)
+        return {**actions, "reset": obs["is_last"] | missed}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
         carry, slots = self._carries.take(envids, obs["is_first"])
@@ -136,13 +154,16 @@ class Acting:
 
     def post(self, transitions: _Transitions) -> None:
         """Send a batch to replay and logger, in order. Waits when the replay lets nothing in."""
-        if self._progress.error is not None:
-            return
         try:
-            self._post(transitions)
+            if self._progress.error is None and len(transitions.envids):
+                self._post(transitions)
         except Exception as error:
             self._progress.fail(error)
             raise
+        finally:
+            with self._posted:
+                self._unposted -= 1
+                self._posted.notify_all()
 
     def _post(self, t: _Transitions) -> None:
         while self._sent and self._sent[0].done():
@@ -192,6 +213,18 @@ class Acting:
             self._progress.fail(error)
 
     def hand_over(self) -> None:
-        """Wait until replay and logger have everything."""
+        """Wait until replay and logger have everything.
+
+        The server has ended, but not necessarily what follows its batches: the replay may let
+        nothing in at the moment, or be away, and come back only if failures are mended.
+        """
+        seconds = _HAND_OVER_SECONDS["restart" if self._connected else self._args.on_failure]
+        with self._posted:
+            if not self._posted.wait_for(lambda: not self._unposted, seconds):
+                raise ActorFailed(f"{self._unposted} batches of steps could not be stored.")
         while self._sent:
-            self._sent.popleft().result(_HAND_OVER_SECONDS)
+            self._sent.popleft().result(seconds)
+
+    @property
+    def _connected(self) -> bool:
+        return bool(self._replay.stats()["connected"] and self._logger.stats()["connected"])

@@ -33,6 +33,10 @@ class Carries:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def known(self, envids: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which of these environments have a carry."""
+        return np.array([envid in self._slots for envid in envids.tolist()], bool)
+
     def take(self, envids: NDArray[Any], is_first: NDArray[Any]) -> tuple[Carry, NDArray[np.intp]]:
         """The carries of these environments, fresh where an episode begins, and their slots."""
         slots = np.array([self._slot(envid) for envid in envids.tolist()], np.intp)

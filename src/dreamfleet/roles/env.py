@@ -53,7 +53,7 @@ def parallel_env(
         envs.append(make(each))
     watchdog.leave()
     rows = Rows(ids, is_eval)
-    with Client(args.actor_addr, name=f"env-{ids[0]}") as client:
+    with Client(args.actor_addr, f"env-{ids[0]}", keys=args.run_keys) as client:
         try:
             client.connect(_FIRST_PATIENCE)
             _play(envs, rows, client, stop, watchdog)

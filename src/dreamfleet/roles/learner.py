@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_AHEAD = 2
 _FIRST_PATIENCE = 3600.0
-_POSITION_SECONDS = 10.0
+_CONNECT_SECONDS, _POSITION_SECONDS = 1.0, 10.0
 
 
 def parallel_learner(
@@ -40,9 +40,9 @@ def parallel_learner(
     """
     progress = progress or Progress(args.steps)
     with (
-        Client(args.replay_addr, "learner-samples", maxinflight=_LOOK_AHEAD) as samples,
-        Client(args.replay_addr, "learner-updates", maxinflight=4) as updates,
-        Client(args.logger_addr, "learner-logger", maxinflight=8) as logger,
+        Client(args.replay_addr, "learner-samples", _LOOK_AHEAD, keys=args.run_keys) as samples,
+        Client(args.replay_addr, "learner-updates", 4, keys=args.run_keys) as updates,
+        Client(args.logger_addr, "learner-logger", 8, keys=args.run_keys) as logger,
     ):
         keeper = Keeper(agent, args, progress, updates)
         keeper.restore()
@@ -110,6 +110,7 @@ class Keeper:
     def _newest_position(self) -> dict[str, Any]:
         """The replay's position; the one before, if the replay is being started again."""
         try:
+            self._replay.connect(_CONNECT_SECONDS)
             self._position = self._replay.position().result(_POSITION_SECONDS)
         except TransportError as error:
             log.warning("The checkpoint names an older position of the replay: %s", error)

@@ -28,7 +28,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     """
     stop = stop_event()
     keeper = LogKeeper(unpack(make_logger)(), args)
-    server = Server(args.logger_addr, "logger")
+    server = Server(args.logger_addr, "logger", keys=args.run_keys)
     server.bind("tran", keeper.tran, repeatable=True)
     server.bind("add", keeper.add, repeatable=True)
     server.bind("status", keeper.status, repeatable=True)

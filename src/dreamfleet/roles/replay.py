@@ -58,7 +58,7 @@ def parallel_replay(
         stop,
     )
     keeper.restore()
-    server = Server(args.replay_addr, "replay")
+    server = Server(args.replay_addr, "replay", keys=args.run_keys)
     # Each may wait for another, so each has a thread of its own; a single one keeps its order.
     for name in (
         "add_batch",
@@ -71,7 +71,7 @@ def parallel_replay(
     for name in ("stats", "position"):
         server.bind(name, _or_end(getattr(keeper, name)), repeatable=True)
     should_save = LocalClock(args.save_every)
-    with Client(args.logger_addr, "replay-logger", maxinflight=4) as logger, server:
+    with Client(args.logger_addr, "replay-logger", 4, keys=args.run_keys) as logger, server:
         while not stop.wait(args.log_every):
             try:
                 logger.add(-1, keeper.stats())
