@@ -98,6 +98,11 @@ class Troubled(Paced):
         return super().step(action)
 
 
+def never_made(envid: int) -> Any:
+    """An environment whose start takes for ever."""
+    sleep_for_ever()
+
+
 def sleep_for_ever() -> None:
     while True:
         time.sleep(1000)
@@ -214,6 +219,19 @@ class CountingAgent:
         self._updates = int(state["updates"])
 
 
+class SlowLearner(CountingAgent):
+    """An agent whose training step takes until a file `go` is in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._go = folder / "go"
+
+    def train(self, carry: Any, batch: Mapping[str, Any]) -> Any:
+        while not self._go.exists():
+            time.sleep(0.01)
+        return super().train(carry, batch)
+
+
 class OnceRaising(CountingAgent):
     """An agent that raises after it was saved, once in the life of a run."""
 
@@ -239,17 +257,15 @@ class OnceRaising(CountingAgent):
 class OnceBroken(Replay):
     """A replay in which a method fails, once in the life of a run."""
 
-    def __init__(self, *args: Any, mark: Path, method: str, always: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mark: Path, method: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._mark, self._always = mark, always
-        self._calls = 0
-        self._method = method
+        self._mark, self._method, self._calls = mark, method, 0
 
     def _maybe_fail(self, method: str) -> None:
         if method != self._method:
             return
         self._calls += 1
-        if self._calls > 40 and (self._always or not self._mark.exists()):
+        if self._calls > 40 and not self._mark.exists():
             self._mark.touch()
             raise RuntimeError("the disk is broken")
 
@@ -262,10 +278,8 @@ class OnceBroken(Replay):
         return super().sample(*args, **kwargs)
 
 
-def broken_replay(folder: Path, method: str, always: bool = False) -> Replay:
-    directory = folder / "replay"
-    mark = folder / "broken"
-    return OnceBroken(5, 10**6, directory, 64, mark=mark, method=method, always=always)
+def broken_replay(folder: Path, method: str) -> Replay:
+    return OnceBroken(5, 10**6, folder / "replay", 64, mark=folder / "broken", method=method)
 
 
 def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:

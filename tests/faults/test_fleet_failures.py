@@ -100,15 +100,6 @@ def test_a_replay_that_raises_ends_the_run_if_that_is_wished(tmp_path: Path) -> 
     assert left_behind() == []
 
 
-def test_a_replay_that_raises_for_ever_ends_the_run_with_its_first_error(tmp_path: Path) -> None:
-    config = small_run(tmp_path, on_failure="restart", max_restarts=1, steps=0)
-    make = partial(broken_replay, tmp_path, "add_batch", True)
-    fleet = parts(config, make_agent=CountingAgent, make_replay_train=make)
-    with pytest.raises(FleetError, match=r"(?s)replay failed again after 1 restarts.*Traceback"):
-        combined(**fleet, args=config)
-    assert left_behind() == []
-
-
 @pytest.mark.parametrize("method", ["policy", "train"])
 def test_an_agent_that_raises_goes_on_from_its_checkpoint(tmp_path: Path, method: str) -> None:
     config = small_run(tmp_path, on_failure="restart", steps=STEPS, log_every=0.2, save_every=0.1)

@@ -25,6 +25,8 @@ def why(status: Mapping[str, Any], away: Sequence[str], log_every: float) -> str
     reasons = [f"{name} has failed and is about to be started again" for name in away]
     absent = {"actor", "learner"} if "agent" in away else set()
     absent |= {"replay"} & set(away)
+    if "learner waited" in str(status.get("replay/waiting", "")):
+        absent.add("learner")  # the replay speaks for it
     for role, doing in _DOING.items():
         if role in absent:
             continue

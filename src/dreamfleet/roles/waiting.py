@@ -25,7 +25,7 @@ def actor_waits(
         replay: Statistics of the client that sends steps to the replay.
         backlog: Calls of it that may be unanswered.
     """
-    if not replay["connected"]:
+    if replay["inflight"] and not replay["connected"]:
         return f"the actor has no connection to the replay at {args.replay_addr}"
     if replay["inflight"] >= backlog:
         return f"the actor waits for the replay to take {replay['inflight']:g} batches of steps"
@@ -39,8 +39,13 @@ def actor_waits(
     if len(unheard) > observations:
         reasons.append(f"no word from {_names(unheard)} yet")
     late = {envid: age for envid, age in silent.items() if age > args.log_every}
-    if len(late) + len(unheard) > observations and late:
-        reasons.append(f"{_names(late)} did not answer for {min(late.values()):.0f} s or more")
+    # Those whose observations wait are not to blame; which ones they are is not known here.
+    absent = len(late) - max(0, observations - len(unheard))
+    if absent > 0:
+        some = "" if absent == len(late) else f"{absent} of "
+        reasons.append(
+            f"{some}{_names(late)} did not answer for {min(late.values()):.0f} s or more"
+        )
     return "; ".join(reasons)
 
 

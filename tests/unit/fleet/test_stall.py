@@ -25,3 +25,8 @@ def test_a_role_that_has_stopped_reporting_is_said_to_hang() -> None:
     )
     assert "the learner does not train" in why({}, [], 10.0)
     assert why({**FINE, "actor/silence": 30.0}, [], 10.0) == "nobody says that it waits"
+
+
+def test_the_replay_speaks_for_a_learner_that_waits_for_it() -> None:
+    status = {**FINE, "learner/silence": 99.0, "replay/waiting": "learner waited 1 s to sample."}
+    assert why(status, [], 10.0) == "learner waited 1 s to sample"

@@ -17,7 +17,8 @@ def test_nothing_when_everybody_is_heard_of() -> None:
 
 
 def test_the_replay_comes_first() -> None:
-    assert waits(silent={}, connected=0.0) == (
+    assert waits(connected=0.0) == "", "a client that has not been used yet has no connection"
+    assert waits(silent={}, connected=0.0, inflight=1.0) == (
         "the actor has no connection to the replay at tcp://127.0.0.1:1234"
     )
     assert "to take 8 batches" in waits(silent={}, inflight=8.0)
@@ -32,6 +33,10 @@ def test_environments_are_named() -> None:
 
 
 def test_observations_in_the_queue_are_not_late() -> None:
+    both = {**HEARD, 2: 14.2, 3: 14.2}
+    assert waits(silent=both, rows=1) == (
+        "1 of 2 environments (2, 3) did not answer for 14 s or more"
+    )
     assert waits(silent={**HEARD, 3: 14.2}, rows=1) == ""
 
 
