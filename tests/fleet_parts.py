@@ -27,6 +27,15 @@ def until_stopped() -> None:
     stop_event().wait()
 
 
+def note_start(role: Callable[..., Any], make: Callable[[], Any], path: Path) -> None:
+    """What a process of this role does before it serves; notes the processor's seconds so far."""
+    del role  # importing it was all that is wanted of it
+    part = make()
+    path.write_text(str(time.process_time()))
+    if close := getattr(part, "close", None):
+        close()
+
+
 def left_behind() -> list[str]:
     """Commands of the processes that this one has started and that still run, but for the helper
     that Python's multiprocessing keeps."""
@@ -133,9 +142,10 @@ class Witness:
         if not line.startswith("step ") or line.startswith("step 0"):
             return
         if self._kill:
-            self._kill = False
-            pids = processes_by_title()
-            pids[self._name].kill()
+            # Steps are counted also before every process has come up.
+            if victim := processes_by_title().get(self._name):
+                self._kill = False
+                victim.kill()
         elif self.restarts and self._name in processes_by_title():
             self._seen += 1
             if self._seen == 3:

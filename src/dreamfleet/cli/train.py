@@ -40,6 +40,12 @@ def train(
     save_every: float | None = None,
     on_failure: Literal["restart", "stop"] | None = None,
     eval_episodes: int = 10,
+    actor_addr: str | None = None,
+    replay_addr: str | None = None,
+    logger_addr: str | None = None,
+    keys: Path | None = None,
+    remote_envs: bool | None = None,
+    remote_replay: bool | None = None,
 ) -> None:
     """Train an agent with a fleet of processes. The same command again goes on where it ended.
 
@@ -64,6 +70,12 @@ def train(
         save_every: Seconds between two checkpoints.
         on_failure: Whether a process that fails is started again, or ends the run.
         eval_episodes: Episodes of the evaluation at the end; 0 for none.
+        actor_addr: Where the actor listens, such as tcp://10.0.0.5:5551; others connect to it.
+        replay_addr: Where the replay listens.
+        logger_addr: Where the logger listens.
+        keys: File of the run key, which tcp needs; made in the logdir if not given.
+        remote_envs: Leave the environments out; start them with 'dreamfleet role env'.
+        remote_replay: Leave the replay out; start it with 'dreamfleet role replay'.
     """
     given = {
         "task": task,
@@ -81,6 +93,12 @@ def train(
         "log_every": log_every,
         "save_every": save_every,
         "on_failure": on_failure,
+        "actor_addr": actor_addr,
+        "replay_addr": replay_addr,
+        "logger_addr": logger_addr,
+        "keys": None if keys is None else str(keys),
+        "remote_envs": remote_envs,
+        "remote_replay": remote_replay,
     }
     config = _configure(preset, given)
     if eval_episodes < 0:
