@@ -16,6 +16,7 @@ from fleet_parts import (
     CountingAgent,
     Paced,
     Witness,
+    dummy_with_its_id,
     left_behind,
     parts,
     rows,
@@ -23,7 +24,7 @@ from fleet_parts import (
     stored_streams,
 )
 
-from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.parallel import combined
 
 STEPS = 3000
@@ -80,3 +81,26 @@ def test_only_the_running_episodes_are_cut_short_when_a_player_is_killed(
         ends = [step[n - 1] for n in starts[1:]]
         cut = sum(end != LENGTH for end in ends)
         assert cut <= (title == "agent" or envid in (0, 1))
+
+
+def test_a_damaged_checkpoint_is_skipped_and_the_counts_go_on(tmp_path: Path) -> None:
+    def run(steps: int) -> None:
+        config = small_run(tmp_path, steps=steps, save_every=0)
+        fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+        combined(**fleet, args=config)
+
+    run(200)
+    run(400)
+    newest, older = sorted((tmp_path / "ckpt" / "agent").iterdir(), reverse=True)
+    assert read_checkpoint(older).step < 300
+    manifest = newest / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    run(600)
+    assert "It is skipped." in (tmp_path / "logs" / "agent.log").read_text()
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    found = stored_streams(tmp_path / "replay")
+    total = sum(len(stream["action"]) for stream in found.values())
+    assert 600 <= snapshot.step == total < 700
+    logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    assert logged == sorted(logged)
