@@ -139,7 +139,7 @@ class Supervisor:
         if self._on_failure == "stop":
             raise FleetError(error)
         delay = self._restarts.after(process.name, error)
-        reason = process.reason()
+        reason = process.reason() if code > 0 else ""
         self._say(
             f"{process.name} {how}{f' ({reason})' if reason else ''} and is started again in "
             f"{delay:g} s; see {process.log_file}"

@@ -18,7 +18,7 @@ from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.roles.progress import Progress
-from dreamfleet.transport import Client, Closed, TransportError
+from dreamfleet.transport import Client, Closed, Disconnected, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Keeper:
 
     def restore(self) -> None:
         """The newest whole checkpoint of this run, or else what the run starts from."""
-        self._replay.connect(_FIRST_PATIENCE)
+        self._find_replay()
         self._position = self._replay.position().result()
         step = saved = 0
         snapshot = self._checkpoint.load()
@@ -94,6 +94,17 @@ class Keeper:
             )
         self._progress.restore(step + max(0, since))
         self._offset = self._progress.step - int(self._position["steps"])
+
+    def _find_replay(self) -> None:
+        """Wait for the replay, which somebody may start later, unless the run ends before."""
+        deadline = time.monotonic() + _FIRST_PATIENCE
+        while True:
+            try:
+                self._replay.connect(_CONNECT_SECONDS)
+                return
+            except Disconnected:
+                if self._progress.finished.is_set() or time.monotonic() > deadline:
+                    raise
 
     def save(self) -> None:
         position = self._newest_position()
