@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,15 @@ EVERY_STEP = {"length": 25, "size": (8, 8)}
 def until_stopped() -> None:
     """A role that does nothing until it is asked to end."""
     stop_event().wait()
+
+
+def note_start(role: Callable[..., Any], make: Callable[[], Any], path: Path) -> None:
+    """What a process of this role does before it serves; notes the processor's seconds so far."""
+    del role  # importing it was all that is wanted of it
+    part = make()
+    path.write_text(str(time.process_time()))
+    if close := getattr(part, "close", None):
+        close()
 
 
 def left_behind() -> list[str]:
@@ -60,6 +72,100 @@ def parts(config: RunConfig, **changes: Any) -> dict[str, Any]:
 def dummy_with_its_id(envid: int) -> Any:
     """A dummy whose observations begin with its id, so that every step can be told apart."""
     return make_env("bundled:dummy", seed=envid, **EVERY_STEP)
+
+
+class Paced:
+    """A dummy that takes its time until a file `go` is in the folder, so that a run cannot be over
+    before a test has done to it what it came for."""
+
+    def __init__(self, folder: Path, envid: int) -> None:
+        self._env = dummy_with_its_id(envid)
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+        self._go, self._free = folder / "go", False
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        if not self._free:
+            self._free = self._go.exists()
+            time.sleep(0.005)
+        return self._env.step(action)
+
+
+class Troubled(Paced):
+    """One whose environment 1 gets into trouble, once in the life of a run."""
+
+    def __init__(self, folder: Path, trouble: Callable[[], Any], envid: int) -> None:
+        super().__init__(folder, envid)
+        self._mark = folder / f"trouble-{envid}"
+        self._left = 50 if envid == 1 and not self._mark.exists() else -1
+        self._trouble = trouble
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        if self._left == 0:
+            self._mark.touch()
+            self._trouble()
+        self._left -= 1
+        return super().step(action)
+
+
+def never_made(envid: int) -> Any:
+    """An environment whose start takes for ever."""
+    sleep_for_ever()
+
+
+def sleep_for_ever() -> None:
+    while True:
+        time.sleep(1000)
+
+
+def never_let_go_of_the_interpreter() -> None:
+    re.match(r"(a|aa)+$", "a" * 200 + "b")
+
+
+def complain() -> None:
+    raise RuntimeError("the pole is broken")
+
+
+class Witness:
+    """Takes the lines of a run, and acts on them while the supervisor waits for it.
+
+    Kills the process of this title once the run has made steps, if one is given; lets the run
+    go on to its end once the process `restarted` was started again and has run for some lines.
+    """
+
+    def __init__(self, folder: Path, restarted: str, kill: bool = False) -> None:
+        self._folder, self._name, self._kill = folder, restarted, kill
+        self.lines: list[str] = []
+        self._seen = 0
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        if not line.startswith("step ") or line.startswith("step 0"):
+            return
+        if self._kill:
+            # Steps are counted also before every process has come up.
+            if victim := processes_by_title().get(self._name):
+                self._kill = False
+                victim.kill()
+        elif self.restarts and self._name in processes_by_title():
+            self._seen += 1
+            if self._seen == 3:
+                (self._folder / "go").touch()
+
+    @property
+    def restarts(self) -> list[str]:
+        """Names of the processes that were started again."""
+        return [line.split()[0] for line in self.lines if "is started again" in line]
+
+
+def processes_by_title() -> dict[str, psutil.Process]:
+    """The processes of the fleet that this one runs, by role."""
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            words = " ".join(child.cmdline()).split()
+            if words[:1] == ["dreamfleet"]:
+                found[words[1]] = child
+    return found
 
 
 class Raising:
@@ -121,6 +227,69 @@ class CountingAgent:
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
         self._updates = int(state["updates"])
+
+
+class SlowLearner(CountingAgent):
+    """An agent whose training step takes until a file `go` is in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._go = folder / "go"
+
+    def train(self, carry: Any, batch: Mapping[str, Any]) -> Any:
+        while not self._go.exists():
+            time.sleep(0.01)
+        return super().train(carry, batch)
+
+
+class OnceRaising(CountingAgent):
+    """An agent that raises after it was saved, once in the life of a run."""
+
+    def __init__(self, folder: Path, method: str) -> None:
+        super().__init__()
+        self._folder, self._method = folder, method
+
+    def _maybe_fail(self, method: str) -> None:
+        mark = self._folder / "raised"
+        if method == self._method and self._updates > 20 and not mark.exists():
+            mark.touch()
+            raise RuntimeError("the agent is broken")
+
+    def policy(self, *args: Any, **kwargs: Any) -> Any:
+        self._maybe_fail("policy")
+        return super().policy(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._maybe_fail("train")
+        return super().train(*args, **kwargs)
+
+
+class OnceBroken(Replay):
+    """A replay in which a method fails, once in the life of a run."""
+
+    def __init__(self, *args: Any, mark: Path, method: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._mark, self._method, self._calls = mark, method, 0
+
+    def _maybe_fail(self, method: str) -> None:
+        if method != self._method:
+            return
+        self._calls += 1
+        if self._calls > 40 and not self._mark.exists():
+            self._mark.touch()
+            raise RuntimeError("the disk is broken")
+
+    def add_batch(self, *args: Any, **kwargs: Any) -> int:
+        self._maybe_fail("add_batch")
+        return super().add_batch(*args, **kwargs)
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        self._maybe_fail("sample")
+        return super().sample(*args, **kwargs)
+
+
+def broken_replay(folder: Path, method: str) -> Replay:
+    return OnceBroken(5, 10**6, folder / "replay", 64, mark=folder / "broken", method=method)
 
 
 def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.transport import Keys
 
 OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
 
@@ -66,6 +70,8 @@ class RunConfig:
     """Where the replay listens."""
     logger_addr: str = "ipc://{auto}"
     """Where the logger listens."""
+    keys: str = ""
+    """File of the run key, which tcp addresses need; made in the logdir if it is not given."""
     actor_batch: int = 0
     """Environments in a policy call; 0 or less for half of all environments."""
     actor_wait: float = 0.02
@@ -114,7 +120,12 @@ class RunConfig:
     on_failure: Literal["restart", "stop"] = "restart"
     """Whether a process that fails is started again, or ends the run."""
     max_restarts: int = 10
-    """Restarts of one process after which the run gives up."""
+    """Restarts of one process within `restart_window` after which the run gives up."""
+    restart_window: float = 3600.0
+    """Seconds after which a restart is forgotten, so that a long run survives rare failures."""
+    env_timeout: float = 300.0
+    """Seconds an environment may take to start or to step before it counts as hung, is killed and
+    started again; 0 for as long as it likes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logdir", Path(self.logdir))
@@ -124,12 +135,25 @@ class RunConfig:
         for name in ("report_length", "report_batches", "replay_capacity", "replay_chunk"):
             value = getattr(self, name)
             _require(value >= 1, f"{name}={value} is too small: it is at least 1.")
-        for name in ("steps", "duration", "eval_envs", "actor_wait", "report_every", "save_every"):
+        for name in (
+            "steps",
+            "duration",
+            "eval_envs",
+            "actor_wait",
+            "report_every",
+            "save_every",
+            "env_timeout",
+        ):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value} is negative: use 0 or more.")
+        _require(
+            self.env_timeout >= 0, f"env_timeout={self.env_timeout} is negative: use 0 or more."
+        )
         _require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} is negative.")
         _require(self.log_every > 0, f"log_every={self.log_every} has to be positive.")
-        _require(self.episode_timeout > 0, "episode_timeout has to be positive.")
+        for name in ("episode_timeout", "restart_window"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name}={value} has to be positive.")
         _require(math.isfinite(self.train_ratio), f"train_ratio={self.train_ratio} is not finite.")
         _require(
             self.report_length <= self.batch_length,
@@ -171,5 +195,20 @@ class RunConfig:
         """Sequences that learning may be ahead, and steps that acting may be, of `train_ratio`."""
         return 4 * self.batch_size
 
+    @cached_property
+    def run_keys(self) -> Keys | None:
+        """The run key, read from its file; None if the run has none."""
+        return Keys.load(self.keys) if self.keys else None
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunConfig:
+        """What `to_json` wrote."""
+        try:
+            return msgspec.convert(json.loads(text), cls, dec_hook=lambda kind, raw: kind(raw))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"This is not the configuration of a run: {str(error).rstrip('.')}."
+            ) from None

@@ -6,6 +6,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import pytest
 from fleet_parts import (
     CountingAgent,
     dummy_with_its_id,
@@ -50,3 +51,20 @@ def test_a_run_works_with_environments_and_replay_started_elsewhere(tmp_path: Pa
     found = stored_streams(tmp_path / "replay")
     assert sorted(found) == [0, 1, 2, 3]
     assert sum(len(stream["action"]) for stream in found.values()) >= 300
+
+
+def test_a_run_whose_replay_never_comes_says_so_and_can_be_ended(tmp_path: Path) -> None:
+    class Understood(Exception):
+        pass
+
+    def read(line: str) -> None:
+        if "the agent does not act" in line and "the replay says nothing" in line:
+            raise Understood
+
+    with tempfile.TemporaryDirectory(prefix="fleet-") as sockets:
+        config = small_run(tmp_path, remote_replay=True, replay_addr=f"ipc://{sockets}/replay")
+        with pytest.raises(Understood):
+            combined(**parts(config), args=config, say=read)
+    # The agent has ended by itself, and was not left to be killed.
+    assert "found no server" in (tmp_path / "logs" / "agent.log").read_text()
+    assert left_behind() == []

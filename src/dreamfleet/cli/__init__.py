@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
     "plot": "draw learning curves, beside published ones",
+    "role": "run one role of a run by hand, for example on a second computer",
     "check-env": "play an environment and say what is wrong with it",
     "doctor": "look over this machine, and say what it lacks",
     "bench": "measure speed, side by side with peers",

@@ -55,6 +55,12 @@ def train(
     from_checkpoint_regex: str | None = None,
     on_failure: Literal["restart", "stop"] | None = None,
     eval_episodes: int = 10,
+    actor_addr: str | None = None,
+    replay_addr: str | None = None,
+    logger_addr: str | None = None,
+    keys: Path | None = None,
+    remote_envs: bool | None = None,
+    remote_replay: bool | None = None,
     env_options: tuple[str, ...] = (),
     offline: Path | None = None,
     prefill: tuple[Path, ...] = (),
@@ -89,6 +95,12 @@ def train(
         from_checkpoint_regex: Which entries of it are taken, matched from their start.
         on_failure: Whether a process that fails is started again, or ends the run.
         eval_episodes: Episodes of the evaluation at the end; 0 for none.
+        actor_addr: Where the actor listens, such as tcp://10.0.0.5:5551; others connect to it.
+        replay_addr: Where the replay listens.
+        logger_addr: Where the logger listens.
+        keys: File of the run key, which tcp needs; made in the logdir if not given.
+        remote_envs: Leave the environments out; start them with 'dreamfleet role env'.
+        remote_replay: Leave the replay out; start it with 'dreamfleet role replay'.
         env_options: Options of the environment, such as repeat=2 size=[64,64].
         offline: Learn from the steps of this run alone; --steps then counts updates.
         prefill: Runs whose steps a new run begins with.
@@ -116,6 +128,12 @@ def train(
         "from_checkpoint": from_checkpoint,
         "from_checkpoint_regex": from_checkpoint_regex,
         "on_failure": on_failure,
+        "actor_addr": actor_addr,
+        "replay_addr": replay_addr,
+        "logger_addr": logger_addr,
+        "keys": None if keys is None else str(keys),
+        "remote_envs": remote_envs,
+        "remote_replay": remote_replay,
     }
     if offline is not None:
         theirs = find_source(offline).blueprint.config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import cloudpickle
 
 from dreamfleet.agent.allocator import allocator_environment
 from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.addresses import settled
 from dreamfleet.fleet.process import Process
 from dreamfleet.fleet.serial import RoleThread, serial_log
 from dreamfleet.fleet.status import StatusLine
@@ -20,7 +21,6 @@ from dreamfleet.roles.common import Factory
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.transport import resolve
 
 _MEMBERS: dict[str, type[Process]] = {"local": Process, "serial": RoleThread}
 # Their numpy work is small; a pool of threads each would fight over the cores.
@@ -55,40 +55,52 @@ def combined(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
-    args = replace(
-        args,
-        actor_addr=_address(args.actor_addr, args),
-        replay_addr=_address(args.replay_addr, args),
-        logger_addr=_address(args.logger_addr, args),
-    )
-    member = _MEMBERS[args.launcher]
     args.logdir.mkdir(parents=True, exist_ok=True)
-    _write(args.logdir / "config.json", args.to_json())
-    logs = args.logdir / "logs"
-    train = partial(parallel_agent, _packed(make_agent, args), args)
-    processes = [member("agent", train, logs, allocator_environment(os.environ))]
-    if not args.remote_envs and not args.offline:
-        processes += _env_processes(make_env_train, make_env_eval, args)
-    if not args.remote_replay:
-        function = partial(
-            parallel_replay,
-            _packed(make_replay_train, args),
-            _packed(make_replay_eval, args),
-            _packed(make_stream, args),
-            args,
-        )
-        processes.append(member("replay", function, logs, _ONE_THREAD))
-    serve_metrics = partial(parallel_logger, _packed(make_logger, args), args)
-    processes.append(member("logger", serve_metrics, logs, _ONE_THREAD))
-    with serial_log(args), StatusLine(args, progress or say) as status:
-        _supervisor(processes, args, say).run(status.show, args.log_every)
+    with settled(args) as run:
+        _write(run.logdir / "config.json", run.to_json())
+        logs, member = run.logdir / "logs", _MEMBERS[run.launcher]
+        train = partial(parallel_agent, _packed(make_agent, run), run)
+        processes = [member("agent", train, logs, allocator_environment(os.environ))]
+        if not run.remote_envs and not run.offline:
+            processes += _env_processes(make_env_train, make_env_eval, run)
+        if not run.remote_replay:
+            function = partial(
+                parallel_replay,
+                _packed(make_replay_train, run),
+                _packed(make_replay_eval, run),
+                _packed(make_stream, run),
+                run,
+            )
+            processes.append(member("replay", function, logs, _ONE_THREAD))
+        serve_metrics = partial(parallel_logger, _packed(make_logger, run), run)
+        processes.append(member("logger", serve_metrics, logs, _ONE_THREAD))
+        supervisor = _supervisor(processes, run, say)
+        tell = progress or say
+        with serial_log(run), StatusLine(run, tell, lambda: supervisor.away) as status:
+            supervisor.run(status.show, run.log_every)
 
 
 def parallel_envs(
-    make_env_train: Factory, make_env_eval: Factory, args: RunConfig, say: Say = silent
+    make_env_train: Factory,
+    make_env_eval: Factory,
+    args: RunConfig,
+    say: Say = silent,
+    ids: range | None = None,
 ) -> None:
-    """Run all environments of a run on this machine, for an agent that is elsewhere."""
-    processes = _env_processes(make_env_train, make_env_eval, args)
+    """Run environments of a run on this machine, for an agent that is elsewhere.
+
+    Args:
+        make_env_train, make_env_eval: Called with an environment's id.
+        args: The run.
+        say: Takes lines for the person.
+        ids: Which of the run's environments; None for all.
+    """
+    processes = _env_processes(make_env_train, make_env_eval, args, ids)
+    if not processes:
+        raise ConfigError(
+            f"None of the environments asked for is one of the run's {args.all_envs}, which are "
+            "numbered from 0."
+        )
     _supervisor(processes, args, say).run()
 
 
@@ -97,22 +109,30 @@ def _supervisor(processes: list[Process], args: RunConfig, say: Say) -> Supervis
         processes,
         on_failure=args.on_failure,
         max_restarts=args.max_restarts,
+        restart_window=args.restart_window,
         duration=args.duration,
         say=say,
     )
 
 
-def _env_processes(make_train: Factory, make_eval: Factory, args: RunConfig) -> list[Process]:
+def _env_processes(
+    make_train: Factory, make_eval: Factory, args: RunConfig, only: range | None = None
+) -> list[Process]:
     """Training environments are numbered from 0, evaluation environments go on from there."""
+    wanted = range(args.all_envs) if only is None else only
     groups = [
-        (_packed(make_train, args), range(args.envs), False),
-        (_packed(make_eval, args), range(args.envs, args.all_envs), True),
+        (_packed(make_train, args), [n for n in range(args.envs) if n in wanted], False),
+        (
+            _packed(make_eval, args),
+            [n for n in range(args.envs, args.all_envs) if n in wanted],
+            True,
+        ),
     ]
     member = _MEMBERS[args.launcher]
     processes = []
     for make, ids, is_eval in groups:
         for start in range(0, len(ids), args.envs_per_process):
-            mine = list(ids[start : start + args.envs_per_process])
+            mine = ids[start : start + args.envs_per_process]
             function = partial(parallel_env, make, mine, args, is_eval)
             name = f"env-{mine[0]}"
             processes.append(member(name, function, args.logdir / "logs", _ONE_THREAD))
@@ -125,13 +145,6 @@ def _packed(factory: Factory, args: RunConfig) -> Factory:
         return factory
     packed: bytes = cloudpickle.dumps(factory)
     return packed
-
-
-def _address(text: str, args: RunConfig) -> str:
-    """Where a role listens; what is chosen for it stays inside the process if all roles do."""
-    if args.launcher == "serial" and text == "ipc://{auto}":
-        text = "inproc://{auto}"
-    return resolve(text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -15,6 +15,8 @@ import cloudpickle
 
 _TAIL_BYTES = 20_000
 _TAIL_LINES = 60
+_REASON_LENGTH = 200
+_HUNG = "Timeout ("  # what faulthandler writes before it ends a process that took too long
 
 
 class Process:
@@ -99,6 +101,16 @@ class Process:
             file.seek(max(self._log_start, size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
+
+    def reason(self) -> str:
+        """One line on why it failed: its exception, or that it hung; empty if it did not say."""
+        lines = self.last_words().splitlines()
+        if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
+            return f"it hung for {hung.removeprefix(_HUNG).rstrip(')!')}"
+        if not any(line.startswith("Traceback") for line in lines):
+            return ""
+        said = [line for line in lines if line[:1].strip()]
+        return said[-1][:_REASON_LENGTH]
 
     @property
     def _started(self) -> subprocess.Popen[bytes]:

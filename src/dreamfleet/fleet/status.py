@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from dreamfleet.config import RunConfig
+from dreamfleet.fleet.stall import why
 from dreamfleet.fleet.supervisor import Say
 from dreamfleet.metrics.outputs.terminal import readable
 from dreamfleet.transport import Client, Future, TransportError
 
 
 class StatusLine:
-    """Asks the logger without waiting for it, and says what it answered the time before."""
+    """Asks the logger without waiting for it, and says what it answered the time before.
 
-    def __init__(self, args: RunConfig, say: Say) -> None:
-        self._args, self._say = args, say
-        self._client = Client(args.logger_addr, "status")
+    When there were no steps or no updates since, it also says who waits for whom.
+
+    Args:
+        args: The run.
+        say: Takes the lines.
+        away: Tells which processes do not run at the moment.
+    """
+
+    def __init__(self, args: RunConfig, say: Say, away: Callable[[], list[str]] = list) -> None:
+        self._args, self._say, self._away = args, say, away
+        self._counts: tuple[float, float] | None = None
+        self._client = Client(args.logger_addr, "status", keys=args.run_keys)
         self._asked: Future | None = None
         self._last: tuple[float, float] | None = None
         self._begin = time.monotonic()
@@ -39,9 +50,12 @@ class StatusLine:
                 self._asked = self._client.status()
             if self._asked.wait(1.0):
                 asked, self._asked = self._asked, None
-                self._say(self._line(asked.result()))
+                status = asked.result()
+                self._say(self._line(status))
+                self._explain(status)
             else:
-                self._say("The logger does not answer yet.")
+                away = ", ".join(self._away())
+                self._say(f"The logger does not answer yet{away and f'; not running: {away}'}.")
         except TransportError as error:
             self._asked = None
             self._say(f"No news of the run: {error}")
@@ -68,11 +82,13 @@ class StatusLine:
             fields.append(f"replay ratio {readable(status['learner/replay_ratio'])}")
         if (left := self._time_left(now, step, rate)) is not None:
             fields.append(f"{_clock(left)} left")
-        if rate == 0:
-            doing = status.get("learner/state", "training")
-            why = status.get("replay/waiting") or "no environment has stepped lately"
-            fields.append(doing if doing.startswith("compiling") else why)
         return "  ".join(fields)
+
+    def _explain(self, status: dict[str, Any]) -> None:
+        counts = float(status["step"]), float(status.get("learner/updates", 0))
+        before, self._counts = self._counts, counts
+        if before is not None and (counts[0] == before[0] or counts[1] == before[1]):
+            self._say(f"Waiting: {why(status, self._away(), self._args.log_every)}.")
 
     def _time_left(self, now: float, step: float, rate: float) -> float | None:
         ends = []

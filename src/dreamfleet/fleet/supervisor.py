@@ -6,7 +6,6 @@ import queue
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from dreamfleet.fleet.errors import FleetError
 from dreamfleet.fleet.process import Process
+from dreamfleet.fleet.restarts import Restarts
 
 Say = Callable[[str], None]
 
@@ -24,8 +24,8 @@ def silent(line: str) -> None:
 
 
 _SAVE_SECONDS = 90.0
+_FAILED_SECONDS = 20.0
 _END_SECONDS = 20.0
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 30.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Supervisor:
             over.
         on_failure: Whether a process that fails ends the run, or is started again after a while
             that doubles each time.
-        max_restarts: Restarts of one process after which the run ends all the same.
+        max_restarts: Restarts of one process within `restart_window` seconds after which the run
+            ends all the same.
+        restart_window: Seconds after which a restart is forgotten.
         duration: Seconds after which the run is ended; 0 for never.
         say: Takes lines for the person.
     """
@@ -66,15 +68,20 @@ class Supervisor:
         *,
         on_failure: Literal["restart", "stop"] = "stop",
         max_restarts: int = 10,
+        restart_window: float = 3600.0,
         duration: float = 0.0,
         say: Say = silent,
     ) -> None:
         self._processes = list(processes)
-        self._on_failure, self._max_restarts = on_failure, max_restarts
+        self._on_failure = on_failure
+        self._restarts = Restarts(max_restarts, restart_window)
         self._duration, self._say = duration, say
         self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
-        self._restarts: Counter[str] = Counter()
-        self._first_error = ""
+
+    @property
+    def away(self) -> list[str]:
+        """The processes that do not run: they have failed and are about to be started again."""
+        return [process.name for process in self._processes if not process.alive]
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
         """Start everything and return when the run is over and every process has ended.
@@ -87,13 +94,15 @@ class Supervisor:
             FleetError: A process failed, and the run ended because of it.
             KeyboardInterrupt: The person ended the run; everything is saved.
         """
+        patience = _FAILED_SECONDS
         with self._signals():
             try:
                 for process in reversed(self._processes):
                     self._start(process)
                 stopped = self._watch(tick, every)
+                patience = _SAVE_SECONDS
             finally:
-                self._end()
+                self._end(patience)
         if stopped in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
 
@@ -127,18 +136,14 @@ class Supervisor:
     def _on_exit(self, process: Process, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         error = f"{process.name} {how}. The end of {process.log_file}:\n{process.last_words()}"
-        self._first_error = self._first_error or error
         if self._on_failure == "stop":
             raise FleetError(error) from process.error
-        count = self._restarts[process.name]
-        if count >= self._max_restarts:
-            raise FleetError(
-                f"{process.name} failed again after {count} restarts; the run ends. "
-                f"The first error was: {self._first_error}"
-            )
-        self._restarts[process.name] += 1
-        delay = min(_FIRST_BACKOFF * 2**count, _LONGEST_BACKOFF)
-        self._say(f"{process.name} {how} and is started again in {delay:g} s; {process.log_file}")
+        delay = self._restarts.after(process.name, error)
+        reason = process.reason() if code > 0 else ""
+        self._say(
+            f"{process.name} {how}{f' ({reason})' if reason else ''} and is started again in "
+            f"{delay:g} s; see {process.log_file}"
+        )
         timer = threading.Timer(delay, self._events.put, [_Restart(process)])
         timer.daemon = True
         timer.start()
@@ -153,10 +158,11 @@ class Supervisor:
 
         threading.Thread(target=wait, name=f"wait-{process.name}", daemon=True).start()
 
-    def _end(self) -> None:
-        """Ask the leader first, so that it hands over and saves while the others still serve."""
+    def _end(self, patience: float) -> None:
+        """Ask the leader first, so that it hands over and saves while the others still serve. After
+        a failure one of them may be gone for good, so it is not waited for as long."""
         leader, *others = self._processes
-        _end_all([leader], _SAVE_SECONDS)
+        _end_all([leader], patience)
         roles: dict[str, list[Process]] = {}
         for process in others:
             roles.setdefault(process.name.split("-")[0], []).append(process)

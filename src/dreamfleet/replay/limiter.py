@@ -101,15 +101,24 @@ class SamplesPerInsert:
     def load(self, state: Mapping[str, float]) -> None:
         """Restore; whatever the settings were then, nobody owes more than these allow."""
         with self._changed:
-            self._size = int(state["size"])
-            least, most = -max(self._debt, self.tolerance), self.tolerance * self.ratio
-            avail = float(state["avail"])
-            if self._size < self.minsize:
-                avail = -self._debt
-            elif self.ratio > 0:
-                avail = min(max(avail, least), most)
-            self._avail = avail
-            self._changed.notify_all()
+            self._restore(int(state["size"]), float(state["avail"]))
+
+    def catch_up(self, inserts: int, samples: int) -> None:
+        """Count what happened after the state that was loaded had been saved; as bounded as
+        `load`."""
+        with self._changed:
+            size = self._size + inserts
+            earning = max(0, min(inserts, size - self.minsize + 1))
+            self._restore(size, self._avail + self.ratio * earning - samples)
+
+    def _restore(self, size: int, avail: float) -> None:
+        least, most = -max(self._debt, self.tolerance), self.tolerance * self.ratio
+        if size < self.minsize:
+            avail = -self._debt
+        elif self.ratio > 0:
+            avail = min(max(avail, least), most)
+        self._size, self._avail = size, avail
+        self._changed.notify_all()
 
     def _wait(
         self, allowed: Callable[[], bool], timeout: float | None, why: Callable[[], str]

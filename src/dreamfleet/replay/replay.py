@@ -273,7 +273,8 @@ class Replay:
                 load_position(self._table, self._selector, state)
 
     def stats(self) -> dict[str, float]:
-        """Counts since the replay was opened, and sizes now."""
+        """Counts since the replay was opened, and sizes now; `ticks` are all steps that ever came
+        in, which a killed process does not forget."""
         with self._lock:
             table = self._table
             index = table.index_bytes if table else 0
@@ -281,6 +282,7 @@ class Replay:
             return {
                 "items": len(self),
                 "steps": table.stored_steps if table else 0,
+                "ticks": self._journal.committed,
                 "chunks": table.store.chunks if table else 0,
                 "streams": len(table.chains.streams) if table else 0,
                 "ram_bytes": index + (0 if self.directory else data),

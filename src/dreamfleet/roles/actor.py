@@ -18,10 +18,12 @@ from dreamfleet.roles.carries import Carries
 from dreamfleet.roles.outbox import IN_FLIGHT, Outbox, Transitions
 from dreamfleet.roles.padding import padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.waiting import actor_waits
 from dreamfleet.transport import BatchServer, Client
 
 log = logging.getLogger(__name__)
 
+_HAND_OVER_SECONDS = {"restart": 60.0, "stop": 1.0}
 _LOGGED = ("reward", "is_first", "is_last", "is_terminal")
 
 
@@ -43,11 +45,11 @@ def parallel_actor(
     progress = progress or Progress(args.steps)
     barrier.wait()
     with (
-        Client(args.replay_addr, "actor-replay", maxinflight=IN_FLIGHT) as replay,
-        Client(args.logger_addr, "actor-logger", maxinflight=8) as logger,
+        Client(args.replay_addr, "actor-replay", IN_FLIGHT, keys=args.run_keys) as replay,
+        Client(args.logger_addr, "actor-logger", 8, keys=args.run_keys) as logger,
     ):
         acting = Acting(agent, args, progress, replay, logger)
-        server = BatchServer(args.actor_addr, "actor")
+        server = BatchServer(args.actor_addr, "actor", args.run_keys)
         server.bind(
             "act",
             acting.work,
@@ -102,15 +104,20 @@ class Acting:
         evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         seen = {key: value for key, value in obs.items() if not key.startswith("log/")}
         with self._policy_lock:
+            # Of an episode whose beginning this actor has not seen it knows no state, and what came
+            # before may not be stored: nothing of it is kept, and a new one is begun.
+            missed = ~obs["is_first"] & ~self._carries.known(envids)
             if evaluated in (0, count):
                 actions, outs = self._policy(envids, seen, "eval" if evaluated else "train")
             else:
                 actions, outs = self._mixed_policy(envids, seen, is_eval)
         logs = {k: v for k, v in obs.items() if k in _LOGGED or k.startswith("log/")}
-        steps = {**seen, **actions, **outs}
-        if self._outbox.put(Transitions(envids, is_eval, steps, logs)):
-            self._progress.advance(count - evaluated)
-        return {**actions, "reset": obs["is_last"]}
+        transitions = Transitions(envids, is_eval, {**seen, **actions, **outs}, logs)
+        if missed.any():
+            transitions = transitions.where(~missed)
+        if len(transitions.envids) and self._outbox.put(transitions):
+            self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
+        return {**actions, "reset": obs["is_last"] | missed}
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
         carry, slots = self._carries.take(envids, obs["is_first"])
@@ -150,13 +157,15 @@ class Acting:
     def _housekeeping(self, server: BatchServer) -> None:
         """Forget environments that have gone, and tell the logger how the actor is doing."""
         with self._policy_lock:
+            silent = self._carries.silent()
             self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
+        replay = self._replay.stats()
         stats = server.stats()
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
-        metrics: dict[str, float] = {
+        metrics: dict[str, Any] = {
             "actor/steps_per_second": (stats["act/items"] - items) / (now - then),
             "actor/batches_per_second": (stats["act/batches"] - batches) / (now - then),
             "actor/fill": stats["act/fill"],
@@ -164,14 +173,21 @@ class Acting:
             "actor/policy_seconds": stats["act/work"],
             "actor/environments": float(count),
             **{f"actor/server/{k}": v for k, v in stats.items() if "/" not in k},
-            **{f"actor/replay_client/{k}": v for k, v in self._replay.stats().items()},
+            **{f"actor/replay_client/{k}": v for k, v in replay.items()},
             **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
+            "actor/waiting": actor_waits(
+                self._args, silent, int(stats["act/waiting"]), replay, IN_FLIGHT
+            ),
         }
         self._logger.call("add", self._progress.step, metrics)
 
     def hand_over(self) -> None:
-        """Wait until replay and logger have everything that was answered."""
-        self._outbox.hand_over()
+        """Wait until replay and logger have everything that was answered.
+
+        One of them may be away, and comes back only if failures are mended.
+        """
+        here = self._replay.stats()["connected"] and self._logger.stats()["connected"]
+        self._outbox.hand_over(_HAND_OVER_SECONDS["restart" if here else self._args.on_failure])
 
     def drop(self) -> None:
         """Let nobody wait for replay or logger any longer: the run has failed."""

@@ -33,6 +33,10 @@ class Carries:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def known(self, envids: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which of these environments have a carry."""
+        return np.array([envid in self._slots for envid in envids.tolist()], bool)
+
     def take(self, envids: NDArray[Any], is_first: NDArray[Any]) -> tuple[Carry, NDArray[np.intp]]:
         """The carries of these environments, fresh where an episode begins, and their slots."""
         slots = np.array([self._slot(envid) for envid in envids.tolist()], np.intp)
@@ -43,6 +47,11 @@ class Carries:
 
     def put(self, slots: NDArray[np.intp], carry: Carry) -> None:
         put_rows(self._rows, slots, carry)
+
+    def silent(self) -> dict[int, float]:
+        """Seconds since each environment was last heard of."""
+        now = self._clock()
+        return {envid: now - float(self._seen[slot]) for envid, slot in self._slots.items()}
 
     def evict(self, silence: float) -> int:
         """Forget environments that have been silent for so many seconds; returns how many."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.base import noop
 from dreamfleet.roles.common import Factory, hang_up_when_stopped, stop_event, unpack
+from dreamfleet.roles.watchdog import Watchdog
 from dreamfleet.transport import Client, Closed, Disconnected, RemoteError
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ def parallel_env(
 ) -> None:
     """Run one environment, or several in lock-step, until the process is asked to end.
 
+    An environment that raises ends the process, and so does one that hangs (`env_timeout`);
+    whoever supervises it starts it again.
+
     When the agent is lost, the running episodes are given up, and new ones begin as soon as it is
     back: nobody knows whether it has seen the last observations.
 
@@ -41,29 +45,41 @@ def parallel_env(
     ids = [envid] if isinstance(envid, int) else list(envid)
     stop = stop_event(exit_process=True)
     make = unpack(make_env)
-    envs = [make(each) for each in ids]
+    watchdog = Watchdog(args.env_timeout)
+    envs = []
+    for each in ids:
+        watchdog.pat(force=True)
+        envs.append(make(each))
+    watchdog.leave()
     rows = Rows(ids, is_eval)
-    with Client(args.actor_addr, name=f"env-{ids[0]}") as client:
+    with Client(args.actor_addr, f"env-{ids[0]}", keys=args.run_keys) as client:
         hang_up_when_stopped(client)
         try:
             client.connect(_FIRST_PATIENCE)
-            _play(envs, rows, client, stop)
+            _play(envs, rows, client, stop, watchdog)
         except Closed:
             if not stop.is_set():
                 raise
         finally:
+            watchdog.leave()
             for env in envs:
                 with suppress(AttributeError):
                     env.close()
 
 
-def _play(envs: list[Any], rows: Rows, client: Client, stop: threading.Event) -> None:
+def _play(
+    envs: list[Any], rows: Rows, client: Client, stop: threading.Event, watchdog: Watchdog
+) -> None:
     idle = [noop({k: s for k, s in env.act_space.items() if k != "reset"}) for env in envs]
     actions: list[Any] = idle
     while not stop.is_set():
+        watchdog.pat()
         block = rows.fill([env.step(action) for env, action in zip(envs, actions, strict=True)])
         try:
-            reply = client.call_block("act", block).result()
+            answer = client.call_block("act", block)
+            while not answer.wait(watchdog.interval):
+                watchdog.pat()  # it is the agent that takes long, not the environment
+            reply = answer.result()
         except Disconnected as error:
             log.warning("The agent is away, episodes begin anew: %s", error)
             actions = idle

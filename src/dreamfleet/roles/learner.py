@@ -22,10 +22,12 @@ from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.roles.padding import policy_sizes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.streams import LOOK_AHEAD, RemoteStream
-from dreamfleet.transport import Client, Closed
+from dreamfleet.transport import Client, Closed, Disconnected, TransportError
 
 log = logging.getLogger(__name__)
 
+_FIRST_PATIENCE = 3600.0
+_CONNECT_SECONDS, _POSITION_SECONDS = 1.0, 10.0
 _NEWS_PATIENCE = 2.0
 _LAST_WORDS_SECONDS = 10.0
 
@@ -42,13 +44,14 @@ def parallel_learner(
         progress: Shared with the actor; None if there is none.
     """
     progress = progress or Progress(args.steps)
-    keeper = Keeper(agent, args, progress)
+    keys = args.run_keys
     with (
-        Client(args.replay_addr, "learner-samples", maxinflight=LOOK_AHEAD) as samples,
-        Client(args.replay_addr, "learner-reports", maxinflight=2 * LOOK_AHEAD) as reports,
-        Client(args.replay_addr, "learner-updates", maxinflight=4) as updates,
-        Client(args.logger_addr, "learner-logger", maxinflight=8) as logger,
+        Client(args.replay_addr, "learner-samples", LOOK_AHEAD, keys=keys) as samples,
+        Client(args.replay_addr, "learner-reports", 2 * LOOK_AHEAD, keys=keys) as reports,
+        Client(args.replay_addr, "learner-updates", 4, keys=keys) as updates,
+        Client(args.logger_addr, "learner-logger", 8, keys=keys) as logger,
     ):
+        keeper = Keeper(agent, args, progress, updates)
         learning = Learning(agent, args, progress, keeper, reports, updates, logger)
         learning.prepare()
         barrier.wait()
@@ -58,25 +61,46 @@ def parallel_learner(
 
 
 class Keeper:
-    """Saves and restores the agent, with how far the run is."""
+    """Saves and restores the agent, with how far the run is.
 
-    def __init__(self, agent: Agent, args: RunConfig, progress: Progress) -> None:
+    The manifest names the replay's position beside the agent's. Steps that came into the replay
+    after a checkpoint are still there when the agent goes back to it, so they are counted.
+    """
+
+    def __init__(self, agent: Agent, args: RunConfig, progress: Progress, replay: Client) -> None:
         self._agent, self._args, self._progress = agent, args, progress
+        self._replay = replay
         self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
+        self._position: dict[str, Any] = {}
+        self._offset = 0  # steps of the run that the replay has not counted
         self.updates = 0
 
     def restore(self) -> str:
         """Load the newest whole checkpoint of this run, or else what the run starts from; returns
         what was done."""
+        self._find_replay()
+        self._position = self._replay.position().result()
+        step = saved = 0
+        restored = "starting anew"
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
-            self._progress.restore(snapshot.step)
+            step = snapshot.step
+            saved = int(snapshot.parts["replay"]["steps"])
             self.updates = int(snapshot.parts["run"]["updates"])
-            return f"going on from {snapshot.path}"
-        if self._args.from_checkpoint:
-            return self._start_from(Path(self._args.from_checkpoint))
-        return "starting anew"
+            restored = f"going on from {snapshot.path}"
+        elif self._args.from_checkpoint:
+            restored = self._start_from(Path(self._args.from_checkpoint))
+        since = int(self._position["steps"]) - saved
+        if since < 0:
+            log.warning(
+                "The replay holds %d steps less than this checkpoint has seen; the run goes on "
+                "without them.",
+                -since,
+            )
+        self._progress.restore(step + max(0, since))
+        self._offset = self._progress.step - int(self._position["steps"])
+        return restored
 
     def _start_from(self, path: Path) -> str:
         path = Checkpoint(path).latest() or path
@@ -92,13 +116,40 @@ class Keeper:
             f"{_summary(set(loaded))}{rest}"
         )
 
+    def _find_replay(self) -> None:
+        """Wait for the replay, which somebody may start later, unless the run ends before."""
+        deadline = time.monotonic() + _FIRST_PATIENCE
+        while True:
+            try:
+                self._replay.connect(_CONNECT_SECONDS)
+                return
+            except Disconnected:
+                if self._progress.finished.is_set() or time.monotonic() > deadline:
+                    raise
+
     def save(self) -> None:
+        position = self._newest_position()
+        # Not the actor's count, which holds steps that are still on their way to the replay.
+        # Without environments updates are counted, which the replay knows nothing of.
+        stored = self._offset + int(position["steps"])
+        step = self._progress.step if self._args.offline else stored
         parts: dict[str, dict[str, Any]] = {
             "agent": self._agent.save(),
             "run": {"updates": self.updates},
+            "replay": position,
+            "logger": {"step": step},
             BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
-        self._checkpoint.save(parts, step=self._progress.step)
+        self._checkpoint.save(parts, step=step)
+
+    def _newest_position(self) -> dict[str, Any]:
+        """The replay's position; the one before, if the replay is being started again."""
+        try:
+            self._replay.connect(_CONNECT_SECONDS)
+            self._position = self._replay.position().result(_POSITION_SECONDS)
+        except TransportError as error:
+            log.warning("The checkpoint names an older position of the replay: %s", error)
+        return self._position
 
 
 class Learning:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -30,7 +31,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     """
     stop = stop_event()
     keeper = LogKeeper(unpack(make_logger)(), args)
-    server = Server(args.logger_addr, "logger")
+    server = Server(args.logger_addr, "logger", keys=args.run_keys)
     server.bind("tran", keeper.tran, repeatable=True)
     server.bind("add", keeper.add, repeatable=True)
     server.bind("status", keeper.status, repeatable=True)
@@ -55,6 +56,7 @@ class LogKeeper:
         self._target = args.target_score
         self._judged = self._recent_eval if args.eval_envs else self._recent
         self._newest: dict[str, float | str] = {}
+        self._heard: dict[str, float] = {}  # when each role last reported
         self._step = _UNKNOWN
 
     def tran(
@@ -117,24 +119,30 @@ class LogKeeper:
         """Write metrics; a negative step stands for the newest one known."""
         with self._lock:
             self._step = max(self._step, step)
+            self._heard |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
             if self._step != _UNKNOWN:  # a logger that was started again has yet to hear of it
                 self._output.write(self._step, metrics)
 
     def status(self) -> dict[str, Any]:
-        """How the run is doing: the step, the score of recent episodes, and the newest metrics."""
+        """How the run is doing: the step, the score of recent episodes, the newest metrics, and for
+        how many seconds each role has said nothing (`ROLE/silence`)."""
         with self._lock:
+            now = time.monotonic()
             return {
                 **self._newest,
                 "step": max(0, self._step),
                 "score": float(np.mean(self._recent)) if self._recent else None,
                 "eval_score": float(np.mean(self._recent_eval)) if self._recent_eval else None,
                 **self._train.stats(),
+                **{f"{role}/silence": now - then for role, then in self._heard.items()},
             }
 
     def write(self) -> None:
         """Write what has come together about episodes."""
         with self._lock:
+            self._train.expire()
+            self._eval.expire()
             if self._step == _UNKNOWN:
                 return
             metrics = self._aggregate.result()

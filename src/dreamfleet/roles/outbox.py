@@ -17,7 +17,6 @@ from dreamfleet.roles.camera import Camera
 from dreamfleet.transport import Client, Future, Timeout
 
 _GATHER_SECONDS = 0.01
-_HAND_OVER_SECONDS = 60.0
 IN_FLIGHT = 2
 """Messages to the replay without an answer: one that it works on, and one that comes next."""
 
@@ -32,6 +31,15 @@ class Transitions:
     """What the replay stores."""
     logs: Arrays
     """What the logger follows episodes by."""
+
+    def where(self, rows: NDArray[np.bool_]) -> Transitions:
+        """Some of the rows."""
+        return Transitions(
+            self.envids[rows],
+            self.is_eval[rows],
+            {key: value[rows] for key, value in self.steps.items()},
+            {key: value[rows] for key, value in self.logs.items()},
+        )
 
 
 class Outbox:
@@ -93,11 +101,11 @@ class Outbox:
                 self._changed.notify_all()
             return True
 
-    def hand_over(self) -> None:
+    def hand_over(self, seconds: float) -> None:
         """Send what is left, and wait until replay and logger have everything.
 
         Raises:
-            Timeout: They have taken nothing for a while.
+            Timeout: They have taken nothing for so many seconds.
         """
         with self._changed:
             self._ending = True
@@ -105,13 +113,13 @@ class Outbox:
         sent = -1
         while self._thread.is_alive():
             if sent == self._sequence:
-                raise Timeout(f"The replay has taken nothing for {_HAND_OVER_SECONDS:g} s.")
+                raise Timeout(f"The replay has taken nothing for {seconds:g} s.")
             sent = self._sequence
-            self._thread.join(_HAND_OVER_SECONDS)
+            self._thread.join(seconds)
         while self._stored:
-            self._stored.popleft().result(_HAND_OVER_SECONDS)
+            self._stored.popleft().result(seconds)
         while self._logged:
-            self._heard(self._logged.popleft().result(_HAND_OVER_SECONDS))
+            self._heard(self._logged.popleft().result(seconds))
 
     def drop(self) -> None:
         """Give up what is waiting, and take nothing more."""

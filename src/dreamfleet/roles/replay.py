@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
 from dreamfleet.metrics import Usage
 from dreamfleet.replay import (
+    BatchOrderError,
     NotEnoughDataError,
     RateLimitedError,
     Replay,
     ReplayClosedError,
     SamplesPerInsert,
+    SchemaError,
 )
 from dreamfleet.roles.common import Factory, stop_event, unpack
+from dreamfleet.roles.tally import Tally
 from dreamfleet.transport import Client, Server, TransportError
 
 log = logging.getLogger(__name__)
 
 _LIMITER_PATIENCE = 1.0
+_CALLERS_FAULT = (SchemaError, BatchOrderError, ConfigError, ReplayClosedError)
 
 
 def parallel_replay(
     make_replay_train: Factory, make_replay_eval: Factory, make_stream: Factory, args: RunConfig
 ) -> None:
     """Serve the replay until the process is asked to end, then save what is not in its files.
+
+    When something goes wrong that is not the caller's fault the process ends at once and without
+    an answer: what was acknowledged is in its files, and callers ask its successor again.
 
     Args:
         make_replay_train: Returns the buffer of training data.
@@ -48,16 +58,20 @@ def parallel_replay(
         stop,
     )
     keeper.restore()
-    server = Server(args.replay_addr, "replay")
+    server = Server(args.replay_addr, "replay", keys=args.run_keys)
     # Each may wait for another, so each has a thread of its own; a single one keeps its order.
-    server.bind("add_batch", keeper.add_batch, workers=1, repeatable=True)
-    for mode in ("train", "report", "eval"):
-        sample = getattr(keeper, f"sample_batch_{mode}")
-        server.bind(f"sample_batch_{mode}", sample, workers=1, repeatable=True)
-    server.bind("update", keeper.update, workers=1, repeatable=True)
-    server.bind("stats", keeper.stats, repeatable=True)
+    for name in (
+        "add_batch",
+        "sample_batch_train",
+        "sample_batch_report",
+        "sample_batch_eval",
+        "update",
+    ):
+        server.bind(name, _or_end(getattr(keeper, name)), workers=1, repeatable=True)
+    for name in ("stats", "position"):
+        server.bind(name, _or_end(getattr(keeper, name)), repeatable=True)
     should_save = LocalClock(args.save_every)
-    with Client(args.logger_addr, "replay-logger", maxinflight=4) as logger, server:
+    with Client(args.logger_addr, "replay-logger", 4, keys=args.run_keys) as logger, server:
         while not stop.wait(args.log_every):
             try:
                 logger.add(-1, keeper.stats())
@@ -66,6 +80,28 @@ def parallel_replay(
             if should_save():
                 keeper.save()
     keeper.close()
+
+
+def _or_end(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which ends the process when it fails and that is not its caller's fault.
+
+    In a thread of a larger process, as in the serial mode, the caller is told instead.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return method
+
+    @functools.wraps(method)
+    def guarded(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except _CALLERS_FAULT:
+            raise
+        except BaseException:
+            log.exception("The replay failed.")
+            logging.shutdown()
+            os._exit(1)
+
+    return guarded
 
 
 def limiter_for(args: RunConfig) -> SamplesPerInsert:
@@ -83,6 +119,17 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
         # As much as the learner may be ahead: one that keeps up is exactly where it should be.
         debt=args.limiter_tolerance,
     )
+
+
+class Origin(NamedTuple):
+    """Where the counts of this life of the process begin."""
+
+    ticks: int
+    """Steps that had ever come into the files."""
+    steps: int
+    """Steps that the run had made."""
+    size: int
+    """Steps that the limiter had counted."""
 
 
 class ReplayKeeper:
@@ -105,10 +152,13 @@ class ReplayKeeper:
             "report": make_stream(train, "report"),
             "eval": make_stream(evaluation, "eval"),
         }
-        self._checkpoint = Checkpoint(args.logdir / "ckpt" / "replay", keep=2)
+        folder = args.logdir / "ckpt" / "replay"
+        self._checkpoint = Checkpoint(folder, keep=2)
+        self._samples = Tally(folder / "samples")
         self._stop = stop
         self._usage = Usage()
         self._waiting: dict[str, str] = {}
+        self._origin = Origin(0, 0, 0)
 
     def add_batch(self, steps: Any, envids: Any, is_eval: bool, source: str, seq: int) -> int:
         """Store a step of each environment; then wait while samples are behind."""
@@ -126,6 +176,7 @@ class ReplayKeeper:
             self._limiter.sample(self._batch_size, _LIMITER_PATIENCE, "learner")
 
         self._wait("learner", allowed)
+        self._samples.add(self._batch_size)
         return next(self._streams["train"])
 
     def sample_batch_report(self) -> dict[str, Any]:
@@ -157,18 +208,63 @@ class ReplayKeeper:
             **{f"replay/usage/{key}": value for key, value in self._usage.stats().items()},
         }
 
+    def position(self) -> dict[str, float]:
+        """How far the run is by what lies in the files: training steps, sequences sampled, and the
+        limiter."""
+        limiter = self._limiter.save()
+        return {
+            "steps": self._origin.steps + self._ticks - self._origin.ticks,
+            "samples": self._samples.value,
+            **{f"limiter/{key}": value for key, value in limiter.items()},
+        }
+
     def restore(self) -> None:
+        """Go on from the newest save, and count what came after it.
+
+        Steps are counted by the replay's files and samples by the tally, neither of which a killed
+        process loses, so limiter and counts are those of the moment it was killed.
+        """
         snapshot = self._checkpoint.load()
         if snapshot is None:
             self._limiter.prefill(int(self._train.stats()["steps"]))
+            self._origin = Origin(self._ticks, 0, self._limiter.size)
+            self.save()
             return
         for name, buffer in self._buffers.items():
             buffer.load(snapshot.parts[name])
+        saved = snapshot.parts["position"]
+        inserts = self._ticks - int(saved["ticks"])
+        if inserts < 0:
+            log.warning(
+                "The replay holds %d steps less than when it was saved; the run goes on without "
+                "them.",
+                -inserts,
+            )
+            inserts = 0
         self._limiter.load(snapshot.parts["limiter"])
+        self._limiter.catch_up(inserts, max(0, self._samples.value - int(saved["samples"])))
+        steps = int(saved["steps"]) + inserts
+        self._origin = Origin(self._ticks, steps, self._limiter.size)
 
     def save(self) -> None:
         parts = {name: buffer.save() for name, buffer in self._buffers.items()}
-        self._checkpoint.save({**parts, "limiter": self._limiter.save()}, step=self._limiter.size)
+        self._samples.flush()
+        samples = self._samples.value
+        limiter = self._limiter.save()
+        # Only steps that the limiter has counted: one may be stored and still wait for it.
+        counted = int(limiter["size"]) - self._origin.size
+        position = {
+            "ticks": self._origin.ticks + counted,
+            "steps": self._origin.steps + counted,
+            "samples": samples,
+        }
+        self._checkpoint.save(
+            {**parts, "limiter": limiter, "position": position}, step=position["steps"]
+        )
+
+    @property
+    def _ticks(self) -> int:
+        return int(self._train.stats()["ticks"])
 
     def close(self) -> None:
         self.save()

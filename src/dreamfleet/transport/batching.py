@@ -157,6 +157,7 @@ class BatchServer(BaseServer):
         for method, batcher in self._batchers.items():
             batches = batcher.counts["batches"]
             stats[f"{method}/batches"] = float(batches)
+            stats[f"{method}/waiting"] = float(batcher.rows)
             stats[f"{method}/items"] = float(batcher.counts["items"])
             stats[f"{method}/post_errors"] = float(batcher.counts["post_errors"])
             stats[f"{method}/fill"] = batcher.counts["items"] / batches if batches else 0.0

@@ -140,6 +140,7 @@ class Client:
             **{name: float(self._counts[name]) for name in names},
             "bytes_in": float(self._connection.bytes_in),
             "inflight": float(len(self._pending)),
+            "connected": float(self._welcome is not None),
         }
 
     def close(self) -> None:

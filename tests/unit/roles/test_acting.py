@@ -39,6 +39,9 @@ class Recorder:
         self.calls.append(call)
         return Answered(self.answer)
 
+    def stats(self) -> dict[str, float]:
+        return {"connected": 1.0}
+
 
 class Summing:
     """An agent whose actions depend on everything it has seen of an environment, and on nothing
@@ -63,7 +66,9 @@ def acting(agent: Any, tmp_path: Path, **changes: Any) -> tuple[Acting, Recorder
     return Acting(agent, config, Progress(), replay, logger), replay, logger
 
 
-def observations(ids: list[int], values: Any, *, is_eval: Any = False) -> dict[str, Any]:
+def observations(
+    ids: list[int], values: Any, *, is_eval: Any = False, is_first: Any = False
+) -> dict[str, Any]:
     size = len(ids)
     return {
         "envid": np.array(ids, np.int64),
@@ -71,7 +76,7 @@ def observations(ids: list[int], values: Any, *, is_eval: Any = False) -> dict[s
         "value": np.asarray(values, np.float64),
         "image": np.repeat(np.array(ids, np.uint8), 48).reshape(size, 4, 4, 3),
         "reward": np.zeros(size, np.float32),
-        "is_first": np.zeros(size, bool),
+        "is_first": np.broadcast_to(np.asarray(is_first), size).copy(),
         "is_last": np.zeros(size, bool),
         "is_terminal": np.zeros(size, bool),
         "log/speed": np.ones(size, np.float32),
@@ -100,10 +105,11 @@ def test_training_and_evaluation_rows_of_a_batch_get_their_own_mode_in_place(
     alone, _, _ = acting(Summing(), tmp_path)
     ids, is_eval = [4, 0, 5, 1, 2], [True, False, True, False, False]
     for value in (0.1, 0.7):
+        first = value == 0.1
         values = [value + n for n in ids]
-        actions, _ = agent.work(observations(ids, values, is_eval=is_eval))
+        actions, _ = agent.work(observations(ids, values, is_eval=is_eval, is_first=first))
         expected = [
-            alone.work(observations([n], [v], is_eval=[e]))[0]["action"][0]
+            alone.work(observations([n], [v], is_eval=[e], is_first=first))[0]["action"][0]
             for n, v, e in zip(ids, values, is_eval, strict=True)
         ]
         assert actions["action"].tolist() == expected
@@ -116,7 +122,8 @@ def test_batches_come_in_a_few_sizes_whatever_arrives(tmp_path: Path) -> None:
     agent = Summing()
     actor, replay, _ = acting(agent, tmp_path)
     for size in range(1, 7):
-        actions, _ = actor.work(observations(list(range(size)), [1.0] * size))
+        first = [envid == size - 1 for envid in range(size)]
+        actions, _ = actor.work(observations(list(range(size)), [1.0] * size, is_first=first))
         assert len(actions["action"]) == size
     actor.hand_over()
     assert agent.sizes == [1, 2, 4, 4, 5, 6]
@@ -154,7 +161,9 @@ def test_transitions_are_numbered_and_split_between_training_and_evaluation(
 ) -> None:
     actor, replay, logger = acting(Summing(), tmp_path)
     for value in (1.0, 3.0):
-        actor.work(observations([0, 5], [value, value + 1], is_eval=[False, True]))
+        first = value == 1.0
+        values = [value, value + 1]
+        actor.work(observations([0, 5], values, is_eval=[False, True], is_first=first))
     actor.hand_over()
     assert [call[5] for call in replay.calls] == list(range(1, len(replay.calls) + 1))
     assert len({call[4] for call in replay.calls}) == 1
@@ -173,7 +182,35 @@ def test_the_run_finishes_when_the_logger_says_that_the_target_is_reached(tmp_pa
         config = small_run(tmp_path, target_score=1.0)
         progress = Progress()
         actor = Acting(Summing(), config, progress, Recorder(0), Recorder(reached))
-        actor.work(observations([0], [0.0]))
+        actor.work(observations([0], [0.0], is_first=True))
         actor.hand_over()
         assert progress.finished.is_set() == reached
         assert progress.error is None
+
+
+def begin(ids: list[int], is_first: list[bool]) -> dict[str, Any]:
+    return observations(ids, [0.0] * len(ids), is_first=is_first)
+
+
+def test_an_episode_whose_beginning_was_missed_is_begun_anew_and_not_stored(
+    tmp_path: Path,
+) -> None:
+    actor, replay, logger = acting(CountingAgent(), tmp_path)
+    # As after a restart of the agent: environment 1 is in the middle of an episode.
+    answer, _ = actor.work(begin([0, 1], [True, False]))
+    assert answer["reset"].tolist() == [False, True]
+    answer, _ = actor.work(begin([0, 1], [False, True]))
+    assert answer["reset"].tolist() == [False, False]
+    assert answer["action"].tolist() == [1, 0]
+    actor.hand_over()
+    for calls in (replay.calls, logger.calls):
+        assert [envid for call in calls for envid in call[2].tolist()] == [0, 0, 1]
+    assert logger.calls[-1][1] == 3
+
+
+def test_a_batch_of_which_nothing_is_kept_sends_nothing(tmp_path: Path) -> None:
+    actor, replay, logger = acting(CountingAgent(), tmp_path)
+    answer, _ = actor.work(begin([3], [False]))
+    assert answer["reset"].tolist() == [True]
+    actor.hand_over()
+    assert replay.calls == logger.calls == []

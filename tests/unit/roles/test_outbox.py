@@ -94,7 +94,7 @@ def test_what_comes_together_meanwhile_shares_a_message_in_order() -> None:
     box.put([1], [21])
     box.put([0, 1], [11, 22])
     box.go.set()
-    box.outbox.hand_over()
+    box.outbox.hand_over(60.0)
     assert box.stored == [([9], [0], False, 1), ([0, 1, 1, 0, 1], [10, 20, 21, 11, 22], False, 2)]
     assert [ids for ids, _, _ in box.logged] == [[9], [0, 1, 1, 0, 1]]
     assert box.heard == ["answer 1", "answer 2"]
@@ -112,7 +112,7 @@ def test_a_message_and_what_waits_are_bounded() -> None:
     box.go.set()
     more.join(60)
     assert not more.is_alive()
-    box.outbox.hand_over()
+    box.outbox.hand_over(60.0)
     firsts = [
         v for ids, values, _, _ in box.stored for n, v in zip(ids, values, strict=True) if not n
     ]
@@ -126,7 +126,7 @@ def test_training_and_evaluation_go_to_their_own_buffers() -> None:
     box.put([0, 7], [2, 3], is_eval=[False, True])
     box.put([7], [4], is_eval=True)
     box.go.set()
-    box.outbox.hand_over()
+    box.outbox.hand_over(60.0)
     assert box.stored[1:] == [([0], [2], False, 2), ([7, 7], [3, 4], True, 3)]
 
 
@@ -139,7 +139,7 @@ def test_a_filmed_batch_goes_alone() -> None:
     box.put([3, 1], [3, 3])
     box.put([0, 1], [4, 4], first=True)  # the next film is due in an hour
     box.go.set()
-    box.outbox.hand_over()
+    box.outbox.hand_over(60.0)
     shown = [(ids, len(frames)) for ids, _, frames in box.logged]
     assert shown == [([9], 0), ([1, 2], 0), ([0, 1], 1), ([0, 2], 1), ([3, 1, 0, 1], 0)]
 
@@ -147,16 +147,19 @@ def test_a_filmed_batch_goes_alone() -> None:
 def test_a_failure_is_told_and_nobody_waits_for_ever() -> None:
     box = Box(rows=1)
     assert box.put([0], ["bad"])
-    box.outbox.hand_over()
+    box.outbox.hand_over(60.0)
     assert [str(error) for error in box.errors] == ["the replay has gone"]
     assert not box.put([0], ["good"])
     assert box.stored == []
 
 
-@pytest.mark.parametrize("ending", ["drop", "hand_over"])
-def test_what_comes_too_late_is_refused(ending: str) -> None:
+@pytest.mark.parametrize("dropped", [True, False])
+def test_what_comes_too_late_is_refused(dropped: bool) -> None:
     box = Box()
     box.put([0], [1])
-    getattr(box.outbox, ending)()
+    if dropped:
+        box.outbox.drop()
+    else:
+        box.outbox.hand_over(60.0)
     assert not box.put([0], [2])
     assert [values for _, values, _, _ in box.stored] in ([[1]], [])

@@ -1,0 +1,106 @@
+"""A process of the fleet is killed in the middle of a run, and the run goes on.
+
+The environments tell in every observation who they are, their episode and their step, and the
+agent's actions follow from the step, so the replay's files show whether anything is missing, twice
+there, out of order, or with an action that was not the one taken.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_parts import (
+    CountingAgent,
+    Paced,
+    Witness,
+    dummy_with_its_id,
+    left_behind,
+    parts,
+    rows,
+    small_run,
+    stored_streams,
+)
+
+from dreamfleet.checkpoint import Checkpoint, read_checkpoint
+from dreamfleet.parallel import combined
+
+STEPS = 3000
+LENGTH = 25
+
+
+def kill_one(tmp_path: Path, title: str) -> dict[int, dict[str, Any]]:
+    config = small_run(
+        tmp_path, on_failure="restart", steps=STEPS, log_every=0.2, save_every=0.2, train_ratio=0.2
+    )
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=partial(Paced, tmp_path))
+    witness = Witness(tmp_path, title, kill=True)
+    combined(**fleet, args=config, say=witness)
+    assert witness.restarts == [title], "\n".join(witness.lines)
+    assert left_behind() == []
+    found = stored_streams(tmp_path / "replay")
+    total = sum(len(stream["action"]) for stream in found.values())
+    assert total >= STEPS
+    # Everybody has counted the same steps, whoever was killed.
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert snapshot.step == snapshot.parts["replay"]["steps"] == total
+    assert snapshot.parts["logger"]["step"] == total
+    logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    assert logged == sorted(logged)
+    assert logged[-1] == total
+    # The ratio held: as many sequences were handed out as were due.
+    samples = snapshot.parts["replay"]["samples"]
+    ratio, minsize = config.train_ratio / config.batch_length, config.envs * config.window
+    due = ratio * (total - minsize) - minsize
+    tolerance = 4 * config.batch_size
+    assert due - (tolerance + 8) * max(ratio, 1) <= samples <= due + tolerance + config.batch_size
+    return found
+
+
+@pytest.mark.parametrize("title", ["replay", "logger"])
+def test_nothing_is_lost_or_doubled_when_a_server_is_killed(tmp_path: Path, title: str) -> None:
+    for stream in kill_one(tmp_path, title).values():
+        episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
+        assert (episode * (LENGTH + 1) + step).tolist() == list(range(len(step)))
+        assert stream["action"].tolist() == (step % 5).tolist()
+
+
+@pytest.mark.parametrize("title", ["agent", "env-0"])
+def test_only_the_running_episodes_are_cut_short_when_a_player_is_killed(
+    tmp_path: Path, title: str
+) -> None:
+    for envid, stream in kill_one(tmp_path, title).items():
+        step = stream["vector"][:, 2].astype(int)
+        assert stream["is_first"].tolist() == (step == 0).tolist()
+        assert stream["action"].tolist() == (step % 5).tolist()
+        starts = [0, *(n for n in range(1, len(step)) if step[n] != step[n - 1] + 1)]
+        assert all(step[n] == 0 for n in starts)
+        ends = [step[n - 1] for n in starts[1:]]
+        cut = sum(end != LENGTH for end in ends)
+        assert cut <= (title == "agent" or envid in (0, 1))
+
+
+def test_a_damaged_checkpoint_is_skipped_and_the_counts_go_on(tmp_path: Path) -> None:
+    def run(steps: int) -> None:
+        config = small_run(tmp_path, steps=steps, save_every=0)
+        fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+        combined(**fleet, args=config)
+
+    run(200)
+    run(400)
+    newest, older = sorted((tmp_path / "ckpt" / "agent").iterdir(), reverse=True)
+    assert read_checkpoint(older).step < 300
+    manifest = newest / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    run(600)
+    assert "It is skipped." in (tmp_path / "logs" / "agent.log").read_text()
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    found = stored_streams(tmp_path / "replay")
+    total = sum(len(stream["action"]) for stream in found.values())
+    assert 600 <= snapshot.step == total < 700
+    logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    assert logged == sorted(logged)

@@ -1,0 +1,82 @@
+"""What the processes of a fleet take: memory that does not grow, and little time to start."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from fleet_parts import note_start, parts, processes_by_title, small_run
+
+from dreamfleet.fleet import Process
+from dreamfleet.parallel import combined, parallel_env, parallel_logger, parallel_replay
+
+STEPS = 100_000
+MEGABYTE = 2**20
+
+
+def private_memory(process: psutil.Process) -> int:
+    """Bytes that are neither pages of a file nor shared: those of the replay's files may come and
+    go as the machine likes."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
+
+
+@pytest.mark.timeout(240)
+def test_no_process_grows_over_a_hundred_thousand_steps(tmp_path: Path) -> None:
+    config = small_run(
+        tmp_path,
+        steps=STEPS,
+        envs=16,
+        envs_per_process=16,
+        actor_batch=16,
+        batch_size=16,
+        batch_length=16,
+        report_length=16,
+        replay_capacity=5000,
+        log_every=0.25,
+        save_every=1.0,
+    )
+    seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
+
+    def look(line: str) -> None:
+        words = line.split()
+        if words[0] == "step":
+            step = float(words[1].replace(",", ""))
+            for name, process in processes_by_title().items():
+                seen[name].append((step, private_memory(process)))
+
+    combined(**parts(config), args=config, say=look)
+    assert set(seen) == {"agent", "env-0", "replay", "logger"}
+    for name, points in seen.items():
+        early = [size for step, size in points if 0.4 * STEPS < step < 0.7 * STEPS]
+        late = [size for step, size in points if step > 0.7 * STEPS]
+        assert early, "no look at the first half"
+        assert late, "no look at the second half"
+        growth = np.median(late) - np.median(early)
+        assert growth < 2 * MEGABYTE, f"{name} grew by {growth / MEGABYTE:.1f} MB: {points}"
+
+
+@pytest.mark.parametrize(
+    ("role", "factory", "args"),
+    [
+        (parallel_env, "make_env_train", [0]),
+        (parallel_replay, "make_replay_train", []),
+        (parallel_logger, "make_logger", []),
+    ],
+    ids=["environment", "replay", "logger"],
+)
+def test_a_process_starts_within_two_seconds(
+    tmp_path: Path, role: Callable[..., Any], factory: str, args: list[int]
+) -> None:
+    """Seconds of the processor: they do not depend on who else uses the machine."""
+    make = partial(parts(small_run(tmp_path))[factory], *args)
+    process = Process("started", partial(note_start, role, make, tmp_path / "seconds"), tmp_path)
+    process.start()
+    assert process.wait(60) == 0, process.last_words()
+    assert float((tmp_path / "seconds").read_text()) < 2.0

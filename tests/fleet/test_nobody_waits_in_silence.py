@@ -1,0 +1,79 @@
+"""Runs that make no progress say who waits for whom, and why."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_parts import (
+    CountingAgent,
+    SlowLearner,
+    Troubled,
+    dummy_with_its_id,
+    left_behind,
+    never_made,
+    parts,
+    sleep_for_ever,
+    small_run,
+)
+
+from dreamfleet.parallel import combined
+
+
+class Understood(Exception):
+    pass
+
+
+class Reader:
+    """Ends the run once a line has said all that was to be said."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._folder, self._words = folder, words
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        if line.startswith("Waiting: ") and all(words in line for words in self._words):
+            (self._folder / "go").touch()
+            raise Understood
+
+
+def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **more: Any) -> None:
+    settings = {"steps": 0, "log_every": 0.5, "train_ratio": 4.0, "env_timeout": 0.0, **more}
+    config = small_run(tmp_path, **settings)
+    base: dict[str, Any] = {"make_agent": CountingAgent, "make_env_train": dummy_with_its_id}
+    fleet = parts(config, **{**base, **changes})
+    with pytest.raises(Understood):
+        combined(**fleet, args=config, say=Reader(tmp_path, *words))
+    assert left_behind() == []
+
+
+def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> None:
+    words = [
+        "no word from 4 environments (0, 1, 2, 3) yet",
+        "to sample: the writers have inserted 0 of the 20 steps that have to come first",
+    ]
+    stand_still(tmp_path, {"make_env_train": never_made}, words)
+
+
+def test_a_limiter_that_holds_the_actor(tmp_path: Path) -> None:
+    words = [
+        "the actor waits for the replay to take 8 batches of steps",
+        "to insert: the sampler is behind and has to take",
+    ]
+    stand_still(tmp_path, {"make_agent": partial(SlowLearner, tmp_path)}, words)
+
+
+def test_a_batch_that_is_not_full_an_environment_that_hangs_and_a_limiter_that_holds_the_learner(
+    tmp_path: Path,
+) -> None:
+    words = [
+        "it has 1 of 2 observations, and makes do with them after 1000 s",
+        "did not answer for",
+        "to sample: the writers are behind and have to insert",
+    ]
+    make = partial(Troubled, tmp_path, sleep_for_ever)
+    settings = {"envs": 2, "envs_per_process": 1, "actor_batch": 2, "actor_wait": 1000.0}
+    stand_still(tmp_path, {"make_env_train": make}, words, **settings)

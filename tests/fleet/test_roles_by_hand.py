@@ -1,0 +1,113 @@
+"""A run whose environments and replay are started by hand, over tcp and with the run key."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fleet_parts import dummy_with_its_id, left_behind, parts, small_run, stored_streams
+
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.parallel import combined
+from dreamfleet.transport import Client, Disconnected, Keys, resolve
+
+ROLE = [str(Path(sys.executable).with_name("dreamfleet")), "role"]
+
+
+def role(name: str, *options: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*ROLE, name, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def tcp_run(logdir: Path) -> RunConfig:
+    """A run for which the environments and the replay are started elsewhere."""
+    addresses = {
+        f"{name}_addr": resolve("tcp://127.0.0.1:{auto}") for name in ("actor", "replay", "logger")
+    }
+    return small_run(logdir, steps=300, remote_envs=True, remote_replay=True, **addresses)
+
+
+def test_roles_started_by_hand_on_another_machine_make_a_whole_run(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    config = tcp_run(here)
+    hands: list[subprocess.Popen[bytes]] = []
+    ready = threading.Event()
+
+    def start_the_others(line: str) -> None:
+        """As a person does who has seen the run start, and has copied two files."""
+        if ready.is_set():
+            return
+        ready.set()
+        for name in ("config.json", "keys"):
+            (there / name).write_bytes((here / name).read_bytes())
+        (there / "keys").chmod(0o600)
+        stranger = there / "stranger.key"
+        Keys.generate().save(stranger)
+        options = ["--config", str(there / "config.json"), "--logdir", str(there)]
+        mine = [*options, "--keys", str(there / "keys")]
+        hands.append(role("replay", *mine))
+        hands.append(role("env", *mine, "--first", "0", "--count", "3"))
+        # Environment 3 has the wrong key, and so no part in the run.
+        hands.append(role("env", *options, "--keys", str(stranger), "--first", "3"))
+
+    try:
+        combined(**parts(config), args=config, say=start_the_others)
+    finally:
+        for process in hands:
+            process.terminate()
+        said = [process.communicate(timeout=60)[0].decode() for process in hands]
+    assert [process.returncode for process in hands] == [0, 130, 130], said
+    assert stat.S_IMODE((here / "keys").stat().st_mode) == 0o600
+    assert left_behind() == []
+    assert not (here / "replay").exists()
+    found = stored_streams(there / "replay")
+    assert len(found) == 3
+    assert sum(len(stream["action"]) for stream in found.values()) >= 300
+
+
+def test_a_stranger_gets_nothing_from_a_run_with_a_key(tmp_path: Path) -> None:
+    config = small_run(tmp_path, steps=0, logger_addr="tcp://127.0.0.1:{auto}")
+    seen: list[object] = []
+
+    class Enough(Exception):
+        pass
+
+    def ask(line: str) -> None:
+        if not line.startswith("step "):
+            return
+        run = RunConfig.from_json((tmp_path / "config.json").read_text())
+        for keys in (None, Keys.generate(), Keys.load(run.keys)):
+            with Client(run.logger_addr, keys=keys, patience=1.0) as client:
+                try:
+                    seen.append(client.status().result(20)["step"] >= 0)
+                except Disconnected as error:
+                    seen.append(str(error))
+        raise Enough
+
+    with pytest.raises(Enough):
+        combined(**parts(config, make_env_train=dummy_with_its_id), args=config, say=ask)
+    assert "found no server" in str(seen[0])
+    assert "found no server" in str(seen[1])
+    assert seen[2] is True
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
+    from dreamfleet.cli.role import role as command
+
+    with pytest.raises(ConfigError, match="--logdir DIR, or --config FILE"):
+        command("env")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        command("env", logdir=tmp_path)
+    (tmp_path / "config.json").write_text('{"envs": "many"}')
+    with pytest.raises(ConfigError, match=r"not the configuration of a run: Expected `int`"):
+        command("env", logdir=tmp_path)
+    (tmp_path / "config.json").write_text(small_run(tmp_path).to_json())
+    with pytest.raises(ConfigError, match="None of the environments asked for"):
+        command("env", logdir=tmp_path, first=4)

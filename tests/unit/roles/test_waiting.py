@@ -1,0 +1,48 @@
+"""What an actor says that it waits for."""
+
+from dreamfleet.config import RunConfig
+from dreamfleet.roles.waiting import actor_waits
+
+CONFIG = RunConfig(envs=4, actor_batch=3, log_every=10.0, replay_addr="tcp://127.0.0.1:1234")
+HEARD = dict.fromkeys(range(4), 0.5)
+FREE = {"connected": 1.0, "inflight": 0.0}
+
+
+def waits(config: RunConfig = CONFIG, silent: object = None, rows: int = 0, **client: float) -> str:
+    return actor_waits(config, HEARD if silent is None else silent, rows, {**FREE, **client}, 8)
+
+
+def test_nothing_when_everybody_is_heard_of() -> None:
+    assert waits() == ""
+
+
+def test_the_replay_comes_first() -> None:
+    assert waits(connected=0.0) == "", "a client that has not been used yet has no connection"
+    assert waits(silent={}, connected=0.0, inflight=1.0) == (
+        "the actor has no connection to the replay at tcp://127.0.0.1:1234"
+    )
+    assert "to take 8 batches" in waits(silent={}, inflight=8.0)
+
+
+def test_environments_are_named() -> None:
+    assert waits(silent={0: 1.0, 1: 1.0, 3: 1.0}) == "no word from environment 2 yet"
+    assert waits(silent={**HEARD, 3: 14.2}) == "environment 3 did not answer for 14 s or more"
+    many = RunConfig(envs=20)
+    text = waits(many, dict.fromkeys(range(20), 60.0))
+    assert text.startswith("20 environments (0, 1, 2, 3, 4, 5, 6, 7 ...) did not answer for 60 s")
+
+
+def test_observations_in_the_queue_are_not_late() -> None:
+    both = {**HEARD, 2: 14.2, 3: 14.2}
+    assert waits(silent=both, rows=1) == (
+        "1 of 2 environments (2, 3) did not answer for 14 s or more"
+    )
+    assert waits(silent={**HEARD, 3: 14.2}, rows=1) == ""
+
+
+def test_a_batch_that_is_not_full_is_told_when_it_may_wait_for_long() -> None:
+    patient = RunConfig(envs=4, actor_batch=3, actor_wait=60.0, log_every=10.0)
+    assert waits(patient, rows=2) == (
+        "the actor waits for a full batch: it has 2 of 3 observations, and makes do with them "
+        "after 60 s"
+    )
