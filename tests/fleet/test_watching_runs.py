@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -147,9 +148,12 @@ def test_a_directory_without_a_run_is_said(
 
 
 def test_a_number_that_another_process_has_got_is_no_run(tmp_path: Path) -> None:
-    with announced(tmp_path):
-        text = (tmp_path / "run.pid").read_text()
-    created = psutil.Process().create_time()
-    (tmp_path / "run.pid").write_text(text.replace(str(created), str(created - 100)))
-    with announced(tmp_path):  # not refused
+    """Numbers come again: whoever has that of a run that is over is told by when it was started."""
+    other = psutil.Process(os.getppid())
+    path = tmp_path / "run.pid"
+    path.write_text(json.dumps({"pid": other.pid, "created": other.create_time()}))
+    with pytest.raises(ConfigError, match=f"process {other.pid}"), announced(tmp_path):
         pass
+    path.write_text(json.dumps({"pid": other.pid, "created": other.create_time() - 100}))
+    with announced(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()

@@ -42,6 +42,9 @@ _GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "learning": ("train_ratio", "batch_size", "batch_length", "offline", "prefill"),
         "starting from another run": ("from_checkpoint", "from_checkpoint_regex"),
         "processes": ("launcher", "envs", "eval_envs", "envs_per_process", "on_failure"),
+        "several machines": (
+            *("actor_addr", "replay_addr", "logger_addr", "keys", "remote_envs", "remote_replay"),
+        ),
         "what is written": ("log_every", "report_every", "save_every", "outputs"),
     },
 }

@@ -26,7 +26,7 @@ from dreamfleet.metrics.published import PublishedCurve, published_curve
 _INCIDENTAL = (
     *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
     *("log_every", "report_every", "save_every", "on_failure", "max_restarts", "launcher"),
-    *("episode_timeout", "target_score", "outputs"),
+    *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "restart_window"),
 )
 _REPEATS = {"atari": 4, "atari100k": 4}
 _COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
