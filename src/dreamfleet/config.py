@@ -10,13 +10,15 @@ import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.transport import Keys
+
+if TYPE_CHECKING:
+    from dreamfleet.transport import Keys
 
 OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
 
@@ -198,7 +200,11 @@ class RunConfig:
     @cached_property
     def run_keys(self) -> Keys | None:
         """The run key, read from its file; None if the run has none."""
-        return Keys.load(self.keys) if self.keys else None
+        if not self.keys:
+            return None
+        from dreamfleet.transport import Keys  # a policy that is used alone needs no network
+
+        return Keys.load(self.keys)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"

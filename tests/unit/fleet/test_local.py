@@ -21,7 +21,7 @@ def test_only_the_agent_keeps_its_memory_pages(
         started[name] = environment
 
     nothing = SimpleNamespace(run=lambda *_: None, show=lambda: None)
-    monkeypatch.setattr(local, "Process", record)
+    monkeypatch.setitem(local._MEMBERS, "local", record)
     monkeypatch.setattr(local, "StatusLine", lambda *_: nullcontext(nothing))
     monkeypatch.setattr(local, "_supervisor", lambda *_: nothing)
     local.combined(*[object] * 7, RunConfig(logdir=tmp_path))
