@@ -54,7 +54,7 @@ class Blueprint:
     @classmethod
     def load(cls, state: Mapping[str, str]) -> Blueprint:
         return cls(
-            config_from_json(state["config"]),
+            RunConfig.from_json(state["config"]),
             spaces_from_json(state["obs_space"]),
             spaces_from_json(state["act_space"]),
         )
@@ -82,23 +82,6 @@ class Blueprint:
             )
             dreamer = replace(dreamer, execution=here)
         return Dreamer(self.obs_space, self.act_space, dreamer, seed=self.config.seed)
-
-
-def config_from_json(text: str) -> RunConfig:
-    """The configuration that `RunConfig.to_json` wrote; settings this version lacks are passed
-    over, and those it has in addition get their defaults."""
-    try:
-        values = json.loads(text)
-        values["env_options"] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in values.get("env_options", {}).items()
-        }
-        return msgspec.convert(values, RunConfig, dec_hook=lambda kind, value: kind(value))
-    except (ValueError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(
-            f"The run's configuration cannot be read ({error}): use the version of Dreamfleet "
-            "that wrote it."
-        ) from error
 
 
 def with_settings(
@@ -145,7 +128,7 @@ def read_config(logdir: Path) -> RunConfig:
     path = logdir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{logdir} holds no run: there is no {path}.")
-    return replace(config_from_json(path.read_text()), logdir=logdir)
+    return replace(RunConfig.from_json(path.read_text()), logdir=logdir)
 
 
 def read_blueprint(logdir: Path) -> Blueprint | None:

@@ -211,10 +211,17 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunConfig:
-        """What `to_json` wrote."""
+        """What `to_json` wrote; settings this version lacks are passed over, and those it has in
+        addition get their defaults."""
         try:
-            return msgspec.convert(json.loads(text), cls, dec_hook=lambda kind, raw: kind(raw))
-        except (ValueError, TypeError) as error:
+            values = json.loads(text)
+            values["env_options"] = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in values.get("env_options", {}).items()
+            }
+            return msgspec.convert(values, cls, dec_hook=lambda kind, raw: kind(raw))
+        except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"This is not the configuration of a run: {str(error).rstrip('.')}."
+                f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "
+                "version of Dreamfleet that wrote it."
             ) from None

@@ -16,7 +16,7 @@ import pytest
 
 from dreamfleet import ConfigError, Policy, Space
 from dreamfleet.agent import Dreamer, RandomAgent
-from dreamfleet.blueprint import BLUEPRINT, Blueprint, config_from_json
+from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import SpaceError
@@ -198,9 +198,9 @@ def test_settings_of_other_versions_are_passed_over() -> None:
     values = json.loads(RunConfig(envs=3).to_json())
     del values["batch_size"]
     values["hats"] = 4
-    assert config_from_json(json.dumps(values)) == RunConfig(envs=3)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        config_from_json(json.dumps({**values, "envs": "many"}))
+    assert RunConfig.from_json(json.dumps(values)) == RunConfig(envs=3)
+    with pytest.raises(ConfigError, match="not the configuration of a run.*version"):
+        RunConfig.from_json(json.dumps({**values, "envs": "many"}))
 
 
 # --- Gymnasium -----------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Watcher:
         """A question that was not answered yet is not asked again."""
         try:
             if self._client is None:
-                self._client = Client(config.logger_addr, "watcher")
+                self._client = Client(config.logger_addr, "watcher", keys=config.run_keys)
             if self._asked is None:
                 self._asked = self._client.status()
             if self._asked.wait(patience):

@@ -25,7 +25,7 @@ def test_images_and_videos_become_files_and_nothing_else_does(tmp_path: Path) ->
     output.close()
     assert files(tmp_path / "media") == [
         "map/000000000007.png",
-        "report-open-loop-image/000000000007.gif",
+        "report-open-loop-image/000000000007.mp4",
     ]
     assert (tmp_path / "media/map/000000000007.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.metrics.outputs.base import kind_of
-from dreamfleet.metrics.pictures import encode_gif, encode_png
+from dreamfleet.metrics.pictures import encode_png
+from dreamfleet.metrics.video import write_video
 
 
 class MediaOutput:
-    """Images as PNG and videos as GIF: `DIRECTORY/KEY/STEP.gif`.
+    """Images as PNG, labelled videos as MP4 or, without an encoder, GIF: `DIRECTORY/KEY/STEP.mp4`.
 
     Args:
         directory: Made when the first file is.
@@ -29,21 +30,23 @@ class MediaOutput:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         for key, value in metrics.items():
             kind = kind_of(value)
+            if kind not in ("image", "video"):
+                continue
+            folder = self._folder(key)
             if kind == "image":
-                self._save(key, f"{step:012d}.png", encode_png(np.asarray(value)))
-            elif kind == "video":
-                self._save(key, f"{step:012d}.gif", encode_gif(np.asarray(value), self._fps))
+                _save(folder / f"{step:012d}.png", encode_png(np.asarray(value)))
+            else:
+                label = f"{key} step {step:,}"
+                write_video(folder / f"{step:012d}", np.asarray(value), fps=self._fps, label=label)
+            self._tidy(folder)
 
-    def _save(self, key: str, name: str, data: bytes) -> None:
-        # One flat directory a key, whatever an agent or an environment calls it.
+    def _folder(self, key: str) -> Path:
+        """One flat directory a key, whatever an agent or an environment calls it."""
         folder = self._directory / (re.sub(r"[^\w.=-]+", "-", key).strip(".-") or "unnamed")
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{name}"
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(folder / name)
+        return folder
+
+    def _tidy(self, folder: Path) -> None:
         if self._keep:
             for old in sorted(folder.glob("[0-9]*"))[: -self._keep]:
                 old.unlink(missing_ok=True)
@@ -53,3 +56,12 @@ class MediaOutput:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _save(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
