@@ -11,13 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from documents import ROOT, commands, python_blocks
+from documents import ROOT, blocks, commands, python_blocks
 
 from dreamfleet.agent import RandomAgent
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
@@ -27,6 +28,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
 from dreamfleet.metrics import ScoresFile
 from dreamfleet.replay import Replay
+from dreamfleet.transport import resolve
 
 SHORT = {
     "--on-failure": "stop",
@@ -107,6 +109,39 @@ def test_an_agent_of_your_own_is_trained_and_used(tmp_path: Path) -> None:
     run([sys.executable, "bandit.py"], tmp_path)
     rows = (tmp_path / "runs" / "bandit" / "metrics.jsonl").read_text().splitlines()
     assert any("train/value" in json.loads(row) for row in rows)
+
+
+def test_machines_started_by_hand_make_one_run(tmp_path: Path) -> None:
+    """The commands as shown; all machines are this one, each in a directory of its own."""
+    address = resolve("tcp://127.0.0.1:{auto}")
+    program = str(Path(sys.executable).with_name("dreamfleet"))
+    shown = [
+        line.replace("tcp://10.0.0.5:5551", address).replace("TASK", "bundled:dummy").split()[1:]
+        for block in blocks(ROOT / "docs" / "machines.md")
+        if block.language == "console"
+        for line in block.text.splitlines()
+    ]
+    places = [tmp_path / str(number) for number in range(len(shown))]
+    run_directory = places[0] / "DIR"
+    for place in places:
+        place.mkdir()
+    started = [subprocess.Popen([program, *shortened(shown[0])], cwd=places[0])]
+    try:
+        while not (run_directory / "config.json").exists():
+            assert started[0].poll() is None
+            time.sleep(0.05)
+        for place, words in zip(places[1:], shown[1:], strict=True):
+            for name in ("config.json", "keys"):
+                shutil.copy2(run_directory / name, place / name)
+            started.append(subprocess.Popen([program, *words], cwd=place))
+        assert started[0].wait(100) == 0
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(60)
+    assert len(started) == 3
+    assert (run_directory / "ckpt" / "agent").exists()
 
 
 def test_roles_apart_make_one_run(tmp_path: Path) -> None:

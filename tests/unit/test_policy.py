@@ -199,7 +199,7 @@ def test_settings_of_other_versions_are_passed_over() -> None:
     del values["batch_size"]
     values["hats"] = 4
     assert RunConfig.from_json(json.dumps(values)) == RunConfig(envs=3)
-    with pytest.raises(ConfigError, match="not the configuration of a run.*version"):
+    with pytest.raises(ConfigError, match=r"not the configuration of a run.*version"):
         RunConfig.from_json(json.dumps({**values, "envs": "many"}))
 
 
