@@ -54,9 +54,11 @@ def kill_one(tmp_path: Path, title: str) -> dict[int, dict[str, Any]]:
     # The ratio held: as many sequences were handed out as were due.
     samples = snapshot.parts["replay"]["samples"]
     ratio, minsize = config.train_ratio / config.batch_length, config.envs * config.window
-    due = ratio * (total - minsize) - minsize
-    tolerance = 4 * config.batch_size
-    assert due - (tolerance + 8) * max(ratio, 1) <= samples <= due + tolerance + config.batch_size
+    due = ratio * (total - minsize)
+    tolerance = config.limiter_tolerance
+    # A restart forgives what a batch was allowed to take beyond the tolerance.
+    most = due + 2 * config.batch_size
+    assert due - tolerance - (tolerance + 8) * max(ratio, 1) <= samples <= most
     return found
 
 

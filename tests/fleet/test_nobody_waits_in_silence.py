@@ -42,7 +42,7 @@ class Reader:
 
 def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **more: Any) -> None:
     settings = {"steps": 0, "log_every": 0.5, "train_ratio": 4.0, "env_timeout": 0.0, **more}
-    config = small_run(tmp_path, **settings)
+    config = small_run(tmp_path, duration=60.0, **settings)  # if the line does not come, it ends
     base: dict[str, Any] = {"make_agent": CountingAgent, "make_env_train": dummy_with_its_id}
     fleet = parts(config, **{**base, **changes})
     with pytest.raises(Understood):
@@ -60,7 +60,7 @@ def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> Non
 
 def test_a_limiter_that_holds_the_actor(tmp_path: Path) -> None:
     words = [
-        "the actor waits for the replay to take 8 batches of steps",
+        "the actor waits for the replay to take 2 batches of steps",
         "to insert: the sampler is behind and has to take",
     ]
     stand_still(tmp_path, {"make_agent": partial(SlowLearner, tmp_path)}, words)
