@@ -82,8 +82,14 @@ class Arena:
 
     def map_memory(self, slot: int) -> None:
         self._map_slot(slot, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        # Large pages, where the kernel has them: a sequence in a large replay is cold, and looking
-        # up the address of each small page in turn takes as long as copying it.
+
+    def prefer_large_pages(self, slot: int) -> None:
+        """Have the kernel move a slot of memory to large pages when it has time: a sequence in a
+        large replay is cold, and looking up each small page takes as long as copying it.
+
+        Not while it is written, nor at once: the kernel would clear or copy megabytes inside of an
+        insert, which takes four times as long then.
+        """
         _libc.madvise(self._address(slot), self.slot_bytes, _MADV_HUGEPAGE)
 
     def unmap(self, slot: int) -> None:

@@ -97,6 +97,8 @@ class Store:
             self._arena.read_ahead(slot, False)
             if previous >= 0:
                 self._arena.read_ahead(previous, True)
+        elif previous >= 0:
+            self._arena.prefer_large_pages(previous)
         return slot
 
     def attach(self, path: Path, info: ChunkInfo) -> int:
