@@ -59,8 +59,8 @@ def train(
     replay_addr: str | None = None,
     logger_addr: str | None = None,
     keys: Path | None = None,
-    remote_envs: bool | None = None,
-    remote_replay: bool | None = None,
+    remote_envs: bool = False,
+    remote_replay: bool = False,
     env_options: tuple[str, ...] = (),
     offline: Path | None = None,
     prefill: tuple[Path, ...] = (),
@@ -132,8 +132,8 @@ def train(
         "replay_addr": replay_addr,
         "logger_addr": logger_addr,
         "keys": None if keys is None else str(keys),
-        "remote_envs": remote_envs,
-        "remote_replay": remote_replay,
+        "remote_envs": remote_envs or None,
+        "remote_replay": remote_replay or None,
     }
     if offline is not None:
         theirs = find_source(offline).blueprint.config
