@@ -48,7 +48,8 @@ def running(logdir: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, psu
 def test_a_signal_saves_and_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path) as (process, children):
         titles = {"agent", "env-0", "env-1", "replay", "logger"}
-        assert set(children) == {f"dreamfleet {title}" for title in titles}
+        roles = {title for title in children if title.startswith("dreamfleet ")}
+        assert roles == {f"dreamfleet {title}" for title in titles}  # an encoder may be there too
         for title in ("env-0", "replay", "logger"):
             child = children[f"dreamfleet {title}"]
             assert not any("jax" in each.path for each in child.memory_maps())
