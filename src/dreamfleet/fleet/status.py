@@ -13,11 +13,13 @@ from dreamfleet.fleet.supervisor import Say
 from dreamfleet.metrics.outputs.terminal import readable
 from dreamfleet.transport import Client, Future, TransportError
 
+_PATIENT_LINES = 2
+
 
 class StatusLine:
     """Asks the logger without waiting for it, and says what it answered the time before.
 
-    When there were no steps or no updates since, it also says who waits for whom.
+    When there were no steps since, or no updates for a while, it also says who waits for whom.
 
     Args:
         args: The run.
@@ -28,6 +30,7 @@ class StatusLine:
     def __init__(self, args: RunConfig, say: Say, away: Callable[[], list[str]] = list) -> None:
         self._args, self._say, self._away = args, say, away
         self._counts: tuple[float, float] | None = None
+        self._without_updates = 0  # lines in a row
         self._client = Client(args.logger_addr, "status", keys=args.run_keys)
         self._asked: Future | None = None
         self._last: tuple[float, float] | None = None
@@ -87,7 +90,11 @@ class StatusLine:
     def _explain(self, status: dict[str, Any]) -> None:
         counts = float(status["step"]), float(status.get("learner/updates", 0))
         before, self._counts = self._counts, counts
-        if before is not None and (counts[0] == before[0] or counts[1] == before[1]):
+        if before is None:
+            return
+        self._without_updates = self._without_updates + 1 if counts[1] == before[1] else 0
+        # Steps come a while before updates do, and are heard of sooner.
+        if counts[0] == before[0] or self._without_updates > _PATIENT_LINES:
             self._say(f"Waiting: {why(status, self._away(), self._args.log_every)}.")
 
     def _time_left(self, now: float, step: float, rate: float) -> float | None:
