@@ -54,8 +54,6 @@ def test_commands_in_the_text_exist() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         text = page.read_text()
         for name in re.findall(r"(?<!from )dreamfleet ([a-z][a-z-]+)", text):
-            if name == "role":
-                pytest.importorskip("dreamfleet.cli.role")
             assert name in COMMANDS, f"{page.name}: dreamfleet {name}"
         for name in re.findall(r"`make ([a-z-]+)", text):
             assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
