@@ -42,6 +42,23 @@ PRESETS: Mapping[str, RunConfig] = {
         log_every=2.0,
         dreamer=DreamerConfig(model=size_preset("debug")),
     ),
+    "dmc_proprio": RunConfig(
+        task="dmc:cartpole_swingup",
+        env_options={"repeat": 2},
+        envs=4,
+        envs_per_process=4,
+        actor_batch=4,
+        batch_size=16,
+        batch_length=32,
+        report_length=32,
+        train_ratio=256.0,
+        steps=25_000,
+        dreamer=DreamerConfig(
+            model=size_preset("1m"),
+            loss=LossConfig(imag_last=8),
+            optimizer=OptimizerConfig(learning_rate=3e-4, warmup=200),
+        ),
+    ),
     "published": RunConfig(
         envs=16,
         eval_envs=0,
