@@ -55,11 +55,13 @@ setup-dev: .venv/dev.stamp ## .venv with what a developer needs
 # Locks hold versions and hashes for every platform, and no download address.
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
 	--generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
-EXTRAS := --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra tensorboard --extra plot --extra video
+# What `make train` makes: films and, with `dreamfleet plot`, curves.
+FOR_USERS := --extra classic --extra plot --extra video
+EXTRAS := $(FOR_USERS) --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra tensorboard
 
 lock: setup-dev ## refresh the lock files
 	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)
-	@$(COMPILE) pyproject.toml locks/build.in -c locks/dev.txt -o locks/base.txt $(LOCKFLAGS)
+	@$(COMPILE) pyproject.toml locks/build.in $(FOR_USERS) -c locks/dev.txt -o locks/base.txt $(LOCKFLAGS)
 
 docs: setup-dev ## make the configuration reference anew
 	@$(BIN)/python -m dreamfleet.cli.reference docs/configuration.md

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.api import Agent
+from dreamfleet.agent.api import Agent, Mode
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint, MissingPartError, Snapshot, read_checkpoint
 from dreamfleet.errors import ConfigError
@@ -47,7 +47,7 @@ class PolicyState:
 
 
 class Policy:
-    """Acts as a trained agent does: it samples from the policy, as in training.
+    """Acts as a trained agent does: it samples from the policy, as in training, or is greedy.
 
     Args:
         agent: Anything with the agent's protocol.
@@ -55,6 +55,7 @@ class Policy:
         act_space: What it does.
         step: Environment steps it was trained for.
         blueprint: What the checkpoint says about the run.
+        greedy: Take the likeliest actions instead of samples.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Policy:
         *,
         step: int = 0,
         blueprint: Blueprint | None = None,
+        greedy: bool = False,
     ) -> None:
         self.agent = agent
         self.obs_space = {
@@ -75,9 +77,15 @@ class Policy:
         self.act_space = {key: space for key, space in act_space.items() if key != "reset"}
         self.step = step
         self.blueprint = blueprint
+        self.greedy = greedy
+
+    @property
+    def mode(self) -> Mode:
+        """How the agent is asked to act."""
+        return "greedy" if self.greedy else "eval"
 
     @classmethod
-    def load(cls, path: Path | str, *, agent: Agent | None = None) -> Policy:
+    def load(cls, path: Path | str, *, agent: Agent | None = None, greedy: bool = False) -> Policy:
         """The policy of a run, or of one of its checkpoints.
 
         Args:
@@ -85,6 +93,7 @@ class Policy:
                 checkpoints, or one checkpoint.
             agent: An agent of your own that the parameters belong to; None builds the agent that
                 the checkpoint describes.
+            greedy: Take the likeliest actions instead of samples.
 
         Raises:
             ConfigError: There is no checkpoint, or it does not describe its agent.
@@ -97,7 +106,9 @@ class Policy:
         agent.load(snapshot.parts["agent"])
         obs_space = getattr(agent, "obs_space", blueprint.obs_space)
         act_space = getattr(agent, "act_space", blueprint.act_space)
-        return cls(agent, obs_space, act_space, step=snapshot.step, blueprint=blueprint)
+        return cls(
+            agent, obs_space, act_space, step=snapshot.step, blueprint=blueprint, greedy=greedy
+        )
 
     def reset(self, count: int = 1) -> PolicyState:
         """The state before the first observation of so many episodes."""
@@ -127,7 +138,7 @@ class Policy:
         first = np.asarray(obs.get("is_first", False), bool).reshape(-1) | state.fresh
         zeros = {flag: np.zeros(count, bool) for flag in ("is_last", "is_terminal")}
         seen = {**arrays, **zeros, "reward": np.zeros(count, np.float32), "is_first": first}
-        carry, actions, _ = self.agent.policy(state.carry, seen, "eval")
+        carry, actions, _ = self.agent.policy(state.carry, seen, self.mode)
         bounded = {key: self._bounded(key, value) for key, value in actions.items()}
         if single:
             bounded = {key: value[0] for key, value in bounded.items()}

@@ -82,6 +82,11 @@ def test_dreamer_trains_and_goes_on(tmp_path: Path) -> None:
         assert snapshot is not None
         steps.append((snapshot.step, int(snapshot.parts["agent"]["counters/updates"])))
     (first, first_updates), (second, second_updates) = steps
+    evaluations = rows(tmp_path / "evaluations.jsonl")
+    assert [each["step"] for each in evaluations] == [first, second]
+    assert all(len(each["returns"]) == 2 for each in evaluations)
+    films = sorted((tmp_path / "media" / "evaluation").iterdir())
+    assert [film.name for film in films] == [f"{step:012d}.mp4" for step in (first, second)]
     assert 100 <= first < 150 <= second
     assert 0 < first_updates < second_updates
     # Everything was compiled before, once in each run, and the actor's parameters became newer.

@@ -16,6 +16,7 @@ import pytest
 
 from dreamfleet import ConfigError, Policy, Space
 from dreamfleet.agent import Dreamer, RandomAgent
+from dreamfleet.agent.api import Mode
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
@@ -45,15 +46,17 @@ def observations(count: int, seed: int = 0) -> dict[str, np.ndarray]:
     return {k: np.stack([s.sample(rng) for _ in range(count)]) for k, s in spaces.items()}
 
 
-def test_it_acts_as_the_agent_does(run: tuple[Path, Dreamer]) -> None:
+@pytest.mark.parametrize("greedy", [False, True])
+def test_it_acts_as_the_agent_does(run: tuple[Path, Dreamer], greedy: bool) -> None:
     logdir, _ = run
-    policy, agent = Policy.load(logdir), Policy.load(logdir).agent
+    policy, agent = Policy.load(logdir, greedy=greedy), Policy.load(logdir).agent
     carry, state = agent.init_policy(3), policy.reset(3)
     for number in range(4):
         obs = observations(3, number)
         flags = {key: np.zeros(3, space.dtype) for key, space in worlds.FLAGS.items()}
         flags["is_first"][:] = number == 0
-        carry, expected, _ = agent.policy(carry, {**obs, **flags})
+        mode: Mode = "greedy" if greedy else "eval"
+        carry, expected, _ = agent.policy(carry, {**obs, **flags}, mode)
         actions, state = policy(obs, state)
         for key in ("button", "keys"):
             np.testing.assert_array_equal(actions[key], expected[key])

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import tyro
 
 from dreamfleet.blueprint import with_settings
-from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli.console import say
+from dreamfleet.cli.evaluation import play
 from dreamfleet.cli.live import live
 from dreamfleet.cli.options import parse_settings
 from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import OutputName, RunConfig
+from dreamfleet.envs.errors import EnvError
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import combined
-from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import environment, factories
 from dreamfleet.fleet.offline import find_source
 from dreamfleet.fleet.overview import announced
+from dreamfleet.metrics.errors import MissingOutputError
+from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
-from dreamfleet.roles.evaluate import evaluate
-
-_EVAL_SEEDS_FROM = 1_000_000
 
 
 def train(
@@ -54,7 +53,7 @@ def train(
     from_checkpoint: str | None = None,
     from_checkpoint_regex: str | None = None,
     on_failure: Literal["restart", "stop"] | None = None,
-    eval_episodes: int = 10,
+    eval_episodes: int = 20,
     actor_addr: str | None = None,
     replay_addr: str | None = None,
     logger_addr: str | None = None,
@@ -73,7 +72,7 @@ def train(
 
     Args:
         task: Such as gym:CartPole-v1, dmc:walker_walk or my_package.my_module:my_factory.
-        preset: default (two cores), debug (tiny) or published (an accelerator).
+        preset: default (two cores), dmc_proprio, debug (tiny) or published (an accelerator).
         logdir: Where the run keeps everything; runs/TASK if not given.
         steps: Environment steps after which the run ends; 0 for no end.
         duration: Seconds after which the run ends; 0 for no end.
@@ -152,7 +151,7 @@ def train(
     with announced(config.logdir), live(config.logdir) as progress:
         combined(**factories(config), args=config, say=say, progress=progress)
     if eval_episodes:
-        say(_evaluation(_evaluate(config, eval_episodes)))
+        _evaluate(config, eval_episodes)
     say(f"Results: {config.logdir} (metrics.jsonl, scores.jsonl, ckpt/agent, media, logs)")
 
 
@@ -180,22 +179,18 @@ def _check_outputs(config: RunConfig) -> None:
             )
 
 
-def _evaluation(scores: list[float]) -> str:
-    count = len(scores)
-    plural = "episode" if count == 1 else "episodes"
-    error = f", standard error {np.std(scores, ddof=1) / count**0.5:.3g}" if count > 1 else ""
-    return (
-        f"Evaluation: mean score {np.mean(scores):.4g}{error}, {count} {plural} "
-        f"(lowest {min(scores):.4g}, highest {max(scores):.4g})"
-    )
-
-
-def _evaluate(config: RunConfig, episodes: int) -> list[float]:
-    """Scores of the saved agent in fresh environments of its own."""
-    snapshot = Checkpoint(config.logdir / "ckpt" / "agent").load(["agent"])
-    if snapshot is None:
-        raise ConfigError(f"{config.logdir} holds no checkpoint to evaluate.")
-    agent = make_agent(config)
-    agent.load(snapshot.parts["agent"])
-    played = evaluate(agent, lambda n: environment(config, _EVAL_SEEDS_FROM + n), episodes)
-    return [episode.score for episode in played]
+def _evaluate(config: RunConfig, episodes: int) -> None:
+    """Play the saved policy, and keep what came out and a film of the first episode."""
+    policy = Policy.load(config.logdir)
+    film = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
+    try:
+        result = play(policy, episodes, video=film)
+        note = f"Film of its first episode: {film}"
+    except (ConfigError, EnvError, MissingOutputError) as reason:
+        result = play(policy, episodes)
+        note = f"It was not filmed: {reason}"
+    with (config.logdir / "evaluations.jsonl").open("a") as file:
+        file.write(json.dumps(result.record()) + "\n")
+    low, high = min(result.returns), max(result.returns)
+    say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
+    say(note)

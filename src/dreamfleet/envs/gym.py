@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, Spaces, is_image
-from dreamfleet.envs.errors import SpaceError
+from dreamfleet.envs.errors import MissingExtraError, SpaceError
 from dreamfleet.envs.extras import need
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.wrappers import affine_actions
@@ -127,7 +127,10 @@ class GymEnv(EpisodicEnv):
     def render(self) -> NDArray[np.uint8] | None:
         if getattr(self._env, "render_mode", None) != "rgb_array":
             return None
-        return np.asarray(self._env.render(), np.uint8)
+        try:
+            return np.asarray(self._env.render(), np.uint8)
+        except need("gymnasium", "gym", extra=None).error.DependencyNotInstalled as error:
+            raise MissingExtraError(f"The environment cannot draw itself: {error}") from error
 
     def close(self) -> None:
         self._env.close()

@@ -47,7 +47,7 @@ class Mp4Writer:
                 "size."
             )
         try:
-            self._process.stdin.write(self._enlarged(frame).tobytes())
+            self._process.stdin.write(self._even(frame).tobytes())
         except BrokenPipeError as error:
             _, errors = self._process.communicate()
             raise self._failure(errors) from error
@@ -77,10 +77,7 @@ class Mp4Writer:
 
     def _start(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
-        height, width = shape[:2]
-        self._factor = max(1, -(-_SMALLEST // max(height, width)))
-        # Most players know colours at half the resolution only, so sides have to be even.
-        rows, columns = (side * self._factor + side * self._factor % 2 for side in (height, width))
+        rows, columns = self._even(np.zeros(shape, np.uint8)).shape[:2]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{columns}x{rows}"]
         command = [self._encoder, "-loglevel", "error", "-y", *source, "-r", f"{self._fps:g}"]
@@ -92,15 +89,22 @@ class Mp4Writer:
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
 
-    def _enlarged(self, frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        large = np.broadcast_to(frame, (*frame.shape[:2], 3))
-        large = large.repeat(self._factor, 0).repeat(self._factor, 1)
+    def _even(self, frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Enlarged, in colour, with even sides: most players know colours at half the resolution
+        only."""
+        large = enlarged(np.broadcast_to(frame, (*frame.shape[:2], 3)))
         odd = [(0, side % 2) for side in large.shape[:2]]
         return np.pad(large, [*odd, (0, 0)], mode="edge") if any(b for _, b in odd) else large
 
     def _failure(self, errors: bytes) -> MetricsError:
         words = errors.decode(errors="replace").strip().splitlines()
         return MetricsError(f"{self._path} cannot be written: {words[-1] if words else 'unknown'}")
+
+
+def enlarged(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A frame, (height, width, channels), large enough to look at; large ones stay as they are."""
+    factor = max(1, -(-_SMALLEST // max(frame.shape[:2])))
+    return frame.repeat(factor, 0).repeat(factor, 1)
 
 
 def write_mp4(

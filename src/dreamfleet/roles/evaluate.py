@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.agent.api import Agent
+from dreamfleet.agent.api import Agent, Mode
 from dreamfleet.envs.base import noop
 from dreamfleet.metrics import Episode, EpisodeStats
 from dreamfleet.roles.carries import Carries
 from dreamfleet.roles.env import Rows
 
 
-def evaluate(agent: Agent, make_env: Callable[[int], Any], episodes: int) -> list[Episode]:
+def evaluate(
+    agent: Agent, make_env: Callable[[int], Any], episodes: int, mode: Mode = "eval"
+) -> list[Episode]:
     """One episode in each of so many environments, stepped together."""
     envs = [make_env(envid) for envid in range(episodes)]
     actions: list[Any] = [
@@ -29,7 +31,7 @@ def evaluate(agent: Agent, make_env: Callable[[int], Any], episodes: int) -> lis
             finished.setdefault(episode.envid, episode)
         seen = {k: v for k, v in obs.items() if k in agent_keys(obs)}
         carry, slots = carries.take(obs["envid"], obs["is_first"])
-        carry, chosen, _ = agent.policy(carry, seen, "eval")
+        carry, chosen, _ = agent.policy(carry, seen, mode)
         carries.put(slots, carry)
         reply = {**chosen, "reset": obs["is_last"]}
         actions = [{k: np.asarray(v)[row] for k, v in reply.items()} for row in range(episodes)]

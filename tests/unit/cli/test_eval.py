@@ -67,6 +67,28 @@ def test_every_return_and_their_mean_are_told(
     assert json.loads(path.read_text())["returns"] != result["returns"]
 
 
+def test_greedy_actions_are_the_likeliest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    policy = RandomAgent.policy
+
+    def spy(agent: RandomAgent, carry: Any, obs: Any, mode: Any = "train") -> Any:
+        asked.append(mode)
+        return policy(agent, carry, obs, mode)
+
+    monkeypatch.setattr(RandomAgent, "policy", spy)
+    run = trained(tmp_path / "run")
+    assert main(["eval", str(run), "--episodes", "1"]) == 0
+    assert set(asked) == {"eval"}
+    asked.clear()
+    path = tmp_path / "result.json"
+    assert main(["eval", str(run), "--episodes", "1", "--greedy", "--json", str(path)]) == 0
+    assert set(asked) == {"greedy"}
+    assert "greedy" in json.loads(path.read_text())["protocol"]
+    assert "greedy" in capsys.readouterr().out
+
+
 SEEDED = """
 import gymnasium
 import numpy as np
@@ -112,7 +134,11 @@ def test_the_first_episode_is_filmed(tmp_path: Path) -> None:
     assert main(["eval", str(run), *arguments]) == 0
     shown = frames(video)
     assert len(shown) == json.loads(path.read_text())["lengths"][0] + 1
-    assert shown.shape[1:] == (400, 600, 3)
+    label = shown.shape[1] - 400  # rows above the environment's own frame
+    assert label > 0
+    assert shown.shape[2:] == (600, 3)
+    assert (shown[0, :label] > 128).any()  # letters
+    assert (shown[0, :label] != shown[-1, :label]).any()  # the return so far
     assert len({frame.tobytes() for frame in shown}) > 5
     assert sorted(each.name for each in tmp_path.iterdir()) == ["play.mp4", "result.json", "run"]
 

@@ -1,3 +1,4 @@
+import sys
 from typing import Any
 
 import gymnasium
@@ -7,6 +8,7 @@ from gymnasium import spaces
 
 from dreamfleet import Space
 from dreamfleet.envs import SpaceError, make_env, noop
+from dreamfleet.envs.errors import MissingExtraError
 from dreamfleet.envs.gym import GymEnv
 
 
@@ -206,6 +208,14 @@ def test_rendering_has_to_be_asked_for() -> None:
     assert env.render().shape == (400, 600, 3)
     with pytest.raises(SpaceError, match="renders no frames"):
         GymEnv(gymnasium.make("CartPole-v1"), obs="pixels")
+
+
+def test_what_drawing_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    env = make_env("gym:CartPole-v1", render=True)
+    env.step(noop(env.act_space))
+    with pytest.raises(MissingExtraError, match=r"pip install .gymnasium\[classic-control\]"):
+        env.render()
 
 
 def test_options_reach_the_environment() -> None:
