@@ -42,34 +42,34 @@ def test_catch_is_lost_by_chance() -> None:
 
 def test_the_corridor_is_won_by_remembering() -> None:
     env = make_env("bundled:corridor", length=7)
-    memory = {"treasure": 0}
+    memory = {"side": 0}
 
     def remember(obs: dict) -> dict:
         if obs["is_first"]:
-            memory["treasure"] = int(obs["signal"] > 0)
-        return {"action": np.int32(memory["treasure"])}
+            memory["side"] = int(obs["signal"] > 0)
+        return {"action": np.int32(memory["side"])}
 
     found = scores(env, remember, 200)
-    assert set(found) == {0.0, 2.0}
-    assert 0.8 < np.mean(found) < 1.2
+    assert set(found) == {1.0, 2.0}
+    assert 1.4 < np.mean(found) < 1.6
 
 
-def test_the_corridor_shows_nothing_at_the_door() -> None:
-    """What is seen when it counts is the same in both cases: no reaction to it can win."""
+def test_the_corridor_shows_nothing_at_the_turn() -> None:
+    """What is seen when it counts is the same for both sides: no reaction to it can win."""
     env = make_env("bundled:corridor", length=5)
-    last_seen, signals = [], set()
+    last_seen, sides = [], set()
     for _ in range(40):
         obs = env.step(noop(env.act_space))
-        signals.add(float(obs["signal"]))
+        sides.add(float(obs["signal"]))
         for _ in range(5):
             obs = env.step({"action": np.int32(0), "reset": np.array(False)})
         last_seen.append((float(obs["signal"]), float(obs["position"])))
-    assert signals == {-1.0, 1.0}
+    assert sides == {-1.0, 1.0}
     assert set(last_seen) == {(0.0, 1.0)}
-    always_open = scores(env, lambda obs: {"action": np.int32(1)}, 400)
-    assert set(always_open) == {-2.0, 2.0}
-    assert abs(np.mean(always_open)) < 0.3
-    assert set(scores(env, lambda obs: {"action": np.int32(0)}, 10)) == {0.0}
+    for side, mean in ((0, 0.0), (1, 0.5)):
+        always = scores(env, lambda obs, side=side: {"action": np.int32(side)}, 400)
+        assert set(always) == {-1.0, 1.0 + side}
+        assert np.mean(always) == pytest.approx(mean, abs=0.25)
 
 
 def test_the_point_mass_goes_where_it_is_pushed() -> None:
