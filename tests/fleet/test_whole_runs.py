@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def test_every_step_is_stored_once_in_order_with_its_action(
     assert total == snapshot.step >= 600
     scores = rows(tmp_path / "scores.jsonl")
     assert {row["episode/score"] for row in scores} == {2.0}
+    times = [row["time"] for row in scores]
+    assert times == sorted(times)
+    assert time.time() - 3600 < times[0] <= times[-1] <= time.time()
     assert {row["episode/length"] for row in scores} == {LENGTH}
     for stream in found.values():
         # The actor uses what the learner has learned meanwhile, and never falls back.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -148,11 +149,13 @@ def train(
     _check_outputs(config)
     preflight(config, partial(environment, config))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
+    start = time.monotonic()
     with announced(config.logdir), live(config.logdir) as progress:
         combined(**factories(config), args=config, say=say, progress=progress)
     if eval_episodes:
-        _evaluate(config, eval_episodes)
-    say(f"Results: {config.logdir} (metrics.jsonl, scores.jsonl, ckpt/agent, media, logs)")
+        _evaluate(config, eval_episodes, start)
+    minutes, seconds = divmod(round(time.monotonic() - start), 60)
+    say(f"Took {minutes}:{seconds:02}. Results: {config.logdir}")
 
 
 def _configure(preset: str, given: Mapping[str, object]) -> RunConfig:
@@ -179,7 +182,7 @@ def _check_outputs(config: RunConfig) -> None:
             )
 
 
-def _evaluate(config: RunConfig, episodes: int) -> None:
+def _evaluate(config: RunConfig, episodes: int, start: float) -> None:
     """Play the saved policy, and keep what came out and a film of the first episode."""
     policy = Policy.load(config.logdir)
     film = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
@@ -190,7 +193,8 @@ def _evaluate(config: RunConfig, episodes: int) -> None:
         result = play(policy, episodes)
         note = f"It was not filmed: {reason}"
     with (config.logdir / "evaluations.jsonl").open("a") as file:
-        file.write(json.dumps(result.record()) + "\n")
+        seconds = round(time.monotonic() - start, 1)
+        file.write(json.dumps({**result.record(), "seconds": seconds}) + "\n")
     low, high = min(result.returns), max(result.returns)
     say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
     say(note)

@@ -104,7 +104,8 @@ class LogKeeper:
             self._recent_eval.append(episode.score)
         else:
             self._recent.append(episode.score)
-            self._scores.add(self._step, episode.score, episode.length)
+            now = round(time.time(), 1)
+            self._scores.add(self._step, episode.score, episode.length, time=now)
         if episode.video:
             videos = {f"{prefix}/video/{key}": video for key, video in episode.video.items()}
             self._output.write(self._step, videos)
