@@ -173,10 +173,17 @@ class OptimizerConfig:
     """Decay of kernels towards zero, in units of the learning rate."""
     warmup: int = 1000
     """Updates over which the learning rate rises linearly from zero."""
+    decay: int = 0
+    """Update at which the learning rate has fallen linearly to `final_rate`; 0 keeps it constant,
+    as published."""
+    final_rate: float = 0.1
+    """What is left of the learning rate after the decay, as a share of it."""
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, "optimizer.learning_rate must be positive.")
         _require(self.warmup >= 0, "optimizer.warmup must not be negative.")
+        _require(self.decay >= 0, "optimizer.decay must not be negative.")
+        _require(0 < self.final_rate <= 1, "optimizer.final_rate must lie in (0, 1].")
 
 
 @dataclass(frozen=True)

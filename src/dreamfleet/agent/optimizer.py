@@ -1,4 +1,5 @@
-"""The optimizer: adaptive gradient clipping, RMS scaling, momentum, warmed-up learning rate.
+"""The optimizer: adaptive gradient clipping, RMS scaling, momentum, a learning rate that
+warms up and may fall again.
 
 Momentum comes after the scaling (LaProp's order), and the first update has a learning rate of
 zero: it only fills the statistics.
@@ -24,7 +25,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     ]
     if config.weight_decay:
         stages.append(optax.add_decayed_weights(config.weight_decay, _is_kernel))
-    stages.append(scale_by_warmup(config.learning_rate, config.warmup))
+    stages.append(scale_by_rate(config))
     return optax.chain(*stages)
 
 
@@ -83,12 +84,17 @@ class CountState(NamedTuple):
     seen: Int[Array, ""]
 
 
-def scale_by_warmup(rate: float, warmup: int) -> optax.GradientTransformation:
-    """Times -rate min(1, n / warmup) after n earlier updates."""
+def scale_by_rate(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Times -rate min(1, n / warmup) after n earlier updates, falling linearly to `final_rate` of
+    that at update `decay`."""
 
     def update(grads: Any, state: CountState, _: Any = None) -> tuple[Any, CountState]:
-        progress = jnp.minimum(1.0, state.seen.astype(jnp.float32) / max(warmup, 1))
-        scale = -rate * (progress if warmup else jnp.ones(()))
+        seen = state.seen.astype(jnp.float32)
+        scale = jnp.float32(-config.learning_rate)
+        if config.warmup:
+            scale *= jnp.minimum(1.0, seen / config.warmup)
+        if config.decay:
+            scale *= 1.0 - (1.0 - config.final_rate) * jnp.minimum(1.0, seen / config.decay)
         return jax.tree.map(lambda g: scale * g, grads), CountState(state.seen + 1)
 
     return optax.GradientTransformation(lambda _: CountState(jnp.zeros((), jnp.int32)), update)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from dreamfleet.agent import distributions as dist
-from dreamfleet.agent.config import ModelConfig
+from dreamfleet.agent.config import ModelConfig, OptimizerConfig
 from dreamfleet.agent.convolution import DownConv, UpConv, over_images
+from dreamfleet.agent.optimizer import scale_by_rate
 from dreamfleet.agent.returns import lambda_return
 from dreamfleet.agent.rssm import RSSM, State
 
@@ -25,6 +26,26 @@ def test_lambda_return_by_hand(compiled: bool) -> None:
     # Cut off at step 1 without being terminal: R_0 = 1 + 0.5 * 10.
     cut = jnp.array([0.0, 1.0, 0.0])
     np.testing.assert_allclose(function(reward, cut, zeros, boot, 0.5, 0.5), [6.0, 12.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"warmup": 4}, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"warmup": 0}, [1.0] * 7),
+        (
+            {"warmup": 2, "decay": 4, "final_rate": 0.2},
+            [0.0, 0.5 * 0.8, 0.6, 0.4, 0.2, 0.2, 0.2],
+        ),
+    ],
+)
+def test_learning_rate_by_hand(settings: dict, expected: list[float]) -> None:
+    rate = scale_by_rate(OptimizerConfig(learning_rate=0.5, **settings))
+    state, seen = rate.init(jnp.ones(2)), []
+    for _ in expected:
+        updates, state = rate.update(jnp.ones(2), state)
+        seen.append(float(updates[1]))
+    np.testing.assert_allclose(seen, [-0.5 * share for share in expected], rtol=1e-6)
 
 
 def test_twohot_targets_by_hand() -> None:
