@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from queue import SimpleQueue
 
 import numpy as np
@@ -27,7 +28,7 @@ _Queue = SimpleQueue[list[tuple[int, int, int]] | None]
 class Prefault:
     """One thread an arena, started with the first chunk; it ends with the arena."""
 
-    def __init__(self, arena: Arena, columns: list[tuple[int, int]], steps: int) -> None:
+    def __init__(self, arena: Arena, columns: Iterable[tuple[int, int]], steps: int) -> None:
         """`columns`: where each column starts in a slot, and the bytes of a step in it."""
         self._columns = [(at, row) for at, row in columns if row * AHEAD >= _WORTH_IT]
         self._steps = steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ Ints = NDArray[np.int64]
 MAX_SLOTS = 60_000
 _MAX_ADDRESSES = 1 << 45
 _NONE = -1
+_PAGE = 4096
 
 
 class Piece(NamedTuple):
@@ -62,7 +64,8 @@ class Store:
             )
             for column in schema.columns
         }
-        self._places = [(base + starts[c.name], c.row_bytes) for c in schema.columns]
+        self._places = tuple((base + starts[c.name], c.row_bytes) for c in schema.columns)
+        self._bytes = self._arena.column(0, np.dtype(np.uint8), self.chunk_bytes).reshape(-1)
         self._prefault = Prefault(self._arena, self._places, steps)
         self.ids = np.zeros((self.slots, 16), np.uint8)
         self.next = np.full(self.slots, _NONE, np.int64)
@@ -219,6 +222,7 @@ class Store:
 
     def gather(self, pieces: list[Piece], batch: int, length: int) -> dict[str, NDArray[Any]]:
         """Copy sequences out, each column into one contiguous array `[batch, length, ...]`."""
+        self._touch(pieces, length)
         result = {}
         for column in self.schema.columns:
             source = self.columns[column.name]
@@ -233,6 +237,21 @@ class Store:
             part[:, 16:] = self._index_bytes[index : index + count]
         result[STEPID] = stepid
         return result
+
+    def _touch(self, pieces: list[Piece], length: int) -> None:
+        """Look at a byte of every page of the sequences that lie in one chunk.
+
+        Sequences in a large replay are cold. Asked for all at once, the processor finds the pages
+        side by side; while it copies it would find one after the other.
+        """
+        whole = [(slot, start) for _, _, slot, start, size in pieces if size == length]
+        if whole:
+            places = np.array(whole)
+            offsets, row_bytes = _pages(self._places, length)
+            at = places[:, 1:] * row_bytes
+            at += offsets
+            at += places[:, :1] * self.chunk_bytes
+            self._bytes[at]
 
     def locate(self, stepid: NDArray[np.uint8]) -> list[Piece]:
         """The runs of consecutive steps that stepids `[n, 20]` name; a slot of -1 is gone."""
@@ -272,6 +291,7 @@ class Store:
     def close(self) -> None:
         """Unmap everything; the arrays must not be touched afterwards, so they go first."""
         self.columns, self.ticks = {}, np.zeros((0, 0), np.int64)
+        self._bytes = np.zeros(0, np.uint8)
         self._prefault.stop()
         self._arena.close()
 
@@ -309,6 +329,17 @@ class Store:
         assert self._free.pop() == slot
         self.ids[slot] = np.frombuffer(chunk, np.uint8)
         self.slot_of[chunk] = slot
+
+
+@lru_cache(maxsize=16)
+def _pages(places: tuple[tuple[int, int], ...], length: int) -> tuple[Ints, Ints]:
+    """A byte in each page of a sequence that starts with a chunk, and by how many bytes it is
+    further back for each step that the sequence starts later."""
+    bytes_in = [(start + np.arange(0, length * row, _PAGE), row) for start, row in places]
+    return (
+        np.concatenate([offsets for offsets, _ in bytes_in]),
+        np.concatenate([np.full(len(offsets), row) for offsets, row in bytes_in]),
+    )
 
 
 def _sync_directory(directory: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from dreamfleet.replay import Replay
 from dreamfleet.replay.buffers import BufferPool
 from dreamfleet.replay.prefault import AHEAD
+from dreamfleet.replay.store import _pages
 
 WIDE = 4096
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -141,3 +142,17 @@ def test_the_pool_forgets_sizes_that_nobody_asks_for() -> None:
         pool.take(((1 << 20) + more,), dtype)
         assert pool.take((1 << 20,), dtype).ctypes.data == first, "what is in use stays"
     assert len(pool._buffers) == 32
+
+
+@pytest.mark.parametrize("length", [1, 2, 65])
+def test_a_byte_of_every_page_of_a_sequence_and_no_other_is_touched(length: int) -> None:
+    """Another may lie behind the chunk, where nothing is mapped."""
+    columns, start = ((8192, 4), (16384, 2048), (1 << 20, 12288)), 7
+    offsets, row_bytes = _pages(columns, length)
+    touched = offsets + start * row_bytes
+    for column, row in columns:
+        first, last = column + start * row, column + (start + length) * row
+        mine = touched[(touched >= first) & (touched < last)]
+        assert set(mine) == set(range(first, last, 4096))
+        touched = np.setdiff1d(touched, mine)
+    assert not len(touched)

@@ -157,11 +157,24 @@ def test_sum_tree_against_a_list(changes: tuple[int, list[tuple[int, float]]], a
 
 def test_sum_tree_of_millions() -> None:
     tree = SumTree(3_000_000)
-    leaves = np.array([0, 255, 256, 65_536, 2_097_152, 2_999_999])
+    leaves = np.array([0, 127, 128, 16_384, 2_097_152, 2_999_999])
     tree.set(leaves, np.arange(1.0, 7.0))
     drawn = tree.draw(np.random.default_rng(0).random(DRAWS))
     found = np.array([(drawn == leaf).mean() for leaf in leaves])
     assert_matches(found, np.arange(1.0, 7.0))
+
+
+def test_sum_tree_takes_leaves_in_any_order() -> None:
+    """Leaves of one block that are not beside each other count all the same."""
+    rng = np.random.default_rng(0)
+    tree, weights = SumTree(100_000), np.zeros(100_000)
+    for _ in range(20):
+        leaves = rng.permutation(100_000)[:3000]
+        weights[leaves] = rng.random(3000)
+        tree.set(leaves, weights[leaves])
+        assert tree.total == pytest.approx(weights.sum(), rel=1e-12)
+    tree.set(rng.permutation(100_000), 0.0)
+    assert tree.total == 0
 
 
 def filled(selector: Selector, length: int = 3) -> Replay:
