@@ -25,7 +25,7 @@ from dreamfleet.metrics.published import PublishedCurve, published_curve
 # Settings that do not make a run another experiment.
 _INCIDENTAL = (
     *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
-    *("log_every", "report_every", "save_every", "on_failure", "max_restarts", "launcher"),
+    *("log_every", "report_every", "save_every", "on_failure", "max_restarts"),
     *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "restart_window"),
 )
 _REPEATS = {"atari": 4, "atari100k": 4}
