@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from numpy.typing import NDArray
 
 from dreamfleet.agent.codec import Encoder
-from dreamfleet.agent.heads import Policy, sample_actions
+from dreamfleet.agent.heads import Policy, likeliest_actions, sample_actions
 from dreamfleet.agent.keys import Key, embed_actions
 from dreamfleet.agent.learning import latent_entries
 from dreamfleet.agent.nets import cast
@@ -36,13 +36,22 @@ class Draws(NamedTuple):
     """The random numbers of one call, drawn on the host whichever device acts."""
 
     state: Any
-    actions: dict[str, Any]
+    actions: dict[str, Any] | None
+    """None for the likeliest actions."""
 
 
 def draw(
-    seed: NDArray[np.uint32], count: int, keys: tuple[Key, ...], shape: tuple[int, int]
+    seed: NDArray[np.uint32],
+    count: int,
+    keys: tuple[Key, ...],
+    shape: tuple[int, int],
+    *,
+    greedy: bool = False,
 ) -> Draws:
-    """The numbers of call `count` of a stream, for (rows, categorical variables)."""
+    """The numbers of call `count` of a stream, for (rows, categorical variables).
+
+    Latent states are samples even where actions are `greedy`, as in training.
+    """
     whole = int(seed[0]) << 32 | int(seed[1])
     rng = np.random.Generator(np.random.Philox(key=whole, counter=[0, 0, 0, count]))
     actions = {
@@ -51,7 +60,7 @@ def draw(
         )
         for key in keys
     }
-    return Draws(rng.random(shape, np.float32), actions)
+    return Draws(rng.random(shape, np.float32), None if greedy else actions)
 
 
 def add_time(obs: Mapping[str, Array]) -> dict[str, Array]:
@@ -65,7 +74,7 @@ def policy_step(
     obs: Mapping[str, Array],
     draws: Draws,
 ) -> tuple[dict[str, Any], dict[str, Array], dict[str, Float[Array, "..."]]]:
-    """Encode, one posterior step, sample an action: next carry, actions, entries to store."""
+    """Encode, one posterior step, choose an action: next carry, actions, entries to store."""
     dtype = nets.dynamics.dtype
     dynamics, keys = nets.dynamics, nets.actor.keys
     batch = obs["is_first"].shape[0]
@@ -77,7 +86,11 @@ def policy_step(
     deter = dynamics.core(before, dynamics.embed_action(previous * keep)).state.deter
     logits = dynamics.posterior_of(deter, dynamics.token_share(tokens))
     state = State(deter, dynamics.sample(logits, draws.state))
-    actions = sample_actions(keys, nets.actor(state), draws.actions)
+    choices = nets.actor(state)
+    if draws.actions is None:
+        actions = likeliest_actions(keys, choices)
+    else:
+        actions = sample_actions(keys, choices, draws.actions)
     entries = latent_entries(state, dynamics.classes)
     following = {"deter": entries["dyn/deter"], "stoch": entries["dyn/stoch"], "previous": actions}
     return following, actions, entries

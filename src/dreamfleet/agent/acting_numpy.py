@@ -157,17 +157,20 @@ class NumpyActor:
             x = layer(x)
         actions: dict[str, NDArray[Any]] = {}
         for key in self._keys:
-            noise = draws.actions[key.name]
+            noise = draws.actions[key.name] if draws.actions is not None else None
             if key.discrete:
-                logits = _mask(key, self._outputs[f"{key.name}.logits"](x))
-                index = _sample(_softmax(_classes_first(logits)), noise)
+                logits = _classes_first(_mask(key, self._outputs[f"{key.name}.logits"](x)))
+                index = logits.argmax(0) if noise is None else _sample(_softmax(logits), noise)
                 actions[key.name] = (index + key.low).astype(np.int32)
                 continue
-            mean = np.tanh(self._outputs[f"{key.name}.mean"](x))
+            mean = np.tanh(self._outputs[f"{key.name}.mean"](x)).reshape(-1, *key.shape)
+            actions[key.name] = mean
+            if noise is None:
+                continue
             raw = self._outputs[f"{key.name}.stddev"](x)
             sigmoid = 0.5 + 0.5 * np.tanh(0.5 * (raw + 2.0))
             std = (self._max_std - self._min_std) * sigmoid + self._min_std
-            actions[key.name] = mean.reshape(noise.shape) + std.reshape(noise.shape) * noise
+            mean += std.reshape(noise.shape) * noise
         return actions
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
-Mode = Literal["train", "eval"]
+Mode = Literal["train", "eval", "greedy"]
+"""What actions are for; all modes but the greedy one sample them."""
 Flat = dict[str, NDArray[Any] | int | float | str]
 Carry = Any
 

@@ -112,13 +112,15 @@ class Dreamer:
         self,
         carry: Carry,
         obs: Mapping[str, NDArray[Any]],
-        mode: Mode = "train",  # noqa: ARG002 - the protocol's; both modes sample
+        mode: Mode = "train",
     ) -> tuple[Carry, Arrays, Arrays]:
-        """Sample actions; training and evaluation do the same, as published."""
+        """Choose actions: samples in training and in evaluation, as published, or the likeliest."""
         inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in FLAGS[1:]}
         health.check_arrays("Observation", inputs, missing=True)
         shape = (len(inputs["is_first"]), self.config.model.stoch)
-        draws = draw(self._action_seed, self._actions, self._act_keys, shape)
+        draws = draw(
+            self._action_seed, self._actions, self._act_keys, shape, greedy=mode == "greedy"
+        )
         self._actions += 1
         following, actions, entries = self._hand_over.latest()(carry, inputs, draws)
         health.check_arrays("Action", actions)

@@ -118,6 +118,18 @@ def sample_actions(
     return actions
 
 
+def likeliest_actions(keys: tuple[Key, ...], choices: Mapping[str, Choice]) -> dict[str, Array]:
+    """The mode of every distribution, in the form of `sample_actions`."""
+    actions = {}
+    for key in keys:
+        choice = choices[key.name]
+        if isinstance(choice, Normal):
+            actions[key.name] = choice.mean
+        else:
+            actions[key.name] = jnp.argmax(choice, -1).astype(jnp.int32) + key.low
+    return actions
+
+
 def action_log_prob(
     keys: tuple[Key, ...], choices: Mapping[str, Choice], actions: Mapping[str, Array], rank: int
 ) -> Float[Array, "*batch"]:

@@ -14,6 +14,7 @@ from dreamfleet import ConfigError, Space
 from dreamfleet.agent import Agent, Dreamer, NonFiniteError, SpaceError, StateMismatchError
 from dreamfleet.agent.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agent.acting_numpy import NumpyActor
+from dreamfleet.agent.rssm import State
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -69,7 +70,8 @@ def test_numpy_and_compiled_policy_agree(obs: dict[str, Space]) -> None:
         if "token" in obs and step == 1:
             inputs["token"][:4] = -1
             inputs["vector"][3:6, 0] = -np.inf
-        draws = draw(np.array([1, 2], np.uint32), step, agent._act_keys, (8, 4))
+        seed, greedy = np.array([1, 2], np.uint32), step == 3
+        draws = draw(seed, step, agent._act_keys, (8, 4), greedy=greedy)
         one, actions_one, outs_one = actor(one, inputs, draws)
         two, actions_two, outs_two = jax.device_get(compiled(nets, two, inputs, draws))
         for left, right in ((actions_one, actions_two), (outs_one, outs_two)):
@@ -77,6 +79,22 @@ def test_numpy_and_compiled_policy_agree(obs: dict[str, Space]) -> None:
             for key in left:
                 assert left[key].dtype == right[key].dtype
                 np.testing.assert_allclose(left[key], right[key], rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_actions_are_the_likeliest_at_sampled_states() -> None:
+    sampling, greedy = (Dreamer(VECTOR, ACTIONS, config(), seed=3) for _ in range(2))
+    obs = observations(VECTOR, 64)
+    _, sampled, outs = sampling.policy(sampling.init_policy(64), obs, "eval")
+    carry, actions, same = greedy.policy(greedy.init_policy(64), obs, "greedy")
+    np.testing.assert_array_equal(outs["dyn/stoch"], same["dyn/stoch"])
+    state = State(jnp.asarray(same["dyn/deter"]), jnp.asarray(same["dyn/stoch"].reshape(64, -1)))
+    choices = greedy._state.nets.actor(state)
+    np.testing.assert_allclose(actions["move"], choices["move"].mean, rtol=1e-4, atol=1e-6)
+    for name in ("button", "keys"):
+        np.testing.assert_array_equal(actions[name], np.argmax(choices[name], -1))
+        assert actions[name].dtype == sampled[name].dtype
+        assert np.any(actions[name] != sampled[name])
+    np.testing.assert_array_equal(carry["previous"]["move"], actions["move"])
 
 
 def test_a_first_step_forgets_the_past(shared: Dreamer) -> None:

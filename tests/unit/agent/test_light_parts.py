@@ -114,7 +114,7 @@ def test_random_agent_acts_inside_its_space_and_can_be_saved() -> None:
     assert set(actions) == {"move", "button", "keys"}
     assert all(ACTIONS[key].contains(row) for key in actions for row in actions[key])
     two.load(one.save())
-    _, left, _ = one.policy({}, observations(VECTOR, 4))
+    _, left, _ = one.policy({}, observations(VECTOR, 4), "greedy")
     _, right, _ = two.policy({}, observations(VECTOR, 4))
     np.testing.assert_array_equal(left["move"], right["move"])
     with pytest.raises(StateMismatchError, match="another agent"):
