@@ -168,7 +168,7 @@ def test_images_in_pieces_equal_images_at_once(shape: tuple[int, int]) -> None:
 def test_images_in_numpy_equal_images_in_jax(kernel: int) -> None:
     """Also where images of another size left their marks in the same memory."""
     rng = np.random.default_rng(0)
-    for count, height, stages in ((2, 8, 1), (1, 18, 1), (5, 16, 3)):
+    for count, height, stages in ((1, 18, 1), (2, 8, 1), (5, 16, 3)):
         keys = ObsKeys((), (ImageKey("image", height, 8, 3),))
         model = replace(size_preset("debug"), kernel=kernel, mults=(2,) * stages)
         encoder = Encoder.init(rng, model, keys)
