@@ -1,10 +1,11 @@
 """The image encoder in numpy, for acting on a CPU.
 
 The same products of patches between 2x2 cells of pixels as in `convolution`, but with channels
-first: all images of a chunk, with margins, lie behind each other in one long row a channel. A
-shift in the image is then an offset in the row, so that patches are copied in long runs, and
-pooling, normalisation and activation run over whole rows. Results at the margins are computed
-along the way and never read.
+first: all images of a chunk lie behind each other in one long row a channel. A shift in the image
+is then an offset in the row, so that patches are copied in long runs, and pooling, normalisation
+and activation run over whole rows. Margins are only kept above and to the left: what follows in
+the row, the next line's or the next image's margin, is the margin on the other sides. Results at
+the margins are computed along the way and never read.
 """
 
 from __future__ import annotations
@@ -110,10 +111,13 @@ class _Stage:
         """
         count, cells = x.shape[1], self._cells
         reach = cells // 2
-        height, width = self._height + 2 * reach, self._width + 2 * reach
-        # Margins are zero from the beginning and stay so.
-        rows = _workspace(f"margin {reach}", self._inputs, count, height, width)
-        inner = rows[:, :, reach:-reach, reach:-reach]
+        height, width = self._height + reach, self._width + reach
+        area, margin = count * height * width, reach * (width + 1)
+        # Margins are zero from the beginning and stay so: no other layout may use these rows.
+        layout = f"{count} images of {height}x{width} with margins of {reach}"
+        flat = _workspace(layout, self._inputs, area + margin)
+        rows = flat[:, :area].reshape(self._inputs, count, height, width)
+        inner = rows[:, :, reach:, reach:]
         channels = len(x)
         for corner in range(4):
             part = inner[corner * channels : (corner + 1) * channels]
@@ -121,8 +125,7 @@ class _Stage:
         if from_bytes:
             inner *= np.float32(1 / 255)
             inner -= np.float32(0.5)
-        flat = rows.reshape(self._inputs, -1)
-        length = flat.shape[1] - (cells - 1) * (width + 1)
+        length = area - margin
         patches = _workspace("patches", cells * cells, self._inputs, length)
         for shift in range(cells * cells):
             offset = shift // cells * width + shift % cells
@@ -130,7 +133,7 @@ class _Stage:
         product = _workspace("product", 4, self._outputs, length)
         out = product.reshape(-1, length)
         np.matmul(self._kernel, patches.reshape(-1, length), out=out)
-        result = _workspace("result", self._outputs, flat.shape[1])
+        result = _workspace("result", self._outputs, area)
         self._activate(product, result[:, :length])
         grid = result.reshape(self._outputs, count, height, width)
         return grid[:, :, : self._height, : self._width]

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from dreamfleet.agent.acting_numpy import NumpyActor, use_one_blas_thread
 from dreamfleet.agent.api import Arrays, Carry, Flat, Mode
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.agent.errors import NonFiniteError
-from dreamfleet.agent.execution import COMPILE_QUICKLY, Placement, Program, enable_cache
+from dreamfleet.agent.execution import Placement, enable_cache
 from dreamfleet.agent.handover import HandOver, Snapshot
 from dreamfleet.agent.keys import FLAGS, action_keys, observation_keys
 from dreamfleet.agent.learning import TrainState, init_state, train_step
 from dreamfleet.agent.prefetch import prefetch
+from dreamfleet.agent.programs import COMPILE_QUICKLY, Program
 from dreamfleet.agent.report import compose_video, report_step
 from dreamfleet.agent.rssm import State
 from dreamfleet.agent.state import replace_leaves, select_matching, to_flat
+from dreamfleet.agent.traces import TraceCache
 from dreamfleet.spaces import Space
 
 logger = logging.getLogger(__name__)
@@ -72,19 +75,20 @@ class Dreamer:
     def _build_programs(self) -> None:
         config, place = self.config, self._placement
         state, batch, whole = self._shardings, place.batch, place.replicated
+        on_cpu = place.platform == "cpu"
         self._train_program = Program(
             "train",
-            functools.partial(train_step, config=config),
-            donate_argnums=0,
-            in_shardings=(state, batch, batch),
-            out_shardings=(state, batch, batch, whole),
+            functools.partial(_train_leaves, config=config),
+            donate_first=True,
+            out_shardings=(jax.tree.leaves(state), batch, batch, whole),
+            traces=_trace_cache(config) if on_cpu else None,
         )
         self._report_program = Program(
             "report",
             functools.partial(report_step, config=config),
-            COMPILE_QUICKLY if place.platform == "cpu" else None,
-            in_shardings=(state, batch, batch),
             out_shardings=(batch, whole, whole),
+            compiler_options=COMPILE_QUICKLY if on_cpu else None,
+            traces=_trace_cache(config) if on_cpu else None,
         )
         dtype = config.execution.compute_dtype
         self._copy_program = Program(
@@ -159,7 +163,8 @@ class Dreamer:
     def train(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, Any, Any]:
         self._check_last_step()
         batch = self._on_devices(batch)
-        self._state, following, outs, metrics = self._train_program(self._state, carry, batch)
+        leaves, following, outs, metrics = self._train_program(self._state, carry, batch)
+        self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
         self._pending = (self._state.healthy, carry, batch)
         self._updates += 1
         self._hand_over.learned(self._updates)
@@ -278,3 +283,18 @@ class Dreamer:
         self._state = jax.device_put(replace_leaves(self._state, chosen), self._shardings)
         self._pending = None
         self._hand_over = HandOver(self._snapshot(), self._make_actor)
+
+
+def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:
+    """A training step whose new state is a list: kept traces know no modules."""
+    new, *rest = train_step(state, *args, config=config)
+    return (jax.tree.leaves(new), *rest)
+
+
+def _trace_cache(config: DreamerConfig) -> TraceCache | None:
+    """Kept traces, if there is a folder for them; other folders make no difference to programs."""
+    folder = config.execution.cache_dir
+    if not folder:
+        return None
+    execution = replace(config.execution, cache_dir="", dump_dir="")
+    return TraceCache(folder, replace(config, execution=execution))

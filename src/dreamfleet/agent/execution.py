@@ -1,11 +1,8 @@
-"""Where programs run: devices, shardings, compilation and the hand-over to the actor."""
+"""Where programs run: devices, shardings and the cache of compiled programs."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from dreamfleet.agent.config import ExecutionConfig
 from dreamfleet.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 AXIS = "data"
 # Smaller tensors are not worth the communication that splitting them costs.
 _SHARD_FROM = 4096
@@ -32,10 +28,6 @@ def enable_cache(folder: str) -> None:
     settings: Any = jax.config
     settings.update("jax_compilation_cache_dir", str(path))
     settings.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-# For CPU programs that run so rarely that compiling is most of what they cost.
-COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
@@ -115,37 +107,3 @@ def _devices(platform: str) -> list[jax.Device]:
             f"There is no {platform!r} device here ({error}): use cpu, or install the JAX extra "
             "for it."
         ) from None
-
-
-class Program:
-    """A function compiled ahead of time, once for each combination of argument shapes."""
-
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        compiler_options: Mapping[str, Any] | None = None,
-        **jit_options: Any,
-    ) -> None:
-        self._name = name
-        self._options = dict(compiler_options or {})
-        self._jit = jax.jit(function, **jit_options)
-        self._compiled: dict[Any, Any] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, *args: Any) -> Any:
-        return self.compile(*args)(*args)
-
-    def compile(self, *args: Any) -> Any:
-        """The executable for arguments of these shapes."""
-        key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
-        found = self._compiled.get(key)
-        if found is not None:
-            return found
-        with self._lock:
-            if key not in self._compiled:
-                logger.info("Compiling %s", self._name)
-                start = time.perf_counter()
-                self._compiled[key] = self._jit.lower(*args).compile(self._options)
-                logger.info("Compiled %s in %.1f s", self._name, time.perf_counter() - start)
-            return self._compiled[key]

@@ -1,13 +1,18 @@
 """Numbers worked out by hand, limits, and invariances."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dreamfleet.agent import distributions as dist
-from dreamfleet.agent.config import ModelConfig, OptimizerConfig
+from dreamfleet.agent.acting_images import ImageStages
+from dreamfleet.agent.codec import Encoder
+from dreamfleet.agent.config import ModelConfig, OptimizerConfig, size_preset
 from dreamfleet.agent.convolution import DownConv, UpConv, over_images
+from dreamfleet.agent.keys import ImageKey, ObsKeys
 from dreamfleet.agent.optimizer import scale_by_rate
 from dreamfleet.agent.returns import lambda_return
 from dreamfleet.agent.rssm import RSSM, State
@@ -178,6 +183,20 @@ def test_images_in_pieces_equal_images_at_once(shape: tuple[int, int]) -> None:
     pieces = over_images(lambda images, patches: layer(images, patches=patches), x)
     whole = layer(x.reshape(-1, 8, 8, 3), patches=False)
     np.testing.assert_allclose(pieces.reshape(whole.shape), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [3, 5, 7])
+def test_images_in_numpy_equal_images_in_jax(kernel: int) -> None:
+    """Also where images of another size left their marks in the same memory."""
+    rng = np.random.default_rng(0)
+    for count, height, stages in ((1, 18, 1), (2, 8, 1), (5, 16, 3)):
+        keys = ObsKeys((), (ImageKey("image", height, 8, 3),))
+        model = replace(size_preset("debug"), kernel=kernel, mults=(2,) * stages)
+        encoder = Encoder.init(rng, model, keys)
+        images = rng.integers(256, size=(count, height, 8, 3), dtype=np.uint8)
+        expected = encoder({"image": jnp.asarray(images)[:, None]})[:, 0]
+        tokens = ImageStages(encoder)({"image": images})
+        np.testing.assert_allclose(tokens, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_shapes_are_checked_here() -> None:
