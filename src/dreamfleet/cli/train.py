@@ -73,7 +73,7 @@ def train(
 
     Args:
         task: Such as gym:CartPole-v1, dmc:walker_walk or my_package.my_module:my_factory.
-        preset: default (two cores), dmc_proprio, debug (tiny) or published (an accelerator).
+        preset: default (two cores), pixels, dmc_proprio, debug or published (an accelerator).
         logdir: Where the run keeps everything; runs/TASK if not given.
         steps: Environment steps after which the run ends; 0 for no end.
         duration: Seconds after which the run ends; 0 for no end.
