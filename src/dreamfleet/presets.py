@@ -17,11 +17,11 @@ _DEFAULT = RunConfig(
     batch_size=16,
     batch_length=32,
     report_length=32,
-    # An update for every fourth step. Updates are what takes the time, so more data is nearly free;
+    # An update for every eighth step. Updates are what takes the time, so more data is nearly free;
     # with an update for every second step, eight episodes of CartPole were 2,000 updates, and a
     # policy heard of its mistakes that late.
-    train_ratio=128.0,
-    steps=16_000,
+    train_ratio=64.0,
+    steps=32_000,
     dreamer=DreamerConfig(
         model=size_preset("cpu-tiny"),
         loss=LossConfig(
