@@ -21,7 +21,7 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     command += ["--logdir", str(tmp_path), "--outputs", "jsonl", "--log-every", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Evaluation: mean score 10, standard error 0, 2 episodes" in done.stdout
+    assert "Evaluation: mean score 10 ± 0 (standard error, 2 episodes)" in done.stdout
     assert f"Results: {tmp_path}" in done.stdout.replace("\n", "")
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["serial.log"]
     assert not (tmp_path / "media").exists()

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from dreamfleet.agent import (
-    Dreamer,
     DreamerConfig,
     ExecutionConfig,
     LossConfig,
     OptimizerConfig,
     size_preset,
 )
+from dreamfleet.agent.api import Agent
 from dreamfleet.envs.base import Arrays, EpisodicEnv, Outcome, noop
 from dreamfleet.replay import Replay, Stream
 from dreamfleet.roles.evaluate import evaluate
@@ -77,7 +77,7 @@ class Line(EpisodicEnv):
         return {key: np.float32(getattr(self, f"_{key}")) for key in ("place", "mark")}
 
 
-def train(agent: Dreamer, steps: int) -> None:
+def train(agent: Agent, steps: int) -> None:
     """The loop that the fleet spreads over processes, in a few lines."""
     envs = [Line(seed) for seed in range(ENVS)]
     replay = Replay(Stream.window(LENGTH, context=1), 10_000)
@@ -100,6 +100,8 @@ def train(agent: Dreamer, steps: int) -> None:
 
 def score(loss: LossConfig, steps: int) -> float:
     """What an agent with these losses scores after so many steps."""
+    from dreamfleet.agent import Dreamer  # not before the agent's own tests watch its import
+
     env = Line(0)
     agent = Dreamer(env.obs_space, env.act_space, replace(CONFIG, loss=loss), seed=0)
     train(agent, steps)

@@ -186,9 +186,12 @@ def _evaluate(config: RunConfig, episodes: int, start: float) -> None:
     """Play the saved policy, and keep what came out and a film of the first episode."""
     policy = Policy.load(config.logdir)
     film = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
+    note = ""
     try:
-        result = play(policy, episodes, video=film)
-        note = f"Film of its first episode: {film}"
+        wanted = "media" in config.outputs
+        result = play(policy, episodes, video=film if wanted else None)
+        if wanted:
+            note = f"Film of its first episode: {film}"
     except (ConfigError, EnvError, MissingOutputError) as reason:
         result = play(policy, episodes)
         note = f"It was not filmed: {reason}"
@@ -197,4 +200,5 @@ def _evaluate(config: RunConfig, episodes: int, start: float) -> None:
         file.write(json.dumps({**result.record(), "seconds": seconds}) + "\n")
     low, high = min(result.returns), max(result.returns)
     say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
-    say(note)
+    if note:
+        say(note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,9 @@ def test_episodes_are_scored_and_their_logs_averaged_summed_and_peaked(tmp_path:
     named = {key: metrics[f"episode/log/speed/{key}"] for key in ("avg", "max", "sum")}
     assert named == {"avg": 1.0, "max": 2.0, "sum": 3.0}
     assert metrics["episodes/finished"] == metrics["eval_episodes/finished"] == 1
-    assert rows(tmp_path / "scores.jsonl") == [
-        {"step": 10, "episode/score": 3.0, "episode/length": 2}
-    ]
+    (row,) = rows(tmp_path / "scores.jsonl")
+    assert time.time() - 60 < row.pop("time") <= time.time()
+    assert row == {"step": 10, "episode/score": 3.0, "episode/length": 2}
 
 
 def test_the_step_never_falls_back(tmp_path: Path) -> None:

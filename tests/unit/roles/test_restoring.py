@@ -142,7 +142,9 @@ def test_dreamers_actions_in_a_padded_batch_equal_its_actions_alone(
     observation here, so that it keeps them in any batch."""
     size = trained.config.model.stoch
 
-    def draws_of(seed: Any, count: int, keys: Any, shape: tuple[int, int]) -> Draws:
+    def draws_of(
+        seed: Any, count: int, keys: Any, shape: tuple[int, int], *, greedy: bool
+    ) -> Draws:
         rngs = [np.random.default_rng(int(n)) for n in numbers]
         actions = {
             key.name: np.stack([rng.random(key.shape, np.float32) for rng in rngs]) for key in keys
