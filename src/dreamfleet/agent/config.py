@@ -91,6 +91,8 @@ class LossConfig:
 
     reconstruction_scale: float = 1.0
     """Weight of each decoded key's loss."""
+    float_scale: float = 1.0
+    """Weight of decoded floats beside that: errors of small numbers are small when squared."""
     reward_scale: float = 1.0
     """Weight of the reward prediction."""
     continue_scale: float = 1.0

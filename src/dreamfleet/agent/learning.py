@@ -62,8 +62,14 @@ def init_state(
     )
 
 
-def loss_scales(config: LossConfig, names: Mapping[str, Any]) -> dict[str, float]:
-    scales = {
+def loss_scales(config: LossConfig, keys: ObsKeys) -> dict[str, float]:
+    """The weight of every loss."""
+    decoded = {key.name: config.reconstruction_scale for key in (*keys.vectors, *keys.images)}
+    for key in keys.vectors:
+        if not key.discrete:
+            decoded[key.name] *= config.float_scale
+    return {
+        **{f"reconstruction/{name}": scale for name, scale in decoded.items()},
         "reward": config.reward_scale,
         "continue": config.continue_scale,
         "dynamics": config.dynamics_scale,
@@ -71,10 +77,6 @@ def loss_scales(config: LossConfig, names: Mapping[str, Any]) -> dict[str, float
         "policy": config.policy_scale,
         "value": config.value_scale,
         "replay_value": config.replay_value_scale,
-    }
-    return {
-        name: config.reconstruction_scale if name.startswith("reconstruction/") else scales[name]
-        for name in names
     }
 
 
@@ -108,7 +110,7 @@ def total_loss(
         update=update,
     )
     means = {name: loss.mean() for name, loss in (world.losses | behaviour.losses).items()}
-    scales = loss_scales(config.loss, means)
+    scales = loss_scales(config.loss, nets.decoder.keys)
     total = sum((scales[name] * mean for name, mean in means.items()), jnp.zeros(()))
     metrics = behaviour.metrics | _latent_entropies(nets, world)
     return total, LossResult(means, world, behaviour.range, metrics)

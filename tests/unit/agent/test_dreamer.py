@@ -14,6 +14,9 @@ from dreamfleet import ConfigError, Space
 from dreamfleet.agent import Agent, Dreamer, NonFiniteError, SpaceError, StateMismatchError
 from dreamfleet.agent.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agent.acting_numpy import NumpyActor
+from dreamfleet.agent.config import LossConfig
+from dreamfleet.agent.keys import observation_keys
+from dreamfleet.agent.learning import loss_scales
 from dreamfleet.agent.rssm import State
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
@@ -190,7 +193,36 @@ def test_report_shows_losses_and_videos(shared: Dreamer) -> None:
         truth = video[:8, 2:18, 2:18]
         np.testing.assert_array_equal(truth, batch[key][0, 1:])
     assert all(isinstance(value, float) and np.isfinite(value) for value in metrics.values())
-    assert "loss/dynamics" in metrics
+    scales = loss_scales(LossConfig(), observation_keys(MIXED))
+    terms = {name: metrics[f"loss/{name}"] for name in scales}
+    assert metrics["loss"] == pytest.approx(sum(scales[name] * terms[name] for name in terms))
+
+
+def test_every_loss_has_its_own_weight() -> None:
+    config = LossConfig(
+        reconstruction_scale=2,
+        float_scale=3,
+        reward_scale=5,
+        continue_scale=7,
+        dynamics_scale=11,
+        representation_scale=13,
+        policy_scale=17,
+        value_scale=19,
+        replay_value_scale=23,
+    )
+    assert loss_scales(config, observation_keys(MIXED)) == {
+        "reconstruction/vector": 6,
+        "reconstruction/token": 2,
+        "reconstruction/image": 2,
+        "reconstruction/depth": 2,
+        "reward": 5,
+        "continue": 7,
+        "dynamics": 11,
+        "representation": 13,
+        "policy": 17,
+        "value": 19,
+        "replay_value": 23,
+    }
 
 
 def test_report_measures_gradient_norms_on_request() -> None:
