@@ -200,15 +200,15 @@ def test_report_shows_losses_and_videos(shared: Dreamer) -> None:
 
 def test_every_loss_has_its_own_weight() -> None:
     config = LossConfig(
-        reconstruction_scale=2,
-        float_scale=3,
-        reward_scale=5,
-        continue_scale=7,
-        dynamics_scale=11,
-        representation_scale=13,
-        policy_scale=17,
-        value_scale=19,
-        replay_value_scale=23,
+        reconstruction_scale=2.0,
+        float_scale=3.0,
+        reward_scale=5.0,
+        continue_scale=7.0,
+        dynamics_scale=11.0,
+        representation_scale=13.0,
+        policy_scale=17.0,
+        value_scale=19.0,
+        replay_value_scale=23.0,
     )
     assert loss_scales(config, observation_keys(MIXED)) == {
         "reconstruction/vector": 6,
