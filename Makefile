@@ -15,8 +15,8 @@ INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-train: setup ## set up, then run the main job
-	@$(BIN)/dreamfleet train
+train: setup ## set up, then train; options such as ARGS='--seed 1'
+	@$(BIN)/dreamfleet train $(ARGS)
 
 test: setup-dev lint types ## set up, then lint, types and tests
 	@$(BIN)/python -m pytest -n 2
