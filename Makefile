@@ -16,6 +16,7 @@ help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: setup ## set up, then run the main job
+	@echo "The command is $(BIN)/dreamfleet; after '. $(BIN)/activate' it is just dreamfleet."
 	@$(BIN)/dreamfleet train
 
 test: setup-dev lint types ## set up, then lint, types and tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 from documents import PAGES, ROOT, blocks, commands
@@ -46,6 +47,26 @@ def test_blocks_say_what_they_are() -> None:
             if not block.language:
                 assert "$ " not in block.text
                 assert not re.search(r"^(dreamfleet|python|pip) ", block.text, re.MULTILINE)
+
+
+def test_who_typed_make_train_is_told_where_the_command_is() -> None:
+    """`make` installs into .venv, which no shell looks into by itself."""
+    for page in ("README.md", "docs/quickstart.md", "Makefile"):
+        text = (ROOT / page).read_text().replace("$(BIN)", ".venv/bin")
+        assert ". .venv/bin/activate" in text, page
+        assert ".venv/bin/dreamfleet" in text, page
+
+
+def test_extras_in_the_text_exist_and_those_that_are_listed_are_all() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    for page in PAGES:
+        for names in re.findall(r"(?:dreamfleet|'\.)\[([\w,]+)\]", page.read_text()):
+            assert set(names.split(",")) <= extras, page.name
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([a-z]+)`", row)}
+    # Tools of developers, and a launcher that is still to come.
+    assert extras - listed == {"dev", "bench", "ray"}
 
 
 def test_commands_in_the_text_exist() -> None:

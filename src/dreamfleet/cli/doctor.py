@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dreamfleet.cli.console import say
-from dreamfleet.errors import DreamfleetError
+from dreamfleet.errors import DreamfleetError, install_command
 from dreamfleet.metrics.video import find_encoder
 from dreamfleet.transport import Client, Server
 
@@ -93,7 +93,7 @@ def jax() -> Iterator[Finding]:
     found = done.stdout.strip()
     gpu = shutil.which("nvidia-smi") is not None
     if gpu and "cpu" in found and "gpu" not in found:
-        fix = "There is a GPU that JAX does not use: pip install 'dreamfleet[cuda]'"
+        fix = f"There is a GPU that JAX does not use: {install_command('cuda')}"
         yield Finding("JAX", "problem", found, fix)
     else:
         yield Finding("JAX", "fine", found)
@@ -183,7 +183,7 @@ def extras() -> Iterator[Finding]:
             versions = (f"{name} {importlib.metadata.version(name)}" for name in needed)
             yield Finding(f"extra {extra}", "fine", ", ".join(versions))
         else:
-            fix = f"not installed: pip install 'dreamfleet[{extra}]'"
+            fix = f"not installed: {install_command(extra)}"
             yield Finding(f"extra {extra}", "absent", fix)
     if _installed("imageio-ffmpeg") and isinstance(done := _run([find_encoder(), "-version"]), str):
         yield Finding("ffmpeg", "hint", "it does not run", done)

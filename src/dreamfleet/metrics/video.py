@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.errors import install_command
 from dreamfleet.metrics.errors import MetricsError, MissingOutputError
 from dreamfleet.metrics.lettering import labelled
 from dreamfleet.metrics.pictures import encode_gif
@@ -122,9 +123,7 @@ def find_encoder() -> str:
         package: Any = importlib.import_module("imageio_ffmpeg")
         return str(package.get_ffmpeg_exe())
     except (ModuleNotFoundError, RuntimeError) as error:
-        raise MissingOutputError(
-            "MP4 videos need ffmpeg: pip install 'dreamfleet[video]'"
-        ) from error
+        raise MissingOutputError(f"MP4 videos need ffmpeg: {install_command('video')}") from error
 
 
 def write_video(path: Path, video: NDArray[np.uint8], *, fps: float = 20, label: str = "") -> Path:
