@@ -25,6 +25,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
+from dreamfleet.envs.gym import GymPlayer
 from dreamfleet.metrics import ScoresFile
 from dreamfleet.replay import Replay
 from dreamfleet.transport import resolve
@@ -48,7 +49,9 @@ def install(words: Sequence[str]) -> None:
     if words[1].startswith("."):  # another test looks at the names of extras
         uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--dry-run"]
         uv += ["--python", sys.executable, "--no-deps", "--offline", "--no-build-isolation"]
-        done = subprocess.run([*uv, *words[1:]], capture_output=True, text=True, check=False, cwd=ROOT)
+        done = subprocess.run(
+            [*uv, *words[1:]], capture_output=True, text=True, check=False, cwd=ROOT
+        )
         assert done.returncode == 0, done.stderr
         assert "does not have an extra" not in done.stderr
 
@@ -175,8 +178,12 @@ def test_a_policy_is_used_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     a_run(tmp_path / "runs" / "gym-CartPole-v1")
     names = {"observation": np.zeros(4, np.float32), "observations": np.zeros((3, 4), np.float32)}
+    forgotten = []
+    real = GymPlayer.reset
+    monkeypatch.setattr(GymPlayer, "reset", lambda play: forgotten.append(play) or real(play))
     for block in python_blocks("evaluation.md"):
         exec(block, names)
+    assert len(names["scores"]) == len(forgotten) == 2
     assert names["actions"]["action"].shape == (3,)
     assert names["state"].fresh.tolist() == [False, True, False]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step":1000,"loss":0.5}\n'

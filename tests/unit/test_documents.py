@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import errno
+import os
 import re
 import tomllib
 
@@ -67,6 +70,29 @@ def test_extras_in_the_text_exist_and_those_that_are_listed_are_all() -> None:
     listed = {name for row in rows for name in re.findall(r"`([a-z]+)`", row)}
     # Tools of developers, and a launcher that is still to come.
     assert extras - listed == {"dev", "bench", "ray"}
+
+
+def sentences() -> str:
+    """Everything the code may say: its strings, with {} for what is only known when it runs."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_messages_that_are_quoted_are_those_that_appear() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    table = page.split("## Troubleshooting")[1]
+    said = sentences() + os.strerror(errno.ENOSPC) + os.strerror(errno.EMFILE)
+    quotes = re.findall(r'^\| [^|]*"([^"|]+)"[^|]* \|', table, re.MULTILINE)
+    assert len(quotes) >= 8
+    for quote in quotes:
+        assert re.sub(r"\d+", "{}", quote.removesuffix(" ...")) in said, quote
 
 
 def test_commands_in_the_text_exist() -> None:
