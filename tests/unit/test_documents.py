@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import inspect
 import os
 import re
 import tomllib
@@ -12,7 +13,9 @@ import pytest
 from documents import PAGES, ROOT, blocks, commands
 
 from dreamfleet.cli import COMMANDS
+from dreamfleet.cli.options import parse_settings
 from dreamfleet.cli.reference import reference
+from dreamfleet.envs import registry
 
 
 def test_the_configuration_reference_is_current() -> None:
@@ -70,6 +73,46 @@ def test_extras_in_the_text_exist_and_those_that_are_listed_are_all() -> None:
     listed = {name for row in rows for name in re.findall(r"`([a-z]+)`", row)}
     # Tools of developers, and a launcher that is still to come.
     assert extras - listed == {"dev", "bench", "ray"}
+
+
+def documented(text: str) -> dict[str, object]:
+    """Options as they are written, `NAME=VALUE`, each in its own quotes."""
+    return parse_settings(re.findall(r"`(\w+=[^`]+)`", text))
+
+
+def real(task: str) -> dict[str, object]:
+    """Options as they are in the code, with their defaults."""
+    parameters = inspect.signature(registry._constructor(task)).parameters.values()
+    return {
+        each.name: list(each.default) if isinstance(each.default, tuple) else each.default
+        for each in parameters
+        if each.kind is each.KEYWORD_ONLY and each.name != "seed"
+    }
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["gym:CartPole-v1", "dmc:walker_walk", "atari:pong", "crafter:reward",
+     "minigrid:Empty-5x5-v0", "bundled:catch", "bundled:corridor", "bundled:pointmass",
+     "bundled:dummy"],
+)  # fmt: skip
+def test_every_option_of_a_suite_is_explained(task: str) -> None:
+    suite, name = task.split(":")
+    page = (ROOT / "docs" / "environments.md").read_text()
+    section = page.split(f"### `{suite}:`\n")[1].split("\n#")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    if suite == "bundled":
+        (row,) = (row for row in rows if row.startswith(f"| `{name}`"))
+        assert documented(row) == real(task)
+    else:
+        # The first cell; others speak of other options.
+        assert documented("".join(row.split("|")[1] for row in rows)) == real(task)
+
+
+def test_the_protocol_of_atari_100k_is_told() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    (words,) = re.findall(r"`atari100k:` has the same options.*?\n\n", page, re.DOTALL)
+    assert {**real("atari:pong"), **documented(words)} == real("atari100k:pong")
 
 
 def sentences() -> str:
