@@ -15,6 +15,7 @@ import pytest
 from dreamfleet.cli import doctor as command
 from dreamfleet.cli import main
 from dreamfleet.cli.doctor import Finding, disk, extras, jax, limits, rendering, sockets
+from dreamfleet.errors import install_command
 
 
 def only(findings: object) -> Finding:
@@ -85,7 +86,7 @@ def test_an_extra_that_is_missing_comes_with_its_command(monkeypatch: pytest.Mon
     monkeypatch.setattr(command, "_installed", lambda name: name != "matplotlib")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
     found = {finding.what: finding for finding in extras()}
-    assert found["extra plot"].found == "not installed: pip install 'dreamfleet[plot]'"
+    assert found["extra plot"].found == f"not installed: {install_command('plot')}"
     assert found["extra dmc"].found == "dm-control 1.0, mujoco 1.0"
     assert "extra dev" not in found
     assert "extra ray" not in found
