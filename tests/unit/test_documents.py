@@ -84,7 +84,7 @@ def real(task: str) -> dict[str, object]:
     """Options as they are in the code, with their defaults."""
     parameters = inspect.signature(registry._constructor(task)).parameters.values()
     return {
-        each.name: list(each.default) if isinstance(each.default, tuple) else each.default
+        each.name: each.default
         for each in parameters
         if each.kind is each.KEYWORD_ONLY and each.name != "seed"
     }
