@@ -51,7 +51,10 @@ class WandbOutput:
         if kind == "scalar":
             return float(value)
         if kind == "histogram":
-            return self._wandb.Histogram(np.asarray(value))
+            values = np.asarray(value, np.float64)
+            # A single value that is no number would cost the whole row.
+            finite = values[np.isfinite(values)]
+            return self._wandb.Histogram(finite) if finite.size else None
         if kind == "image":
             return self._wandb.Image(np.asarray(value))
         if kind == "video":
