@@ -16,6 +16,7 @@ help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: setup ## set up, then train; options such as ARGS='--seed 1'
+	@echo "The command is $(BIN)/dreamfleet; after '. $(BIN)/activate' it is just dreamfleet."
 	@$(BIN)/dreamfleet train $(ARGS)
 
 test: setup-dev lint types ## set up, then lint, types and tests

@@ -10,10 +10,12 @@ policy = Policy.load(sys.argv[1])
 env = gymnasium.make("CartPole-v1")
 play = policy.for_gym(env)
 
-observation, _ = env.reset(seed=0)
-score, over = 0.0, False
-while not over:
-    observation, reward, terminated, truncated, _ = env.step(play(observation))
-    score += float(reward)
-    over = terminated or truncated
-print(f"score {score:g} after {policy.step:,} steps of training")
+for episode in range(2):
+    observation, _ = env.reset(seed=episode)
+    play.reset()  # forget the episode before
+    score, over = 0.0, False
+    while not over:
+        observation, reward, terminated, truncated, _ = env.step(play(observation))
+        score += float(reward)
+        over = terminated or truncated
+    print(f"episode {episode}: score {score:g} after {policy.step:,} steps of training")

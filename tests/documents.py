@@ -35,3 +35,18 @@ def commands() -> list[tuple[str, str]]:
 
 def python_blocks(name: str) -> list[str]:
     return [b.text for b in blocks(ROOT / "docs" / name) if b.language == "python"]
+
+
+def glossary() -> list[str]:
+    """Regular expressions of the metrics that the page explains."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    found = []
+    for section in text.split("\n## ")[1:]:
+        for name in re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE):
+            pattern = re.sub(r"[A-Z]+", ".+", re.escape(name))
+            if section.startswith("The agent"):
+                pattern = f"(train|report|eval)/{pattern}"
+            elif section.startswith("The replay"):
+                pattern = f"(eval_)?{pattern}"
+            found.append(pattern)
+    return found

@@ -9,6 +9,11 @@ message is written for the person, says what is wrong and what to do about it. A
 escapes is a bug.
 """
 
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
 
 class DreamfleetError(Exception):
     """Something a person can understand and fix."""
@@ -16,3 +21,16 @@ class DreamfleetError(Exception):
 
 class ConfigError(DreamfleetError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra of this package to the interpreter that is running.
+
+    Who runs `.venv/bin/dreamfleet` without activating .venv has another pip on the PATH, which
+    would install into another place.
+    """
+    pip = shutil.which("pip")
+    ours = pip is not None and Path(pip).parent == Path(sys.executable).parent
+    # Without a pip here, whoever made this environment knows what to say instead.
+    through = "" if ours or importlib.util.find_spec("pip") is None else f"{sys.executable} -m "
+    return f"{through}pip install 'dreamfleet[{extra}]'"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from documents import ROOT
+from documents import glossary
 
 # What this short run of a small task has no occasion for.
 ELSEWHERE = (
@@ -17,21 +17,6 @@ ELSEWHERE = (
     "learner/env_steps_per_second", "learner/replay_ratio", "learner/state", "learner/start",
     "actor/policy/", "actor/server", "actor/logger_client",
 )  # fmt: skip
-
-
-def glossary() -> list[str]:
-    """Regular expressions of the metrics that the page explains."""
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    found = []
-    for section in text.split("\n## ")[1:]:
-        for name in re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE):
-            pattern = re.sub(r"[A-Z]+", ".+", re.escape(name))
-            if section.startswith("The agent"):
-                pattern = f"(train|report|eval)/{pattern}"
-            elif section.startswith("The replay"):
-                pattern = f"(eval_)?{pattern}"
-            found.append(pattern)
-    return found
 
 
 @pytest.mark.timeout(300)  # compiles the agent

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT, glossary
+from event_files import events
+from fleet_parts import rows
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
@@ -18,7 +22,8 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     command = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
     command += ["--launcher", "serial", "--task", "bundled:dummy", "--agent", "random"]
     command += ["--steps", "0", "--target-score", "10", "--eval-episodes", "2", "--envs", "2"]
-    command += ["--logdir", str(tmp_path), "--outputs", "jsonl", "--log-every", "1"]
+    command += ["--logdir", str(tmp_path), "--log-every", "1"]
+    command += ["--outputs", "jsonl", "tensorboard"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Evaluation: mean score 10 ± 0 (standard error, 2 episodes)" in done.stdout
@@ -28,6 +33,16 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
     assert snapshot is not None
     assert snapshot.step >= 20 * 100
+    tags = events(tmp_path / "tensorboard")
+    assert {"episode/score", "episode/video/image", "replay/items", "learner/state"} <= tags.keys()
+    assert [value.simple_value for _, value in tags["episode/score"]] == [10.0] * len(
+        tags["episode/score"]
+    )
+    known = glossary()
+    assert [tag for tag in tags if not any(re.fullmatch(name, tag) for name in known)] == []
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    (words,) = re.findall(r"^`scores\.jsonl` holds (.*?)\n\n", page, re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"`([\w/]+)`", words)) == set(rows(tmp_path / "scores.jsonl")[0])
 
 
 def test_an_output_that_is_not_installed_is_refused_before_anything_starts(

@@ -73,3 +73,7 @@ def test_locks_pin_every_package_with_hashes_and_name_no_host(name: str) -> None
     assert all("--hash=sha256:" in block for block in blocks)
     assert len(entries) == len(blocks)
     assert "://" not in text
+
+
+def test_a_checkout_brings_the_pip_that_messages_speak_of() -> None:
+    assert re.search(r"^pip==", (ROOT / "locks" / "base.txt").read_text(), re.MULTILINE)

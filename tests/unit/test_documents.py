@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import errno
+import inspect
+import os
 import re
+import tomllib
 
 import pytest
 from documents import PAGES, ROOT, blocks, commands
 
 from dreamfleet.cli import COMMANDS
+from dreamfleet.cli.options import parse_settings
 from dreamfleet.cli.reference import reference
+from dreamfleet.envs import registry
 
 
 def test_the_configuration_reference_is_current() -> None:
@@ -46,6 +53,89 @@ def test_blocks_say_what_they_are() -> None:
             if not block.language:
                 assert "$ " not in block.text
                 assert not re.search(r"^(dreamfleet|python|pip) ", block.text, re.MULTILINE)
+
+
+def test_who_typed_make_train_is_told_where_the_command_is() -> None:
+    """`make` installs into .venv, which no shell looks into by itself."""
+    for page in ("README.md", "docs/quickstart.md", "Makefile"):
+        text = (ROOT / page).read_text().replace("$(BIN)", ".venv/bin")
+        assert ". .venv/bin/activate" in text, page
+        assert ".venv/bin/dreamfleet" in text, page
+
+
+def test_extras_in_the_text_exist_and_those_that_are_listed_are_all() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    for page in PAGES:
+        for names in re.findall(r"(?:dreamfleet|'\.)\[([\w,]+)\]", page.read_text()):
+            assert set(names.split(",")) <= extras, page.name
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([a-z]+)`", row)}
+    # Tools of developers, and a launcher that is still to come.
+    assert extras - listed == {"dev", "bench", "ray"}
+
+
+def documented(text: str) -> dict[str, object]:
+    """Options as they are written, `NAME=VALUE`, each in its own quotes."""
+    return parse_settings(re.findall(r"`(\w+=[^`]+)`", text))
+
+
+def real(task: str) -> dict[str, object]:
+    """Options as they are in the code, with their defaults."""
+    parameters = inspect.signature(registry._constructor(task)).parameters.values()
+    return {
+        each.name: each.default
+        for each in parameters
+        if each.kind is each.KEYWORD_ONLY and each.name != "seed"
+    }
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["gym:CartPole-v1", "dmc:walker_walk", "atari:pong", "crafter:reward",
+     "minigrid:Empty-5x5-v0", "bundled:catch", "bundled:corridor", "bundled:pointmass",
+     "bundled:dummy"],
+)  # fmt: skip
+def test_every_option_of_a_suite_is_explained(task: str) -> None:
+    suite, name = task.split(":")
+    page = (ROOT / "docs" / "environments.md").read_text()
+    section = page.split(f"### `{suite}:`\n")[1].split("\n#")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    if suite == "bundled":
+        (row,) = (row for row in rows if row.startswith(f"| `{name}`"))
+        assert documented(row) == real(task)
+    else:
+        # The first cell; others speak of other options.
+        assert documented("".join(row.split("|")[1] for row in rows)) == real(task)
+
+
+def test_the_protocol_of_atari_100k_is_told() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    (words,) = re.findall(r"`atari100k:` has the same options.*?\n\n", page, re.DOTALL)
+    assert {**real("atari:pong"), **documented(words)} == real("atari100k:pong")
+
+
+def sentences() -> str:
+    """Everything the code may say: its strings, with {} for what is only known when it runs."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_messages_that_are_quoted_are_those_that_appear() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    table = page.split("## Troubleshooting")[1]
+    said = sentences() + os.strerror(errno.ENOSPC) + os.strerror(errno.EMFILE)
+    quotes = re.findall(r'^\| [^|]*"([^"|]+)"[^|]* \|', table, re.MULTILINE)
+    assert len(quotes) >= 8
+    for quote in quotes:
+        assert re.sub(r"\d+", "{}", quote.removesuffix(" ...")) in said, quote
 
 
 def test_commands_in_the_text_exist() -> None:

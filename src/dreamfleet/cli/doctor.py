@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dreamfleet.cli.console import say
-from dreamfleet.errors import DreamfleetError
+from dreamfleet.errors import DreamfleetError, install_command
 from dreamfleet.metrics.video import find_encoder
 from dreamfleet.transport import Client, Server
 
@@ -33,8 +33,16 @@ _MARKS = {
 }
 _LITTLE_MEMORY, _LITTLE_DISK, _FEW_FILES = 4e9, 5e9, 1024
 _PATIENCE = 120.0
-# Developers' tools, and what shows in JAX's devices.
-_NOT_LISTED = ("dev", "bench", "cuda", "tpu")
+# Developers' tools, what shows in JAX's devices, and a launcher that is still to come.
+_NOT_LISTED = ("dev", "bench", "cuda", "tpu", "ray")
+# Made as an environment with pixels is made, so that MUJOCO_GL means what it means in a run.
+_DRAW = """
+import os
+from dreamfleet.envs import make_env, noop
+env = make_env("dmc:cartpole_balance", obs="pixels", size=(16, 16))
+env.step(noop(env.act_space))
+print(os.environ["MUJOCO_GL"])
+"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ def jax() -> Iterator[Finding]:
     found = done.stdout.strip()
     gpu = shutil.which("nvidia-smi") is not None
     if gpu and "cpu" in found and "gpu" not in found:
-        fix = "There is a GPU that JAX does not use: pip install 'dreamfleet[cuda]'"
+        fix = f"There is a GPU that JAX does not use: {install_command('cuda')}"
         yield Finding("JAX", "problem", found, fix)
     else:
         yield Finding("JAX", "fine", found)
@@ -160,30 +168,32 @@ def limits() -> Iterator[Finding]:
 
 
 def rendering() -> Iterator[Finding]:
-    """What dm_control would render with, tried in a process of its own."""
+    """A frame of dm_control, drawn in a process of its own: a broken driver may crash it."""
     if not _installed("dm-control"):
         return
-    code = "from dreamfleet.envs.dmc import pick_renderer; print(pick_renderer())"
-    done = _run([sys.executable, "-c", code])
-    if isinstance(done, str):
-        yield Finding("rendering", "hint", "dm_control can show no pixels here", done)
-    else:
-        yield Finding("rendering", "fine", f"dm_control renders with {done.stdout.strip()}")
+    done = _run([sys.executable, "-c", _DRAW])
+    if not isinstance(done, str):
+        renderer = done.stdout.strip().splitlines()[-1]
+        yield Finding("rendering", "fine", f"dm_control draws with {renderer}")
+        return
+    fix = "Install EGL (apt install libegl1) or OSMesa (apt install libosmesa6), or use obs=state."
+    if chosen := os.environ.get("MUJOCO_GL"):
+        fix = f"MUJOCO_GL={chosen} does not work here: unset it, or set it to egl or osmesa."
+    elif os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        fix = "The screen that DISPLAY names cannot be drawn on: set MUJOCO_GL to egl or osmesa."
+    yield Finding("rendering", "hint", f"dm_control can show no pixels here: {done}", fix)
 
 
 def extras() -> Iterator[Finding]:
     """The optional parts of the package, and which of them are there."""
-    distribution = importlib.metadata.distribution("dreamfleet")
-    names = distribution.metadata.get_all("Provides-Extra") or []
-    lines = distribution.requires or []
+    names = importlib.metadata.metadata("dreamfleet").get_all("Provides-Extra") or []
     for extra in (name for name in names if name not in _NOT_LISTED):
-        mine = [line for line in lines if re.search(rf"extra == ['\"]{extra}['\"]", line)]
-        needed = dict.fromkeys(re.split(r"[^\w.-]", line)[0] for line in mine)
+        needed = list(dict.fromkeys(_packages("dreamfleet", extra)))
         if all(map(_installed, needed)):
             versions = (f"{name} {importlib.metadata.version(name)}" for name in needed)
             yield Finding(f"extra {extra}", "fine", ", ".join(versions))
         else:
-            fix = f"not installed: pip install 'dreamfleet[{extra}]'"
+            fix = f"not installed: {install_command(extra)}"
             yield Finding(f"extra {extra}", "absent", fix)
     if _installed("imageio-ffmpeg") and isinstance(done := _run([find_encoder(), "-version"]), str):
         yield Finding("ffmpeg", "hint", "it does not run", done)
@@ -198,6 +208,25 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     rendering,
     extras,
 )
+
+
+def _packages(name: str, extra: str) -> Iterator[str]:
+    """What an extra of a package asks for; where that is an extra of another one, that too.
+
+    What every installation has (gymnasium, of which `classic` asks for an extra) is left out.
+    """
+    for line in importlib.metadata.requires(name) or []:
+        found = re.match(r"([\w.-]+)(?:\[([\w,. -]+)\])?", line)
+        if found is None or not re.search(rf"extra == ['\"]{extra}['\"]", line):
+            continue
+        package, extras = found.groups()
+        if not extras:
+            yield package
+        elif _installed(package):
+            for inner in extras.split(","):
+                yield from _packages(package, inner.strip())
+        else:
+            yield package
 
 
 def _installed(name: str) -> bool:

@@ -16,7 +16,7 @@ from rich.table import Table
 from dreamfleet.blueprint import read_config
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.metrics import MissingOutputError
 from dreamfleet.metrics.curves import Curve, Scores, bin_width, combine, final_score, read_scores
 from dreamfleet.metrics.outputs.terminal import readable
@@ -163,7 +163,7 @@ def _draw(panels: Sequence[_Panel], out: Path) -> None:
     try:
         figure_module: Any = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
-        raise MissingOutputError("Plots need matplotlib: pip install 'dreamfleet[plot]'") from error
+        raise MissingOutputError(f"Plots need matplotlib: {install_command('plot')}") from error
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     # A figure of its own, without the package's global state and without a window.

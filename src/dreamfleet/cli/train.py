@@ -21,7 +21,7 @@ from dreamfleet.cli.options import parse_settings
 from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import OutputName, RunConfig
 from dreamfleet.envs.errors import EnvError
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import environment, factories
 from dreamfleet.fleet.offline import find_source
@@ -178,7 +178,7 @@ def _check_outputs(config: RunConfig) -> None:
         if name in config.outputs and importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"The output {name!r} needs a package that is not installed: "
-                f"pip install 'dreamfleet[{name}]'"
+                f"{install_command(name)}"
             )
 
 

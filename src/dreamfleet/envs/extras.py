@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 
 from dreamfleet.envs.errors import MissingExtraError
+from dreamfleet.errors import install_command
 
 
 def need(module: str, suite: str, *, extra: str | None) -> ModuleType:
@@ -13,7 +14,7 @@ def need(module: str, suite: str, *, extra: str | None) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = f"dreamfleet[{extra}]" if extra else "dreamfleet"
+        command = install_command(extra) if extra else "pip install dreamfleet"
         raise MissingExtraError(
-            f"Tasks of {suite}: need the Python package {error.name}: pip install '{package}'"
+            f"Tasks of {suite}: need the Python package {error.name}: {command}"
         ) from error

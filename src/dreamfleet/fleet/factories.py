@@ -6,6 +6,7 @@ little.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -89,6 +90,9 @@ def logger(config: RunConfig) -> Outputs:
             # The same directory goes on in the same place.
             id=blake2b(str(config.logdir.absolute()).encode(), digest_size=8).hexdigest(),
             resume="allow",
+            config=json.loads(config.to_json()),
+            # A run that goes on may have another end, or other intervals.
+            allow_val_change=True,
         ),
     }
     return Outputs([made[name]() for name in config.outputs])

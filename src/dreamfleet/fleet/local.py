@@ -76,7 +76,7 @@ def combined(
         processes.append(member("logger", serve_metrics, logs, _ONE_THREAD))
         supervisor = _supervisor(processes, run, say)
         tell = progress or say
-        with serial_log(run), StatusLine(run, tell, lambda: supervisor.away) as status:
+        with serial_log(run), StatusLine(run, tell, lambda: supervisor.away, say) as status:
             supervisor.run(status.show, run.log_every)
 
 

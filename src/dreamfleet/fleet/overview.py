@@ -25,6 +25,7 @@ from dreamfleet.transport import Client, Future, TransportError
 
 _PID_FILE = "run.pid"
 _TITLE = "dreamfleet "
+_SERIAL = "all roles"
 _RATE_SECONDS = 30.0
 _ANSWER_SECONDS = 0.5
 
@@ -175,7 +176,10 @@ class Watcher:
     def _roles(
         self, config: RunConfig, supervisor: psutil.Process | None
     ) -> tuple[RoleStatus, ...]:
-        found = dict(_children(supervisor))
+        if config.launcher == "serial":  # they are threads of the process that was started
+            found = {_SERIAL: supervisor} if supervisor is not None else {}
+        else:
+            found = dict(_children(supervisor))
         names = dict.fromkeys([*role_names(config), *found])
         roles = []
         for name in names:
@@ -232,6 +236,8 @@ class _ScoresReader:
 
 def role_names(config: RunConfig) -> list[str]:
     """The processes that a run has on the machine that starts it."""
+    if config.launcher == "serial":
+        return [_SERIAL]
     names = ["agent"]
     names += [] if config.remote_replay else ["replay"]
     names += ["logger"]

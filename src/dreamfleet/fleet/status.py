@@ -24,10 +24,19 @@ class StatusLine:
         args: The run.
         say: Takes the lines.
         away: Tells which processes do not run at the moment.
+        news: Takes what is said once and stays: what the agent starts from. None for `say`.
     """
 
-    def __init__(self, args: RunConfig, say: Say, away: Callable[[], list[str]] = list) -> None:
+    def __init__(
+        self,
+        args: RunConfig,
+        say: Say,
+        away: Callable[[], list[str]] = list,
+        news: Say | None = None,
+    ) -> None:
         self._args, self._say, self._away = args, say, away
+        self._news = news or say
+        self._start = "starting anew"
         self._counts: tuple[float, float] | None = None
         self._without_updates = 0  # lines in a row
         self._client = Client(args.logger_addr, "status", keys=args.run_keys)
@@ -48,6 +57,7 @@ class StatusLine:
             if self._asked.wait(1.0):
                 asked, self._asked = self._asked, None
                 status = asked.result()
+                self._tell_start(status)
                 self._say(self._line(status))
                 self._explain(status)
             else:
@@ -56,6 +66,16 @@ class StatusLine:
         except TransportError as error:
             self._asked = None
             self._say(f"No news of the run: {error}")
+
+    def _tell_start(self, status: dict[str, Any]) -> None:
+        """Whoever starts from a part of a checkpoint has to see which part that was."""
+        start = str(status.get("learner/start", self._start))
+        if start == self._start:
+            return
+        self._start = start
+        name = "serial" if self._args.launcher == "serial" else "agent"
+        where = f"; every entry is in {self._args.logdir / 'logs' / f'{name}.log'}"
+        self._news(f"The agent is {start}{where if 'entries' in start else ''}")
 
     def _line(self, status: dict[str, Any]) -> str:
         now, step = time.monotonic(), float(status["step"])

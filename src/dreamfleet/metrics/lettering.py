@@ -32,6 +32,11 @@ def lettering(text: str) -> NDArray[np.bool_]:
     return ink
 
 
+def width_of(text: str) -> int:
+    """Pixels that a line of text takes at least, with its margins."""
+    return _ADVANCE * len(text) + 2 * _MARGIN
+
+
 def labelled(video: NDArray[np.uint8], text: str) -> NDArray[np.uint8]:
     """A video, (time, height, width, 1 or 3), with a line of text above it; what does not fit is
     left off. Wide frames get larger letters."""

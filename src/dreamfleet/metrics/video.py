@@ -12,11 +12,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.errors import install_command
 from dreamfleet.metrics.errors import MetricsError, MissingOutputError
-from dreamfleet.metrics.lettering import labelled
+from dreamfleet.metrics.lettering import labelled, width_of
 from dreamfleet.metrics.pictures import encode_gif
 
 _SMALLEST = 256  # frames of agents are often 64 pixels wide: too small to look at
+_LARGEST_FACTOR = 8  # for a label: a frame narrower than 16 pixels may have a cut one
 
 
 class Mp4Writer:
@@ -122,16 +124,14 @@ def find_encoder() -> str:
         package: Any = importlib.import_module("imageio_ffmpeg")
         return str(package.get_ffmpeg_exe())
     except (ModuleNotFoundError, RuntimeError) as error:
-        raise MissingOutputError(
-            "MP4 videos need ffmpeg: pip install 'dreamfleet[video]'"
-        ) from error
+        raise MissingOutputError(f"MP4 videos need ffmpeg: {install_command('video')}") from error
 
 
 def write_video(path: Path, video: NDArray[np.uint8], *, fps: float = 20, label: str = "") -> Path:
     """Write a video, (time, height, width, 1 or 3), with a line of text above it: as MP4 where
     there is an encoder, and as GIF otherwise. The path's suffix is chosen here; returns the path.
     """
-    shown = labelled(video, label) if label else video
+    shown = labelled(_wide_enough(video, label), label) if label else video
     try:
         write_mp4(made := path.with_suffix(".mp4"), shown, fps=fps, title=label)
     except MissingOutputError:
@@ -141,3 +141,10 @@ def write_video(path: Path, video: NDArray[np.uint8], *, fps: float = 20, label:
         part.write_bytes(encode_gif(shown, fps))
         part.replace(made)
     return made
+
+
+def _wide_enough(video: NDArray[np.uint8], label: str) -> NDArray[np.uint8]:
+    """Enlarged, if it must be, so that the label fits: above 64 pixels 15 letters do. Not more than
+    that, for what is enlarged here is kept as a whole, and as it is in a GIF."""
+    factor = min(_LARGEST_FACTOR, -(-width_of(label) // video.shape[2]))
+    return video.repeat(factor, 1).repeat(factor, 2) if factor > 1 else video

@@ -15,6 +15,7 @@ import pytest
 from dreamfleet.cli import doctor as command
 from dreamfleet.cli import main
 from dreamfleet.cli.doctor import Finding, disk, extras, jax, limits, rendering, sockets
+from dreamfleet.errors import install_command
 
 
 def only(findings: object) -> Finding:
@@ -85,6 +86,38 @@ def test_an_extra_that_is_missing_comes_with_its_command(monkeypatch: pytest.Mon
     monkeypatch.setattr(command, "_installed", lambda name: name != "matplotlib")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
     found = {finding.what: finding for finding in extras()}
-    assert found["extra plot"].found == "not installed: pip install 'dreamfleet[plot]'"
+    assert found["extra plot"].found == f"not installed: {install_command('plot')}"
     assert found["extra dmc"].found == "dm-control 1.0, mujoco 1.0"
     assert "extra dev" not in found
+    assert "extra ray" not in found
+
+
+def test_an_extra_of_another_package_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`classic` asks for an extra of gymnasium, which itself is always there."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
+    requires = {
+        "dreamfleet": ["gymnasium[classic-control]; extra == 'classic'", "gymnasium>=1.1"],
+        "gymnasium": ["numpy", "pygame>=2; extra == 'classic-control'", "torch; extra == 'torch'"],
+    }
+    monkeypatch.setattr(importlib.metadata, "requires", requires.get)
+    found = {finding.what: finding for finding in extras()}
+    assert found["extra classic"].found == "pygame 1.0"
+    monkeypatch.setattr(command, "_installed", lambda name: name != "pygame")
+    found = {finding.what: finding for finding in extras()}
+    assert found["extra classic"].state == "absent"
+
+
+def test_rendering_is_tried_with_what_a_run_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dm_control")
+    monkeypatch.setenv("MUJOCO_GL", "nonsense")
+    finding = only(rendering())
+    assert finding.state == "hint"
+    assert "MUJOCO_GL=nonsense does not work here" in finding.fix
+
+
+def test_a_screen_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_installed", lambda _: True)
+    monkeypatch.setattr(subprocess, "run", failing)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.setenv("DISPLAY", ":99")
+    assert "set MUJOCO_GL to egl" in only(rendering()).fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from rich.console import Console
 from dreamfleet.cli import live
 from dreamfleet.cli.live import clock, picture, sparkline
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.overview import RoleStatus, RunStatus, role_names
+from dreamfleet.fleet.overview import RoleStatus, RunStatus, Watcher, announced, role_names
 from dreamfleet.fleet.supervisor import silent
+from dreamfleet.transport import resolve
 
 ROLES = (
     RoleStatus("agent", 1, 1.4, 620_000_000, 131),
@@ -111,6 +113,21 @@ def test_clocks_are_short() -> None:
 def test_roles_are_those_of_the_launcher() -> None:
     config = RunConfig(envs=3, eval_envs=2, envs_per_process=2)
     assert role_names(config) == ["agent", "replay", "logger", "env-0", "env-2", "env-3"]
+    assert role_names(replace(config, launcher="serial")) == ["all roles"]
+
+
+def test_a_serial_run_is_one_process_that_is_there(tmp_path: Path) -> None:
+    """Its roles are threads: none of them is away because it has no process."""
+    config = RunConfig(logdir=tmp_path, launcher="serial", logger_addr=resolve("ipc://{auto}"))
+    (tmp_path / "config.json").write_text(config.to_json())
+    with announced(tmp_path), Watcher(tmp_path) as watcher:
+        status = watcher.look(0.0)
+    assert status is not None
+    assert [(role.name, role.pid) for role in status.roles] == [("all roles", os.getpid())]
+    text = shown(status)
+    assert "all roles" in text
+    assert "● running" in text
+    assert "away" not in text
 
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import logging
-import struct
 import sys
 import types
 from pathlib import Path
@@ -7,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from event_files import events
 
 from dreamfleet.metrics import (
     JsonlOutput,
@@ -65,23 +65,6 @@ def test_terminal_lines_are_short_and_chosen() -> None:
 )  # fmt: skip
 def test_numbers_are_readable(value: float, text: str) -> None:
     assert readable(value) == text
-
-
-def events(directory: Path) -> dict[str, list]:
-    """Read an event file back: each record is length, checksum, an event and its checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    (path,) = directory.glob("events*")
-    data, position, found = path.read_bytes(), 0, {}
-    while position < len(data):
-        (length,) = struct.unpack_from("<Q", data, position)
-        event = Event.FromString(data[position + 12 : position + 12 + length])
-        for value in event.summary.value:
-            found.setdefault(value.tag.removesuffix("/text_summary"), []).append(
-                (event.step, value)
-            )
-        position += 12 + length + 4
-    return found
 
 
 def test_tensorboard_files_hold_every_kind(tmp_path: Path) -> None:
@@ -154,12 +137,26 @@ def test_wandb_is_given_every_kind(wandb: FakeRun) -> None:
     assert wandb.options == {"project": "p", "name": "n"}
     assert step == 7
     assert row["loss"] == 0.5
-    assert row["returns"][0] == "histogram"
+    assert row["returns"] == ("histogram", [1.0, 2.0, 2.0])  # the package raises for NaN
     assert row["frame"] == ("image", (8, 6, 3))
     assert row["openloop"][0] == "video"
     assert row["note"] == "hello"
     assert "strange" not in row
     assert wandb.finished
+
+
+def test_the_real_package_takes_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    output = WandbOutput(project="p", dir=str(tmp_path), config={"seed": 3}, allow_val_change=True)
+    output.write(7, EVERYTHING)
+    output.write(8, {"loss": 0.25, "nothing": np.array([np.nan])})
+    output.close()
+    package.teardown()  # waits until its own process has written the last of it
+    (run,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"openloop" in run.read_bytes()
+    assert len(list(tmp_path.rglob("*.gif"))) == len(list(tmp_path.rglob("*.png"))) == 1
 
 
 class Broken:

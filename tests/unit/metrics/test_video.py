@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamfleet.metrics import MetricsError
+from dreamfleet.metrics import MetricsError, video
 from dreamfleet.metrics.lettering import labelled, lettering
 from dreamfleet.metrics.video import Mp4Writer, write_mp4, write_video
 
@@ -62,11 +62,26 @@ def test_a_label_stands_above_the_video() -> None:
     assert labelled(np.zeros((1, 8, 400, 1), np.uint8), "abc").shape == (1, 32, 400, 1)
 
 
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_the_whole_label_of_a_small_film_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    label = "episode/video/image step 12,000"
+    films: list[np.ndarray] = []
+    monkeypatch.setattr(video, "write_mp4", lambda path, frames, **_: films.append(frames))
+    write_video(tmp_path / "x", np.full((3, size, size, 3), 7, np.uint8), label=label)
+    (film,) = films
+    ink = lettering(label)
+    assert film.shape[2] == 128
+    np.testing.assert_array_equal(film[0, 2:7, 2 : 2 + ink.shape[1], 0] > 0, ink)
+    assert (film[:, 9:] == 7).all()
+
+
 def test_without_an_encoder_it_is_a_gif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    video = np.zeros((3, 16, 16, 3), np.uint8)
-    assert write_video(tmp_path / "a" / "x", video, label="step 1").name == "x.mp4"
+    black = np.zeros((3, 16, 16, 3), np.uint8)
+    assert write_video(tmp_path / "a" / "x", black, label="step 1").name == "x.mp4"
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    made = write_video(tmp_path / "b" / "x", video, label="step 1")
+    made = write_video(tmp_path / "b" / "x", black, label="step 1")
     assert made.name == "x.gif"
     assert made.read_bytes()[:6] == b"GIF89a"
     assert [each.name for each in made.parent.iterdir()] == ["x.gif"]

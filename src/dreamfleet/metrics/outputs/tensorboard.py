@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dreamfleet.errors import install_command
 from dreamfleet.metrics.errors import MissingOutputError
 from dreamfleet.metrics.outputs.base import kind_of
 from dreamfleet.metrics.pictures import encode_gif, encode_png
@@ -23,7 +24,7 @@ class TensorBoardOutput:
             self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
         except ModuleNotFoundError as error:
             raise MissingOutputError(
-                "TensorBoard files need tensorboardX: pip install 'dreamfleet[tensorboard]'"
+                f"TensorBoard files need tensorboardX: {install_command('tensorboard')}"
             ) from error
         self._writer = tensorboard.SummaryWriter(str(directory))
         self._fps = fps

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dreamfleet.errors import install_command
 from dreamfleet.metrics.errors import MissingOutputError
 from dreamfleet.metrics.outputs.base import kind_of
 from dreamfleet.metrics.pictures import encode_gif
@@ -29,7 +30,7 @@ class WandbOutput:
             self._wandb = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
             raise MissingOutputError(
-                "Weights & Biases needs its package: pip install 'dreamfleet[wandb]'"
+                f"Weights & Biases needs its package: {install_command('wandb')}"
             ) from error
         self._run = self._wandb.init(**init)
         self._fps = fps
@@ -50,7 +51,10 @@ class WandbOutput:
         if kind == "scalar":
             return float(value)
         if kind == "histogram":
-            return self._wandb.Histogram(np.asarray(value))
+            values = np.asarray(value, np.float64)
+            # A single value that is no number would cost the whole row.
+            finite = values[np.isfinite(values)]
+            return self._wandb.Histogram(finite) if finite.size else None
         if kind == "image":
             return self._wandb.Image(np.asarray(value))
         if kind == "video":
