@@ -80,6 +80,7 @@ def test_a_directory_belongs_to_one_run(
         (["--set", "replay_capcity=10"], "did you mean 'replay_capacity'?"),
         (["--set", "dreamer.loss.horizn=10"], "did you mean 'dreamer.loss.horizon'?"),
         (["--set", "dreamer.loss=10"], "There is no setting 'dreamer.loss'"),
+        (["--set", "envs=0"], "envs=0 is too small: it is at least 1.\n"),
         (["--set", "envs=many"], "Expected `int`, got `str` - at `envs`"),
         (["--env-options", "hats=3", "--task", "bundled:catch"], "no option 'hats'"),
         (["--task", "gym:CartPoel-v1"], "CartPole"),
