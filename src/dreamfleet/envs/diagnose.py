@@ -258,9 +258,7 @@ def _film(
         finally:
             _close(env)
     except Exception as error:
-        yield Finding(
-            f"It cannot be shown: {error}.".replace("..", "."), "Training needs no frames."
-        )
+        yield Finding(f"It cannot be shown: {str(error).rstrip('.')}.", "Training needs no frames.")
     result.frames = film.frames
 
 

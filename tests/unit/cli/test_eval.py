@@ -205,9 +205,7 @@ def test_training_keeps_its_evaluation_when_the_film_fails(
     failure: str,
 ) -> None:
     def fail(*_: Any) -> None:
-        raise (
-            MetricsError("The encoder is out of order.") if failure == "close" else OSError("gone")
-        )
+        raise MetricsError("It is out of order.") if failure == "close" else OSError("gone")
 
     if failure == "close":
         monkeypatch.setattr(Mp4Writer, "__exit__", fail)

@@ -171,7 +171,7 @@ def test_what_shows_frames_only_when_asked_is_asked() -> None:
     assert result.frames[0].shape == (400, 600, 3)
     result = diagnose(make, steps=40, make_visible=blind)
     assert result.problems == []
-    assert "cannot be shown: There is no screen. Training does not" in said(result.hints)
+    assert "cannot be shown: There is no screen. Training needs no" in said(result.hints)
 
 
 def test_a_mistake_of_the_person_is_no_problem_of_the_environment() -> None:
