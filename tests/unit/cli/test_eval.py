@@ -204,8 +204,13 @@ def test_training_keeps_its_evaluation_when_the_film_fails(
     capsys: pytest.CaptureFixture[str],
     failure: str,
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise MetricsError("It is out of order.") if failure == "close" else OSError("gone")
+    end = Mp4Writer.__exit__
+
+    def fail(*arguments: Any) -> None:
+        if failure == "render":
+            raise OSError("gone")
+        end(*arguments)
+        raise MetricsError("It is out of order.")
 
     if failure == "close":
         monkeypatch.setattr(Mp4Writer, "__exit__", fail)
