@@ -108,7 +108,7 @@ def test_a_size_is_a_problem_if_the_agent_refuses_it_and_fine_if_not(
     )
     out = capsys.readouterr().out
     assert ("problem Image 'image' is 50x64; both sides must be multiples of 16" in out) == code
-    assert ("Image" in out) == code
+    assert ("multiples" in out) == code
 
 
 ONE_OF_ITS_KIND = """
