@@ -111,8 +111,8 @@ def with_settings(
     try:
         return msgspec.convert(values, RunConfig, dec_hook=lambda kind, value: kind(value))
     except msgspec.ValidationError as error:
-        # Its own words: "Expected `int`, got `str` - at `$.envs`".
-        raise ConfigError(f"{str(error).replace('at `$.', 'at `')}.") from error
+        # Its own words, "Expected `int`, got `str` - at `$.envs`", or those of the configuration.
+        raise ConfigError(f"{str(error).replace('at `$.', 'at `').rstrip('.')}.") from error
 
 
 def _paths(values: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -115,7 +115,7 @@ class RunConfig:
     offline: bool = False
     """Learn from the steps of `prefill` only, without environments; `steps` counts updates."""
     from_checkpoint: str = ""
-    """A checkpoint, or a directory of them, that a new run starts from; empty for none."""
+    """A run's directory, or a checkpoint, that a new run starts from; empty for none."""
     from_checkpoint_regex: str = ""
     """Which entries of `from_checkpoint` are taken, matched from their start; empty for all."""
 

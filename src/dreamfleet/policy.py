@@ -9,7 +9,7 @@ Nothing but the checkpoint is needed: no replay, no environment, no configuratio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,10 +185,9 @@ class Policy:
         return bounded
 
 
-def find_checkpoint(path: Path) -> Snapshot:
+def find_checkpoint(path: Path, parts: Collection[str] = ("agent", BLUEPRINT)) -> Snapshot:
     """The checkpoint that a run's directory, a directory of checkpoints, or a checkpoint stands
-    for."""
-    parts = ["agent", BLUEPRINT]
+    for, with these of its parts."""
     try:
         if (path / "manifest.json").is_file():
             return read_checkpoint(path, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from fleet_parts import left_behind, parts, rows, small_run, stored_streams
 from offline_parts import Watching, no_environment
 
 from dreamfleet.agent import size_preset
-from dreamfleet.blueprint import read_blueprint
+from dreamfleet.blueprint import BLUEPRINT, read_blueprint
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import RunConfig
@@ -117,6 +119,27 @@ def test_steps_that_do_not_fit_are_refused(
         RunConfig(offline=True)
 
 
+def test_runs_that_are_learned_from_together_have_to_fit_each_other(
+    collected: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(collected, copy)
+    config = small_run(tmp_path, offline=True, prefill=(str(collected), str(copy)))
+    preflight(config, no_environment)
+    for theirs in ({"task": "bundled:catch"}, {"agent": "dreamer"}):
+        shutil.copytree(collected, other, dirs_exist_ok=True)
+        blueprint = read_blueprint(collected)
+        assert blueprint is not None
+        changed = replace(blueprint, config=replace(blueprint.config, **theirs))
+        parts = {"agent": {}, BLUEPRINT: changed.save()}
+        Checkpoint(other / "ckpt" / "agent").save(parts, step=10**9)
+        with pytest.raises(ConfigError, match=r"other were collected with another.*beside those"):
+            preflight(replace(config, prefill=(str(collected), str(other))), no_environment)
+    arguments = ["train", "--offline", str(collected), str(copy), "--task", "bundled:catch"]
+    assert main(arguments) == 1
+    assert "leave it out, and it is bundled:dummy" in capsys.readouterr().err
+
+
 def test_a_replay_without_a_checkpoint_is_said(tmp_path: Path) -> None:
     (tmp_path / "replay").mkdir()
     with pytest.raises(ConfigError, match="has no checkpoint"):
@@ -129,9 +152,14 @@ def test_the_command_trains_offline(
     arguments = ["--agent", "random", "--steps", "30", "--log-every", "0.5"]
     short = ["--batch-size", "2", "--batch-length", "4"]
     logdir = ["--logdir", str(tmp_path / "run")]
-    assert main(["train", "--offline", str(collected), *arguments, *short, *logdir]) == 0
-    assert "Training random on bundled:dummy" in capfd.readouterr().out
+    shutil.copytree(collected, tmp_path / "copy")
+    both = ["--offline", str(collected), str(tmp_path / "copy")]
+    assert main(["train", *both, *arguments, *short, *logdir, "--eval-episodes", "2"]) == 0
+    said = capfd.readouterr().out
+    assert "Training random on bundled:dummy" in said
+    assert "2 episodes" in said
     blueprint = read_blueprint(tmp_path / "run")
     assert blueprint is not None
+    assert blueprint.config.prefill == (str(collected), str(tmp_path / "copy"))
     assert blueprint.config.env_options == {"length": 25, "size": (8, 8)}
     assert role_names(blueprint.config) == ["agent", "replay", "logger"]

@@ -15,6 +15,7 @@ from dreamfleet.agent import distributions as dist
 from dreamfleet.agent.config import ModelConfig
 from dreamfleet.agent.convolution import DownConv, UpConv, over_images
 from dreamfleet.agent.errors import SpaceError
+from dreamfleet.agent.fit import check_image_size
 from dreamfleet.agent.keys import Key, ObsKeys
 from dreamfleet.agent.nets import MLP, BlockLinear, Dense, Linear, Norm
 from dreamfleet.agent.rssm import State
@@ -193,9 +194,5 @@ class ImageDecoder(eqx.Module):
 def smallest_image(config: ModelConfig, keys: ObsKeys) -> tuple[int, int]:
     """The image's size after all stages."""
     image, factor = keys.images[0], 2 ** len(config.mults)
-    if image.height % factor or image.width % factor:
-        raise SpaceError(
-            f"Image {image.name!r} is {image.height}x{image.width}; both sides must be multiples "
-            f"of {factor}, because model.mults has {len(config.mults)} stages that each halve it."
-        )
+    check_image_size(image.name, image.height, image.width, config)
     return image.height // factor, image.width // factor

@@ -23,8 +23,9 @@ from dreamfleet.agent.api import Arrays, Carry, Flat, Mode
 from dreamfleet.agent.config import DreamerConfig
 from dreamfleet.agent.errors import NonFiniteError
 from dreamfleet.agent.execution import Placement, enable_cache
+from dreamfleet.agent.fit import FLAGS
 from dreamfleet.agent.handover import HandOver, Snapshot
-from dreamfleet.agent.keys import FLAGS, action_keys, observation_keys
+from dreamfleet.agent.keys import action_keys, observation_keys
 from dreamfleet.agent.learning import TrainState, init_state, train_step
 from dreamfleet.agent.prefetch import prefetch
 from dreamfleet.agent.programs import COMPILE_QUICKLY, Program

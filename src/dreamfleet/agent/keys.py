@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dreamfleet.agent.errors import SpaceError
+from dreamfleet.agent.fit import check_actions, check_observations, observed
 from dreamfleet.spaces import Space
 
-FLAGS = ("is_first", "is_last", "is_terminal", "reward")
 _IMPOSSIBLE = -1e9
 
 
@@ -112,57 +111,26 @@ class ObsKeys:
 
 def observation_keys(space: Mapping[str, Space]) -> ObsKeys:
     """Sort an observation space into vectors and images."""
-    missing = [name for name in FLAGS if name not in space]
-    if missing:
-        raise SpaceError(f"The observation space lacks {', '.join(missing)}; add these keys.")
-    vectors, images = [], []
-    for name, entry in space.items():
-        if name in FLAGS or name.startswith("log/"):
-            continue
-        if len(entry.shape) == 3:
-            if entry.dtype != np.uint8:
-                raise SpaceError(
-                    f"Image {name!r} must hold uint8 values, not {entry.dtype}: convert it in the "
-                    "environment, or flatten it to use it as a vector."
-                )
-            images.append(ImageKey(name, *entry.shape))
-        elif len(entry.shape) <= 2:
-            vectors.append(_key(name, entry))
-        else:
-            raise SpaceError(
-                f"Observation {name!r} has {len(entry.shape)} dimensions: use up to 2 for vectors, "
-                "3 for images."
-            )
-    if not vectors and not images:
-        raise SpaceError("There is nothing to observe: add a key beside reward and flags.")
-    if len({(key.height, key.width) for key in images}) > 1:
-        sizes = ", ".join(f"{key.name} {key.height}x{key.width}" for key in images)
-        raise SpaceError(f"All images need the same size, got {sizes}: resize them.")
+    check_observations(space)
+    entries = observed(space).items()
+    vectors = [_key(name, entry) for name, entry in entries if len(entry.shape) <= 2]
+    images = [ImageKey(name, *entry.shape) for name, entry in entries if len(entry.shape) == 3]
     return ObsKeys(tuple(sorted(vectors, key=lambda key: key.name)), tuple(images))
 
 
 def action_keys(space: Mapping[str, Space]) -> tuple[Key, ...]:
     """The keys the policy chooses, sorted; `reset` belongs to the environment's driver."""
-    keys = [_key(name, entry) for name, entry in sorted(space.items()) if name != "reset"]
-    if not keys:
-        raise SpaceError("There is nothing to decide: the action space has no key beside reset.")
-    return tuple(keys)
+    check_actions(space)
+    return tuple(_key(name, entry) for name, entry in sorted(space.items()) if name != "reset")
 
 
 def _key(name: str, space: Space) -> Key:
     if not space.discrete:
         return Key(name, space.shape)
     choices = tuple(int(n) for n in np.ravel(space.classes))
-    low = np.unique(space.low)
-    if len(low) > 1:
-        raise SpaceError(f"All elements of {name!r} need the same low bound: shift them.")
-    if max(choices) > 4096:
-        raise SpaceError(
-            f"{name!r} has {max(choices)} choices, too many for one-hots: give it bounds, or "
-            "make it a float."
-        )
-    signed = space.dtype.kind == "i"
-    return Key(name, space.shape, choices, int(low[0]), may_miss=signed and bool(low[0] >= 0))
+    low = int(space.low.flat[0])
+    may_miss = space.dtype.kind == "i" and low >= 0
+    return Key(name, space.shape, choices, low, may_miss=may_miss)
 
 
 def embed_actions(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dreamfleet.benchmarks.report import Row, rows_to_json
 from dreamfleet.cli.console import say
+from dreamfleet.cli.files import write
 
 Name = Literal["transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint"]
 
@@ -35,7 +36,7 @@ def bench(
     rows: list[Row] = run(quick=quick)
     say(_table(name, rows))
     if json_path:
-        json_path.write_text(json.dumps(rows_to_json(rows), indent=2) + "\n")
+        write(json_path, json.dumps(rows_to_json(rows), indent=2) + "\n")
 
 
 def _table(title: str, rows: list[Row]) -> Table:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,12 @@ import numpy as np
 import tyro
 from rich.table import Table
 
+from dreamfleet.agent import ModelConfig, SpaceError
+from dreamfleet.agent.fit import check_spaces
 from dreamfleet.cli.console import say
+from dreamfleet.cli.files import write
 from dreamfleet.cli.options import parse_settings
-from dreamfleet.envs import EnvError, make_env
+from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
 from dreamfleet.errors import ConfigError
@@ -41,15 +45,15 @@ def check_env(
     if steps < 1:
         raise ConfigError(f"--steps has to be at least 1, got {steps}.")
     parsed = parse_settings(options)
-    make = functools.partial(_make, task, parsed)
-    make(seed)  # an unknown task or option is the person's mistake, not the environment's
-    result = diagnose(make, steps=steps, seed=seed)
+    make, visible = (partial(_make, how, task, parsed) for how in (make_env, make_visible_env))
+    result = diagnose(make, steps=steps, seed=seed, make_visible=visible)
     if result.obs_space:
+        result.problems += _agent(result)
         say(_spaces(result))
     if result.steps:
         say(_summary(result))
     if sheet and result.frames:
-        sheet.write_bytes(encode_png(contact_sheet([_small(f) for f in result.frames])))
+        write(sheet, encode_png(contact_sheet([_small(f) for f in result.frames])))
         say(f"frames         {len(result.frames)} in {sheet}")
     for title, findings in (("problem", result.problems), ("hint", result.hints)):
         for finding in findings:
@@ -60,8 +64,16 @@ def check_env(
     say(f"{task} is fine." if not result.hints else f"{task} can be used.")
 
 
-def _make(task: str, options: dict[str, Any], seed: int) -> Any:
-    return make_env(task, seed=seed, **options)
+def _make(how: Callable[..., Any], task: str, options: dict[str, Any], seed: int) -> Any:
+    return how(task, seed=seed, **options)
+
+
+def _agent(result: Diagnosis) -> Iterator[Finding]:
+    """What keeps the agent from being built for it."""
+    try:
+        check_spaces(result.obs_space, result.act_space, ModelConfig())
+    except SpaceError as error:
+        yield Finding(str(error), "")
 
 
 def _spaces(result: Diagnosis) -> Table:

@@ -10,6 +10,7 @@ import tyro
 
 from dreamfleet.cli.console import say
 from dreamfleet.cli.evaluation import play, protocol
+from dreamfleet.cli.files import write
 from dreamfleet.errors import ConfigError
 from dreamfleet.policy import Policy
 
@@ -47,9 +48,10 @@ def eval(  # noqa: A001 - the command's name
     assert policy.blueprint is not None
     say(f"{policy.blueprint.config.task} after {policy.step:,} steps; {protocol(policy)}")
     result = play(policy, episodes, seed=seed, video=video, fps=fps)
-    if json_path:
-        json_path.write_text(json.dumps(result.record(), indent=2) + "\n")
     say(f"returns        {'  '.join(f'{value:.4g}' for value in result.returns)}")
     say(f"mean return    {result.summary()}")
     if video:
         say(f"video          {video}")
+    # Last: a file that cannot be written must not take the returns with it.
+    if json_path:
+        write(json_path, json.dumps(result.record(), indent=2) + "\n")

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.config import RunConfig
-from dreamfleet.envs import Wrapper, env_seed, make_env
+from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env
 from dreamfleet.envs.diagnose import camera
 from dreamfleet.errors import ConfigError
 from dreamfleet.metrics.lettering import labelled
@@ -104,7 +103,8 @@ def play(
         def environment(start: int, number: int) -> Any:
             at = env_seed(config.seed + seed, _SEEDS_FROM + start + number)
             if film and start + number == 0:
-                return _Filmed(_visible(config, at), film, config.task)
+                visible = make_visible_env(config.task, seed=at, **config.env_options)
+                return _Filmed(visible, film, config.task)
             return make_env(config.task, seed=at, **config.env_options)
 
         played = []
@@ -119,14 +119,6 @@ def play(
         [episode.score for episode in played],
         [episode.length for episode in played],
     )
-
-
-def _visible(config: RunConfig, seed: int) -> Wrapper:
-    """The environment, made such that it shows frames."""
-    try:
-        return make_env(config.task, seed=seed, **{**config.env_options, "render": True})
-    except ConfigError:  # it has no such option, because it always can
-        return make_env(config.task, seed=seed, **config.env_options)
 
 
 class _Film:

@@ -17,7 +17,7 @@ from dreamfleet.cli.options import Option, options_of, summary_of
 EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "train": (
         ("train", "gym:CartPole-v1, on two cores"),
-        ("train --task dmc:walker_walk --logdir runs/walker", "another task"),
+        ("train --task dmc:walker_walk", "another task"),
         ("train --task my_package.my_module:my_factory", "your own environment"),
         ("train --set dreamer.loss.entropy_scale=0.001", "any setting of docs/configuration.md"),
     ),
@@ -68,8 +68,10 @@ def help_of(name: str, function: Callable[..., Any], defaults: Mapping[str, Any]
         parts += [Text(title, style="bold"), _rows(members, defaults), Text()]
     if name in EXAMPLES:
         table = Table.grid(padding=(0, 3))
+        # Of a command to be copied nothing may be cut off; what is said about it may wrap.
+        table.add_column(no_wrap=True)
         for command, words in EXAMPLES[name]:
-            table.add_row(Text(f"dreamfleet {command}", no_wrap=True), Text(words, style="dim"))
+            table.add_row(Text(f"dreamfleet {command}"), Text(words, style="dim"))
         parts += [Text("examples", style="bold"), Padding(table, (0, 0, 0, 2), expand=False)]
     return Constrain(Group(*parts), _WIDEST)
 

@@ -29,6 +29,7 @@ _INCIDENTAL = (
     *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "restart_window"),
 )
 _REPEATS = {"atari": 4, "atari100k": 4}
+_SHOWN = 3
 _COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
 
 
@@ -97,8 +98,8 @@ def _read(logdir: Path) -> _Run:
 
 def action_repeat(config: RunConfig) -> int:
     """Environment frames in a step of the agent."""
-    default = _REPEATS.get(config.task.partition(":")[0], 1)
-    return int(config.env_options.get("repeat", default))
+    given = config.env_options.get("repeat")
+    return _REPEATS.get(config.task.partition(":")[0], 1) if given is None else int(given)
 
 
 def _panels(runs: Sequence[_Run], bins: int) -> list[_Panel]:
@@ -106,25 +107,34 @@ def _panels(runs: Sequence[_Run], bins: int) -> list[_Panel]:
     for task in dict.fromkeys(run.config.task for run in runs):
         mine = [run for run in runs if run.config.task == task]
         width = bin_width(max(float(run.scores.at[-1]) for run in mine), bins)
-        settings = [run.setting for run in mine]
-        different = [k for k in settings[0] if any(s.get(k) != settings[0][k] for s in settings)]
         groups: dict[str, list[_Run]] = {}
         for run in mine:
-            groups.setdefault(_label(run, different), []).append(run)
+            groups.setdefault(json.dumps(run.setting, sort_keys=True), []).append(run)
+        different = _differences([group[0].setting for group in groups.values()])
         made = [
-            _Group(label, group, combine([run.scores for run in group], width))
-            for label, group in groups.items()
+            _Group(_label(group[0], different), group, combine([r.scores for r in group], width))
+            for group in groups.values()
         ]
         published = published_curve(task, mine[0].config.env_options)
         panels.append(_Panel(task, made, published))
     return panels
 
 
+def _differences(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings that are not the same everywhere, also those that only some runs have."""
+    keys = dict.fromkeys(key for setting in settings for key in setting)
+    return [key for key in keys if len({json.dumps(s.get(key)) for s in settings}) > 1]
+
+
 def _label(run: _Run, different: Sequence[str]) -> str:
-    """What tells this setting from the others, in one line."""
+    """What tells this setting from the others, in one line; where that is too much for a line, the
+    directory tells it."""
     setting = run.setting
-    shown = [f"{key.split('.')[-1]}={setting.get(key)}" for key in different if key != "agent"]
-    return ", ".join([run.config.agent, *shown[:3], *(["..."] if len(shown) > 3 else [])])
+    given = [key for key in different if key in setting and key != "agent"]
+    shown = [f"{key.split('.')[-1]}={setting[key]}" for key in given[:_SHOWN]]
+    if len(given) > _SHOWN:
+        shown.append(f"... ({run.config.logdir.name})")
+    return ", ".join([run.config.agent, *shown])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
-from dreamfleet.blueprint import read_config
+from dreamfleet.agent.fit import check_spaces
+from dreamfleet.blueprint import Spaces, read_config
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.offline import check_prefill
+from dreamfleet.fleet.offline import check_prefill, find_source
 from dreamfleet.fleet.overview import role_names
+from dreamfleet.policy import find_checkpoint
 from dreamfleet.roles.replay import limiter_for
 
 _PROCESS_BYTES = 40_000_000  # an interpreter with numpy and the transport, before its environment
@@ -21,18 +27,25 @@ _FILES_BESIDE = 100
 
 
 def preflight(config: RunConfig, make_env: Callable[[int], Any]) -> None:
-    """Make an environment, and refuse a run that this machine or the replay cannot hold.
+    """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
-        DreamfleetError: The environment cannot be made.
+        DreamfleetError: The environment cannot be made, or the agent not be built for it.
     """
     check_directory(config)
     check_replay(config)
     check_files(config)
     check_prefill(config)
-    if not config.offline:
-        check_memory(config, _bytes_of_an_environment(make_env))
+    check_checkpoint(config)
+    if config.offline:
+        blueprint = find_source(config.prefill[0]).blueprint
+        check_agent(config, blueprint.obs_space, blueprint.act_space)
+        return
+    together = min(config.envs_per_process, max(config.envs, config.eval_envs))
+    look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
+    check_agent(config, look.obs_space, look.act_space)
+    check_memory(config, look.bytes, look.further_bytes)
 
 
 def check_directory(config: RunConfig) -> None:
@@ -66,19 +79,48 @@ def check_replay(config: RunConfig) -> None:
         )
 
 
-def check_memory(config: RunConfig, env_bytes: float, available: int | None = None) -> None:
+def check_checkpoint(config: RunConfig) -> None:
+    """What a new run starts from has to be there. One that goes on no longer needs it."""
+    if not config.from_checkpoint or Checkpoint(config.logdir / "ckpt" / "agent").latest():
+        return
+    find_checkpoint(Path(config.from_checkpoint), parts=())
+    try:
+        re.compile(config.from_checkpoint_regex)
+    except re.error as error:
+        raise ConfigError(
+            f"--from-checkpoint-regex={config.from_checkpoint_regex} is no regular expression: "
+            f"{error}."
+        ) from None
+
+
+def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
+    """An agent that cannot be built would fail until the fleet gives up."""
+    if config.agent == "dreamer":
+        check_spaces(obs_space, act_space, config.dreamer.model)
+
+
+def check_memory(
+    config: RunConfig, env_bytes: float, further_bytes: float, available: int | None = None
+) -> None:
     """Environments that do not fit would be ended by the machine one after the other.
 
-    What further environments of one process take is not known and not counted.
+    Args:
+        config: How many there are, and in how many processes.
+        env_bytes: Of the first environment of a process, with the code that it loads.
+        further_bytes: Of every other one.
+        available: Memory there is; None to ask the machine.
     """
     processes = sum(name.startswith("env-") for name in role_names(config))
-    each = _PROCESS_BYTES + env_bytes
+    if not processes:
+        return
+    needed = processes * (_PROCESS_BYTES + env_bytes)
+    needed += (config.all_envs - processes) * further_bytes
     free = psutil.virtual_memory().available if available is None else available
-    if processes * each > free:
+    if needed > free:
         raise ConfigError(
-            f"{config.all_envs} environments in {processes} processes of about {each / 1e6:.0f} MB "
-            f"need {processes * each / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: "
-            "use fewer envs, or more envs_per_process."
+            f"{config.all_envs} environments in {processes} processes of about "
+            f"{needed / processes / 1e6:.0f} MB need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} "
+            "GB of memory are free: use fewer envs, or more envs_per_process."
         )
 
 
@@ -94,14 +136,26 @@ def check_files(config: RunConfig, limit: int | None = None) -> None:
         )
 
 
-def _bytes_of_an_environment(make_env: Callable[[int], Any]) -> float:
-    """Memory that an environment takes, with the code that it loads.
+class _Look(NamedTuple):
+    """What an environment tells, and the memory that one takes, and one more beside it."""
 
-    Made once only: somebody's environment may be slow to start, or a thing there is one of.
+    obs_space: Spaces
+    act_space: Spaces
+    bytes: int
+    further_bytes: int
+
+
+def _look_at_environments(make_env: Callable[[int], Any], *, both: bool) -> _Look:
+    """Make an environment, and one more if processes will hold several.
+
+    No more than needed: somebody's environment may be slow to start, or a thing there is one of.
     """
     me = psutil.Process()
-    before = me.memory_info().rss
-    env = make_env(0)
-    after = me.memory_info().rss
-    env.close()
-    return max(0.0, float(after - before))
+    taken = [me.memory_info().rss]
+    with ExitStack() as stack:
+        for number in range(2 if both else 1):
+            env = make_env(number)
+            stack.callback(env.close)
+            taken.append(me.memory_info().rss)
+        first, further = max(0, taken[1] - taken[0]), max(0, taken[-1] - taken[1])
+        return _Look(env.obs_space, env.act_space, first, further)

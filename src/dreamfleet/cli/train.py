@@ -20,15 +20,15 @@ from dreamfleet.cli.live import live
 from dreamfleet.cli.options import parse_settings
 from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import OutputName, RunConfig
-from dreamfleet.envs.errors import EnvError
-from dreamfleet.errors import ConfigError, install_command
+from dreamfleet.errors import ConfigError, DreamfleetError, install_command
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import environment, factories
 from dreamfleet.fleet.offline import find_source
 from dreamfleet.fleet.overview import announced
-from dreamfleet.metrics.errors import MissingOutputError
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
+
+_EVAL_EPISODES = 20
 
 
 def train(
@@ -54,7 +54,7 @@ def train(
     from_checkpoint: str | None = None,
     from_checkpoint_regex: str | None = None,
     on_failure: Literal["restart", "stop"] | None = None,
-    eval_episodes: int = 20,
+    eval_episodes: int | None = None,
     actor_addr: str | None = None,
     replay_addr: str | None = None,
     logger_addr: str | None = None,
@@ -62,7 +62,7 @@ def train(
     remote_envs: bool = False,
     remote_replay: bool = False,
     env_options: tuple[str, ...] = (),
-    offline: Path | None = None,
+    offline: tuple[Path, ...] = (),
     prefill: tuple[Path, ...] = (),
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set")] = (),
 ) -> None:
@@ -91,10 +91,10 @@ def train(
         report_every: Seconds between two reports and two videos; 0 for none.
         save_every: Seconds between two checkpoints.
         outputs: Where metrics go: jsonl, media, tensorboard, wandb.
-        from_checkpoint: A checkpoint, or a directory of them, that a new run starts from.
+        from_checkpoint: A run's directory, or a checkpoint, that a new run starts from.
         from_checkpoint_regex: Which entries of it are taken, matched from their start.
         on_failure: Whether a process that fails is started again, or ends the run.
-        eval_episodes: Episodes of the evaluation at the end; 0 for none.
+        eval_episodes: Episodes of the evaluation at the end; 20 if not given, with --offline 0.
         actor_addr: Where the actor listens, such as tcp://10.0.0.5:5551; others connect to it.
         replay_addr: Where the replay listens.
         logger_addr: Where the logger listens.
@@ -102,7 +102,7 @@ def train(
         remote_envs: Leave the environments out; start them with 'dreamfleet role env'.
         remote_replay: Leave the replay out; start it with 'dreamfleet role replay'.
         env_options: Options of the environment, such as repeat=2 size=[64,64].
-        offline: Learn from the steps of this run alone; --steps then counts updates.
+        offline: Learn from the steps of these runs alone; --steps then counts updates.
         prefill: Runs whose steps a new run begins with.
         settings: Any other settings, such as replay_capacity=100000.
     """
@@ -135,11 +135,23 @@ def train(
         "remote_envs": remote_envs or None,
         "remote_replay": remote_replay or None,
     }
-    if offline is not None:
-        theirs = find_source(offline).blueprint.config
+    if eval_episodes is None:
+        eval_episodes = 0 if offline else _EVAL_EPISODES
+    if offline:
+        if prefill:
+            raise ConfigError(
+                "--offline learns from the runs it names and collects nothing for --prefill to go "
+                "before: name all directories after --offline."
+            )
+        theirs = find_source(offline[0]).blueprint.config
+        if task not in (None, theirs.task):
+            raise ConfigError(
+                f"--task={task} is not what the steps of {offline[0]} are of: leave it out, and it "
+                f"is {theirs.task}."
+            )
         given |= {"task": theirs.task, "env_options": theirs.env_options, "offline": True}
-        given |= {"prefill": (str(offline),), "logdir": logdir or Path(f"{offline}-offline")}
-        eval_episodes = 0
+        given["prefill"] = tuple(map(str, offline))
+        given["logdir"] = logdir or Path(f"{offline[0]}-offline")
     elif prefill:
         given["prefill"] = tuple(map(str, prefill))
     config = _configure(preset, given)
@@ -192,9 +204,12 @@ def _evaluate(config: RunConfig, episodes: int, start: float) -> None:
         result = play(policy, episodes, video=film if wanted else None)
         if wanted:
             note = f"Film of its first episode: {film}"
-    except (ConfigError, EnvError, MissingOutputError) as reason:
+    except Exception as reason:
+        # Whatever keeps it from being filmed, the scores that the training was for are not lost. If
+        # it was not the film, it comes again.
         result = play(policy, episodes)
-        note = f"It was not filmed: {reason}"
+        told = reason if isinstance(reason, DreamfleetError) else repr(reason)
+        note = f"It was not filmed: {told}"
     with (config.logdir / "evaluations.jsonl").open("a") as file:
         seconds = round(time.monotonic() - start, 1)
         file.write(json.dumps({**result.record(), "seconds": seconds}) + "\n")

@@ -16,7 +16,7 @@ from dreamfleet.envs.errors import (
     SpaceError,
     UnknownTaskError,
 )
-from dreamfleet.envs.registry import adapt, make_env, suites, tasks
+from dreamfleet.envs.registry import adapt, make_env, make_visible_env, suites, tasks
 from dreamfleet.envs.wrappers import Wrapper
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "env_seed",
     "is_image",
     "make_env",
+    "make_visible_env",
     "noop",
     "sample_action",
     "suites",

@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, Spaces, is_image, noop, sample_action
-from dreamfleet.envs.errors import EnvError
+from dreamfleet.envs.errors import EnvError, MissingExtraError, UnknownTaskError
+from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import Space
 
 _FRAMES = 20
 _COMPARED_STEPS = 200
-# After four halvings an image has to be 3 to 16 pixels wide for the default network.
-_HALVINGS, _SMALLEST, _LARGEST = 16, 3, 16
 _SLOW = 100.0
 _BRIEF = 4096
 
@@ -54,13 +53,25 @@ class Diagnosis:
     frames: list[NDArray[np.uint8]] = field(default_factory=list)
 
 
-def diagnose(make: Callable[[int], Env], *, steps: int = 1000, seed: int = 0) -> Diagnosis:
+def diagnose(
+    make: Callable[[int], Env],
+    *,
+    steps: int = 1000,
+    seed: int = 0,
+    make_visible: Callable[[int], Env] | None = None,
+) -> Diagnosis:
     """Play random actions.
 
     Args:
         make: The environment for a seed, as `make_env` gives it.
         steps: How many to play.
         seed: Of the environment and of the actions.
+        make_visible: The same environment, made such that it shows frames.
+
+    Raises:
+        ConfigError: The options are wrong: the person's mistake, not the environment's.
+        UnknownTaskError: The same of its name.
+        MissingExtraError: Its package is not installed.
     """
     result = Diagnosis()
     try:
@@ -74,6 +85,8 @@ def diagnose(make: Callable[[int], Env], *, steps: int = 1000, seed: int = 0) ->
         result.problems += _flags(trajectory)
         compared = min(steps, _COMPARED_STEPS)
         result.hints += _seeds(make, trajectory[: compared + 1], seed)
+    except (ConfigError, UnknownTaskError, MissingExtraError):
+        raise
     except EnvError as error:
         result.problems.append(Finding(str(error), ""))
         return result
@@ -85,7 +98,9 @@ def diagnose(make: Callable[[int], Env], *, steps: int = 1000, seed: int = 0) ->
             )
         )
         return result
-    result.hints += [*_values(result, trajectory), *_sizes(result.obs_space), *_speed(result)]
+    result.hints += [*_values(result, trajectory), *_speed(result)]
+    if make_visible and not result.frames:
+        result.hints += _film(make_visible, compared, seed, result)
     return result
 
 
@@ -231,19 +246,20 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
             yield Finding(f"Observation {key!r} never changed.", "Leave it out if it says nothing.")
 
 
-def _sizes(obs_space: Spaces) -> Iterator[Finding]:
-    for key, space in obs_space.items():
-        if not is_image(space) or key.startswith("log/"):
-            continue
-        if any(
-            n % _HALVINGS or not _SMALLEST <= n // _HALVINGS <= _LARGEST for n in space.shape[:2]
-        ):
-            height, width = space.shape[:2]
-            yield Finding(
-                f"Observation {key!r} is {height}x{width}; the image network takes multiples of "
-                f"{_HALVINGS} from {_SMALLEST * _HALVINGS} to {_LARGEST * _HALVINGS}.",
-                "Resize it, for example with the option size=[64,64].",
-            )
+def _film(
+    make: Callable[[int], Env], steps: int, seed: int, result: Diagnosis
+) -> Iterator[Finding]:
+    """Frames of another environment: one that draws is not the one that training plays."""
+    film = Diagnosis()
+    try:
+        env = make(seed)
+        try:
+            _play(env, steps, seed, film)
+        finally:
+            _close(env)
+    except Exception as error:
+        yield Finding(f"It cannot be shown: {str(error).rstrip('.')}.", "Training needs no frames.")
+    result.frames = film.frames
 
 
 def _speed(result: Diagnosis) -> Iterator[Finding]:

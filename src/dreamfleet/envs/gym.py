@@ -8,6 +8,7 @@ whatever the space's own start is.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,10 +20,14 @@ from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, Spaces, is_i
 from dreamfleet.envs.errors import MissingExtraError, SpaceError
 from dreamfleet.envs.extras import need
 from dreamfleet.envs.images import resize
-from dreamfleet.envs.wrappers import affine_actions
+from dreamfleet.envs.options import check_name
+from dreamfleet.envs.wrappers import affine_actions, whole
 from dreamfleet.spaces import Space
 
 Observe = Literal["state", "pixels", "both"]
+# Names of Dict spaces from the outermost on. They may hold slashes themselves, so the joined key
+# does not tell them.
+_Path = tuple[Any, ...]
 
 # An integer vector is given to the agent as one-hot codes; with more choices than this it is
 # given as numbers instead.
@@ -39,36 +44,41 @@ class GymTranslation:
     def __init__(self, observation_space: Any, action_space: Any) -> None:
         obs_leaves = _leaves(observation_space, "observation")
         act_leaves = _leaves(action_space, "action")
-        self._single_obs = None in obs_leaves
-        self._single_act = None in act_leaves
-        self._readers: dict[str, Callable[[Any], NDArray[Any]]] = {}
-        self._writers: dict[str, Callable[[Any], Any]] = {}
+        self._readers: dict[str, tuple[_Path, Callable[[Any], NDArray[Any]]]] = {}
+        self._writers: dict[str, tuple[_Path, Callable[[Any], Any]]] = {}
         self.obs_space: Spaces = {}
         self.act_space: Spaces = {}
         for path, space in obs_leaves.items():
-            key = path or ("image" if len(space.shape or ()) == 3 else "vector")
-            self.obs_space[key], self._readers[key] = _observation(space, key)
+            key = _joined(path) or ("image" if len(space.shape or ()) == 3 else "vector")
+            self.obs_space[key], read = _observation(space, key)
+            self._readers[key] = path, read
         for path, space in act_leaves.items():
-            key = path or "action"
-            self.act_space[key], self._writers[key] = _action(space, key)
+            key = _joined(path) or "action"
+            self.act_space[key], write = _action(space, key)
+            self._writers[key] = path, write
 
     def observe(self, observation: Any) -> Arrays:
         """An observation of Gymnasium's, by key."""
-        if self._single_obs:
-            return {key: read(observation) for key, read in self._readers.items()}
         result: Arrays = {}
-        for key, read in self._readers.items():
+        for key, (path, read) in self._readers.items():
             value = observation
-            for part in key.split("/"):
-                value = value[part]
+            for name in path:
+                value = value[name]
             result[key] = read(value)
         return result
 
     def act(self, action: Mapping[str, Any]) -> Any:
         """An action as the Gymnasium environment takes it."""
-        if self._single_act:
-            return self._writers["action"](action["action"])
-        return _nested({key: write(action[key]) for key, write in self._writers.items()})
+        result: dict[Any, Any] = {}
+        for key, (path, write) in self._writers.items():
+            value = write(action[key])
+            if not path:
+                return value
+            inner = result
+            for parent in path[:-1]:
+                inner = inner.setdefault(parent, {})
+            inner[path[-1]] = value
+        return result
 
 
 class GymEnv(EpisodicEnv):
@@ -196,12 +206,24 @@ def _make(
     name: str, *, seed: int = 0, obs: Observe = "state", render: bool = False, **options: Any
 ) -> Env:
     gymnasium = need("gymnasium", "gym", extra=None)
+    known = _creator_options(gymnasium.spec(name).entry_point)
+    for option in options if known else ():
+        check_name(f"gym:{name}", option, {*known, "max_episode_steps", "obs", "render"})
     if render or obs != "state":
         options["render_mode"] = "rgb_array"
         _hush_pygame()
     # Its own checker costs more than the step of a small environment, and ours runs anyway.
     env = gymnasium.make(name, disable_env_checker=True, **options)
     return GymEnv(env, seed=seed, obs=obs)
+
+
+def _creator_options(entry_point: Any) -> set[str]:
+    """What an environment may be made with; empty if it takes anything and decides later."""
+    load = need("gymnasium.envs.registration", "gym", extra=None).load_env_creator
+    creator = entry_point if callable(entry_point) else load(entry_point)
+    parameters = inspect.signature(creator).parameters.values()
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return set() if anything else {p.name for p in parameters} - {"render_mode"}
 
 
 def _hush_pygame() -> None:
@@ -213,36 +235,29 @@ def _hush_pygame() -> None:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
-def _leaves(space: Any, role: str, path: str | None = None) -> dict[str | None, Any]:
-    """The spaces inside Dict spaces by their path; a space that is no Dict has no path."""
+def _leaves(space: Any, role: str, path: _Path = ()) -> dict[_Path, Any]:
+    """The spaces inside Dict spaces by their path; that of a space that is no Dict is empty."""
     if hasattr(space, "spaces") and isinstance(space.spaces, Mapping):
-        result: dict[str | None, Any] = {}
+        result: dict[_Path, Any] = {}
         for name, inner in space.spaces.items():
-            result |= _leaves(inner, role, f"{path}/{name}" if path else str(name))
+            result |= _leaves(inner, role, (*path, name))
         if not result:
             raise SpaceError(f"The {role} space is an empty Dict: there is nothing in it.")
         return result
     return {path: space}
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, name = path.split("/")
-        inner = result
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[name] = value
-    return result
+def _joined(path: _Path) -> str:
+    return "/".join(map(str, path))
 
 
 def _observation(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
     kind = type(space).__name__
     if kind == "Box":
-        return _box(space)
+        return _box(space, key)
     if kind in ("Discrete", "MultiDiscrete"):
         target, start = _discrete(space)
-        return target, lambda value: np.asarray(value - start, np.int32)
+        return target, lambda value: whole(key, value - start, np.int32)
     if kind == "MultiBinary":
         return Space(bool, space.shape), lambda value: np.asarray(value, bool)
     raise _unsupported(kind, f"Observation {key!r}", "FilterObservation or TransformObservation")
@@ -272,15 +287,15 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
     raise _unsupported(kind, f"Action {key!r}", "TransformAction")
 
 
-def _box(space: Any) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
+def _box(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
     dtype, shape = np.dtype(space.dtype), space.shape
     if dtype == np.uint8 and len(shape) == 3:
-        return Space(np.uint8, shape), lambda value: np.asarray(value, np.uint8)
+        return Space(np.uint8, shape), lambda value: whole(key, value, np.uint8)
     if dtype.kind in "iub":
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)
         if np.all(high - low < _MOST_CLASSES) and np.all(low >= 0):
             target = Space(np.int32, shape, 0, high + 1)
-            return target, lambda value: np.asarray(value, np.int32)
+            return target, lambda value: whole(key, value, np.int32)
         return Space(np.float32, shape, low, high), lambda value: np.asarray(value, np.float32)
     with np.errstate(over="ignore"):
         low, high = space.low.astype(np.float32), space.high.astype(np.float32)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 from dreamfleet.envs.base import Env, env_seed
 from dreamfleet.envs.checks import CheckSpaces
 from dreamfleet.envs.errors import EnvError, MissingExtraError, UnknownTaskError
+from dreamfleet.envs.options import GENERAL, check_name, check_option
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
     NormalizeActions,
@@ -59,7 +60,7 @@ def make_env(
     task: str | Callable[..., Any],
     *,
     seed: int = 0,
-    repeat: int = 1,
+    repeat: int | None = None,
     time_limit: int = 0,
     size: tuple[int, int] | None = None,
     restarts: int = 0,
@@ -72,9 +73,9 @@ def make_env(
     Args:
         task: `gym:CartPole-v1`, `dmc:walker_walk`, `atari:pong`, `crafter:reward`,
             `minigrid:Empty-5x5-v0`, `bundled:catch` or `package.module:factory`; or the factory
-            itself, which is given the seed if it takes one.
+            itself, which is given the seed if it has a parameter of that name.
         seed: Of this environment; give each its own (`env_seed`).
-        repeat: Take each action this often.
+        repeat: Take each action this often; None for what the suite does by itself.
         time_limit: End an episode after this many actions of the agent; 0 for no limit.
         size: Resize images to this height and width.
         restarts: Build the environment anew when it raises, up to this often in a row.
@@ -86,22 +87,27 @@ def make_env(
         ConfigError: The task has no such option, or its value cannot work.
         SpaceError: The environment's spaces cannot be used.
     """
-    for name, value in (("repeat", repeat - 1), ("time_limit", time_limit), ("restarts", restarts)):
-        if value < 0:
-            raise ConfigError(
-                f"{name} is too small: it has to be at least {int(name == 'repeat')}."
-            )
+    given = {"repeat": repeat, "time_limit": time_limit, "size": size, "restarts": restarts}
+    for name, value in given.items():
+        check_option(name, value, GENERAL[name], least=int(name in ("repeat", "size")))
     make = _constructor(task) if isinstance(task, str) else task
-    accepted = inspect.signature(make).parameters
+    # Our own annotations are meant to be held to; somebody else's may be anything.
+    ours = isinstance(task, str) and task.partition(":")[0] in SUITES
+    accepted = inspect.signature(make, eval_str=ours).parameters
     # A suite that knows an option itself (Atari pools over the repeated frames) is given it.
     if "repeat" in accepted:
-        options |= {"repeat": repeat} if repeat != 1 else {}
-        repeat = 1
+        options |= {} if repeat is None else {"repeat": repeat}
+        repeat = None
     if "size" in accepted:
-        options |= {"size": size} if size else {}
+        options |= {} if size is None else {"size": size}
         size = None
-    _check_options(str(task), accepted, options)
-    build = functools.partial(_build, make, options)
+    anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    for name, value in options.items():
+        if not anything:
+            check_name(str(task), name, accepted.keys() - {"seed"})
+        if ours and name in accepted:
+            check_option(name, value, accepted[name].annotation)
+    build = functools.partial(_build, task, make, options)
     if restarts:
         # The first environment has the seed itself; its successors play other episodes.
         env: Env = RestartOnException(
@@ -109,13 +115,22 @@ def make_env(
         )
     else:
         env = build(seed)
-    if repeat > 1:
+    if repeat is not None and repeat > 1:
         env = ActionRepeat(env, repeat)
     if time_limit:
         env = TimeLimit(env, time_limit)
+    env = UnifyDtypes(env)
     if size:
         env = ResizeImages(env, size)
-    return NormalizeActions(CheckSpaces(UnifyDtypes(env)))
+    return NormalizeActions(CheckSpaces(env))
+
+
+def make_visible_env(task: str, *, seed: int = 0, **options: Any) -> Wrapper:
+    """The environment of a task, asked for frames if it is one that has to be asked."""
+    # Named, because a factory that passes any keyword on may pass it to who does not know it.
+    if "render" in inspect.signature(_constructor(task)).parameters:
+        options = {**options, "render": True}
+    return make_env(task, seed=seed, **options)
 
 
 def suites() -> list[str]:
@@ -146,10 +161,19 @@ def adapt(env: Any, *, seed: int = 0) -> Env:
     )
 
 
-def _build(make: Callable[..., Any], options: Mapping[str, Any], seed: int) -> Env:
-    accepted = inspect.signature(make).parameters
-    seeded = {"seed": seed} if _takes(accepted, "seed") else {}
-    return adapt(make(**seeded, **options), seed=seed)
+def _build(
+    task: str | Callable[..., Any], make: Callable[..., Any], options: Mapping[str, Any], seed: int
+) -> Env:
+    seeded = {"seed": seed} if "seed" in inspect.signature(make).parameters else {}
+    try:
+        made = make(**seeded, **options)
+    except TypeError as error:
+        # Whoever passes no options has made no mistake with them: that is a bug to be seen whole.
+        if not options:
+            raise
+        given = ", ".join(f"{name}={value}" for name, value in options.items())
+        raise ConfigError(f"{task} cannot be made with {given}: {error}.") from error
+    return adapt(made, seed=seed)
 
 
 def _constructor(task: str) -> Callable[..., Any]:
@@ -216,20 +240,3 @@ def _suggestions(task: str) -> str:
     if candidates:
         return f" Did you mean {' or '.join(candidates[:3])}?"
     return f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
-
-
-def _check_options(
-    task: str, accepted: Mapping[str, inspect.Parameter], options: Mapping[str, Any]
-) -> None:
-    for name in options:
-        if _takes(accepted, name):
-            continue
-        known = [key for key in accepted if key != "seed"]
-        known += ["repeat", "time_limit", "size", "restarts"]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(known))}."
-        raise ConfigError(f"{task} has no option {name!r}: {hint}")
-
-
-def _takes(accepted: Mapping[str, inspect.Parameter], name: str) -> bool:
-    return name in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())

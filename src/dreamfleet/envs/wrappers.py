@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import Arrays, Env, Spaces, is_image
-from dreamfleet.envs.errors import EnvCrashedError
+from dreamfleet.envs.errors import EnvCrashedError, SpaceError
 from dreamfleet.envs.images import resize
 from dreamfleet.spaces import Space
 
@@ -97,7 +97,10 @@ class _AffineAction:
 
 
 class UnifyDtypes(Wrapper):
-    """Floats become float32, integers int32; uint8 and bool stay. Actions are cast back."""
+    """Floats become float32, integers int32; uint8 and bool stay. Actions are cast back.
+
+    Floats where the space says integers are refused: casting would hide them from the check.
+    """
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
@@ -124,8 +127,25 @@ class UnifyDtypes(Wrapper):
             action = {**action, **cast}
         obs = self.env.step(action)
         dtypes = self._obs_dtypes
-        # A key that no space declares is left to the check that names it.
-        return {key: np.asarray(value, dtypes.get(key)) for key, value in obs.items()}
+        result: Arrays = {}
+        for key, value in obs.items():
+            # A key that no space declares is left to the check that names it.
+            kind = dtypes.get(key)
+            integer = kind is not None and kind.kind in "iu"
+            result[key] = whole(key, value, kind) if integer else np.asarray(value, kind)
+        return result
+
+
+def whole(key: str, value: Any, dtype: Any) -> NDArray[Any]:
+    """An observation as integers. Of floats the fractions would be lost in silence: an image from
+    0 to 1 would be black."""
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        raise SpaceError(
+            f"Observation {key!r} has dtype {array.dtype}, but its space says {np.dtype(dtype)}: "
+            "return integers, or declare a float space."
+        )
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 class TimeLimit(Wrapper):

@@ -51,22 +51,25 @@ def check_prefill(config: RunConfig) -> None:
     Raises:
         ConfigError: Another agent, or one of another size, has collected them.
     """
+    # Without environments the first of them says what a step is.
+    first = find_source(config.prefill[0]).blueprint if config.offline else None
+    ours = first.config if first else config
     for path in config.prefill:
         source = find_source(path)
         theirs = source.blueprint.config
         if source.directory.resolve() == (config.logdir / _REPLAY).resolve():
             raise ConfigError(f"{path} is this run's own directory: choose another --logdir.")
-        if config.offline:
-            continue
         for name, there, here in (
-            ("task", theirs.task, config.task),
-            ("agent", theirs.agent, config.agent),
-            ("dreamer.model", state_shapes(theirs), state_shapes(config)),
+            ("task", theirs.task, ours.task),
+            ("agent", theirs.agent, ours.agent),
+            ("dreamer.model", state_shapes(theirs), state_shapes(ours)),
+            ("shape of observations", source.blueprint.obs_space, first and first.obs_space),
         ):
-            if there != here:
+            if there != here and here is not None:
+                beside = f"those of {config.prefill[0]}" if first else "new ones"
                 raise ConfigError(
                     f"The steps of {path} were collected with another {name}, so they cannot lie "
-                    "beside new ones: use the same, or train on them alone with --offline."
+                    f"beside {beside}: use the same, or train on them alone with --offline."
                 )
 
 

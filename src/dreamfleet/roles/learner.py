@@ -15,10 +15,11 @@ import numpy as np
 
 from dreamfleet.agent.api import Agent
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
-from dreamfleet.checkpoint import Checkpoint, read_checkpoint
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
+from dreamfleet.policy import find_checkpoint
 from dreamfleet.roles.padding import policy_sizes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.streams import LOOK_AHEAD, RemoteStream
@@ -103,16 +104,16 @@ class Keeper:
         return restored
 
     def _start_from(self, path: Path) -> str:
-        path = Checkpoint(path).latest() or path
+        snapshot = find_checkpoint(path, ["agent"])
         regex = self._args.from_checkpoint_regex or None
-        self._agent.load(read_checkpoint(path, ["agent"]).parts["agent"], regex)
+        self._agent.load(snapshot.parts["agent"], regex)
         names = sorted(self._agent.save())
         loaded = [name for name in names if regex is None or re.match(regex, name)]
         for name in names:
             log.info("%s: %s", "loaded" if name in set(loaded) else "not loaded", name)
         rest = f"; not loaded: {_summary(set(names) - set(loaded))}" if regex else ""
         return (
-            f"starting from {path}, loaded {len(loaded)} of {len(names)} entries: "
+            f"starting from {snapshot.path}, loaded {len(loaded)} of {len(names)} entries: "
             f"{_summary(set(loaded))}{rest}"
         )
 

@@ -58,7 +58,7 @@ def test_a_sound_environment(here: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_options_and_the_place_of_the_picture(here: Path, capsys: pytest.CaptureFixture) -> None:
-    sheet = here / "sheet.png"
+    sheet = here / "new" / "sheet.png"
     args = ["--options", "balls=2", "size=[48,48]", "--steps", "50", "--sheet", str(sheet)]
     assert main(["check-env", "bundled:catch", *args]) == 0
     assert "(48, 48, 3)" in capsys.readouterr().out
@@ -92,6 +92,57 @@ def test_a_broken_environment_is_an_error_with_the_fix(here: Path) -> None:
     assert "Traceback" not in result.stdout + result.stderr
 
 
+def test_what_is_seen_only_when_asked_for_is_asked_for(
+    here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["check-env", "gym:CartPole-v1", "--steps", "50"]) == 0
+    assert "frames         20 in check-env.png" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "code"), [("[32,32]", 0), ("[512,512]", 0), ("[50,64]", 1)])
+def test_a_size_is_a_problem_if_the_agent_refuses_it_and_fine_if_not(
+    here: Path, capsys: pytest.CaptureFixture, size: str, code: int
+) -> None:
+    assert (
+        main(["check-env", "bundled:catch", "--steps", "20", "--options", f"size={size}"]) == code
+    )
+    out = capsys.readouterr().out
+    assert ("problem Image 'image' is 50x64; both sides must be multiples of 16" in out) == code
+    assert ("multiples" in out) == code
+
+
+ONE_OF_ITS_KIND = """
+from dreamfleet.envs.bundled.catch import Catch
+
+
+class Single(Catch):
+    there = 0
+
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+        if Single.there:
+            raise RuntimeError("the device is taken")
+        Single.there += 1
+
+    def close(self):
+        Single.there -= 1
+
+
+def broken():
+    raise OSError("no such device")
+"""
+
+
+def test_one_environment_at_a_time_is_made(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (here / "one_of_its_kind.py").write_text(ONE_OF_ITS_KIND)
+    monkeypatch.syspath_prepend(str(here))
+    assert main(["check-env", "one_of_its_kind:Single", "--steps", "50"]) == 0
+    assert main(["check-env", "one_of_its_kind:broken"]) == 1
+    assert "problem It raised OSError: no such device." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -99,6 +150,9 @@ def test_a_broken_environment_is_an_error_with_the_fix(here: Path) -> None:
         (["bundled:catch", "--options", "ball=2"], "did you mean 'balls'"),
         (["bundled:catch", "--options", "balls"], "NAME=VALUE"),
         (["bundled:catch", "--steps", "0"], "at least 1"),
+        (["gym:CartPole-v1", "--options", "hats=3"], "no option 'hats': it has"),
+        (["gym:CartPole-v1", "--options", "size=32"], "size=32 does not fit"),
+        (["bundled:catch", "--steps", "20", "--sheet", "."], ". cannot be written: Is a directory"),
     ],
 )
 def test_mistakes_are_answered_in_one_sentence(

@@ -14,9 +14,12 @@ from dreamfleet.agent import RandomAgent
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
+from dreamfleet.cli.train import _evaluate
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
-from dreamfleet.metrics.video import find_encoder
+from dreamfleet.envs.gym import GymEnv
+from dreamfleet.metrics import MetricsError
+from dreamfleet.metrics.video import Mp4Writer, find_encoder
 
 
 def trained(logdir: Path, task: str = "gym:CartPole-v1", **options: Any) -> Path:
@@ -65,6 +68,20 @@ def test_every_return_and_their_mean_are_told(
     assert f"{result['mean']:.4g} ± {spread:.2g}" in text
     assert main(["eval", str(run), "--episodes", "11", "--json", str(path), "--seed", "1"]) == 0
     assert json.loads(path.read_text())["returns"] != result["returns"]
+
+
+def test_a_file_that_cannot_be_written_takes_no_result_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(trained(tmp_path / "run"))
+    new = tmp_path / "new" / "deep" / "result.json"
+    assert main(["eval", run, "--episodes", "1", "--json", str(new)]) == 0
+    assert new.exists()
+    capsys.readouterr()
+    assert main(["eval", run, "--episodes", "1", "--json", str(new.parent)]) == 1
+    said = capsys.readouterr()
+    assert "mean return" in said.out
+    assert "cannot be written: Is a directory." in said.err
 
 
 def test_greedy_actions_are_the_likeliest(
@@ -178,6 +195,45 @@ def test_what_shows_no_frames_is_not_filmed(
     assert main(["eval", str(run), "--video", str(video)]) == 1
     assert "shows no frames" in capsys.readouterr().err
     assert not video.exists()
+
+
+@pytest.mark.parametrize("failure", ["render", "close"])
+def test_training_keeps_its_evaluation_when_the_film_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: str,
+) -> None:
+    end = Mp4Writer.__exit__
+
+    def fail(*arguments: Any) -> None:
+        if failure == "render":
+            raise OSError("gone")
+        end(*arguments)
+        raise MetricsError("It is out of order.")
+
+    if failure == "close":
+        monkeypatch.setattr(Mp4Writer, "__exit__", fail)
+    else:
+        monkeypatch.setattr(GymEnv, "render", fail)
+    config = RunConfig(logdir=trained(tmp_path), agent="random")
+    _evaluate(config, 3, 0.0)
+    text = capsys.readouterr().out
+    assert "Evaluation: mean score" in text
+    reason = "It is out of order." if failure == "close" else "OSError('gone')"
+    assert f"It was not filmed: {reason}" in text
+    assert len(json.loads((tmp_path / "evaluations.jsonl").read_text())["returns"]) == 3
+
+
+def test_a_factory_that_passes_everything_on_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = "import gymnasium\ndef make(**kw):\n    return gymnasium.make('CartPole-v1', **kw)\n"
+    (tmp_path / "passing_envs.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"render_mode": "rgb_array"}
+    run = trained(tmp_path / "run", "passing_envs:make", **options)
+    assert main(["eval", str(run), "--episodes", "1", "--video", str(tmp_path / "play.mp4")]) == 0
 
 
 def test_without_an_encoder_the_fix_is_told(

@@ -31,6 +31,7 @@ def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[s
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text, "something is cut off"
     words = " ".join(text.split())
     for option in options_of(function_of(command)):
         assert option.sentence, f"{command} {option.flag} has no sentence"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dreamfleet.cli import live
+from dreamfleet.cli import live, main
+from dreamfleet.cli import status as status_command
 from dreamfleet.cli.live import clock, picture, sparkline
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.overview import RoleStatus, RunStatus, Watcher, announced, role_names
@@ -128,6 +129,39 @@ def test_a_serial_run_is_one_process_that_is_there(tmp_path: Path) -> None:
     assert "all roles" in text
     assert "● running" in text
     assert "away" not in text
+
+
+class Looking:
+    """Finds a run that goes on for a while and then has ended."""
+
+    def __init__(self, logdir: Path) -> None:
+        self._steps = iter((1000, 2000, 3000, 4000))
+
+    def __enter__(self) -> Looking:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def look(self, patience: float = 0.0) -> RunStatus:
+        step = next(self._steps)
+        return replace(STATUS, step=step, running=step < 4000)
+
+
+def test_following_without_a_terminal_goes_on_until_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status_command, "Watcher", Looking)
+    for name in ("_BETWEEN", "_BETWEEN_PICTURES"):
+        monkeypatch.setattr(status_command, name, 0.0)
+    svg = tmp_path / "new" / "status.svg"
+    assert main(["status", str(tmp_path), "--follow", "--svg", str(svg)]) == 0
+    pictures = capsys.readouterr().out.split("dreamfleet gym:CartPole-v1")[1:]
+    assert [
+        next(step for step in ("1,000", "2,000", "3,000", "4,000") if f"{step} of" in each)
+        for each in pictures
+    ] == ["2,000", "3,000", "4,000"]
+    assert "not under way" in pictures[-1]
+    assert "<svg" in svg.read_text()
 
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:

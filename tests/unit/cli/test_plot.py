@@ -47,6 +47,42 @@ def test_seeds_are_one_curve_and_settings_another(
     assert [each.name for each in out.parent.iterdir()] == ["curves.png"]
 
 
+def test_runs_that_differ_in_anything_are_not_seeds_of_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = {"envs": 2, "batch_size": 3, "batch_length": 40, "train_ratio": 1.0}
+    runs = [
+        run(tmp_path / "plain", 10),
+        # A setting that the first run does not have at all.
+        run(tmp_path / "option", 20, env_options={"repeat": 2}),
+        # More settings than a label holds, and the last one differs.
+        run(tmp_path / "one", 30, **many),
+        run(tmp_path / "two", 40, **many | {"train_ratio": 2.0}),
+    ]
+    assert main(["plot", *runs, "--out", str(tmp_path / "curves.png")]) == 0
+    rows = table(capsys)
+    assert [row[2:] for row in rows] == [
+        ["1", "30,000", "10"],
+        ["1", "60,000", "20"],
+        ["1", "30,000", "30"],
+        ["1", "30,000", "40"],
+    ]
+    labels = [row[1] for row in rows]
+    assert len(set(labels)) == 4
+    assert labels[2].endswith("... (one)")
+
+
+def test_a_repeat_that_is_given_counts_also_for_atari(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, options in (("given", {"repeat": 1}), ("not", {}), ("none", {"repeat": None})):
+        logdir = run(tmp_path / name, 5, task="atari100k:pong", env_options=options)
+        assert main(["plot", logdir, "--out", str(tmp_path / "curves.png")]) == 0
+    assert [row[3] for row in table(capsys) if row[0] == "atari100k:pong"] == [
+        *("30,000", "120,000", "120,000"),
+    ]
+
+
 def test_frames_are_compared_with_what_is_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,29 +4,72 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
-from dreamfleet.agent import size_preset
+from dreamfleet.agent import SpaceError, size_preset
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.cli.preflight import check_directory, check_files, check_memory, preflight
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.spaces import Space
 
 CONFIG = RunConfig(envs=4, batch_size=16, batch_length=64, logdir=Path("nowhere"))
 
 
+FLAGS = {name: Space(bool) for name in ("is_first", "is_last", "is_terminal")}
+
+
 class Closing:
     closed = 0
+    act_space: ClassVar = {"action": Space(np.int32, (), 0, 2), "reset": Space(bool)}
+
+    def __init__(self, size: int = 64) -> None:
+        image = Space(np.uint8, (size, 64, 3))
+        self.obs_space = {"image": image, "reward": Space(np.float32), **FLAGS}
 
     def close(self) -> None:
         Closing.closed += 1
 
 
-def test_an_ordinary_run_passes_and_the_environment_is_closed() -> None:
-    preflight(CONFIG, lambda _: Closing())
-    assert Closing.closed == 1
+def test_an_ordinary_run_passes_and_environments_are_closed() -> None:
+    for config, made in (
+        (CONFIG, 1),
+        # What a further one takes is only asked where there is one.
+        (replace(CONFIG, envs_per_process=2), 2),
+        (replace(CONFIG, envs_per_process=2, envs=1), 1),
+    ):
+        Closing.closed = 0
+        preflight(config, lambda _: Closing())
+        assert Closing.closed == made
+
+
+def test_spaces_that_the_agent_cannot_take_are_refused() -> None:
+    with pytest.raises(SpaceError, match=r"'image' is 50x64.*multiples of 16.*size=\[64,64\]"):
+        preflight(CONFIG, lambda _: Closing(50))
+    preflight(replace(CONFIG, agent="random"), lambda _: Closing(50))
+    flat = replace(CONFIG.dreamer.model, mults=(2,))
+    config = replace(CONFIG, dreamer=replace(CONFIG.dreamer, model=flat))
+    preflight(config, lambda _: Closing(50))
+
+
+def test_what_a_run_starts_from_has_to_be_there(tmp_path: Path) -> None:
+    other, logdir = tmp_path / "other", tmp_path / "mine"
+    config = replace(CONFIG, logdir=logdir, from_checkpoint=str(other))
+    with pytest.raises(ConfigError, match="other holds no checkpoint"):
+        preflight(config, lambda _: Closing())
+    Checkpoint(other / "ckpt" / "agent").save({"agent": {}}, step=1)
+    preflight(config, lambda _: Closing())
+    preflight(replace(config, from_checkpoint=str(other / "ckpt" / "agent")), lambda _: Closing())
+    wrong = replace(config, from_checkpoint_regex="nets/(encoder")
+    with pytest.raises(ConfigError, match="no regular expression: missing"):
+        preflight(wrong, lambda _: Closing())
+    # A run that goes on has its own, and what it started from may be gone.
+    Checkpoint(logdir / "ckpt" / "agent").save({"agent": {}}, step=1)
+    preflight(replace(config, from_checkpoint="gone"), lambda _: Closing())
 
 
 def test_a_batch_that_the_replay_never_holds_is_refused() -> None:
@@ -38,11 +81,13 @@ def test_a_batch_that_the_replay_never_holds_is_refused() -> None:
 
 def test_environments_that_do_not_fit_are_refused() -> None:
     config = RunConfig(envs=100, eval_envs=10, envs_per_process=10)
-    check_memory(config, 60e6, available=int(1.2e9))
+    check_memory(config, 60e6, 0, available=int(1.2e9))
     with pytest.raises(ConfigError, match=r"110 environments in 11 processes of about 100 MB need "
                        r"1\.1 GB, and 1\.0 GB of memory are free"):  # fmt: skip
-        check_memory(config, 60e6, available=int(1.0e9))
-    check_memory(replace(config, remote_envs=True, actor_addr="tcp://h:1"), 60e6, available=1)
+        check_memory(config, 60e6, 0, available=int(1.0e9))
+    with pytest.raises(ConfigError, match=r"11 processes of about 190 MB need 2\.1 GB"):
+        check_memory(config, 60e6, 10e6, available=int(1.2e9))
+    check_memory(replace(config, remote_envs=True, actor_addr="tcp://h:1"), 60e6, 1e6, available=1)
 
 
 def test_processes_that_the_shell_has_no_files_for_are_refused() -> None:
@@ -80,8 +125,14 @@ def test_a_directory_belongs_to_one_run(
         (["--set", "replay_capcity=10"], "did you mean 'replay_capacity'?"),
         (["--set", "dreamer.loss.horizn=10"], "did you mean 'dreamer.loss.horizon'?"),
         (["--set", "dreamer.loss=10"], "There is no setting 'dreamer.loss'"),
+        (["--set", "envs=0"], "envs=0 is too small: it is at least 1.\n"),
         (["--set", "envs=many"], "Expected `int`, got `str` - at `envs`"),
         (["--env-options", "hats=3", "--task", "bundled:catch"], "no option 'hats'"),
+        (["--env-options", "hats=3"], "gym:CartPole-v1 has no option 'hats'"),
+        (["--env-options", "obs=pixels"], "'image' is 400x600; both sides must be multiples of 16"),
+        (["--from-checkpoint", "nowhere"], "nowhere holds no checkpoint"),
+        (["--offline", "nowhere"], "nowhere holds no replay"),
+        (["--offline", "a", "b", "--prefill", "c"], "name all directories after --offline"),
         (["--task", "gym:CartPoel-v1"], "CartPole"),
         (["--preset", "defualt"], "did you mean 'default'?"),
     ],

@@ -6,8 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dreamfleet import Space
-from dreamfleet.envs import EpisodicEnv, Outcome, make_env
+from dreamfleet import ConfigError, Space
+from dreamfleet.envs import (
+    EnvError,
+    EpisodicEnv,
+    Outcome,
+    UnknownTaskError,
+    make_env,
+    make_visible_env,
+)
 from dreamfleet.envs.base import Arrays
 from dreamfleet.envs.diagnose import Diagnosis, diagnose
 
@@ -79,15 +86,6 @@ class Endless(Sound):
         return Outcome(self.see(), 0.0)
 
 
-class Odd(Sound):
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.obs_space["image"] = Space(np.uint8, (50, 64, 3))
-
-    def see(self) -> Arrays:
-        return {**super().see(), "image": self.rng.integers(0, 256, (50, 64, 3), np.uint8)}
-
-
 PROBLEMS = {
     "overwritten": (Overwriting, "'image' was overwritten.*Return a copy"),
     "raises": (Raising, "raised ZeroDivisionError: in the physics"),
@@ -105,7 +103,6 @@ HINTS = {
     "endless": (Endless, "No episode ended within 100 steps.*time_limit"),
     "no reward": (Endless, "earned no reward"),
     "constant": (change(x=lambda obs, env: np.zeros(4, np.float32)), "'x' never changed"),
-    "size": (Odd, r"'image' is 50x64.*size=\[64,64\]"),
 }
 
 
@@ -156,6 +153,34 @@ def test_frames_are_rendered_where_no_observation_is_an_image() -> None:
     result = diagnose(lambda seed: make_env("bundled:pointmass", seed=seed), steps=40)
     assert len(result.frames) == 20
     assert result.frames[0].shape == (64, 64, 3)
+
+
+def test_what_shows_frames_only_when_asked_is_asked() -> None:
+    def make(seed: int) -> Any:
+        return make_env("gym:CartPole-v1", seed=seed)
+
+    def visible(seed: int) -> Any:
+        return make_visible_env("gym:CartPole-v1", seed=seed)
+
+    def blind(seed: int) -> Any:
+        raise EnvError("There is no screen.")
+
+    assert diagnose(make, steps=40).frames == []
+    result = diagnose(make, steps=40, make_visible=visible)
+    assert len(result.frames) == 20
+    assert result.frames[0].shape == (400, 600, 3)
+    result = diagnose(make, steps=40, make_visible=blind)
+    assert result.problems == []
+    assert "cannot be shown: There is no screen. Training needs no" in said(result.hints)
+
+
+def test_a_mistake_of_the_person_is_no_problem_of_the_environment() -> None:
+    for task, options, error in (
+        ("gym:CartPol-v1", {}, UnknownTaskError),
+        ("gym:CartPole-v1", {"hats": 3}, ConfigError),
+    ):
+        with pytest.raises(error):
+            diagnose(lambda seed, t=task, o=options: make_env(t, seed=seed, **o), steps=5)
 
 
 def test_long_runs_with_large_images_stay_small() -> None:

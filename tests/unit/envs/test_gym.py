@@ -100,6 +100,34 @@ def test_action_spaces(space: Any, expected: Space, given: Any, native: Any) -> 
     assert space.contains(inner.actions[0]), "the environment would accept it"
 
 
+def test_names_may_hold_slashes() -> None:
+    inner = Scripted(spaces.Dict({"a/b": BOX, "c": spaces.Dict({"d/e": BOX})}),
+                     spaces.Dict({"f/g": spaces.Discrete(3)}))  # fmt: skip
+    env = GymEnv(inner)
+    assert {"a/b", "c/d/e"} <= env.step({"f/g": 0, "reset": True}).keys()
+    env.step({"f/g": 2, "reset": False})
+    assert inner.actions == [{"f/g": 2}]
+
+
+@pytest.mark.parametrize(
+    ("space", "dtype"),
+    [
+        (spaces.Box(0, 255, (8, 8, 3), np.uint8), "uint8"),
+        (spaces.Box(0, 6, (4,), np.int64), "int32"),
+        (spaces.Discrete(4), "int32"),
+    ],
+    ids=str,
+)
+def test_floats_where_integers_were_declared_are_refused(space: Any, dtype: str) -> None:
+    """Cast in silence, an image from 0 to 1 would be black."""
+    inner = Scripted(space, BOX)
+    env = make_env(lambda: inner)
+    env.step(noop(env.act_space))
+    inner.observation_space = spaces.Box(0, 1, space.shape, np.float32)
+    with pytest.raises(SpaceError, match=f"has dtype float32, but its space says {dtype}: return"):
+        env.step(noop(env.act_space))
+
+
 def test_dicts_are_flattened_and_put_together_again() -> None:
     obs = spaces.Dict(
         {

@@ -1,6 +1,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dreamfleet.envs import (
     adapt,
     env_seed,
     make_env,
+    make_visible_env,
     noop,
     suites,
     tasks,
@@ -47,6 +49,12 @@ def native(seed, gravity=9.81):
 
 def no_seed():
     return Native(1.0)
+
+def anything(**options):
+    return gymnasium.make("CartPole-v1", **options)
+
+def buggy():
+    return len(5)
 
 def gymnasium_env():
     return gymnasium.make("CartPole-v1")
@@ -104,6 +112,42 @@ def test_a_factory_itself_is_a_task(module: str) -> None:
 def test_a_factory_may_take_no_seed_and_lie_in_a_class(module: str) -> None:
     make_env(f"{module}:no_seed")
     make_env(f"{module}:nested.make")
+
+
+def test_a_factory_that_passes_everything_on_is_given_what_was_asked_for_and_no_more(
+    module: str,
+) -> None:
+    env = make_env(f"{module}:anything", seed=5, max_episode_steps=3)
+    ends = [env.step(noop(env.act_space, reset=not n))["is_last"] for n in range(4)]
+    assert [bool(end) for end in ends] == [False, False, False, True]
+    make_visible_env(f"{module}:anything").close()
+    with pytest.raises(ConfigError, match=r"anything cannot be made with hats=3: .*'hats'"):
+        make_env(f"{module}:anything", hats=3)
+    # What is wrong without any option is a bug, which a person wants to see whole.
+    with pytest.raises(TypeError, match="has no len"):
+        make_env(f"{module}:buggy")
+
+
+def test_frames_are_asked_for_where_that_is_needed(module: str) -> None:
+    env = make_visible_env("gym:CartPole-v1")
+    env.step(noop(env.act_space))
+    assert np.shape(env.render()) == (400, 600, 3)
+    env.close()
+    make_visible_env("bundled:catch", balls=2).close()
+
+
+def test_a_repeat_of_one_is_one() -> None:
+    """Also where the suite repeats actions by itself."""
+
+    def make(*, repeat: int = 4) -> Any:
+        asked.append(repeat)
+        return make_env("bundled:dummy")
+
+    asked: list[int] = []
+    for given in (1, 2, None):
+        make_env(make, repeat=given)
+    make_env(make)
+    assert asked == [1, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -166,11 +210,35 @@ def test_a_missing_extra_is_one_sentence_with_the_command(
         ({"xyz": 1}, "no option 'xyz': it has .*length"),
         ({"repeat": 0}, "repeat is too small: it has to be at least 1"),
         ({"time_limit": -1}, "time_limit is too small"),
+        ({"time_limit": "x"}, "time_limit=x does not fit: it is a whole number"),
+        ({"repeat": 1.5}, "repeat=1.5 does not fit"),
+        ({"size": 32}, r"size=32 does not fit: it is 2 whole numbers, such as \[64,64\]"),
+        ({"size": (8, 0)}, "size is too small"),
+        ({"length": "long"}, "length=long does not fit: it is a whole number"),
+        ({"task": "gym:CartPole-v1", "hats": 3}, "'hats': it has max_episode_steps, obs, ren.*siz"),
+        ({"task": "gym:CartPole-v1", "rendr": True}, "did you mean 'render'"),
+        ({"task": "gym:CartPole-v1", "obs": "pixel"}, "choose from state, pixels, both"),
+        ({"task": "gym:CartPole-v1", "render": "yes"}, "it is true or false"),
+        ({"task": "gym:CartPole-v1", "size": "big"}, "size=big does not fit"),
     ],
 )
 def test_wrong_options_are_refused(options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        make_env("bundled:dummy", **options)
+        make_env(**{"task": "bundled:dummy", **options})
+
+
+@pytest.mark.parametrize(
+    ("task", "option", "words"),
+    [
+        ("minigrid:Empty-5x5-v0", {"obs": "state"}, "choose from pixels, symbols"),
+        ("atari:pong", {"lives": "life"}, "choose from unused, episode, reset"),
+        ("dmc:walker_walk", {"camera": "side"}, "camera=side does not fit"),
+    ],
+)
+def test_suites_refuse_what_is_none_of_their_choices(task: str, option: dict, words: str) -> None:
+    pytest.importorskip({"atari": "ale_py", "dmc": "dm_control"}.get(task[:-5], "minigrid"))
+    with pytest.raises(ConfigError, match=words):
+        make_env(task, **option)
 
 
 def test_restarts_use_another_seed(module: str) -> None:

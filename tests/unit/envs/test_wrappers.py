@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dreamfleet import Space
-from dreamfleet.envs import EnvCrashedError, EpisodicEnv, Outcome, SpaceError, noop
+from dreamfleet.envs import EnvCrashedError, EpisodicEnv, Outcome, SpaceError, make_env, noop
 from dreamfleet.envs.base import Arrays
 from dreamfleet.envs.checks import CheckSpaces, check_declaration
 from dreamfleet.envs.wrappers import (
@@ -118,6 +118,24 @@ def test_dtypes_are_unified_and_actions_cast_back() -> None:
         assert obs[key].dtype == dtype
     assert inner.actions[-1]["action"].dtype == np.int64
     assert env.act_space["action"].dtype == np.int32
+
+
+def test_floats_where_integers_were_declared_are_refused() -> None:
+    class Wrong(EpisodicEnv):
+        def __init__(self) -> None:
+            image = {"image": Space(np.uint8, (4, 4, 3))}
+            super().__init__(image, {"action": Space(np.int32, (), 0, 2)})
+
+        def _begin(self) -> dict:
+            return {"image": np.full((4, 4, 3), 0.5)}
+
+        def _advance(self, action: Any) -> Any:
+            raise NotImplementedError
+
+    for size in (None, (8, 8)):  # resizing must not hide it either
+        env = make_env(Wrong, size=size)
+        with pytest.raises(SpaceError, match="'image' has dtype float64, but its space says uint8"):
+            env.step(noop(env.act_space))
 
 
 def test_a_value_on_its_bound_stays_inside_when_rounded() -> None:

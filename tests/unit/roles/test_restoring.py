@@ -94,14 +94,15 @@ def test_a_resumed_agent_is_the_same_to_the_last_bit(
         assert same(actions["action"], again["action"])
 
 
+@pytest.mark.parametrize("place", ["", "ckpt/agent"])
 def test_a_run_may_start_from_a_part_of_another_and_says_which(
-    tmp_path: Path, spaces: Any, trained: Dreamer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, spaces: Any, trained: Dreamer, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
     other, mine = tmp_path / "other", tmp_path / "mine"
     Keeper(trained, small_run(other), Progress(), Position()).save()
     config = small_run(
         mine,
-        from_checkpoint=str(other / "ckpt" / "agent"),
+        from_checkpoint=str(other / place),
         from_checkpoint_regex="nets/(encoder|dynamics)",
     )
     agent, progress = make_dreamer(spaces, 5), Progress()
