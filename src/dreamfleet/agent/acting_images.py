@@ -11,6 +11,7 @@ the margins are computed along the way and never read.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from dreamfleet.agent.nets import EPSILON
 
 Floats = NDArray[np.float32]
 
-# Images whose patches fit a processor's cache together.
+# Fewer images than this are not worth another thread.
 _CHUNK = 4
 # More cores than this gain little, and environments want some too.
 _MOST_THREADS = 4
@@ -46,8 +47,10 @@ class ImageStages:
         images = [obs[name] for name in self._names]
         pixels = images[0] if len(images) == 1 else np.concatenate(images, -1)
         tokens = np.empty((len(pixels), *self._stages[-1].shape), np.float32)
-        starts = range(0, len(pixels), _CHUNK)
-        chunks = [(pixels[i : i + _CHUNK], tokens[i : i + _CHUNK]) for i in starts]
+        # One chunk a thread: threads that start over wait for each other's interpreter.
+        size = max(_CHUNK, math.ceil(len(pixels) / _thread_count()))
+        starts = range(0, len(pixels), size)
+        chunks = [(pixels[i : i + size], tokens[i : i + size]) for i in starts]
         if len(chunks) == 1:
             self._encode(*chunks[0])
         else:
@@ -63,11 +66,15 @@ class ImageStages:
 
 
 @functools.cache
+def _thread_count() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(_MOST_THREADS, cores or 1)
+
+
+@functools.cache
 def _threads() -> ThreadPoolExecutor:
     """Chunks run side by side: numpy lets go of the interpreter while it computes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(_MOST_THREADS, cores or 1)
-    return ThreadPoolExecutor(count, thread_name_prefix="encode-images")
+    return ThreadPoolExecutor(_thread_count(), thread_name_prefix="encode-images")
 
 
 class _Workspace(threading.local):

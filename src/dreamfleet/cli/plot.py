@@ -218,7 +218,11 @@ def _draw_panel(axis: Any, panel: _Panel) -> None:
     axis.grid(color="0.9", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False, loc="best")
+    if len(panel.groups) > 1:
+        # Several settings have long names, which would cover the curves.
+        axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    else:
+        axis.legend(fontsize=8, frameon=False, loc="best")
 
 
 def _short(value: float) -> str:
