@@ -64,10 +64,9 @@ def init_state(
 
 def loss_scales(config: LossConfig, keys: ObsKeys) -> dict[str, float]:
     """The weight of every loss."""
-    decoded = {key.name: config.reconstruction_scale for key in (*keys.vectors, *keys.images)}
-    for key in keys.vectors:
-        if not key.discrete:
-            decoded[key.name] *= config.float_scale
+    whole, floats = config.reconstruction_scale, config.reconstruction_scale * config.float_scale
+    decoded = {key.name: whole for key in keys.images}
+    decoded |= {key.name: whole if key.discrete else floats for key in keys.vectors}
     return {
         **{f"reconstruction/{name}": scale for name, scale in decoded.items()},
         "reward": config.reward_scale,
