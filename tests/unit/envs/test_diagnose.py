@@ -1,6 +1,7 @@
 import re
 import tracemalloc
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dreamfleet.envs import (
     make_env,
     make_visible_env,
 )
+from dreamfleet.envs import diagnose as diagnosing
 from dreamfleet.envs.base import Arrays
 from dreamfleet.envs.diagnose import Diagnosis, diagnose
 
@@ -112,6 +114,22 @@ def said(findings: list) -> str:
 
 def look(kind: type[Sound], steps: int = 100) -> Diagnosis:
     return diagnose(kind, steps=steps, seed=3)
+
+
+@pytest.mark.parametrize(("each", "once", "slow"), [(0.011, 0.0, True), (0.0005, 5.0, False)])
+def test_slow_steps_are_told_but_not_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch, each: float, once: float, slow: bool
+) -> None:
+    now = 0.0
+
+    class Timed(Sound):
+        def _advance(self, action: Mapping[str, Any]) -> Outcome:
+            nonlocal now
+            now += once if self.taken == 7 else each
+            return super()._advance(action)
+
+    monkeypatch.setattr(diagnosing, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert ("steps a second" in said(look(Timed).hints)) == slow
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
