@@ -204,6 +204,8 @@ def _state(away: int, count: int, ending: bool) -> Text:
 
 
 def _note(status: RunStatus) -> str:
+    if not status.running and status.step >= status.config.steps > 0:
+        return "The run has ended: it has made all its steps."
     if not status.running:
         return "The run is not under way. The same command that started it goes on with it."
     if not status.answers:

@@ -28,6 +28,8 @@ _TITLE = "dreamfleet "
 _SERIAL = "all roles"
 _RATE_SECONDS = 30.0
 _ANSWER_SECONDS = 0.5
+# Bytes that hold a line of metrics at the least.
+_TAIL = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,10 @@ class Watcher:
         self._ask(config, patience)
         supervisor = _supervisor(self._logdir)
         scores = tuple(self._scores.read())
-        step = int(self._metrics["step"]) if self._answers else self._scores.last_step
+        if self._answers:
+            step = int(self._metrics["step"])
+        else:
+            step = max(self._scores.last_step, _last_logged_step(self._logdir / "metrics.jsonl"))
         rate = self._rate(step)
         seconds = time.time() - supervisor.create_time() if supervisor else 0.0
         return RunStatus(
@@ -232,6 +237,21 @@ class _ScoresReader:
                     self.last_step = int(row["step"])
                     self._scores.append(float(row["episode/score"]))
         return self._scores
+
+
+def _last_logged_step(path: Path) -> int:
+    """Of the file's last whole line; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):
+            if line.endswith(b"\n"):
+                return int(json.loads(line)["step"])
+    return 0
 
 
 def role_names(config: RunConfig) -> list[str]:

@@ -81,6 +81,7 @@ def test_a_role_that_is_away_is_said() -> None:
     ("change", "words"),
     [
         ({"running": False}, "not under way"),
+        ({"running": False, "step": 12_000}, "has ended: it has made all its steps"),
         ({"answers": False}, "logger does not answer"),
         (
             {"steps_per_second": 0.0, "metrics": {"replay/waiting": "waits for 7 steps"}},
@@ -170,3 +171,14 @@ def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
         assert progress is live.say
     with live.live(tmp_path, terminal) as progress:
         assert progress is silent
+
+
+def test_a_run_that_ended_is_shown_with_its_last_logged_step(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(RunConfig(steps=900, logdir=tmp_path).to_json())
+    (tmp_path / "scores.jsonl").write_text('{"step": 700, "episode/score": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 800}\n{"step": 900}\n{"step": 95')
+    with Watcher(tmp_path) as watcher:
+        status = watcher.look(patience=0)
+    assert status is not None
+    assert status.step == 900
+    assert status.scores == (1.0,)
