@@ -151,6 +151,10 @@ class RunConfig:
         _require(
             self.env_timeout >= 0, f"env_timeout={self.env_timeout} is negative: use 0 or more."
         )
+        _require(
+            "seed" not in self.env_options,
+            "env_options may not hold a seed: every environment gets its own; set the run's seed.",
+        )
         _require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} is negative.")
         _require(self.log_every > 0, f"log_every={self.log_every} has to be positive.")
         for name in ("episode_timeout", "restart_window"):

@@ -31,6 +31,7 @@ SOURCE = Path(dreamfleet.__file__).parent
         ({"remote_replay": True}, "remote_replay needs an replay_addr"),
         ({"train_ratio": float("nan")}, "train_ratio=nan"),
         ({"log_every": 0.0}, "log_every=0"),
+        ({"env_options": {"seed": 3}}, "set the run's seed"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
