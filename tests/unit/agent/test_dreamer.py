@@ -164,6 +164,28 @@ def test_the_first_update_changes_no_parameter() -> None:
     assert [name for name in changed if name.startswith("optimizer/")]
 
 
+def test_an_update_carries_over_what_the_next_one_needs() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
+    for _ in range(5):  # heads begin with zeros, and so do their returns
+        carry, _, _ = agent.train(carry, batch)
+    before = agent.save()
+    carry, outs, _ = agent.train(carry, batch)
+    after = agent.save()
+    slow = [name for name in before if name.startswith("slow_critic/")]
+    for name in slow:
+        learned = after[name.replace("slow_critic", "nets/critic", 1)]
+        expected = 0.02 * learned + 0.98 * before[name]
+        np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert not all(np.array_equal(before[name], after[name]) for name in slow)
+    returns = [name for name in before if name.startswith("returns/")]
+    assert len(returns) == 2
+    assert all(before[name] != after[name] for name in returns)
+    states = outs["replay"]
+    np.testing.assert_array_equal(carry.deter, states["dyn/deter"][:, -1])
+    np.testing.assert_array_equal(carry.stoch, states["dyn/stoch"][:, -1].reshape(4, -1))
+
+
 def test_the_actor_gets_new_parameters_and_knows_their_age() -> None:
     agent = Dreamer(VECTOR, ACTIONS, config(publish_every=2))
     carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
