@@ -10,8 +10,9 @@ import pytest
 from agent_worlds import ACTIONS, VECTOR, config
 
 from dreamfleet.agent import actor_critic
+from dreamfleet.agent import distributions as dist
 from dreamfleet.agent.config import LossConfig
-from dreamfleet.agent.keys import action_keys, observation_keys
+from dreamfleet.agent.keys import action_keys, embed_actions, observation_keys
 from dreamfleet.agent.learning import init_state
 from dreamfleet.agent.returns import ReturnRange
 from dreamfleet.agent.rssm import State
@@ -69,3 +70,15 @@ def test_imagination_and_replay_meet_at_the_last_states(monkeypatch: pytest.Monk
     np.testing.assert_array_equal(bootstrap.T.reshape(-1), targets.returns[0])
     for name, value in zip(("reward", "is_last", "is_terminal"), rest, strict=True):
         np.testing.assert_array_equal(value.T, obs[name][:, -STARTS:], err_msg=name)
+
+    rollout = seen["imagine"]
+    first = jax.tree.map(lambda x: x[0], rollout.states)
+    for part, whole in zip(first, start, strict=True):
+        np.testing.assert_array_equal(part, whole)
+    value = dist.twohot_mean(nets.critic(rollout.states))
+    np.testing.assert_allclose(rollout.value[:-1], value, rtol=1e-4, atol=1e-4)
+    taken = {name: action[0] for name, action in rollout.actions.items()}
+    dynamics = nets.dynamics
+    vector = embed_actions(nets.actor.keys, taken, dynamics.dtype)
+    following = dynamics.core(dynamics.enter(start), dynamics.embed_action(vector)).state
+    np.testing.assert_allclose(rollout.states.deter[1], following.deter, atol=1e-5)
