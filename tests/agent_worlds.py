@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet import Space
-from dreamfleet.agent import (
+from dreamfleet.agents import (
     DreamerConfig,
     ExecutionConfig,
     LossConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dreamfleet.agent import RandomAgent
+from dreamfleet.agents import RandomAgent
 
 
 def no_environment(envid: int) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dreamfleet.agent.api import Agent
-from dreamfleet.agent.config import size_preset
-from dreamfleet.agent.random_agent import RandomAgent
+from dreamfleet.agents.api import Agent
+from dreamfleet.agents.dreamer.config import size_preset
+from dreamfleet.agents.random import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -73,7 +73,7 @@ class Blueprint:
             )
         if self.config.agent == "random":
             return RandomAgent(self.obs_space, self.act_space, seed=self.config.seed)
-        from dreamfleet.agent import Dreamer
+        from dreamfleet.agents import Dreamer
 
         dreamer = self.config.dreamer
         if anywhere:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from dreamfleet.agent.config import DreamerConfig
+from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.api import Agent, Mode
+from dreamfleet.agents.api import Agent, Mode
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint, MissingPartError, Snapshot, read_checkpoint
 from dreamfleet.errors import ConfigError

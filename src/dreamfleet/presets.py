@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dreamfleet.agent.config import DreamerConfig, LossConfig, OptimizerConfig, size_preset
+from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig, OptimizerConfig, size_preset
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 

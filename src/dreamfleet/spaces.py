@@ -1,14 +1,40 @@
-"""What one key of an observation or an action may hold."""
+"""What one key of an observation or an action may hold, and which keys have a fixed meaning."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
+
+FLAGS = ("is_first", "is_last", "is_terminal", "reward")
+"""Keys that every observation holds; an agent neither encodes nor decodes them."""
+RESET = "reset"
+"""The key of an action that starts an episode; whoever drives the environment sets it."""
+LOG_PREFIX = "log/"
+"""Keys of an observation that go to the metrics, and never to the agent or the replay."""
+
+Value = TypeVar("Value")
+
+
+def without_logs(obs: Mapping[str, Value]) -> dict[str, Value]:
+    """An observation, or its space, without the keys that are only logged."""
+    return {key: value for key, value in obs.items() if not key.startswith(LOG_PREFIX)}
+
+
+def without_reset(action: Mapping[str, Value]) -> dict[str, Value]:
+    """An action, or its space, without `reset`: what an agent chooses."""
+    return {key: value for key, value in action.items() if key != RESET}
+
+
+def is_image(dtype: Any, shape: tuple[int, ...]) -> bool:
+    """Whether values of this dtype and shape (without batch axes) are images: uint8, height x
+    width x 1 or 3 channels."""
+    return np.dtype(dtype) == np.uint8 and len(shape) == 3 and shape[-1] in (1, 3)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from documents import ROOT, blocks, commands, python_blocks
 
-from dreamfleet.agent import RandomAgent
+from dreamfleet.agents import RandomAgent
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main

@@ -13,7 +13,7 @@ import pytest
 from fleet_parts import left_behind, parts, rows, small_run, stored_streams
 from offline_parts import Watching, no_environment
 
-from dreamfleet.agent import size_preset
+from dreamfleet.agents import size_preset
 from dreamfleet.blueprint import BLUEPRINT, read_blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dreamfleet.agent import (
+from dreamfleet.agents import (
     DreamerConfig,
     ExecutionConfig,
     LossConfig,
     OptimizerConfig,
     size_preset,
 )
-from dreamfleet.agent.api import Agent
+from dreamfleet.agents.api import Agent
 from dreamfleet.envs.base import Arrays, EpisodicEnv, Outcome, noop
 from dreamfleet.replay import Replay, Stream
 from dreamfleet.roles.evaluate import evaluate
@@ -100,7 +100,7 @@ def train(agent: Agent, steps: int) -> None:
 
 def score(loss: LossConfig, steps: int) -> float:
     """What an agent with these losses scores after so many steps."""
-    from dreamfleet.agent import Dreamer  # not before the agent's own tests watch its import
+    from dreamfleet.agents import Dreamer  # not before the agent's own tests watch its import
 
     env = Line(0)
     agent = Dreamer(env.obs_space, env.act_space, replace(CONFIG, loss=loss), seed=0)

@@ -22,10 +22,11 @@ LAYERS = [
     ["blueprint"],
     ["presets"],
     ["config"],
-    ["agent", "replay", "envs", "metrics"],
+    ["agents", "replay", "envs", "metrics"],
     ["transport"],
     ["checkpoint", "clock"],
     ["spaces"],
+    ["files"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -69,7 +70,7 @@ def test_imports_point_downward(path: Path) -> None:
 
 def test_the_rule_catches_an_upward_import() -> None:
     assert violations("transport", "from dreamfleet.replay import Replay") != []
-    assert violations("replay", "from dreamfleet.agent import Dreamer") != []
+    assert violations("replay", "from dreamfleet.agents import Dreamer") != []
     assert violations("errors", "import dreamfleet.spaces") != []
     assert violations("replay", "from dreamfleet.transport import Client") == []
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dreamfleet import ConfigError, Policy, Space
-from dreamfleet.agent import Dreamer, RandomAgent
-from dreamfleet.agent.api import Mode
+from dreamfleet.agents import Dreamer, RandomAgent
+from dreamfleet.agents.api import Mode
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig

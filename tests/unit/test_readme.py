@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dreamfleet import Space
-from dreamfleet.agent import RandomAgent
+from dreamfleet.agents import RandomAgent
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.allocator import allocator_environment
+from dreamfleet.agents.dreamer.cpu.allocator import allocator_environment
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.spaces import Space
 
@@ -122,7 +122,7 @@ def measure(task: Task) -> dict[str, Any]:
 
     Without steps to measure, only the time it takes to compile.
     """
-    from dreamfleet.agent import Dreamer, DreamerConfig, ExecutionConfig, size_preset
+    from dreamfleet.agents import Dreamer, DreamerConfig, ExecutionConfig, size_preset
 
     obs, act = spaces(task.kind)
     execution = ExecutionConfig(cache_dir=task.cache)

@@ -11,8 +11,8 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from dreamfleet.agent import ModelConfig, SpaceError
-from dreamfleet.agent.fit import check_spaces
+from dreamfleet.agents import ModelConfig, SpaceError
+from dreamfleet.agents.dreamer.fit import check_spaces
 from dreamfleet.cli.console import say
 from dreamfleet.cli.files import write
 from dreamfleet.cli.options import parse_settings

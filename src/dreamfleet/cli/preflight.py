@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dreamfleet.agent.fit import check_spaces
+from dreamfleet.agents.dreamer.fit import check_spaces
 from dreamfleet.blueprint import Spaces, read_config
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig

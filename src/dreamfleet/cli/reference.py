@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dreamfleet.agent.config import SIZES, size_preset
+from dreamfleet.agents.dreamer.config import SIZES, size_preset
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
 
@@ -107,7 +107,7 @@ def _sizes() -> str:
     names = [field.name for field in dataclasses.fields(size_preset("1m"))]
     shown = [n for n in names if len({str(getattr(size_preset(s), n)) for s in SIZES}) > 1]
     rows = [
-        "`dreamfleet.agent.size_preset(NAME)`; those with a number of parameters are published.\n"
+        "`dreamfleet.agents.size_preset(NAME)`; those with a number of parameters are published.\n"
     ]
     rows += ["| size | " + " | ".join(f"`{name}`" for name in shown) + " |"]
     rows += ["|---" * (1 + len(shown)) + "|"]

@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from dreamfleet.agent.api import Agent
+from dreamfleet.agents.api import Agent
 from dreamfleet.blueprint import Blueprint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env

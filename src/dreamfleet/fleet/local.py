@@ -8,7 +8,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from dreamfleet.agent.allocator import allocator_environment
+from dreamfleet.agents.dreamer.cpu.allocator import allocator_environment
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.addresses import settled

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.api import Agent, Arrays, Mode
+from dreamfleet.agents.api import Agent, Arrays, Mode
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.roles.camera import Camera

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.api import Agent, Carry, put_rows, take_rows
+from dreamfleet.agents.api import Agent, Carry, put_rows, take_rows
 
 
 class Carries:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.agent.api import Agent, Mode
+from dreamfleet.agents.api import Agent, Mode
 from dreamfleet.envs.base import noop
 from dreamfleet.metrics import Episode, EpisodeStats
 from dreamfleet.roles.carries import Carries

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.agent.api import Agent
+from dreamfleet.agents.api import Agent
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import GlobalClock

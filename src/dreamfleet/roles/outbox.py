@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.api import Arrays
+from dreamfleet.agents.api import Arrays
 from dreamfleet.roles.camera import Camera
 from dreamfleet.transport import Client, Future, Timeout
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agent.api import Agent, Arrays, Carry, Mode
+from dreamfleet.agents.api import Agent, Arrays, Carry, Mode
 from dreamfleet.config import RunConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dreamfleet.agent import RandomAgent
+from dreamfleet.agents import RandomAgent
 from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from dreamfleet.agent import SpaceError, size_preset
+from dreamfleet.agents import SpaceError, size_preset
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.cli.preflight import check_directory, check_files, check_memory, preflight

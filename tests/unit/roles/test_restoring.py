@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fleet_parts import small_run
 
-from dreamfleet.agent import Dreamer, DreamerConfig, size_preset
-from dreamfleet.agent import dreamer as dreamer_module
-from dreamfleet.agent.acting import Draws
+from dreamfleet.agents import Dreamer, DreamerConfig, size_preset
+from dreamfleet.agents.dreamer import agent as dreamer_module
+from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.envs import make_env
 from dreamfleet.roles.carries import Carries
 from dreamfleet.roles.learner import Keeper

@@ -1,0 +1,50 @@
+"""Agents: DreamerV3 and a random one, behind one protocol.
+
+Names are looked up on first use, so that configuration and the random agent come without JAX.
+"""
+
+from __future__ import annotations
+
+import typing
+
+from dreamfleet.agents.api import Agent, put_rows, take_rows
+from dreamfleet.agents.dreamer.config import (
+    DreamerConfig,
+    ExecutionConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    size_preset,
+)
+from dreamfleet.agents.errors import AgentError, NonFiniteError, SpaceError, StateMismatchError
+from dreamfleet.agents.random import RandomAgent
+
+if typing.TYPE_CHECKING:
+    from dreamfleet.agents.dreamer.agent import Dreamer
+
+__all__ = [
+    "Agent",
+    "AgentError",
+    "Dreamer",
+    "DreamerConfig",
+    "ExecutionConfig",
+    "LossConfig",
+    "ModelConfig",
+    "NonFiniteError",
+    "OptimizerConfig",
+    "RandomAgent",
+    "SpaceError",
+    "StateMismatchError",
+    "put_rows",
+    "size_preset",
+    "take_rows",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Dreamer":
+        from dreamfleet.agents.dreamer.agent import Dreamer
+
+        globals()[name] = Dreamer
+        return Dreamer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

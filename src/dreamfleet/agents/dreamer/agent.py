@@ -1,0 +1,301 @@
+"""DreamerV3 behind the agent protocol."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agents.api import Arrays, Carry, Flat, Mode
+from dreamfleet.agents.dreamer import health
+from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, draw, policy_step
+from dreamfleet.agents.dreamer.config import DreamerConfig
+from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, use_one_blas_thread
+from dreamfleet.agents.dreamer.execution import Placement, enable_cache
+from dreamfleet.agents.dreamer.fit import FLAGS
+from dreamfleet.agents.dreamer.handover import HandOver, Snapshot
+from dreamfleet.agents.dreamer.keys import action_keys, observation_keys
+from dreamfleet.agents.dreamer.learning import TrainState, init_state, train_step
+from dreamfleet.agents.dreamer.prefetch import prefetch
+from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program
+from dreamfleet.agents.dreamer.report import compose_video, report_step
+from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.state import replace_leaves, select_matching, to_flat
+from dreamfleet.agents.dreamer.traces import TraceCache
+from dreamfleet.agents.errors import NonFiniteError
+from dreamfleet.spaces import Space
+
+logger = logging.getLogger(__name__)
+_Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Arrays, Arrays]]
+
+
+class Dreamer:
+    """World model, actor and critic, trained on replayed sequences.
+
+    One actor thread may call `policy` while one learner thread calls everything else. Results of
+    `train` are handed out while they are still being computed; reading them waits.
+    """
+
+    def __init__(
+        self,
+        obs_space: Mapping[str, Space],
+        act_space: Mapping[str, Space],
+        config: DreamerConfig | None = None,
+        *,
+        seed: int = 0,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
+        self.config = config = config or DreamerConfig()
+        self.obs_space = {k: v for k, v in obs_space.items() if not k.startswith("log/")}
+        self.act_space = {k: v for k, v in act_space.items() if k != "reset"}
+        self._obs_keys = observation_keys(self.obs_space)
+        self._act_keys = action_keys(self.act_space)
+        self._placement = Placement.of(config.execution, devices)
+        enable_cache(config.execution.cache_dir)
+        state = init_state(config, self._obs_keys, self._act_keys, seed)
+        self._shardings = self._placement.parameters(state)
+        self._state: TrainState = jax.device_put(state, self._shardings)
+        self._updates = 0
+        self._actions = 0
+        rng = np.random.default_rng([seed, 1])
+        self._action_seed = rng.integers(2**32, size=2, dtype=np.uint32)
+        self._pending: tuple[Any, State, Mapping[str, Any]] | None = None
+        self._build_programs()
+        self._hand_over = HandOver(self._snapshot(), self._make_actor)
+
+    def _build_programs(self) -> None:
+        config, place = self.config, self._placement
+        state, batch, whole = self._shardings, place.batch, place.replicated
+        on_cpu = place.platform == "cpu"
+        self._train_program = Program(
+            "train",
+            functools.partial(_train_leaves, config=config),
+            donate_first=True,
+            out_shardings=(jax.tree.leaves(state), batch, batch, whole),
+            traces=_trace_cache(config) if on_cpu else None,
+        )
+        self._report_program = Program(
+            "report",
+            functools.partial(report_step, config=config),
+            out_shardings=(batch, whole, whole),
+            compiler_options=COMPILE_QUICKLY if on_cpu else None,
+            traces=_trace_cache(config) if on_cpu else None,
+        )
+        dtype = config.execution.compute_dtype
+        self._copy_program = Program(
+            "hand-over",
+            lambda nets: jax.tree.map(jnp.copy, ActingNetworks.of(nets, dtype)),
+            out_shardings=whole,
+        )
+        self._policy_program = Program("policy", policy_step)
+
+    # --- acting ----------------------------------------------------------------------------------
+
+    def init_policy(self, n: int) -> Carry:
+        model = self.config.model
+        previous = {
+            key: np.zeros((n, *space.shape), np.int32 if space.discrete else np.float32)
+            for key, space in self.act_space.items()
+        }
+        return {
+            "deter": np.zeros((n, model.deter), np.float32),
+            "stoch": np.zeros((n, model.stoch, model.classes), np.float32),
+            "previous": previous,
+        }
+
+    def policy(
+        self,
+        carry: Carry,
+        obs: Mapping[str, NDArray[Any]],
+        mode: Mode = "train",
+    ) -> tuple[Carry, Arrays, Arrays]:
+        """Choose actions: samples in training and in evaluation, as published, or the likeliest."""
+        inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in FLAGS[1:]}
+        health.check_arrays("Observation", inputs, missing=True)
+        shape = (len(inputs["is_first"]), self.config.model.stoch)
+        draws = draw(
+            self._action_seed, self._actions, self._act_keys, shape, greedy=mode == "greedy"
+        )
+        self._actions += 1
+        following, actions, entries = self._hand_over.latest()(carry, inputs, draws)
+        health.check_arrays("Action", actions)
+        for key, space in self.act_space.items():
+            if space.discrete:
+                actions[key] = actions[key].astype(space.dtype)
+        return following, actions, entries
+
+    def policy_metrics(self) -> dict[str, float]:
+        """How old the parameters are that `policy` uses at the moment."""
+        updates, seconds = self._hand_over.age()
+        return {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
+
+    def _make_actor(self, nets: ActingNetworks) -> _Actor:
+        """Numpy on a CPU in full precision, where it is fastest; a compiled program elsewhere."""
+        if self._placement.policy_device.platform == "cpu" and nets.dynamics.dtype == jnp.float32:
+            use_one_blas_thread()
+            return NumpyActor(jax.device_get(nets))
+
+        def act(carry: Carry, obs: Mapping[str, NDArray[Any]], draws: Draws) -> Any:
+            return jax.device_get(self._policy_program(nets, carry, obs, draws))
+
+        return act
+
+    # --- learning --------------------------------------------------------------------------------
+
+    def init_train(self, n: int) -> Carry:
+        self._placement.check_rows(n)
+        model, dtype = self.config.model, jnp.dtype(self.config.execution.compute_dtype)
+        widths = (model.deter, model.stoch * model.classes)
+        zeros: list[Any] = [np.zeros((n, width), dtype) for width in widths]
+        return self._placement.put_batch(State(zeros[0], zeros[1]))
+
+    init_report = init_train
+
+    def train(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, Any, Any]:
+        self._check_last_step()
+        batch = self._on_devices(batch)
+        leaves, following, outs, metrics = self._train_program(self._state, carry, batch)
+        self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
+        self._pending = (self._state.healthy, carry, batch)
+        self._updates += 1
+        self._hand_over.learned(self._updates)
+        if self._updates % self.config.execution.publish_every == 0:
+            self._hand_over.offer(self._snapshot())
+        return following, outs, metrics
+
+    def _check_last_step(self) -> None:
+        """Stop if the step before this one met NaN or infinity; waits for it to finish."""
+        if self._pending is None:
+            return
+        healthy, carry, batch = self._pending
+        if bool(healthy):
+            return
+        config = self.config
+        bad = health.first_bad_tensor(self._state, carry, batch, config)
+        folder = Path(config.execution.dump_dir or ".").expanduser()
+        dump = health.write_dump(folder, batch, bad, int(self._state.updates))
+        raise NonFiniteError(
+            f"Training stopped after {int(self._state.updates)} updates: {bad} holds NaN or "
+            f"infinity. The parameters are those from before; the batch is in {dump}."
+        )
+
+    def report(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, dict[str, Any]]:
+        batch = self._on_devices(batch)
+        following, metrics, frames = self._report_program(self._state, carry, batch)
+        result: dict[str, Any] = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        for name, prediction in jax.device_get(frames).items():
+            truth = np.asarray(batch[name])[: len(prediction), -prediction.shape[1] :]
+            result[f"openloop/{name}"] = compose_video(truth, prediction)
+        return following, result
+
+    def stream(self, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Iterator[Mapping[str, Any]]:
+        return prefetch(batches, self._on_devices, self.config.execution.prefetch)
+
+    def _on_devices(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        first = next(iter(batch.values()))
+        if isinstance(first, jax.Array):
+            return dict(batch)
+        kept = {key: value for key, value in batch.items() if not key.startswith("log/")}
+        placed: dict[str, Any] = self._placement.put_batch(kept)
+        return placed
+
+    def _snapshot(self) -> Snapshot:
+        nets = self._copy_program(self._state.nets)
+        device = self._placement.policy_device
+        if nets.dynamics.gates.kernel.devices() != {device}:
+            nets = jax.device_put(nets, device)
+        return Snapshot(nets, self._updates, time.monotonic())
+
+    # --- compiling ahead of time -----------------------------------------------------------------
+
+    def compile(
+        self,
+        *,
+        batch_size: int,
+        batch_length: int,
+        report_length: int | None = None,
+        policy_batches: Sequence[int] = (),
+    ) -> float:
+        """Compile everything before data collection starts; returns the seconds it took."""
+        start = time.perf_counter()
+        lengths = [(self._train_program, batch_length)]
+        if report_length:
+            lengths.append((self._report_program, report_length))
+        carry = self.init_train(batch_size)
+
+        def build(program: Program, length: int) -> None:
+            batch = self._placement.put_batch(self.example_batch(batch_size, length))
+            program.compile(self._state, carry, batch)
+
+        # Compiling is sequential in parts, so that two programs side by side finish sooner.
+        with ThreadPoolExecutor(len(lengths)) as pool:
+            for done in [pool.submit(build, *each) for each in lengths]:
+                done.result()
+        for size in policy_batches:
+            obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
+            self.policy(self.init_policy(size), obs)
+        seconds = time.perf_counter() - start
+        logger.info("Compiled the agent in %.1f s", seconds)
+        return seconds
+
+    def example_batch(self, batch_size: int, batch_length: int) -> dict[str, NDArray[Any]]:
+        """A batch of zeros with the keys, shapes and dtypes that `train` expects."""
+        steps = (batch_size, batch_length + self.config.execution.replay_context)
+        model = self.config.model
+        spaces = {**self.obs_space, **self.act_space}
+        return {
+            **{key: np.zeros((*steps, *s.shape), s.dtype) for key, s in spaces.items()},
+            "dyn/deter": np.zeros((*steps, model.deter), np.float32),
+            "dyn/stoch": np.zeros((*steps, model.stoch, model.classes), np.float32),
+            "stepid": np.zeros((*steps, 20), np.uint8),
+            "consec": np.zeros(steps, np.int32),
+        }
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def save(self) -> Flat:
+        """Parameters, optimizer, normalisers, random keys and counters."""
+        self._check_last_step()
+        return self._flat()
+
+    def _flat(self) -> Flat:
+        return {
+            **to_flat(self._state),
+            "counters/updates": self._updates,
+            "counters/actions": self._actions,
+            "counters/action_seed": self._action_seed.copy(),
+        }
+
+    def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
+        chosen = select_matching(self._flat(), state, regex)
+        self._updates = int(chosen.pop("counters/updates", np.asarray(self._updates)))
+        self._actions = int(chosen.pop("counters/actions", np.asarray(self._actions)))
+        self._action_seed = chosen.pop("counters/action_seed", self._action_seed)
+        self._state = jax.device_put(replace_leaves(self._state, chosen), self._shardings)
+        self._pending = None
+        self._hand_over = HandOver(self._snapshot(), self._make_actor)
+
+
+def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:
+    """A training step whose new state is a list: kept traces know no modules."""
+    new, *rest = train_step(state, *args, config=config)
+    return (jax.tree.leaves(new), *rest)
+
+
+def _trace_cache(config: DreamerConfig) -> TraceCache | None:
+    """Kept traces, if there is a folder for them; other folders make no difference to programs."""
+    folder = config.execution.cache_dir
+    if not folder:
+        return None
+    execution = replace(config.execution, cache_dir="", dump_dir="")
+    return TraceCache(folder, replace(config, execution=execution))

@@ -1,0 +1,292 @@
+"""The policy call in numpy, for acting on a CPU.
+
+The arithmetic of `acting.policy_step`, without the cost of dispatching a compiled program with a
+hundred arguments, and without waiting for the compiler's thread pool while a training step has it.
+Calls are so short that Python's own work counts: parameters are unpacked once into plain tuples,
+and arrays that nobody else holds are changed in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws
+from dreamfleet.agents.dreamer.cpu.images import ImageStages
+from dreamfleet.agents.dreamer.keys import Key
+from dreamfleet.agents.dreamer.nets import EPSILON
+
+Floats = NDArray[np.float32]
+_ONE, _HALF = np.float32(1), np.float32(0.5)
+
+
+def use_one_blas_thread() -> None:
+    """Keep numpy's products on the calling thread.
+
+    They are too small to gain from more, and while a training step has the cores a product that is
+    split over threads waits for the slowest. Does nothing where numpy has another BLAS.
+    """
+    library = ctypes.CDLL(importlib.import_module("numpy._core._multiarray_umath").__file__)
+    for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads"):
+        try:
+            setter = getattr(library, name)
+        except AttributeError:
+            continue
+        setter(1)
+        return
+
+
+class _Linear(NamedTuple):
+    kernel: Floats
+    bias: Floats
+
+    @classmethod
+    def of(cls, layer: Any) -> _Linear:
+        return cls(np.asarray(layer.kernel), np.asarray(layer.bias))
+
+    def __call__(self, x: Floats) -> Floats:
+        y: Floats = x @ self.kernel
+        y += self.bias
+        return y
+
+
+class _Norm(NamedTuple):
+    """Bias, RMS norm over the last axis and SiLU, of an array that may be overwritten."""
+
+    bias: Floats
+    scale: Floats
+    epsilon: Floats
+
+    @classmethod
+    def of(cls, layer: Any, shape: tuple[int, ...] = (-1,)) -> _Norm:
+        """The norm as the sum of squares gives it, and halved for the SiLU that follows."""
+        width = layer.scale.shape[-1]
+        scale = np.asarray(layer.scale) * np.float32(0.5 * math.sqrt(width))
+        epsilon = np.asarray(EPSILON * width, np.float32)
+        return cls(np.asarray(layer.bias).reshape(shape), scale.reshape(shape), epsilon)
+
+    def __call__(self, y: Floats) -> Floats:
+        y += self.bias
+        inverse: Floats = np.vecdot(y, y)
+        inverse += self.epsilon
+        np.sqrt(inverse, out=inverse)
+        np.reciprocal(inverse, out=inverse)
+        y *= inverse[..., None]
+        y *= self.scale
+        # silu(2h) = h (1 + tanh(h)): x sigmoid(x) without a division.
+        gate: Floats = np.tanh(y)
+        gate += _ONE
+        gate *= y
+        return gate
+
+
+class _Dense(NamedTuple):
+    kernel: Floats
+    norm: _Norm
+
+    @classmethod
+    def of(cls, layer: Any) -> _Dense:
+        return cls(np.asarray(layer.kernel), _Norm.of(layer))
+
+    def __call__(self, x: Floats) -> Floats:
+        return self.norm(x @ self.kernel)
+
+
+class NumpyActor:
+    """Chooses actions with parameters that are numpy arrays in float32."""
+
+    def __init__(self, nets: ActingNetworks) -> None:
+        encoder, dynamics, actor = nets.encoder, nets.dynamics, nets.actor
+        self._vector_keys = encoder.keys.vectors
+        self._encoder = [_Dense.of(each) for each in encoder.mlp.layers] if encoder.mlp else []
+        self._images = ImageStages(encoder) if encoder.cnn else None
+        self._core = _Core(dynamics)
+        self._posterior = [_Dense.of(layer) for layer in dynamics.posterior]
+        self._posterior_logits = _Linear.of(dynamics.posterior_logits)
+        self._variables, self._classes = dynamics.variables, dynamics.classes
+        self._unimix = np.float32(dynamics.unimix)
+        self._actor = [_Dense.of(layer) for layer in actor.mlp.layers]
+        self._outputs = {name: _Linear.of(layer) for name, layer in actor.outputs.items()}
+        self._keys = actor.keys
+        self._min_std, self._max_std = actor.min_std, actor.max_std
+
+    def __call__(
+        self, carry: Mapping[str, Any], obs: Mapping[str, NDArray[Any]], draws: Draws
+    ) -> tuple[dict[str, Any], dict[str, NDArray[Any]], dict[str, Floats]]:
+        batch = len(obs["is_first"])
+        previous = np.concatenate(
+            [_embed(key, carry["previous"][key.name]) for key in self._keys], -1
+        )
+        deter, stoch = carry["deter"], carry["stoch"].reshape(batch, -1)
+        if np.any(obs["is_first"]):
+            keep = 1.0 - obs["is_first"].astype(np.float32)[:, None]
+            deter, stoch, previous = deter * keep, stoch * keep, previous * keep
+        deter = self._core(deter, stoch, previous)
+        x = np.concatenate([deter, *self._tokens(obs)], -1)
+        for layer in self._posterior:
+            x = layer(x)
+        logits = self._posterior_logits(x).reshape(batch, self._variables, self._classes)
+        probs = _softmax(_classes_first(logits))
+        probs *= _ONE - self._unimix
+        probs += self._unimix / np.float32(self._classes)
+        stoch = _one_hot(_sample(probs, draws.state), self._classes)
+        actions = self._act(deter, stoch.reshape(batch, -1), draws)
+        entries = {"dyn/deter": deter, "dyn/stoch": stoch}
+        return {"deter": deter, "stoch": stoch, "previous": actions}, actions, entries
+
+    def _tokens(self, obs: Mapping[str, NDArray[Any]]) -> list[Floats]:
+        parts = []
+        if self._encoder:
+            x = np.concatenate([_encode(key, obs[key.name]) for key in self._vector_keys], -1)
+            for layer in self._encoder:
+                x = layer(x)
+            parts.append(x)
+        if self._images is not None:
+            parts.append(self._images(obs))
+        return parts
+
+    def _act(self, deter: Floats, stoch: Floats, draws: Draws) -> dict[str, NDArray[Any]]:
+        x = np.concatenate([deter, stoch], -1)
+        for layer in self._actor:
+            x = layer(x)
+        actions: dict[str, NDArray[Any]] = {}
+        for key in self._keys:
+            noise = draws.actions[key.name] if draws.actions is not None else None
+            if key.discrete:
+                logits = _classes_first(_mask(key, self._outputs[f"{key.name}.logits"](x)))
+                index = logits.argmax(0) if noise is None else _sample(_softmax(logits), noise)
+                actions[key.name] = (index + key.low).astype(np.int32)
+                continue
+            mean = np.tanh(self._outputs[f"{key.name}.mean"](x)).reshape(-1, *key.shape)
+            actions[key.name] = mean
+            if noise is None:
+                continue
+            raw = self._outputs[f"{key.name}.stddev"](x)
+            sigmoid = 0.5 + 0.5 * np.tanh(0.5 * (raw + 2.0))
+            std = (self._max_std - self._min_std) * sigmoid + self._min_std
+            mean += std.reshape(noise.shape) * noise
+        return actions
+
+
+class _Core:
+    """The recurrent cell."""
+
+    def __init__(self, dynamics: Any) -> None:
+        inputs = (dynamics.deter_in, dynamics.stoch_in, dynamics.action_in)
+        self._kernels = [np.asarray(layer.kernel) for layer in inputs]
+        norms = [_Norm.of(layer) for layer in inputs]
+        self._inputs_norm = _Norm(
+            np.stack([norm.bias for norm in norms])[:, None],
+            np.stack([norm.scale for norm in norms])[:, None],
+            norms[0].epsilon,
+        )
+        first = dynamics.hidden[0]
+        self._count, width, self._width = first.kernel.shape
+        own = dynamics.deter_width // self._count
+        self._own_kernel = np.ascontiguousarray(first.kernel[:, :own])
+        shared = np.asarray(first.kernel[:, own:]).transpose(1, 0, 2)
+        self._shared_kernel = np.ascontiguousarray(shared.reshape(width - own, -1))
+        self._norms = [_Norm.of(layer) for layer in dynamics.hidden]
+        self._further = [np.asarray(layer.kernel) for layer in dynamics.hidden[1:]]
+        # Reset and update gates side by side and halved, so that one tanh gives both sigmoids:
+        # sigmoid(x) = (1 + tanh(x / 2)) / 2. The candidate is halved for the reset gate's share.
+        width = self._width
+        bias = np.array(dynamics.gates.bias).reshape(self._count, 1, 3 * width)
+        bias[..., 2 * width :] -= 1.0
+        order = np.r_[0:width, 2 * width : 3 * width, width : 2 * width]
+        self._gates_kernel = np.ascontiguousarray(dynamics.gates.kernel[..., order]) * _HALF
+        self._gates_bias = bias[..., order] * _HALF
+
+    def __call__(self, deter: Floats, stoch: Floats, action: Floats) -> Floats:
+        rows, width = len(deter), self._width
+        previous = deter.reshape(rows, self._count, -1).swapaxes(0, 1)
+        mixed: Floats = self._shared(deter, stoch, action) @ self._shared_kernel
+        by_block = mixed.reshape(rows, self._count, -1).swapaxes(0, 1)
+        by_block += previous @ self._own_kernel
+        mixed = self._norms[0](mixed)
+        for kernel, norm in zip(self._further, self._norms[1:], strict=True):
+            by_block = mixed.reshape(rows, self._count, -1).swapaxes(0, 1)
+            mixed = norm((by_block @ kernel).swapaxes(0, 1).reshape(rows, -1))
+        gates = mixed.reshape(rows, self._count, -1).swapaxes(0, 1) @ self._gates_kernel
+        gates += self._gates_bias
+        both = np.tanh(gates[..., : 2 * width])
+        both += _ONE
+        candidate = gates[..., 2 * width :] * both[..., :width]
+        np.tanh(candidate, out=candidate)
+        candidate -= previous
+        candidate *= both[..., width:]
+        candidate *= _HALF
+        candidate += previous
+        return np.asarray(candidate.swapaxes(0, 1).reshape(rows, -1))
+
+    def _shared(self, deter: Floats, stoch: Floats, action: Floats) -> Floats:
+        """The three inputs through their layers, side by side."""
+        rows = len(deter)
+        products = np.empty((3, rows, self._kernels[0].shape[1]), np.float32)
+        limit: Floats = np.maximum(_ONE, np.abs(action))
+        inputs = (deter, stoch, action / limit)
+        for out, x, kernel in zip(products, inputs, self._kernels, strict=True):
+            np.matmul(x, kernel, out=out)
+        return self._inputs_norm(products).swapaxes(0, 1).reshape(rows, -1)
+
+
+def _classes_first(logits: Floats) -> Floats:
+    """The last axis moved to the front, where numpy reduces fastest if it is short."""
+    return np.ascontiguousarray(logits.reshape(-1, logits.shape[-1]).T).reshape(
+        logits.shape[-1], *logits.shape[:-1]
+    )
+
+
+def _softmax(logits: Floats) -> Floats:
+    """Softmax over the first axis."""
+    exp: Floats = np.exp(logits - np.maximum.reduce(logits, 0))
+    exp /= np.add.reduce(exp, 0)
+    return exp
+
+
+def _sample(probs: Floats, uniform: Floats) -> NDArray[np.int64]:
+    """An index of the first axis for each uniform number."""
+    classes = len(probs)
+    # Cumulative sums as a product with a triangle: numpy's own go element by element.
+    sums = np.tri(classes, dtype=np.float32) @ probs.reshape(classes, -1)
+    reached = np.add.reduce(sums <= uniform.reshape(-1), 0, dtype=np.int64)
+    return np.asarray(np.minimum(reached, classes - 1).reshape(uniform.shape))
+
+
+def _one_hot(index: NDArray[np.integer[Any]], classes: int) -> Floats:
+    """All zeros where the index is out of range."""
+    return np.asarray(index[..., None] == np.arange(classes), np.float32)
+
+
+def _embed(key: Key, value: NDArray[Any]) -> Floats:
+    if key.discrete:
+        return _one_hot(value.astype(np.int64) - key.low, key.classes).reshape(len(value), -1)
+    return value.reshape(len(value), -1).astype(np.float32)
+
+
+def _encode(key: Key, value: NDArray[Any]) -> Floats:
+    flat = value.reshape(len(value), -1)
+    if key.discrete:
+        encoded = _embed(key, value)
+        absent = np.any(flat == -1, -1) if key.may_miss else None
+    else:
+        wide = flat.astype(np.float32)
+        encoded = np.sign(wide) * np.log1p(np.abs(wide))
+        absent = np.any(np.isneginf(wide), -1)
+    if absent is not None and absent.any():
+        encoded[absent] = 0.0
+    return encoded
+
+
+def _mask(key: Key, logits: Floats) -> Floats:
+    logits = logits.reshape(len(logits), *key.shape, key.classes)
+    if min(key.choices) == key.classes:
+        return logits
+    possible = np.arange(key.classes) < np.reshape(key.choices, (*key.shape, 1))
+    return np.where(possible, logits, np.float32(-1e9))

@@ -1,0 +1,88 @@
+"""Finding and reporting NaN and infinity."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agents.dreamer.config import DreamerConfig
+from dreamfleet.agents.dreamer.context import apply_context
+from dreamfleet.agents.dreamer.learning import TrainState, total_loss
+from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.state import named_leaves
+from dreamfleet.agents.errors import NonFiniteError
+
+
+def check_arrays(kind: str, arrays: Mapping[str, NDArray[Any]], missing: bool = False) -> None:
+    """Raise for the first array with a NaN or an infinity; -inf may mean `missing`."""
+    for name, value in arrays.items():
+        if value.dtype.kind == "f" and _is_bad(value, missing):
+            raise NonFiniteError(
+                f"{kind} {name!r} holds NaN or infinity: look at the environment that sent it."
+                if kind == "Observation"
+                else f"{kind} {name!r} holds NaN or infinity: the policy's parameters are broken."
+            )
+
+
+def _is_bad(value: NDArray[Any], missing: bool) -> bool:
+    # A finite sum proves that all is well, in one pass and without a temporary array.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(value.sum(dtype=np.float64)):
+            return False
+    bad = ~np.isfinite(value)
+    return bool(np.any(bad & ~np.isneginf(value)) if missing else np.any(bad))
+
+
+def first_bad_tensor(
+    state: TrainState, carry: State, batch: Mapping[str, Any], config: DreamerConfig
+) -> str:
+    """Name of the first non-finite tensor, in the order in which a training step meets them."""
+    for name, value in _suspects(state, carry, batch, config):
+        array = np.asarray(value)
+        if array.dtype.kind not in "fV":
+            continue
+        if _is_bad(array.astype(np.float32), missing=name.startswith("batch/")):
+            return name
+    return "an intermediate result that is finite when recomputed"
+
+
+def _suspects(
+    state: TrainState, carry: State, batch: Mapping[str, Any], config: DreamerConfig
+) -> Iterator[tuple[str, Any]]:
+    yield from ((f"batch/{name}", value) for name, value in sorted(batch.items()))
+    yield from ((f"carry/{name}", value) for name, value in named_leaves(carry).items())
+    yield from named_leaves(state).items()
+    names = tuple(key.name for key in state.nets.actor.keys)
+    sequence = apply_context(carry, batch, config.execution.replay_context, names)
+    value_and_grad = jax.jit(
+        jax.value_and_grad(total_loss, has_aux=True), static_argnums=3, static_argnames="update"
+    )
+    (_, result), grads = value_and_grad(state.nets, state, sequence, config, update=True)
+    observed = result.world.observed
+    yield from ((f"latent/{name}", value) for name, value in named_leaves(observed).items())
+    yield from ((f"prediction/{name}", value) for name, value in result.world.predictions.items())
+    yield from ((f"loss/{name}", value) for name, value in result.losses.items())
+    yield from ((f"gradient/{name}", value) for name, value in named_leaves(grads).items())
+
+
+def write_dump(folder: Path, batch: Mapping[str, Any], bad: str, updates: int) -> Path:
+    """The offending batch as an npz file that appears complete or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"nonfinite-{updates:09d}.npz"
+    note = np.frombuffer(json.dumps({"first_bad": bad, "updates": updates}).encode(), np.uint8)
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    with os.fdopen(handle, "wb") as file:
+        arrays: dict[str, Any] = {k.replace("/", "."): np.asarray(v) for k, v in batch.items()}
+        np.savez(file, note=note, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(temporary).replace(path)
+    return path

@@ -1,0 +1,300 @@
+"""The recurrent state-space model.
+
+A state is a deterministic vector h and S categorical variables z. One step of the core:
+
+    x        = [dense(h), dense(z), dense(a)]
+    y        = silu(norm(block([h_g, x])))            one block a chunk h_g of h
+    r, c, u  = block gates of y
+    h'       = u' tanh(sigmoid(r) c) + (1 - u') h     with u' = sigmoid(u - 1)
+
+The posterior over z sees h' and the observation's tokens, the prior sees h' alone. What does not
+depend on the recurrence (the actions', the tokens' share of the first layers, the priors of an
+observed sequence) is computed for all steps at once, outside of the scans.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from dreamfleet.agents.dreamer import distributions as dist
+from dreamfleet.agents.dreamer.config import ModelConfig
+from dreamfleet.agents.dreamer.nets import (
+    EPSILON,
+    BlockLinear,
+    Dense,
+    Linear,
+    constant,
+    init_kernel,
+)
+
+
+class State(NamedTuple):
+    """A latent state; z is flattened to S times C one-hot entries."""
+
+    deter: Float[Array, "*batch deter"]
+    stoch: Float[Array, "*batch stoch"]
+
+
+class Latent(NamedTuple):
+    """A state whose deterministic part is also kept with its blocks first.
+
+    With (blocks, rows, width) every block is one plain product, where (rows, blocks, width) costs
+    several times as much on CPUs. Passing on both forms keeps the compiler from merging the
+    transposition into the arithmetic of the gates, which would then not be vectorised.
+    """
+
+    state: State
+    blocks: Float[Array, "blocks rows part"]
+
+
+class Observed(NamedTuple):
+    """A posterior sequence and both sets of raw logits, shaped (..., S, C)."""
+
+    state: State
+    posterior: Float[Array, "*batch variables classes"]
+    prior: Float[Array, "*batch variables classes"]
+
+
+class BlockDense(eqx.Module):
+    """Block-diagonal layer with a norm over the whole width, then SiLU."""
+
+    kernel: Float[Array, "blocks inputs outputs"]
+    bias: Float[Array, " width"]
+    scale: Float[Array, " width"]
+
+    @classmethod
+    def init(cls, rng: np.random.Generator, inputs: int, outputs: int, blocks: int) -> BlockDense:
+        shape = (blocks, inputs, outputs // blocks)
+        kernel = init_kernel(rng, shape, blocks * inputs)
+        return cls(kernel, constant(0.0, outputs), constant(1.0, outputs))
+
+    def activate(
+        self, product: Float[Array, "blocks rows part"]
+    ) -> Float[Array, "blocks rows part"]:
+        """What follows the blocks' products."""
+        shape = (product.shape[0], 1, product.shape[2])
+        wide = (product + self.bias.reshape(shape)).astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), (0, 2), keepdims=True) + EPSILON)
+        normed = wide * (inverse * self.scale.reshape(shape))
+        return jax.nn.silu(normed.astype(product.dtype))
+
+
+class RSSM(eqx.Module):
+    """The dynamics network."""
+
+    deter_in: Dense
+    stoch_in: Dense
+    action_in: Dense
+    hidden: tuple[BlockDense, ...]
+    gates: BlockLinear
+    prior: tuple[Dense, ...]
+    prior_logits: Linear
+    posterior: tuple[Dense, ...]
+    posterior_logits: Linear
+    classes: int = eqx.field(static=True)
+    unimix: float = eqx.field(static=True)
+
+    @classmethod
+    def init(cls, rng: np.random.Generator, config: ModelConfig, actions: int, tokens: int) -> RSSM:
+        deter, hidden, blocks = config.deter, config.hidden, config.blocks
+        stoch = config.stoch * config.classes
+        per_block = [deter // blocks + 3 * hidden]
+        per_block += [deter // blocks] * (config.dynamics_layers - 1)
+        prior = [deter] + [hidden] * (config.prior_layers - 1)
+        posterior = [deter + tokens] + [hidden] * (config.posterior_layers - 1)
+        return cls(
+            deter_in=Dense.init(rng, deter, hidden),
+            stoch_in=Dense.init(rng, stoch, hidden),
+            action_in=Dense.init(rng, actions, hidden),
+            hidden=tuple(BlockDense.init(rng, n, deter, blocks) for n in per_block),
+            gates=BlockLinear.init(rng, deter, 3 * deter, blocks),
+            prior=tuple(Dense.init(rng, n, hidden) for n in prior),
+            prior_logits=Linear.init(rng, hidden, stoch),
+            posterior=tuple(Dense.init(rng, n, hidden) for n in posterior),
+            posterior_logits=Linear.init(rng, hidden, stoch),
+            classes=config.classes,
+            unimix=config.unimix,
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.gates.kernel.dtype
+
+    @property
+    def deter_width(self) -> int:
+        return int(self.deter_in.kernel.shape[0])
+
+    @property
+    def stoch_width(self) -> int:
+        return int(self.stoch_in.kernel.shape[0])
+
+    @property
+    def variables(self) -> int:
+        return self.stoch_width // self.classes
+
+    def initial(self, batch: int) -> State:
+        return State(
+            jnp.zeros((batch, self.deter_width), self.dtype),
+            jnp.zeros((batch, self.stoch_width), self.dtype),
+        )
+
+    def embed_action(self, action: Float[Array, "*batch width"]) -> Float[Array, "*batch hidden"]:
+        """The action's share of the core's input; large actions are scaled back to one."""
+        limit = jax.lax.stop_gradient(jnp.maximum(1.0, jnp.abs(action)))
+        return self.action_in(action / limit)
+
+    def enter(self, state: State) -> Latent:
+        """The state in the form in which the core passes it from step to step."""
+        return Latent(state, _blocks_first(state.deter, self.hidden[0].kernel.shape[0]))
+
+    def core(self, latent: Latent, action: Float[Array, "rows hidden"]) -> Latent:
+        """The next deterministic state beside the old stochastic one.
+
+        `action` is embedded already.
+        """
+        deter, stoch = latent.state
+        first = self.hidden[0]
+        blocks, inputs, width = first.kernel.shape
+        own = self.deter_width // blocks
+        shared = jnp.concatenate([self.deter_in(deter), self.stoch_in(stoch), action], -1)
+        # Every block sees the same shared inputs: one dense product instead of many thin ones.
+        kernel = first.kernel[:, own:].transpose(1, 0, 2).reshape(inputs - own, -1)
+        mixed = _blocks_first(shared @ kernel, blocks) + latent.blocks @ first.kernel[:, :own]
+        mixed = first.activate(mixed)
+        for layer in self.hidden[1:]:
+            mixed = layer.activate(mixed @ layer.kernel)
+        gates = mixed @ self.gates.kernel + self.gates.bias.reshape(blocks, 1, -1)
+        reset, candidate, update = (gates[..., i * width : (i + 1) * width] for i in range(3))
+        candidate = jnp.tanh(jax.nn.sigmoid(reset) * candidate)
+        update = jax.nn.sigmoid(update - 1.0)
+        following = update * candidate + (1.0 - update) * latent.blocks
+        return Latent(State(following.transpose(1, 0, 2).reshape(deter.shape), stoch), following)
+
+    def prior_of(
+        self, deter: Float[Array, "*batch deter"]
+    ) -> Float[Array, "*batch variables classes"]:
+        x = deter
+        for layer in self.prior:
+            x = layer(x)
+        return self._shape(self.prior_logits(x))
+
+    def token_share(self, tokens: Float[Array, "*batch tokens"]) -> Float[Array, "*batch hidden"]:
+        """The tokens' part of the posterior's first product."""
+        return tokens @ self.posterior[0].kernel[self.deter_width :]
+
+    def posterior_of(
+        self, deter: Float[Array, "*batch deter"], token_share: Float[Array, "*batch hidden"]
+    ) -> Float[Array, "*batch variables classes"]:
+        first = self.posterior[0]
+        x = first.activate(deter @ first.kernel[: self.deter_width] + token_share)
+        for layer in self.posterior[1:]:
+            x = layer(x)
+        return self._shape(self.posterior_logits(x))
+
+    def sample(
+        self,
+        logits: Float[Array, "*batch variables classes"],
+        uniform: Float[Array, "*batch variables"],
+    ) -> Float[Array, "*batch stoch"]:
+        """One-hot samples with the straight-through gradient."""
+        probs = dist.unimix_probs(logits, self.unimix)
+        index = dist.sample_index(jax.lax.stop_gradient(probs), uniform)
+        return self._through(jax.nn.one_hot(index, self.classes, dtype=jnp.float32), probs)
+
+    def observe(
+        self,
+        carry: State,
+        tokens: Float[Array, "batch time tokens"],
+        action: Float[Array, "batch time width"],
+        is_first: Bool[Array, "batch time"],
+        uniform: Float[Array, "batch time variables"] | None = None,
+        teacher: Float[Array, "batch time stoch"] | None = None,
+    ) -> Observed:
+        """Posterior states of a sequence, starting anew wherever `is_first` is set.
+
+        `action` holds the previous actions' vectors. Samples come from `uniform` numbers, or are
+        given as one-hots by `teacher`.
+        """
+        keep = 1.0 - is_first.astype(self.dtype)
+        embedded = self.embed_action(action * keep[..., None])
+        assert (uniform is None) != (teacher is None)
+        draws = teacher if uniform is None else uniform
+
+        def step(latent: Latent, inputs: tuple[Array, ...]) -> tuple[Latent, tuple[Array, ...]]:
+            embedded, share, keep, draw = inputs
+            state = State(*(part * keep[:, None] for part in latent.state))
+            latent = self.core(Latent(state, latent.blocks * keep[None, :, None]), embedded)
+            deter = latent.state.deter
+            logits = self.posterior_of(deter, share)
+            if uniform is None:
+                stoch = self._through(self._shape(draw), dist.unimix_probs(logits, self.unimix))
+            else:
+                stoch = self.sample(logits, draw)
+            return latent._replace(state=State(deter, stoch)), (deter, stoch, logits)
+
+        inputs = (embedded, self.token_share(tokens), keep, draws)
+        inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
+        _, outputs = jax.lax.scan(step, self.enter(carry), inputs)
+        deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+        return Observed(State(deter, stoch), logits, self.prior_of(deter))
+
+    def imagine(
+        self,
+        carry: State,
+        action: Float[Array, "batch time width"],
+        uniform: Float[Array, "batch time variables"] | None = None,
+        teacher: Float[Array, "batch time stoch"] | None = None,
+    ) -> tuple[State, Float[Array, "batch time variables classes"]]:
+        """Open-loop states and prior logits under given action vectors."""
+        draws = teacher if uniform is None else uniform
+        assert draws is not None
+
+        def step(latent: Latent, inputs: tuple[Array, Array]) -> tuple[Latent, tuple[Array, ...]]:
+            embedded, draw = inputs
+            latent = self.core(latent, embedded)
+            deter = latent.state.deter
+            logits = self.prior_of(deter)
+            stoch = self.sample(logits, draw) if uniform is not None else draw.astype(self.dtype)
+            return latent._replace(state=State(deter, stoch)), (deter, stoch, logits)
+
+        inputs = (self.embed_action(action), draws)
+        inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
+        _, outputs = jax.lax.scan(step, self.enter(carry), inputs)
+        deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+        return State(deter, stoch), logits
+
+    def kl_losses(
+        self,
+        posterior: Float[Array, "*batch variables classes"],
+        prior: Float[Array, "*batch variables classes"],
+        free_nats: float,
+    ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+        """(dynamics, representation) losses; both are flat below `free_nats`."""
+        post, pri = (dist.unimix_probs(logits, self.unimix) for logits in (posterior, prior))
+        stop = jax.lax.stop_gradient
+        dynamics = jnp.sum(dist.categorical_kl(stop(post), pri), -1)
+        representation = jnp.sum(dist.categorical_kl(post, stop(pri)), -1)
+        return jnp.maximum(dynamics, free_nats), jnp.maximum(representation, free_nats)
+
+    def _through(
+        self,
+        onehot: Float[Array, "*batch variables classes"],
+        probs: Float[Array, "*batch variables classes"],
+    ) -> Float[Array, "*batch stoch"]:
+        sample = dist.straight_through(onehot, probs)
+        return sample.reshape(*sample.shape[:-2], -1).astype(self.dtype)
+
+    def _shape(
+        self, flat: Float[Array, "*batch stoch"]
+    ) -> Float[Array, "*batch variables classes"]:
+        return flat.reshape(*flat.shape[:-1], -1, self.classes)
+
+
+def _blocks_first(x: Float[Array, "rows width"], blocks: int) -> Float[Array, "blocks rows part"]:
+    return x.reshape(x.shape[0], blocks, -1).transpose(1, 0, 2)

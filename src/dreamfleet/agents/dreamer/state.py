@@ -1,0 +1,83 @@
+"""Saved states: a flat dict of arrays and scalars with readable names, checked on the way in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agents.errors import StateMismatchError
+
+Tree = TypeVar("Tree")
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Where a leaf sits, as words between slashes."""
+    words = []
+    for entry in path:
+        for attribute in ("name", "key", "idx"):
+            if hasattr(entry, attribute):
+                words.append(str(getattr(entry, attribute)))
+                break
+    return "/".join(words)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def to_flat(tree: Any) -> dict[str, NDArray[Any]]:
+    """Copies of all leaves as numpy arrays, by name."""
+    return {name: np.array(leaf) for name, leaf in named_leaves(jax.device_get(tree)).items()}
+
+
+def select_matching(
+    expected: Mapping[str, Any], state: Mapping[str, Any], regex: str | None
+) -> dict[str, NDArray[Any]]:
+    """The entries of `state` to take over, after checking all of them.
+
+    Without a regex names must agree exactly; with one, only the expected names that it matches
+    (from their start) are taken. Every difference is listed in one error.
+    """
+    if regex is None:
+        wanted = set(expected)
+        problems = [f"unknown: {name}" for name in sorted(set(state) - wanted)]
+    else:
+        wanted = {name for name in expected if re.match(regex, name)}
+        problems = []
+        if not wanted:
+            raise StateMismatchError(
+                f"No entry of the agent matches {regex!r}: check the expression."
+            )
+    chosen: dict[str, NDArray[Any]] = {}
+    for name in sorted(wanted):
+        if name not in state:
+            problems.append(f"missing: {name}")
+            continue
+        ours, theirs = np.asarray(expected[name]), np.asarray(state[name])
+        if ours.shape != theirs.shape:
+            problems.append(f"shape of {name}: {theirs.shape} instead of {ours.shape}")
+        elif ours.dtype != theirs.dtype:
+            problems.append(f"dtype of {name}: {theirs.dtype} instead of {ours.dtype}")
+        else:
+            chosen[name] = theirs
+    if problems:
+        raise StateMismatchError(
+            f"The saved state does not fit this agent ({len(problems)} differences); use the "
+            "configuration and environment it was saved with, or load a part of it with a "
+            "regular expression:\n  " + "\n  ".join(problems)
+        )
+    return chosen
+
+
+def replace_leaves(tree: Tree, values: Mapping[str, Any]) -> Tree:
+    """The tree with some of its leaves exchanged, by name."""
+    result: Tree = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: values.get(path_name(path), leaf), tree
+    )
+    return result

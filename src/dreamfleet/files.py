@@ -1,0 +1,43 @@
+"""Writing files so that a reader finds the old content or the new one, never a part."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def atomic_write(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
+    """Replace a file's content: written under a temporary name, fsynced, then renamed.
+
+    The directory is made if it is missing, and fsynced too, so that the new name survives a power
+    cut. Concurrent writers do not disturb each other; the last one wins.
+
+    Args:
+        path: The file.
+        content: Text is written as UTF-8.
+        mode: Permissions of the file.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the names in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,458 @@
+"""The agent behind its protocol: acting, training, reports, saving, and bad numbers."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agent_worlds import ACTIONS, FLAGS, IMAGE, MIXED, VECTOR, config, observations, random_batch
+
+from dreamfleet import ConfigError, Space
+from dreamfleet.agents import Agent, Dreamer, NonFiniteError, SpaceError, StateMismatchError
+from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
+from dreamfleet.agents.dreamer.config import LossConfig
+from dreamfleet.agents.dreamer.cpu.actor import NumpyActor
+from dreamfleet.agents.dreamer.keys import observation_keys
+from dreamfleet.agents.dreamer.learning import loss_scales
+from dreamfleet.agents.dreamer.rssm import State
+
+# Whole training steps are compiled, which takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Dreamer:
+    """One compiled agent for the tests that do not change it in ways others notice."""
+    return Dreamer(MIXED, ACTIONS, config(), seed=1)
+
+
+def test_it_is_an_agent(shared: Dreamer) -> None:
+    assert isinstance(shared, Agent)
+
+
+def test_policy_answers_in_the_action_space(shared: Dreamer) -> None:
+    carry = shared.init_policy(3)
+    for step in range(3):
+        carry, actions, outs = shared.policy(carry, observations(MIXED, 3, step))
+    assert set(actions) == {"move", "button", "keys"}
+    assert actions["move"].shape == (3, 2)
+    assert actions["move"].dtype == np.float32
+    for key in ("button", "keys"):
+        assert all(ACTIONS[key].contains(row) for row in actions[key])
+    assert outs["dyn/deter"].shape == (3, 16)
+    assert outs["dyn/stoch"].shape == (3, 4, 4)
+    np.testing.assert_array_equal(outs["dyn/stoch"].sum(-1), 1.0)
+
+
+def test_impossible_choices_are_never_taken(shared: Dreamer) -> None:
+    """Elements with 2 and 4 choices share one table; the first never shows a 2 or a 3."""
+    carry, seen = shared.init_policy(64), []
+    for step in range(4):
+        carry, actions, _ = shared.policy(carry, observations(MIXED, 64, step))
+        seen.append(actions["keys"])
+    keys = np.concatenate(seen)
+    assert keys[:, 0].max() == 1
+    assert keys[:, 1].max() == 3
+
+
+@pytest.mark.parametrize("obs", [VECTOR, IMAGE, MIXED], ids=["vectors", "images", "mixed"])
+def test_numpy_and_compiled_policy_agree(obs: dict[str, Space]) -> None:
+    agent = Dreamer(obs, ACTIONS, config(), seed=3)
+    nets = ActingNetworks.of(agent._state.nets, "float32")
+    actor = agent._make_actor(nets)
+    assert isinstance(actor, NumpyActor)
+    compiled = jax.jit(policy_step)
+    one, two = agent.init_policy(8), agent.init_policy(8)
+    for step in range(4):
+        inputs = observations(obs, 8, step)
+        inputs["is_first"][:] = step == 0
+        inputs["is_first"][2] = step == 2
+        if "token" in obs and step == 1:
+            inputs["token"][:4] = -1
+            inputs["vector"][3:6, 0] = -np.inf
+        seed, greedy = np.array([1, 2], np.uint32), step == 3
+        draws = draw(seed, step, agent._act_keys, (8, 4), greedy=greedy)
+        one, actions_one, outs_one = actor(one, inputs, draws)
+        two, actions_two, outs_two = jax.device_get(compiled(nets, two, inputs, draws))
+        for left, right in ((actions_one, actions_two), (outs_one, outs_two)):
+            assert set(left) == set(right)
+            for key in left:
+                assert left[key].dtype == right[key].dtype
+                np.testing.assert_allclose(left[key], right[key], rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_actions_are_the_likeliest_at_sampled_states() -> None:
+    sampling, greedy = (Dreamer(VECTOR, ACTIONS, config(), seed=3) for _ in range(2))
+    obs = observations(VECTOR, 64)
+    _, sampled, outs = sampling.policy(sampling.init_policy(64), obs, "eval")
+    carry, actions, same = greedy.policy(greedy.init_policy(64), obs, "greedy")
+    np.testing.assert_array_equal(outs["dyn/stoch"], same["dyn/stoch"])
+    state = State(jnp.asarray(same["dyn/deter"]), jnp.asarray(same["dyn/stoch"].reshape(64, -1)))
+    choices = greedy._state.nets.actor(state)
+    np.testing.assert_allclose(actions["move"], choices["move"].mean, rtol=1e-4, atol=1e-6)
+    for name in ("button", "keys"):
+        np.testing.assert_array_equal(actions[name], np.argmax(choices[name], -1))
+        assert actions[name].dtype == sampled[name].dtype
+        assert np.any(actions[name] != sampled[name])
+    np.testing.assert_array_equal(carry["previous"]["move"], actions["move"])
+
+
+def test_a_first_step_forgets_the_past(shared: Dreamer) -> None:
+    fresh, used = shared.init_policy(2), shared.init_policy(2)
+    for step in range(2):
+        used, _, _ = shared.policy(used, observations(MIXED, 2, step))
+    obs = observations(MIXED, 2, 9)
+    obs["is_first"][:] = True
+    _, _, left = shared.policy(fresh, obs)
+    _, _, right = shared.policy(used, obs)
+    np.testing.assert_array_equal(left["dyn/deter"], right["dyn/deter"])
+
+
+def test_training_lowers_the_loss() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
+    losses = []
+    for _ in range(40):
+        carry, outs, metrics = agent.train(carry, batch)
+        losses.append(float(metrics["loss/reconstruction/vector"]))
+    assert losses[-1] < 0.7 * losses[0]
+    np.testing.assert_array_equal(outs["replay"]["stepid"], batch["stepid"][:, 1:])
+    assert outs["replay"]["dyn/deter"].shape == (4, 6, 16)
+    assert outs["replay"]["dyn/stoch"].shape == (4, 6, 4, 4)
+    assert int(metrics["opt/updates"]) == 40
+
+
+@pytest.mark.timeout(900)  # the one optimised program among these tests takes longest to compile
+def test_optimised_programs_compute_what_plain_ones_do() -> None:
+    """All other tests compile without most optimisations; real runs compile with them."""
+
+    def run() -> tuple[dict, dict, dict]:
+        agent = Dreamer(VECTOR, ACTIONS, config())
+        carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
+        # The second update is the first that moves parameters; after more, a rounding error may
+        # tip a sample of the discrete latent state over.
+        carry, _, _ = agent.train(carry, batch)
+        _, outs, metrics = agent.train(carry, batch)
+        return outs["replay"], metrics, agent.save()
+
+    assert jax.config.values["jax_disable_most_optimizations"]
+    plain = run()
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        optimised = run()
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)
+    for left, right in zip(plain, optimised, strict=True):
+        assert left.keys() == right.keys()
+        for key in left:
+            np.testing.assert_allclose(left[key], right[key], rtol=2e-3, atol=1e-4, err_msg=key)
+
+
+def test_the_first_update_changes_no_parameter() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    before = agent.save()
+    agent.train(agent.init_train(4), random_batch(VECTOR, ACTIONS))
+    after = agent.save()
+    changed = {k for k in before if not np.array_equal(before[k], after[k])}
+    assert not [name for name in changed if name.startswith("nets/")]
+    for name in before:
+        if name.startswith("slow_critic/"):
+            np.testing.assert_allclose(before[name], after[name], rtol=1e-6)
+    assert [name for name in changed if name.startswith("optimizer/")]
+
+
+def test_an_update_carries_over_what_the_next_one_needs() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
+    for _ in range(5):  # heads begin with zeros, and so do their returns
+        carry, _, _ = agent.train(carry, batch)
+    before = agent.save()
+    carry, outs, _ = agent.train(carry, batch)
+    after = agent.save()
+    slow = [name for name in before if name.startswith("slow_critic/")]
+    for name in slow:
+        learned = after[name.replace("slow_critic", "nets/critic", 1)]
+        expected = 0.02 * learned + 0.98 * before[name]
+        np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert not all(np.array_equal(before[name], after[name]) for name in slow)
+    returns = [name for name in before if name.startswith("returns/")]
+    assert len(returns) == 2
+    assert all(before[name] != after[name] for name in returns)
+    states = outs["replay"]
+    np.testing.assert_array_equal(carry.deter, states["dyn/deter"][:, -1])
+    np.testing.assert_array_equal(carry.stoch, states["dyn/stoch"][:, -1].reshape(4, -1))
+
+
+def test_the_actor_gets_new_parameters_and_knows_their_age() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config(publish_every=2))
+    carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
+    ages = []
+    for _ in range(6):
+        carry, _, _ = agent.train(carry, batch)
+        jax.block_until_ready((agent._state, agent._hand_over._offered.nets))
+        agent.policy(agent.init_policy(1), observations(VECTOR, 1))
+        ages.append(agent.policy_metrics()["policy/updates_behind"])
+    assert ages == [1, 0, 1, 0, 1, 0]
+    acting = agent._hand_over.latest()._actor[0].kernel
+    np.testing.assert_array_equal(acting, agent._state.nets.actor.mlp.layers[0].kernel)
+
+
+def test_report_shows_losses_and_videos(shared: Dreamer) -> None:
+    batch = random_batch(MIXED, ACTIONS, 4, 8)
+    before = shared.save()
+    _, metrics = shared.report(shared.init_report(4), batch)
+    after = shared.save()
+    assert all(np.array_equal(before[k], after[k]) for k in before), "a report changes nothing"
+    for key in ("image", "depth"):
+        video = metrics.pop(f"openloop/{key}")
+        assert video.dtype == np.uint8
+        # Time and a pause of as many black frames; three images of 16 below each other, 4 beside.
+        assert video.shape == (16, 3 * 16 + 4, 4 * 20, MIXED[key].shape[-1])
+        np.testing.assert_array_equal(video[8:], 0)
+        truth = video[:8, 2:18, 2:18]
+        np.testing.assert_array_equal(truth, batch[key][0, 1:])
+    assert all(isinstance(value, float) and np.isfinite(value) for value in metrics.values())
+    scales = loss_scales(LossConfig(), observation_keys(MIXED))
+    terms = {name: metrics[f"loss/{name}"] for name in scales}
+    assert metrics["loss"] == pytest.approx(sum(scales[name] * terms[name] for name in terms))
+
+
+def test_every_loss_has_its_own_weight() -> None:
+    config = LossConfig(
+        reconstruction_scale=2.0,
+        float_scale=3.0,
+        reward_scale=5.0,
+        continue_scale=7.0,
+        dynamics_scale=11.0,
+        representation_scale=13.0,
+        policy_scale=17.0,
+        value_scale=19.0,
+        replay_value_scale=23.0,
+    )
+    assert loss_scales(config, observation_keys(MIXED)) == {
+        "reconstruction/vector": 6,
+        "reconstruction/token": 2,
+        "reconstruction/image": 2,
+        "reconstruction/depth": 2,
+        "reward": 5,
+        "continue": 7,
+        "dynamics": 11,
+        "representation": 13,
+        "policy": 17,
+        "value": 19,
+        "replay_value": 23,
+    }
+
+
+def test_report_measures_gradient_norms_on_request() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config(report_gradient_norms=True))
+    _, metrics = agent.report(agent.init_report(4), random_batch(VECTOR, ACTIONS))
+    norms = {k: v for k, v in metrics.items() if k.startswith("gradient_norm/")}
+    assert len(norms) == len([k for k in metrics if k.startswith("loss/")])
+    assert all(value >= 0 for value in norms.values())
+    assert norms["gradient_norm/reconstruction/vector"] > 0
+
+
+def test_a_loaded_agent_continues_bit_for_bit() -> None:
+    one = Dreamer(VECTOR, ACTIONS, config(), seed=0)
+    carry, batch = one.init_train(4), random_batch(VECTOR, ACTIONS)
+    for _ in range(3):
+        carry, _, _ = one.train(carry, batch)
+    saved = one.save()
+    assert all(isinstance(v, np.ndarray | int | float | str) for v in saved.values())
+    two = Dreamer(VECTOR, ACTIONS, config(), seed=7)
+    two.load(saved)
+    again = two.save()
+    assert saved.keys() == again.keys()
+    for key in saved:
+        np.testing.assert_array_equal(saved[key], again[key])
+    one.train(carry, batch)
+    two.train(carry, batch)
+    left, right = one.save(), two.save()
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key])
+    obs = observations(VECTOR, 2)
+    _, action_one, _ = one.policy(one.init_policy(2), obs)
+    _, action_two, _ = two.policy(two.init_policy(2), obs)
+    np.testing.assert_array_equal(action_one["move"], action_two["move"])
+
+
+def test_a_regex_loads_a_part() -> None:
+    one, two = (Dreamer(VECTOR, ACTIONS, config(), seed=seed) for seed in (0, 1))
+    before = two.save()
+    two.load(one.save(), regex=r"nets/(encoder|dynamics)/")
+    after, source = two.save(), one.save()
+    for key in after:
+        expected = source if re.match(r"nets/(encoder|dynamics)/", key) else before
+        np.testing.assert_array_equal(after[key], expected[key])
+    with pytest.raises(StateMismatchError, match="No entry"):
+        two.load(source, regex="nothing")
+
+
+def test_every_mismatch_is_listed_at_once(shared: Dreamer) -> None:
+    state = shared.save()
+    names = sorted(name for name in state if name.startswith("nets/critic/"))
+    missing, shape, dtype = names[:3]
+    del state[missing]
+    state[shape] = np.zeros((1, 2, 3), np.float32)
+    state[dtype] = np.asarray(state[dtype]).astype(np.float64)
+    state["surprise"] = np.zeros(1)
+    with pytest.raises(StateMismatchError) as caught:
+        shared.load(state)
+    message = str(caught.value)
+    assert "4 differences" in message
+    for line in (
+        f"missing: {missing}",
+        f"shape of {shape}",
+        f"dtype of {dtype}",
+        "unknown: surprise",
+    ):
+        assert line in message
+
+
+@pytest.mark.parametrize("bad", ["vector", "reward", "move", "dyn/deter"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_bad_batches_stop_training(
+    bad: str, value: float, tmp_path: Path, bad_agent: Dreamer
+) -> None:
+    agent = bad_agent
+    object.__setattr__(agent.config.execution, "dump_dir", str(tmp_path))
+    before = agent.save()
+    batch = random_batch(VECTOR, ACTIONS)
+    batch["is_first"][:] = False
+    index = 0 if bad == "dyn/deter" else 3
+    batch[bad][1, index] = value
+    carry, _, _ = agent.train(agent.init_train(4), batch)
+    with pytest.raises(NonFiniteError, match=f"batch/{bad}"):
+        agent.train(carry, random_batch(VECTOR, ACTIONS))
+    (dump,) = tmp_path.iterdir()
+    with np.load(dump, allow_pickle=False) as data:
+        assert json.loads(data["note"].tobytes())["first_bad"] == f"batch/{bad}"
+        np.testing.assert_array_equal(data[bad.replace("/", ".")], batch[bad])
+    agent.load(before)
+
+
+@pytest.fixture(scope="module")
+def bad_agent() -> Dreamer:
+    return Dreamer(VECTOR, ACTIONS, config())
+
+
+def test_nothing_is_updated_after_a_bad_number(bad_agent: Dreamer, tmp_path: Path) -> None:
+    agent = bad_agent
+    object.__setattr__(agent.config.execution, "dump_dir", str(tmp_path))
+    before = agent.save()
+    batch = random_batch(VECTOR, ACTIONS)
+    batch["reward"][0, 2] = np.nan
+    agent.train(agent.init_train(4), batch)
+    with pytest.raises(NonFiniteError, match="updates"):
+        agent.save()
+    state = {**jax.device_get(agent._state)._asdict()}
+    assert not state["healthy"]
+    kernel = agent._state.nets.dynamics.gates.kernel
+    np.testing.assert_array_equal(kernel, before["nets/dynamics/gates/kernel"])
+    agent.load(before)
+
+
+def test_broken_parameters_are_named(tmp_path: Path) -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config(dump_dir=str(tmp_path)))
+    state = agent.save()
+    name = "nets/reward/out/bias"
+    state[name] = np.full_like(state[name], np.nan)
+    agent.load(state)
+    agent.train(agent.init_train(4), random_batch(VECTOR, ACTIONS))
+    with pytest.raises(NonFiniteError, match=name):
+        agent.save()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_bad_observations_are_refused(value: float, shared: Dreamer) -> None:
+    obs = observations(MIXED, 2)
+    obs["vector"][1, 0] = value
+    with pytest.raises(NonFiniteError, match="Observation 'vector'"):
+        shared.policy(shared.init_policy(2), obs)
+
+
+def test_bad_actions_are_refused() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    state = agent.save()
+    name = "nets/actor/outputs/move.mean/bias"
+    state[name] = np.full_like(state[name], np.nan)
+    agent.load(state)
+    with pytest.raises(NonFiniteError, match="Action 'move'"):
+        agent.policy(agent.init_policy(1), observations(VECTOR, 1))
+
+
+def test_missing_values_are_allowed() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    batch = random_batch(VECTOR, ACTIONS)
+    batch["vector"][0, 3] = -np.inf
+    batch["token"][1, 2] = -1
+    carry, _, _ = agent.train(agent.init_train(4), batch)
+    _, _, metrics = agent.train(carry, batch)
+    assert np.isfinite(float(metrics["opt/loss"]))
+
+
+def test_stream_prefetches_and_passes_errors_on(shared: Dreamer) -> None:
+    def batches():
+        yield random_batch(MIXED, ACTIONS)
+        raise OSError("the replay is gone")
+
+    stream = shared.stream(batches())
+    batch = next(stream)
+    assert all(isinstance(value, jax.Array) for value in batch.values())
+    with pytest.raises(OSError, match="gone"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("obs", "act", "words"),
+    [
+        ({"image": Space(np.uint8, (30, 30, 3))} | FLAGS, ACTIONS, "multiples of 4"),
+        ({"image": Space(np.float32, (16, 16, 3))} | FLAGS, ACTIONS, "uint8"),
+        ({"cube": Space(np.float32, (2, 2, 2, 2))} | FLAGS, ACTIONS, "4 dimensions"),
+        (FLAGS, ACTIONS, "nothing to observe"),
+        ({"vector": Space(np.float32, (3,))}, ACTIONS, "lacks"),
+        (VECTOR, {"reset": Space(bool)}, "nothing to decide"),
+        ({"big": Space(np.int32)} | FLAGS, ACTIONS, "too many"),
+    ],
+)
+def test_impossible_spaces_are_refused(obs: dict, act: dict, words: str) -> None:
+    with pytest.raises(SpaceError, match=words):
+        Dreamer(obs, act, config())
+
+
+def test_an_unknown_platform_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no 'abacus' device"):
+        Dreamer(VECTOR, ACTIONS, config(train_platform="abacus"))
+
+
+def test_bfloat16_computes_and_keeps_float32_parameters() -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config(compute_dtype="bfloat16"))
+    carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
+    carry, outs, metrics = agent.train(carry, batch)
+    assert carry.deter.dtype == jnp.bfloat16
+    assert outs["replay"]["dyn/deter"].dtype == jnp.float32
+    assert all(v.dtype == np.float32 for k, v in agent.save().items() if k.startswith("nets/"))
+    reference = Dreamer(VECTOR, ACTIONS, config())
+    _, _, expected = reference.train(reference.init_train(4), batch)
+    for name in ("loss/reconstruction/vector", "loss/reward", "loss/continue"):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=0.03)
+    _, actions, outs = agent.policy(agent.init_policy(2), observations(VECTOR, 2))
+    assert outs["dyn/deter"].dtype == np.float32
+    assert actions["move"].dtype == np.float32
+
+
+def test_compiling_ahead_covers_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    with caplog.at_level("INFO", logger="dreamfleet.agents"):
+        agent.compile(batch_size=4, batch_length=6, report_length=6, policy_batches=(2,))
+        assert {"Compiling train", "Compiling report"} <= set(caplog.messages)
+        caplog.clear()
+        batch = random_batch(VECTOR, ACTIONS)
+        agent.train(agent.init_train(4), batch)
+        agent.report(agent.init_report(4), batch)
+        agent.policy(agent.init_policy(2), observations(VECTOR, 2))
+        assert not [message for message in caplog.messages if message.startswith("Compiling")]

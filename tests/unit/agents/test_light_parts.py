@@ -1,0 +1,137 @@
+"""Configuration, presets, the random agent, carries: the parts that come without JAX."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agent_worlds import ACTIONS, VECTOR, observations
+
+import dreamfleet.agents
+from dreamfleet import ConfigError, Space
+from dreamfleet.agents import (
+    Agent,
+    DreamerConfig,
+    ExecutionConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RandomAgent,
+    StateMismatchError,
+    put_rows,
+    size_preset,
+    take_rows,
+)
+from dreamfleet.agents.dreamer.config import SIZES
+from dreamfleet.agents.dreamer.cpu.allocator import allocator_environment
+
+SOURCE = Path(dreamfleet.agents.dreamer.__file__).parent
+
+
+def test_configuration_and_random_agent_come_without_jax() -> None:
+    code = (
+        "import sys; from dreamfleet.agents import DreamerConfig, RandomAgent, size_preset;"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "vector", "image"),
+    [
+        ("1m", 640_867, 687_875),
+        ("12m", 9_738_019, 10_498_259),
+        ("25m", 21_782_947, 23_495_475),
+    ],
+)
+def test_published_sizes_have_the_published_parameters(size: str, vector: int, image: int) -> None:
+    import jax
+
+    from dreamfleet.agents.dreamer.keys import action_keys, observation_keys
+    from dreamfleet.agents.dreamer.world_model import Networks
+
+    flags = {k: VECTOR[k] for k in ("reward", "is_first", "is_last", "is_terminal")}
+    for count, obs, action in (
+        (vector, {"vector": Space(np.float32, (24,))}, Space(np.float32, (6,))),
+        (image, {"image": Space(np.uint8, (64, 64, 3))}, Space(np.int32, (), 0, 17)),
+    ):
+        nets = Networks.init(
+            np.random.default_rng(0),
+            size_preset(size),
+            observation_keys(obs | flags),
+            action_keys({"action": action}),
+        )
+        assert sum(leaf.size for leaf in jax.tree.leaves(nets)) == count
+
+
+def test_every_size_exists_and_unknown_ones_are_refused() -> None:
+    assert {"1m", "12m", "25m", "50m", "100m", "200m", "400m"} <= set(SIZES)
+    for name in SIZES:
+        assert size_preset(name).deter > 0
+    with pytest.raises(ConfigError, match="400m"):
+        size_preset("3m")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ModelConfig(deter=100, blocks=8), "multiple of model.blocks"),
+        (lambda: ModelConfig(kernel=4), "odd"),
+        (lambda: ModelConfig(min_std=2.0), "min_std"),
+        (lambda: LossConfig(imag_last=1), "replay value loss"),
+        (lambda: LossConfig(horizon=1.0), "horizon"),
+        (lambda: OptimizerConfig(learning_rate=0.0), "learning_rate"),
+        (lambda: ExecutionConfig(replay_context=0), "replay_context"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+GROUPS = [ModelConfig, LossConfig, OptimizerConfig, ExecutionConfig, DreamerConfig]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_setting_is_documented_and_read(group: type) -> None:
+    config = (SOURCE / "config.py").read_text()
+    rest = "".join(path.read_text() for path in SOURCE.glob("*.py") if path.name != "config.py")
+    for field in dataclasses.fields(group):
+        assert re.search(rf'    {field.name}: [^\n]*\n    """', config), (
+            f"{field.name} says nothing"
+        )
+        assert re.search(rf"\.{field.name}\b", rest), f"nothing reads {field.name}"
+
+
+def test_random_agent_acts_inside_its_space_and_can_be_saved() -> None:
+    one, two = (RandomAgent(VECTOR, ACTIONS, seed=3) for _ in range(2))
+    assert isinstance(one, Agent)
+    for _ in range(3):
+        _, actions, _ = one.policy(one.init_policy(4), observations(VECTOR, 4))
+    assert set(actions) == {"move", "button", "keys"}
+    assert all(ACTIONS[key].contains(row) for key in actions for row in actions[key])
+    two.load(one.save())
+    _, left, _ = one.policy({}, observations(VECTOR, 4), "greedy")
+    _, right, _ = two.policy({}, observations(VECTOR, 4))
+    np.testing.assert_array_equal(left["move"], right["move"])
+    with pytest.raises(StateMismatchError, match="another agent"):
+        two.load({"nets/x": np.zeros(1)})
+
+
+def test_rows_of_a_carry() -> None:
+    carry = {"deter": np.arange(8.0).reshape(4, 2), "previous": {"move": np.arange(4)}}
+    rows = np.array([3, 1])
+    part = take_rows(carry, rows)
+    np.testing.assert_array_equal(part["deter"], [[6, 7], [2, 3]])
+    put_rows(carry, np.array([0, 2]), part)
+    np.testing.assert_array_equal(carry["deter"], [[6, 7], [2, 3], [2, 3], [6, 7]])
+    np.testing.assert_array_equal(carry["previous"]["move"], [3, 1, 1, 3])
+
+
+def test_allocator_settings_leave_the_users_own_alone() -> None:
+    added = allocator_environment({})
+    assert added["GLIBC_TUNABLES"].startswith("glibc.malloc.hugetlb=1:")
+    assert allocator_environment(added) == {}

@@ -1,0 +1,37 @@
+"""Files are replaced whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dreamfleet import files
+from dreamfleet.files import atomic_write
+
+
+def test_content_and_mode(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    atomic_write(path, "text", mode=0o600)
+    assert path.read_text() == "text"
+    assert path.stat().st_mode & 0o777 == 0o600
+    atomic_write(path, b"bytes")
+    assert path.read_bytes() == b"bytes"
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    atomic_write(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic_write(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
