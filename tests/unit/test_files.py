@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ def test_content_and_mode(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     atomic_write(path, b"bytes")
     assert path.read_bytes() == b"bytes"
-    assert os.listdir(path.parent) == ["file"]
+    assert [each.name for each in path.parent.iterdir()] == ["file"]
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
@@ -34,4 +33,4 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     with pytest.raises(OSError, match="No space"):
         atomic_write(path, "new")
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["file"]
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
