@@ -4,6 +4,7 @@
 writers and samplers in step; `Stream` cuts sequences into training batches.
 """
 
+from dreamfleet.replay.config import Fractions, PriorityConfig, ReplayConfig
 from dreamfleet.replay.errors import (
     BatchOrderError,
     DirectoryInUseError,
@@ -35,13 +36,16 @@ __all__ = [
     "Draw",
     "Fifo",
     "Forecast",
+    "Fractions",
     "Mixture",
     "NotEnoughDataError",
     "Prioritized",
+    "PriorityConfig",
     "RateLimitedError",
     "Recency",
     "Replay",
     "ReplayClosedError",
+    "ReplayConfig",
     "ReplayError",
     "SamplesPerInsert",
     "SchemaError",
