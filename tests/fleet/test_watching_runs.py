@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -19,7 +18,8 @@ import pytest
 
 from dreamfleet.cli import main
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.overview import Watcher, announced
+from dreamfleet.fleet.overview import Watcher
+from dreamfleet.fleet.record import claim_directory, read_record
 
 COMMAND = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
 DUMMY = [*COMMAND, "--task", "bundled:dummy", "--agent", "random", "--envs", "2",
@@ -101,7 +101,7 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
         capsys.readouterr()
         assert "bundled:dummy" in (tmp_path / "status.svg").read_text()
 
-        with pytest.raises(ConfigError, match="is in use by a run"), announced(tmp_path):
+        with pytest.raises(ConfigError, match="is in use by a run"), claim_directory(tmp_path):
             pass
 
         with Watcher(tmp_path) as watcher:
@@ -121,7 +121,10 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
         assert not re.search(r"^step ", terminal.wait_for_its_end(), re.MULTILINE)
     assert main(["status", str(tmp_path)]) == 0
     assert "not under way" in capsys.readouterr().out
-    assert not (tmp_path / "run.pid").exists()
+    record = read_record(tmp_path)
+    assert record is not None
+    assert record.state == "ended"
+    assert {worker.state for worker in record.workers} == {"ended"}
 
 
 def look(watcher: Watcher):
@@ -145,15 +148,3 @@ def test_a_directory_without_a_run_is_said(
 ) -> None:
     assert main(["status", str(tmp_path)]) == 1
     assert "holds no run" in capsys.readouterr().err
-
-
-def test_a_number_that_another_process_has_got_is_no_run(tmp_path: Path) -> None:
-    """Numbers come again: whoever has that of a run that is over is told by when it was started."""
-    other = psutil.Process(os.getppid())
-    path = tmp_path / "run.pid"
-    path.write_text(json.dumps({"pid": other.pid, "created": other.create_time()}))
-    with pytest.raises(ConfigError, match=f"process {other.pid}"), announced(tmp_path):
-        pass
-    path.write_text(json.dumps({"pid": other.pid, "created": other.create_time() - 100}))
-    with announced(tmp_path):
-        assert json.loads(path.read_text())["pid"] == os.getpid()

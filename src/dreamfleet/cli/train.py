@@ -24,7 +24,7 @@ from dreamfleet.errors import ConfigError, DreamfleetError, install_command
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import environment, factories
 from dreamfleet.fleet.offline import find_source
-from dreamfleet.fleet.overview import announced
+from dreamfleet.fleet.record import claim_directory
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
 
@@ -162,7 +162,7 @@ def train(
     preflight(config, partial(environment, config))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     start = time.monotonic()
-    with announced(config.logdir), live(config.logdir) as progress:
+    with claim_directory(config.logdir), live(config.logdir) as progress:
         combined(**factories(config), args=config, say=say, progress=progress)
     if eval_episodes:
         _evaluate(config, eval_episodes, start)

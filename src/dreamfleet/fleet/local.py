@@ -74,7 +74,7 @@ def combined(
             processes.append(member("replay", function, logs, _ONE_THREAD))
         serve_metrics = partial(parallel_logger, _packed(make_logger, run), run)
         processes.append(member("logger", serve_metrics, logs, _ONE_THREAD))
-        supervisor = _supervisor(processes, run, say)
+        supervisor = _supervisor(processes, run, say, run.logdir)
         tell = progress or say
         with serial_log(run), StatusLine(run, tell, lambda: supervisor.away, say) as status:
             supervisor.run(status.show, run.log_every)
@@ -104,7 +104,9 @@ def parallel_envs(
     _supervisor(processes, args, say).run()
 
 
-def _supervisor(processes: list[Process], args: RunConfig, say: Say) -> Supervisor:
+def _supervisor(
+    processes: list[Process], args: RunConfig, say: Say, logdir: Path | None = None
+) -> Supervisor:
     return Supervisor(
         processes,
         on_failure=args.on_failure,
@@ -112,6 +114,8 @@ def _supervisor(processes: list[Process], args: RunConfig, say: Say) -> Supervis
         restart_window=args.restart_window,
         duration=args.duration,
         say=say,
+        logdir=logdir,
+        launcher=args.launcher,
     )
 
 

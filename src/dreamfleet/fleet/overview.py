@@ -7,11 +7,10 @@ that started the run.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,9 +20,9 @@ import psutil
 from dreamfleet.blueprint import read_config
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.record import read_record, supervisor_process
 from dreamfleet.transport import Client, Future, TransportError
 
-_PID_FILE = "run.pid"
 _TITLE = "dreamfleet "
 _SERIAL = "all roles"
 _RATE_SECONDS = 30.0
@@ -268,39 +267,11 @@ def role_names(config: RunConfig) -> list[str]:
     return names
 
 
-@contextmanager
-def announced(logdir: Path) -> Iterator[None]:
-    """Let others find this process as the one that runs the fleet, as long as it does.
-
-    Raises:
-        ConfigError: Another process runs a fleet in this directory.
-    """
-    other = _supervisor(logdir)
-    if other is not None and other.pid != os.getpid():
-        raise ConfigError(
-            f"{logdir} is in use by a run that is under way (process {other.pid}): end that one, "
-            "or choose another directory."
-        )
-    logdir.mkdir(parents=True, exist_ok=True)
-    path = logdir / _PID_FILE
-    me = psutil.Process()
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps({"pid": me.pid, "created": me.create_time()}))
-    temporary.replace(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def _supervisor(logdir: Path) -> psutil.Process | None:
-    """Who runs the fleet; None if nobody does. Another process may have got an old number."""
-    try:
-        told = json.loads((logdir / _PID_FILE).read_text())
-        process = psutil.Process(told["pid"])
-        return process if abs(process.create_time() - told["created"]) < 1 else None
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
-        return None
+    """Who runs the fleet; None if nobody does."""
+    record = read_record(logdir)
+    running = record is not None and record.state in ("running", "ending")
+    return supervisor_process(record) if record is not None and running else None
 
 
 def _children(supervisor: psutil.Process | None) -> Iterator[tuple[str, psutil.Process]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from dreamfleet.fleet.record import WorkerState
+
 _TAIL_BYTES = 20_000
 _TAIL_LINES = 60
 _REASON_LENGTH = 200
@@ -34,6 +36,10 @@ class Process:
 
     error: BaseException | None = None
     """What it raised, where that can be known: a process has only its last words."""
+    started = 0.0
+    """Unix time of its last start; the supervisor notes it, and the two below."""
+    restarts = 0
+    failure = ""
 
     def __init__(
         self,
@@ -52,6 +58,16 @@ class Process:
     @property
     def alive(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._popen is None else self._popen.pid
+
+    @property
+    def state(self) -> WorkerState:
+        if self.alive:
+            return "running"
+        return "restarting" if self.restarts else "starting"
 
     def start(self) -> None:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)

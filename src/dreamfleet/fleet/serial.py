@@ -7,6 +7,7 @@ and the end of a run are as with processes. Python runs one thread at a time: it
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,10 @@ class RoleThread(Process):
     @property
     def alive(self) -> bool:
         return not self._ended.is_set()
+
+    @property
+    def pid(self) -> int | None:
+        return os.getpid()
 
     def start(self) -> None:
         self.error, self._stopper, self._ended = None, Stopper(), threading.Event()

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from dreamfleet.fleet.errors import FleetError
 from dreamfleet.fleet.process import Process
+from dreamfleet.fleet.record import FleetRecord, FleetState, WorkerRecord, write_record
 from dreamfleet.fleet.restarts import Restarts
 
 Say = Callable[[str], None]
@@ -60,6 +62,8 @@ class Supervisor:
         restart_window: Seconds after which a restart is forgotten.
         duration: Seconds after which the run is ended; 0 for never.
         say: Takes lines for the person.
+        logdir: Where the record of the fleet is written; None for nowhere.
+        launcher: What the record says about who started the processes.
     """
 
     def __init__(
@@ -71,12 +75,16 @@ class Supervisor:
         restart_window: float = 3600.0,
         duration: float = 0.0,
         say: Say = silent,
+        logdir: Path | None = None,
+        launcher: str = "",
     ) -> None:
         self._processes = list(processes)
         self._on_failure = on_failure
         self._restarts = Restarts(max_restarts, restart_window)
         self._duration, self._say = duration, say
         self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
+        self._record = FleetRecord.of_this_process(launcher)
+        self._logdir = logdir
 
     @property
     def away(self) -> list[str]:
@@ -102,7 +110,9 @@ class Supervisor:
                 stopped = self._watch(tick, every)
                 patience = _SAVE_SECONDS
             finally:
+                self._write_record("ending")
                 self._end(patience)
+                self._write_record("failed" if patience == _FAILED_SECONDS else "ended")
         if stopped in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
 
@@ -144,12 +154,17 @@ class Supervisor:
             f"{process.name} {how}{f' ({reason})' if reason else ''} and is started again in "
             f"{delay:g} s; see {process.log_file}"
         )
+        process.failure = f"{process.name} {how}{f': {reason}' if reason else ''}"
+        process.restarts += 1
+        self._write_record()
         timer = threading.Timer(delay, self._events.put, [_Restart(process)])
         timer.daemon = True
         timer.start()
 
     def _start(self, process: Process) -> None:
         process.start()
+        process.started = time.time()
+        self._write_record()
 
         def wait() -> None:
             code = process.wait()
@@ -157,6 +172,25 @@ class Supervisor:
             self._events.put(_Exited(process, code))
 
         threading.Thread(target=wait, name=f"wait-{process.name}", daemon=True).start()
+
+    def _write_record(self, state: FleetState = "running") -> None:
+        if self._logdir is None:
+            return
+        host = self._record.host
+        workers = tuple(
+            WorkerRecord(
+                name=each.name,
+                role=each.name.split("-")[0],
+                state=each.state if state == "running" or each.alive else "ended",
+                pid=each.pid if each.alive else None,
+                host=host,
+                started=each.started,
+                restarts=each.restarts,
+                error=each.failure,
+            )
+            for each in self._processes
+        )
+        write_record(self._logdir, replace(self._record, workers=workers, state=state))
 
     def _end(self, patience: float) -> None:
         """Ask the leader first, so that it hands over and saves while the others still serve. After

@@ -14,7 +14,8 @@ from dreamfleet.cli import live, main
 from dreamfleet.cli import status as status_command
 from dreamfleet.cli.live import clock, picture, sparkline
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.overview import RoleStatus, RunStatus, Watcher, announced, role_names
+from dreamfleet.fleet.overview import RoleStatus, RunStatus, Watcher, role_names
+from dreamfleet.fleet.record import claim_directory
 from dreamfleet.fleet.supervisor import silent
 from dreamfleet.transport import resolve
 
@@ -122,7 +123,7 @@ def test_a_serial_run_is_one_process_that_is_there(tmp_path: Path) -> None:
     """Its roles are threads: none of them is away because it has no process."""
     config = RunConfig(logdir=tmp_path, launcher="serial", logger_addr=resolve("ipc://{auto}"))
     (tmp_path / "config.json").write_text(config.to_json())
-    with announced(tmp_path), Watcher(tmp_path) as watcher:
+    with claim_directory(tmp_path), Watcher(tmp_path) as watcher:
         status = watcher.look(0.0)
     assert status is not None
     assert [(role.name, role.pid) for role in status.roles] == [("all roles", os.getpid())]
