@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typing
 
-from dreamfleet.agents.api import Agent, put_rows, take_rows
+from dreamfleet.agents.api import Agent, AgentBase, pad_rows, put_rows, take_rows
 from dreamfleet.agents.dreamer.config import (
     DreamerConfig,
     ExecutionConfig,
@@ -17,14 +17,17 @@ from dreamfleet.agents.dreamer.config import (
     size_preset,
 )
 from dreamfleet.agents.errors import AgentError, NonFiniteError, SpaceError, StateMismatchError
-from dreamfleet.agents.random import RandomAgent
+from dreamfleet.agents.random import RandomAgent, RandomConfig
+from dreamfleet.agents.registry import AgentType, find_agent
 
 if typing.TYPE_CHECKING:
     from dreamfleet.agents.dreamer.agent import Dreamer
 
 __all__ = [
     "Agent",
+    "AgentBase",
     "AgentError",
+    "AgentType",
     "Dreamer",
     "DreamerConfig",
     "ExecutionConfig",
@@ -33,8 +36,11 @@ __all__ = [
     "NonFiniteError",
     "OptimizerConfig",
     "RandomAgent",
+    "RandomConfig",
     "SpaceError",
     "StateMismatchError",
+    "find_agent",
+    "pad_rows",
     "put_rows",
     "size_preset",
     "take_rows",

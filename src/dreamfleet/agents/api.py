@@ -1,32 +1,61 @@
-"""What the runtime knows about an agent."""
+"""What the runtime knows about an agent.
+
+`Agent` is the whole interface. `AgentBase` has empty bodies for what an agent may leave out. The
+functions below the classes work on the rows of a carry: one walk for everybody who keeps, pads or
+cuts carries.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dreamfleet.spaces import Space, without_logs, without_reset
 
 Arrays = dict[str, NDArray[Any]]
 Mode = Literal["train", "eval", "greedy"]
 """What actions are for; all modes but the greedy one sample them."""
 Flat = dict[str, NDArray[Any] | int | float | str]
 Carry = Any
+Rows = NDArray[np.integer[Any]] | NDArray[np.bool_] | slice
 
 
 @runtime_checkable
 class Agent(Protocol):
     """Acts, learns, reports and can be saved.
 
-    One object serves an actor thread (`policy`) and a learner thread (everything else) at the same
-    time.
+    One object serves an actor thread (`policy`, `init_policy`) and a learner thread (everything
+    else) at the same time.
 
-    A policy carry is a dict of numpy arrays (possibly nested) whose leading axis is the
-    environment, so a server that keeps many environments' carries picks and writes rows with
-    `take_rows` and `put_rows`. Train and report carries stay on the training devices and are only
-    ever handed back.
+    A policy carry is a numpy array, or a dict, list or tuple of carries; the leading axis of every
+    array is the environment. Train and report carries stay on the training devices and are only
+    passed to the next call.
     """
+
+    obs_space: dict[str, Space]
+    """What it observes, without keys that are only logged."""
+    act_space: dict[str, Space]
+    """What it chooses, without `reset`."""
+    stored_space: dict[str, Space]
+    """What is stored with each step in addition: the third result of `policy`."""
+    context: int
+    """Steps that a batch holds before those that are trained on."""
+
+    def compile(
+        self,
+        *,
+        batch_size: int,
+        batch_length: int,
+        report_length: int | None,
+        policy_batches: Sequence[int],
+    ) -> None:
+        """Get ready for batches of these sizes; called once, before data is collected."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the policy at this moment, logged under `actor/`."""
 
     def init_policy(self, n: int) -> Carry:
         """The carry of n environments that have not started."""
@@ -58,17 +87,79 @@ class Agent(Protocol):
         """Take over a saved state, or the entries whose names match `regex` from the start."""
 
 
-def take_rows(carry: Carry, rows: NDArray[np.integer[Any]]) -> Carry:
-    """The rows of a policy carry."""
-    if isinstance(carry, dict):
-        return {key: take_rows(value, rows) for key, value in carry.items()}
-    return carry[rows]
+class AgentBase:
+    """An agent without a memory that needs no compilation and reports nothing.
+
+    A subclass adds `policy`, `train`, `save` and `load`, and overrides what else it needs.
+    """
+
+    def __init__(self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
+        self.obs_space = without_logs(obs_space)
+        self.act_space = without_reset(act_space)
+        self.stored_space: dict[str, Space] = {}
+        self.context = 0
+
+    def compile(
+        self,
+        *,
+        batch_size: int,
+        batch_length: int,
+        report_length: int | None,
+        policy_batches: Sequence[int],
+    ) -> None:
+        """Nothing to compile."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def init_policy(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
+        return {}
+
+    def init_train(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
+        return {}
+
+    def init_report(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
+        return {}
+
+    def report(
+        self,
+        carry: Carry,
+        batch: Mapping[str, Any],  # noqa: ARG002 - the protocol's
+    ) -> tuple[Carry, dict[str, Any]]:
+        return carry, {}
+
+    def stream(self, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Iterator[Mapping[str, Any]]:
+        return iter(batches)
 
 
-def put_rows(carry: Carry, rows: NDArray[np.integer[Any]], values: Carry) -> None:
+def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """The function's result for every array of a carry, with the arrays at the same place in
+    `others`, in the carry's form."""
+    if isinstance(tree, dict):
+        return {
+            key: map_arrays(function, value, *(other[key] for other in others))
+            for key, value in tree.items()
+        }
+    if isinstance(tree, (tuple, list)):
+        parts = [map_arrays(function, *each) for each in zip(tree, *others, strict=True)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return function(tree, *others)
+
+
+def take_rows(carry: Carry, rows: Rows) -> Carry:
+    """Some rows of a policy carry."""
+    return map_arrays(lambda array: array[rows], carry)
+
+
+def put_rows(carry: Carry, rows: Rows, values: Carry) -> None:
     """Write rows of a policy carry in place."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            put_rows(carry[key], rows, value)
-        else:
-            carry[key][rows] = value
+
+    def put(new: Any, array: Any) -> None:
+        array[rows] = new
+
+    map_arrays(put, values, carry)
+
+
+def pad_rows(carry: Carry, count: int) -> Carry:
+    """The carry with `count` more rows at its end, copies of its first row."""
+    return map_arrays(lambda x: np.concatenate([x, np.repeat(x[:1], count, axis=0)]), carry)

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Arrays, Carry, Flat, Mode
+from dreamfleet.agents.api import AgentBase, Arrays, Carry, Flat, Mode
 from dreamfleet.agents.errors import StateMismatchError
+from dreamfleet.agents.registry import AgentType
 from dreamfleet.spaces import Space
 
 
-class RandomAgent:
+@dataclass(frozen=True)
+class RandomConfig:
+    """A random agent has no settings."""
+
+
+class RandomAgent(AgentBase):
     """Uniform actions, without JAX and without parameters."""
 
     def __init__(
         self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space], *, seed: int = 0
     ) -> None:
-        self.obs_space = dict(obs_space)
-        self.act_space = {name: space for name, space in act_space.items() if name != "reset"}
+        super().__init__(obs_space, act_space)
         self._seed = seed
         self._actions = 0
         self._updates = 0
-
-    def init_policy(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
-        return {}
-
-    def init_train(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
-        return {}
-
-    def init_report(self, n: int) -> Carry:  # noqa: ARG002 - the protocol's
-        return {}
 
     def policy(
         self,
@@ -58,16 +55,6 @@ class RandomAgent:
         self._updates += 1
         return carry, {}, {"opt/updates": self._updates}
 
-    def report(
-        self,
-        carry: Carry,
-        batch: Mapping[str, Any],  # noqa: ARG002 - the protocol's
-    ) -> tuple[Carry, dict[str, Any]]:
-        return carry, {}
-
-    def stream(self, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Iterator[Mapping[str, Any]]:
-        return iter(batches)
-
     def save(self) -> Flat:
         return {"counters/actions": self._actions, "counters/updates": self._updates}
 
@@ -79,3 +66,23 @@ class RandomAgent:
             )
         self._actions = int(state.get("counters/actions", self._actions))
         self._updates = int(state.get("counters/updates", self._updates))
+
+
+class RandomType(AgentType[RandomConfig]):
+    """The random agent in the registry."""
+
+    name = "random"
+    config = RandomConfig
+
+    def make(
+        self,
+        obs_space: Mapping[str, Space],
+        act_space: Mapping[str, Space],
+        config: RandomConfig,  # noqa: ARG002 - the protocol's
+        *,
+        seed: int,
+    ) -> RandomAgent:
+        return RandomAgent(obs_space, act_space, seed=seed)
+
+
+RANDOM = RandomType()

@@ -271,7 +271,7 @@ class Learning:
         }
         if updates:
             metrics["learner/state"] = "training"
-        if age := getattr(self._agent, "policy_metrics", None):
+        if age := getattr(self._agent, "metrics", None):
             metrics |= {f"actor/{key}": value for key, value in age().items()}
         self._logger.add(steps, _sendable(metrics))
 

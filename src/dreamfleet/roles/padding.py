@@ -8,12 +8,8 @@ is as valid as any; what comes out for the copies is dropped. Full batches stay 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dreamfleet.agents.api import Agent, Arrays, Carry, Mode
+from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, pad_rows, take_rows
 from dreamfleet.config import RunConfig
 
 
@@ -33,19 +29,6 @@ def padded_policy(
     missing = sizes[index] - rows if index < len(sizes) else 0
     if not missing:
         return agent.policy(carry, obs, mode)
-    results = agent.policy(_extend(carry, missing), _extend(obs, missing), mode)
-    carry, actions, outs = (_cut(result, rows) for result in results)
+    results = agent.policy(pad_rows(carry, missing), pad_rows(obs, missing), mode)
+    carry, actions, outs = (take_rows(result, slice(rows)) for result in results)
     return carry, actions, outs
-
-
-def _extend(tree: Any, count: int) -> Any:
-    if isinstance(tree, dict):
-        return {key: _extend(value, count) for key, value in tree.items()}
-    array: NDArray[Any] = tree
-    return np.concatenate([array, np.repeat(array[:1], count, axis=0)])
-
-
-def _cut(tree: Any, rows: int) -> Any:
-    if isinstance(tree, dict):
-        return {key: _cut(value, rows) for key, value in tree.items()}
-    return tree[:rows]

@@ -194,7 +194,7 @@ def test_the_actor_gets_new_parameters_and_knows_their_age() -> None:
         carry, _, _ = agent.train(carry, batch)
         jax.block_until_ready((agent._state, agent._hand_over._offered.nets))
         agent.policy(agent.init_policy(1), observations(VECTOR, 1))
-        ages.append(agent.policy_metrics()["policy/updates_behind"])
+        ages.append(agent.metrics()["policy/updates_behind"])
     assert ages == [1, 0, 1, 0, 1, 0]
     acting = agent._hand_over.latest()._actor[0].kernel
     np.testing.assert_array_equal(acting, agent._state.nets.actor.mlp.layers[0].kernel)

@@ -21,6 +21,7 @@ from dreamfleet.agents import (
     OptimizerConfig,
     RandomAgent,
     StateMismatchError,
+    pad_rows,
     put_rows,
     size_preset,
     take_rows,
@@ -129,6 +130,11 @@ def test_rows_of_a_carry() -> None:
     put_rows(carry, np.array([0, 2]), part)
     np.testing.assert_array_equal(carry["deter"], [[6, 7], [2, 3], [2, 3], [6, 7]])
     np.testing.assert_array_equal(carry["previous"]["move"], [3, 1, 1, 3])
+    padded = pad_rows((carry, [np.arange(2)]), 2)
+    assert isinstance(padded, tuple)
+    np.testing.assert_array_equal(padded[0]["deter"][4:], [[6, 7], [6, 7]])
+    np.testing.assert_array_equal(padded[1][0], [0, 1, 0, 0])
+    np.testing.assert_array_equal(take_rows(padded, slice(2))[1][0], [0, 1])
 
 
 def test_allocator_settings_leave_the_users_own_alone() -> None:

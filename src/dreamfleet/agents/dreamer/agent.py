@@ -22,7 +22,7 @@ from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, draw, policy
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, use_one_blas_thread
 from dreamfleet.agents.dreamer.execution import Placement, enable_cache
-from dreamfleet.agents.dreamer.fit import FLAGS
+from dreamfleet.agents.dreamer.fit import stored_space
 from dreamfleet.agents.dreamer.handover import HandOver, Snapshot
 from dreamfleet.agents.dreamer.keys import action_keys, observation_keys
 from dreamfleet.agents.dreamer.learning import TrainState, init_state, train_step
@@ -33,9 +33,10 @@ from dreamfleet.agents.dreamer.rssm import State
 from dreamfleet.agents.dreamer.state import replace_leaves, select_matching, to_flat
 from dreamfleet.agents.dreamer.traces import TraceCache
 from dreamfleet.agents.errors import NonFiniteError
-from dreamfleet.spaces import Space
+from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
 
 logger = logging.getLogger(__name__)
+_UNUSED = {*FLAGS} - {"is_first"}
 _Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Arrays, Arrays]]
 
 
@@ -56,8 +57,10 @@ class Dreamer:
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         self.config = config = config or DreamerConfig()
-        self.obs_space = {k: v for k, v in obs_space.items() if not k.startswith("log/")}
-        self.act_space = {k: v for k, v in act_space.items() if k != "reset"}
+        self.obs_space = without_logs(obs_space)
+        self.act_space = without_reset(act_space)
+        self.stored_space = stored_space(config.model)
+        self.context = config.execution.replay_context
         self._obs_keys = observation_keys(self.obs_space)
         self._act_keys = action_keys(self.act_space)
         self._placement = Placement.of(config.execution, devices)
@@ -120,7 +123,7 @@ class Dreamer:
         mode: Mode = "train",
     ) -> tuple[Carry, Arrays, Arrays]:
         """Choose actions: samples in training and in evaluation, as published, or the likeliest."""
-        inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in FLAGS[1:]}
+        inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in _UNUSED}
         health.check_arrays("Observation", inputs, missing=True)
         shape = (len(inputs["is_first"]), self.config.model.stoch)
         draws = draw(
@@ -134,7 +137,7 @@ class Dreamer:
                 actions[key] = actions[key].astype(space.dtype)
         return following, actions, entries
 
-    def policy_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """How old the parameters are that `policy` uses at the moment."""
         updates, seconds = self._hand_over.age()
         return {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
@@ -205,8 +208,7 @@ class Dreamer:
         first = next(iter(batch.values()))
         if isinstance(first, jax.Array):
             return dict(batch)
-        kept = {key: value for key, value in batch.items() if not key.startswith("log/")}
-        placed: dict[str, Any] = self._placement.put_batch(kept)
+        placed: dict[str, Any] = self._placement.put_batch(without_logs(batch))
         return placed
 
     def _snapshot(self) -> Snapshot:
@@ -225,8 +227,8 @@ class Dreamer:
         batch_length: int,
         report_length: int | None = None,
         policy_batches: Sequence[int] = (),
-    ) -> float:
-        """Compile everything before data collection starts; returns the seconds it took."""
+    ) -> None:
+        """Compile everything before data collection starts."""
         start = time.perf_counter()
         lengths = [(self._train_program, batch_length)]
         if report_length:
@@ -244,19 +246,14 @@ class Dreamer:
         for size in policy_batches:
             obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
             self.policy(self.init_policy(size), obs)
-        seconds = time.perf_counter() - start
-        logger.info("Compiled the agent in %.1f s", seconds)
-        return seconds
+        logger.info("Compiled the agent in %.1f s", time.perf_counter() - start)
 
     def example_batch(self, batch_size: int, batch_length: int) -> dict[str, NDArray[Any]]:
         """A batch of zeros with the keys, shapes and dtypes that `train` expects."""
-        steps = (batch_size, batch_length + self.config.execution.replay_context)
-        model = self.config.model
-        spaces = {**self.obs_space, **self.act_space}
+        steps = (batch_size, batch_length + self.context)
+        spaces = {**self.obs_space, **self.act_space, **self.stored_space}
         return {
             **{key: np.zeros((*steps, *s.shape), s.dtype) for key, s in spaces.items()},
-            "dyn/deter": np.zeros((*steps, model.deter), np.float32),
-            "dyn/stoch": np.zeros((*steps, model.stoch, model.classes), np.float32),
             "stepid": np.zeros((*steps, 20), np.uint8),
             "consec": np.zeros(steps, np.int32),
         }

@@ -11,9 +11,8 @@ import numpy as np
 
 from dreamfleet.agents.dreamer.config import ModelConfig
 from dreamfleet.agents.errors import SpaceError
-from dreamfleet.spaces import Space
+from dreamfleet.spaces import FLAGS, RESET, Space, without_logs
 
-FLAGS = ("is_first", "is_last", "is_terminal", "reward")
 _MOST_CHOICES = 4096
 
 
@@ -32,9 +31,17 @@ def check_spaces(
             check_image_size(name, space.shape[0], space.shape[1], model)
 
 
+def stored_space(model: ModelConfig) -> dict[str, Space]:
+    """The latent state that is stored with each step."""
+    return {
+        "dyn/deter": Space(np.float32, (model.deter,)),
+        "dyn/stoch": Space(np.float32, (model.stoch, model.classes)),
+    }
+
+
 def observed(space: Mapping[str, Space]) -> dict[str, Space]:
     """The keys that are encoded and decoded."""
-    return {k: v for k, v in space.items() if k not in FLAGS and not k.startswith("log/")}
+    return {key: entry for key, entry in without_logs(space).items() if key not in FLAGS}
 
 
 def check_observations(space: Mapping[str, Space]) -> None:
@@ -65,7 +72,7 @@ def check_observations(space: Mapping[str, Space]) -> None:
 
 
 def check_actions(space: Mapping[str, Space]) -> None:
-    names = [name for name in space if name != "reset"]
+    names = [name for name in space if name != RESET]
     for name in names:
         _check_choices(name, space[name])
     if not names:

@@ -1,0 +1,99 @@
+"""From the name of an agent to its type: settings, constructor, and what the runtime asks first.
+
+A type is light: the processes that only ask what an agent stores with a step do not load the
+libraries that the agent computes with.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from dreamfleet.agents.api import Agent
+from dreamfleet.errors import ConfigError
+from dreamfleet.imports import load_object
+from dreamfleet.spaces import Space
+
+Config = TypeVar("Config")
+Spaces = Mapping[str, Space]
+
+BUILT_IN: Mapping[str, str] = {
+    "dreamer": "dreamfleet.agents.dreamer:DREAMER",
+    "random": "dreamfleet.agents.random:RANDOM",
+}
+"""The agents of this package; all others are named as `package.module:name`."""
+
+
+class AgentType(ABC, Generic[Config]):
+    """One kind of agent. A subclass sets `name` and `config` and makes the agent."""
+
+    name: str
+    """Prefix of its settings in flags and in JSON."""
+    config: type[Config]
+    """A frozen dataclass that holds its settings; all of them have defaults."""
+
+    @abstractmethod
+    def make(self, obs_space: Spaces, act_space: Spaces, config: Config, *, seed: int) -> Agent:
+        """A fresh agent."""
+
+    def check(self, obs_space: Spaces, act_space: Spaces, config: Config) -> None:
+        """Refuse spaces that no agent with these settings can be made for.
+
+        Raises:
+            SpaceError: The message names the key, and the fix.
+        """
+
+    def stored_space(
+        self,
+        obs_space: Spaces,  # noqa: ARG002 - for who overrides it
+        act_space: Spaces,  # noqa: ARG002 - for who overrides it
+        config: Config,  # noqa: ARG002 - for who overrides it
+    ) -> dict[str, Space]:
+        """What the agent stores with each step in addition to observations and actions."""
+        return {}
+
+    def context(self, config: Config) -> int:  # noqa: ARG002 - for who overrides it
+        """Steps that the agent needs before those that it trains on."""
+        return 0
+
+    def sends_priority(self, config: Config) -> bool:  # noqa: ARG002 - for who overrides it
+        """Whether `outs["replay"]` of `train` holds a `priority` for each step."""
+        return False
+
+    def anywhere(self, config: Config) -> Config:
+        """The settings without the devices of the machine that trained."""
+        return config
+
+    def process_environment(
+        self,
+        config: Config,  # noqa: ARG002 - for who overrides it
+        environ: Mapping[str, str],  # noqa: ARG002 - for who overrides it
+    ) -> dict[str, str]:
+        """Variables to add to `environ` before the agent's process starts."""
+        return {}
+
+
+def find_agent(name: str) -> AgentType[Any]:
+    """The type of an agent: `dreamer`, `random`, or your own as `package.module:name`.
+
+    Raises:
+        ConfigError: There is no such agent, or the name is not that of an `AgentType`.
+    """
+    if name not in BUILT_IN and ":" not in name:
+        close = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"There is no agent {name!r}.{hint} Choose {' or '.join(BUILT_IN)}, or write "
+            "package.module:name for your own."
+        )
+    found = load_object(BUILT_IN.get(name, name))
+    if isinstance(found, type) and issubclass(found, AgentType):
+        found = found()
+    if not isinstance(found, AgentType):
+        raise ConfigError(
+            f"{name} is {type(found).__name__!r}, not an agent type: name a subclass of "
+            "dreamfleet.agents.AgentType, or an instance of one."
+        )
+    return found

@@ -1,0 +1,44 @@
+"""Objects that a setting names as `package.module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from operator import attrgetter
+from pathlib import Path
+
+from dreamfleet.errors import ConfigError
+
+
+def load_object(path: str) -> object:
+    """What `package.module:name` names; modules of the current directory are found as well.
+
+    Raises:
+        ConfigError: There is no such module or no such name in it, or it cannot be imported.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{path!r} names no object: write package.module:name.")
+    # Installed commands, unlike `python file.py`, do not look into the current directory. It goes
+    # last, so that nothing installed is shadowed.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that exists but imports one that does not has another problem.
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{module} cannot be imported: {error}; install it.") from error
+        raise ConfigError(
+            f"There is no module {module!r}, which {path!r} names: install it, or start from the "
+            "directory that holds it."
+        ) from None
+    try:
+        found: object = attrgetter(name)(loaded)
+    except AttributeError:
+        close = difflib.get_close_matches(name, vars(loaded), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "check the spelling."
+        raise ConfigError(f"The module {module!r} has no {name!r}: {hint}") from None
+    return found
