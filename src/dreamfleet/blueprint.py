@@ -133,7 +133,7 @@ def read_config(logdir: Path) -> RunConfig:
 
 def read_blueprint(logdir: Path) -> Blueprint | None:
     """What the newest checkpoint of a run says about its agent; None if there is none."""
-    snapshot = Checkpoint(logdir / "ckpt" / "agent").load([BLUEPRINT])
+    snapshot = Checkpoint(logdir / "ckpt" / "agent").load(parts=[BLUEPRINT])
     return Blueprint.load(snapshot.parts[BLUEPRINT]) if snapshot else None
 
 

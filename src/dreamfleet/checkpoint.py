@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or not there.
 
     DIRECTORY/000007-step-000000125000/
         manifest.json        step, time, score, checksums, and every value that is no array
         agent.safetensors    the arrays of one part, flat
         ...
 
-A checkpoint is written under a temporary name, fsynced and renamed, so a name without a leading
-dot always stands for all of it. It is only trusted if every byte matches the checksums; otherwise
-the next older one is used. Nothing in it is code: arrays and JSON, no pickle.
+A checkpoint is written under a temporary name, fsynced and renamed, so a directory without a
+leading dot is complete. It is only trusted if every byte matches the checksums; otherwise the next
+older one is used. Nothing in it is code: arrays and JSON, no pickle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import time
@@ -24,7 +23,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes  # noqa: F401 - makes numpy know bfloat16
 import numpy as np
@@ -32,10 +31,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.files import atomic_rename, atomic_write, fsync
 
 log = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
+Which = Literal["latest", "best"]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -50,7 +51,7 @@ class CheckpointError(DreamfleetError):
 
 
 class MissingPartError(CheckpointError):
-    """A whole checkpoint that does not hold what was asked for."""
+    """A complete checkpoint that does not hold what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +68,29 @@ class Snapshot:
 class Checkpoint:
     """The checkpoints of one directory, written by one process.
 
+    The newest ones are kept, and the one with the highest score if any has a score.
+
     Args:
         directory: Where they lie; made when the first one is saved.
-        keep: How many of the newest stay.
-        keep_best: Also keep the one with the highest score.
+        keep: How many of the newest are kept.
     """
 
-    def __init__(self, directory: Path | str, *, keep: int = 1, keep_best: bool = False) -> None:
+    def __init__(self, directory: Path | str, *, keep: int = 1) -> None:
         if keep < 1:
             raise CheckpointError(f"keep has to be at least 1, got {keep}.")
         self.directory = Path(directory)
         self._keep = keep
-        self._keep_best = keep_best
 
-    def save(self, parts: Mapping[str, State], *, step: int, score: float | None = None) -> Path:
+    def save(self, parts: Mapping[str, State], step: int, score: float | None = None) -> Path:
         """Write a checkpoint and remove the ones that are no longer kept.
 
-        Every part is a flat dict of arrays, numbers, strings, booleans and None. When this
-        returns, the checkpoint survives the loss of power.
+        When this returns, the checkpoint survives a power cut.
+
+        Args:
+            parts: Flat dicts of arrays, numbers, strings, booleans and None, by name.
+            step: The step counter of the run.
+            score: How good it is, such as the mean score of an evaluation. None, or a score that
+                is not finite, is never the best.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._clean_up()
@@ -96,29 +102,30 @@ class Checkpoint:
             "format": _FORMAT,
             "step": step,
             "time": time.time(),
-            "score": score,
+            "score": score if score is not None and math.isfinite(score) else None,
             "parts": {name: _write_part(writing, name, state) for name, state in parts.items()},
         }
         _write_manifest(writing / _MANIFEST, body)
-        _sync(writing)
-        writing.rename(final)
-        _sync(self.directory)
+        atomic_rename(writing, final)
         self._remove_older()
         return final
 
-    def load(self, parts: Collection[str] | None = None) -> Snapshot | None:
-        """The newest checkpoint that is whole; None if there never was one.
+    def load(
+        self, which: Which = "latest", *, parts: Collection[str] | None = None
+    ) -> Snapshot | None:
+        """Read a checkpoint; None if there never was one, or for the best none with a score.
 
-        Another process may go on saving meanwhile.
+        A damaged one is skipped with a warning. Another process may save at the same time.
 
         Args:
+            which: The newest, or the one with the highest score.
             parts: Those to read; None for all.
 
         Raises:
-            CheckpointError: There are checkpoints and every one is damaged. Going on from nothing
-                would look like going on, so a person has to decide that.
+            CheckpointError: There are checkpoints and every one is damaged. A run that silently
+                started from scratch would look like one that resumed, so a person has to decide.
         """
-        while paths := self._all():
+        while paths := self._candidates(which):
             problems = []
             for path in paths:
                 try:
@@ -129,22 +136,29 @@ class Checkpoint:
                     problems.append(error)
                     if path.exists():
                         log.warning("%s It is skipped.", error)
-            # The writer may have put a newer one in the place of the one that was being read.
-            if self._all() == paths:
+            # The writer may have replaced the one that was being read by a newer one.
+            if self._candidates(which) == paths:
                 raise CheckpointError(
                     f"Every checkpoint in {self.directory} is damaged ({problems[0]}) Remove the "
-                    "directory to start anew."
+                    "directory to start from scratch."
                 )
         return None
 
     def latest(self) -> Path | None:
-        """Where the newest checkpoint lies, whole or not."""
+        """Path of the newest checkpoint, damaged or not."""
         return next(iter(self._all()), None)
 
     def best(self) -> Path | None:
-        """Where the checkpoint with the highest score lies; the newest of equal ones."""
-        scored = [(score, path) for path in self._all() if (score := _score(path)) is not None]
-        return max(scored, key=lambda pair: pair[0])[1] if scored else None
+        """Path of the checkpoint with the highest score, the newest of equal ones."""
+        return next(iter(self._candidates("best")), None)
+
+    def _candidates(self, which: Which) -> list[Path]:
+        """The checkpoints to try, in order."""
+        paths = self._all()
+        if which == "latest":
+            return paths
+        scores = {path: score for path in paths if (score := _score(path)) is not None}
+        return sorted(scores, key=scores.__getitem__, reverse=True)
 
     def _all(self) -> list[Path]:
         """Newest first: by serial number, because a run that went back has lower steps again."""
@@ -154,12 +168,10 @@ class Checkpoint:
         return sorted(found, key=_serial, reverse=True)
 
     def _remove_older(self) -> None:
-        stay = set(self._all()[: self._keep])
-        if self._keep_best and (best := self.best()):
-            stay.add(best)
+        kept = {*self._all()[: self._keep], self.best()}
         for path in self._all():
-            if path not in stay:
-                # Renamed first: half of a checkpoint must not keep the name of a whole one.
+            if path not in kept:
+                # Renamed first: half of a checkpoint must not keep the name of a complete one.
                 discarded = self.directory / f"{_DISCARDED}{path.name}"
                 path.rename(discarded)
                 shutil.rmtree(discarded)
@@ -212,7 +224,7 @@ def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
     save_file(arrays, path)
     with ThreadPoolExecutor(1) as pool:
         checksum = pool.submit(_checksum, path)
-        _sync(path)
+        fsync(path)
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
@@ -246,10 +258,7 @@ def _read_part(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
 def _write_manifest(path: Path, body: Mapping[str, Any]) -> None:
     text = json.dumps(body, allow_nan=False)
     seal = zlib.crc32(text.encode())
-    with path.open("w") as file:
-        file.write(json.dumps({"crc32": seal, "body": text}))
-        file.flush()
-        os.fsync(file.fileno())
+    atomic_write(path, json.dumps({"crc32": seal, "body": text}))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -304,12 +313,3 @@ def _checksum(path: Path) -> int:
         while size := file.readinto(block):
             result = zlib.crc32(memoryview(block)[:size], result)
     return result
-
-
-def _sync(path: Path) -> None:
-    """Bring a file's contents, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Doing something every so many seconds, alone or in step with other hosts."""
+"""Doing something every so many seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LocalClock:
         if should_log():
             ...
 
-    `every` of 0 is never and below 0 is always. The interval begins with the first call, which
+    `every` of 0 is never and below 0 is always. The interval starts with the first call, which
     answers `first`; a call that comes late is answered once, not once for each interval missed.
     """
 
@@ -41,30 +41,10 @@ class LocalClock:
         return True
 
 
-class GlobalClock:
-    """A clock that gives every host the same answer at the same call.
+class GlobalClock(LocalClock):
+    """A clock for what all hosts of a learner have to do at the same step, such as saving.
 
-    Work that all hosts do together hangs if only some of them begin it, and their clocks never
-    agree to the last step. So host 0 looks at its clock and the others are told.
-
-    Args:
-        every, first, now: As for `LocalClock`.
-        broadcast: Takes this host's answer and returns that of host 0, on all hosts alike. Every
-            host must call the clock equally often. None with a single host.
+    A collective operation hangs if only some hosts start it, and their clocks never agree to the
+    last step. A learner has one host today, so its own clock decides. With several hosts, host 0
+    decides and the others are told, here and nowhere else.
     """
-
-    def __init__(
-        self,
-        every: float,
-        *,
-        first: bool = False,
-        broadcast: Callable[[bool], bool] | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._local = LocalClock(every, first=first, now=now)
-        # Never and always need no agreement, and a broadcast costs every host a round trip.
-        self._broadcast = broadcast if every > 0 else None
-
-    def __call__(self) -> bool:
-        answer = self._local()
-        return answer if self._broadcast is None else bool(self._broadcast(answer))

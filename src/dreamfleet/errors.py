@@ -1,18 +1,22 @@
 """The root of every error Dreamfleet raises on purpose.
 
     DreamfleetError
-    ├── ConfigError       a setting that cannot work; the message names it and the fix
-    └── one subtree a layer, drawn in its own `errors.py`
+    ├── ConfigError        a setting that cannot work; the message names it and the fix
+    ├── MissingExtraError  an optional package is not installed; the message holds the command
+    ├── MetricsError       scores that cannot be read, or videos that cannot be written
+    ├── CheckpointError    in checkpoint.py
+    └── one subtree for each other package, drawn in its own `errors.py` (`envs` in `base.py`)
 
-Whoever wants to show a clean sentence instead of a traceback catches `DreamfleetError`: its
-message is written for the person, says what is wrong and what to do about it. Anything else that
-escapes is a bug.
+A program that shows a clean sentence instead of a traceback catches `DreamfleetError`. Its
+message is written for the person: it says what is wrong and what to do about it. Anything else
+that escapes is a bug.
 """
 
 import importlib.util
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 
 class DreamfleetError(Exception):
@@ -23,14 +27,41 @@ class ConfigError(DreamfleetError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
 
+class MissingExtraError(DreamfleetError, ImportError):
+    """An optional package that is needed and not installed."""
+
+
+class MetricsError(DreamfleetError):
+    """Scores that cannot be read, or videos that cannot be written."""
+
+
+def import_extra(module: str, purpose: str, extra: str) -> ModuleType:
+    """Import a package that belongs to an extra of this one.
+
+    Args:
+        module: Its name.
+        purpose: What needs it, in the plural: it starts the sentence that is raised.
+        extra: The extra that installs it.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{purpose} need the Python package {error.name}: {install_command(extra)}"
+        ) from error
+
+
 def install_command(extra: str) -> str:
     """The command that adds an extra of this package to the interpreter that is running.
 
-    Who runs `.venv/bin/dreamfleet` without activating .venv has another pip on the PATH, which
-    would install into another place.
+    A person who runs `.venv/bin/dreamfleet` without activating .venv has another pip on the PATH,
+    which would install into another place.
     """
     pip = shutil.which("pip")
     ours = pip is not None and Path(pip).parent == Path(sys.executable).parent
-    # Without a pip here, whoever made this environment knows what to say instead.
+    # Without a pip here, the person who made this environment knows what to type instead.
     through = "" if ours or importlib.util.find_spec("pip") is None else f"{sys.executable} -m "
     return f"{through}pip install 'dreamfleet[{extra}]'"

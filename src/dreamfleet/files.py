@@ -31,12 +31,23 @@ def atomic_write(path: Path, content: str | bytes, *, mode: int = 0o644) -> None
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    fsync_directory(path.parent)
+    fsync(path.parent)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make the names in a directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def atomic_rename(temporary: Path, path: Path) -> None:
+    """Give a complete file or directory its final name, so that both survive a power cut.
+
+    For what another program or library has written under a temporary name beside it. A directory's
+    files have to be fsynced already.
+    """
+    fsync(temporary)
+    temporary.replace(path)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Bring a file's content, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -192,7 +192,7 @@ def find_checkpoint(path: Path, parts: Collection[str] = ("agent", BLUEPRINT)) -
         if (path / "manifest.json").is_file():
             return read_checkpoint(path, parts)
         for folder in (path / "ckpt" / "agent", path):
-            snapshot = Checkpoint(folder).load(parts)
+            snapshot = Checkpoint(folder).load(parts=parts)
             if snapshot is not None:
                 return snapshot
     except MissingPartError as error:

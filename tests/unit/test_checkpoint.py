@@ -79,6 +79,7 @@ def test_other_values_come_back(tmp_path: Path) -> None:
 def test_nothing_saved_is_nothing_loaded(tmp_path: Path) -> None:
     ckpt = Checkpoint(tmp_path / "not" / "there")
     assert ckpt.load() is None
+    assert ckpt.load("best") is None
     assert ckpt.latest() is None
     assert ckpt.best() is None
 
@@ -92,13 +93,34 @@ def test_the_newest_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_best_is_kept_too(tmp_path: Path) -> None:
-    ckpt = Checkpoint(tmp_path, keep_best=True)
-    for step, score in ((1, 5.0), (2, 9.0), (3, 1.0), (4, None)):
-        ckpt.save({"agent": {}}, step=step, score=score)
-    assert names(tmp_path) == ["000002-step-000000000002", "000004-step-000000000004"]
+    ckpt = Checkpoint(tmp_path)
+    for step, score in ((1, 5.0), (2, 9.0), (3, 1.0), (4, None), (5, math.nan)):
+        ckpt.save({"agent": {}}, step, score)
+    assert names(tmp_path) == ["000002-step-000000000002", "000005-step-000000000005"]
     assert ckpt.best().name == "000002-step-000000000002"
-    ckpt.save({"agent": {}}, step=5, score=10.0)
-    assert names(tmp_path) == ["000005-step-000000000005"]
+    assert (ckpt.load().step, ckpt.load().score) == (5, None)
+    assert (ckpt.load("best").step, ckpt.load("best").score) == (2, 9.0)
+    ckpt.save({"agent": {}}, 6, score=10.0)
+    assert names(tmp_path) == ["000006-step-000000000006"]
+    ckpt.save({"agent": {}}, 7, score=10.0)
+    assert ckpt.best().name == "000007-step-000000000007", "the newest of equal ones"
+
+
+def test_without_a_score_there_is_no_best(tmp_path: Path) -> None:
+    ckpt = Checkpoint(tmp_path)
+    ckpt.save({"agent": {}}, 1)
+    assert ckpt.load("best") is None
+    assert ckpt.best() is None
+
+
+def test_a_damaged_best_one_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ckpt = Checkpoint(tmp_path)
+    best = ckpt.save({"agent": {"w": np.ones(3)}}, 1, score=9.0)
+    ckpt.save({"agent": {"w": np.ones(3)}}, 2, score=5.0)
+    flip(best / "agent.safetensors", -1)
+    with caplog.at_level(logging.WARNING):
+        assert ckpt.load("best").step == 2
+    assert best.name in caplog.text
 
 
 def test_a_run_that_went_back_still_loads_its_newest(tmp_path: Path) -> None:
@@ -179,9 +201,9 @@ def test_some_parts_can_be_read_alone(tmp_path: Path) -> None:
     ckpt = Checkpoint(tmp_path)
     path = ckpt.save({"agent": {"w": np.ones(2)}, "limiter": {"size": 3}}, step=1)
     flip(path / "agent.safetensors", -1)
-    assert ckpt.load(["limiter"]).parts == {"limiter": {"size": 3}}
+    assert ckpt.load(parts=["limiter"]).parts == {"limiter": {"size": 3}}
     with pytest.raises(MissingPartError, match="no part 'replay', only agent, limiter"):
-        ckpt.load(["replay"])
+        ckpt.load(parts=["replay"])
 
 
 def test_a_reader_is_not_disturbed_by_the_writer(

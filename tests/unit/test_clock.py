@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 
 from dreamfleet.clock import GlobalClock, LocalClock
@@ -54,51 +52,3 @@ def test_a_long_pause_is_answered_once(kind: type) -> None:
     assert not clock()
     time.now += 1
     assert clock()
-
-
-class Hosts:
-    """A broadcast between threads: everybody gets what host 0 brought."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count)
-        self.value = False
-
-    def of(self, host: int):
-        def broadcast(answer: bool) -> bool:
-            if host == 0:
-                self.value = answer
-            self.barrier.wait(10)
-            value = self.value
-            self.barrier.wait(10)
-            return value
-
-        return broadcast
-
-
-def test_hosts_with_different_clocks_agree() -> None:
-    hosts = Hosts(3)
-    answers: dict[int, list[bool]] = {}
-
-    def run(host: int) -> None:
-        time = Time()
-        clock = GlobalClock(10, broadcast=hosts.of(host), now=time)
-        answers[host] = []
-        for _ in range(40):
-            answers[host].append(clock())
-            time.now += 1 + host * 0.7
-
-    threads = [threading.Thread(target=run, args=(host,)) for host in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers[0] == answers[1] == answers[2]
-    assert [n for n, answer in enumerate(answers[0]) if answer] == [10, 20, 30]
-
-
-@pytest.mark.parametrize("every", [0, -1])
-def test_what_is_known_is_not_asked_for(every: float) -> None:
-    def broadcast(answer: bool) -> bool:
-        raise AssertionError("a round trip for nothing")
-
-    assert GlobalClock(every, broadcast=broadcast)() == (every < 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dreamfleet import files
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_rename, atomic_write
 
 
 def test_content_and_mode(tmp_path: Path) -> None:
@@ -34,3 +34,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
         atomic_write(path, "new")
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_complete_file_or_directory_gets_its_name(tmp_path: Path) -> None:
+    (tmp_path / ".part").write_text("new")
+    (tmp_path / "file").write_text("old")
+    atomic_rename(tmp_path / ".part", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "new"
+    (tmp_path / ".folder").mkdir()
+    atomic_rename(tmp_path / ".folder", tmp_path / "folder")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]

@@ -33,7 +33,7 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def _episodes(size: int, logs: int, seconds: float) -> Row:
-    stats = EpisodeStats(timeout=60, film=0)
+    stats = EpisodeStats(timeout=60, video=0)
     envid = np.arange(size)
     batch = {
         "reward": np.random.default_rng(0).random(size, np.float32),
@@ -57,7 +57,7 @@ def _episodes(size: int, logs: int, seconds: float) -> Row:
         f"episodes, batches of {size}, {logs} log keys",
         size / cost,
         "transitions/s",
-        note=f"{share:.1%} of a core at {_STEPS_PER_SECOND:,} a second, filming one",
+        note=f"{share:.1%} of a core at {_STEPS_PER_SECOND:,} a second, recording one",
     )
 
 

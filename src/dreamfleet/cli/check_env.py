@@ -20,7 +20,7 @@ from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
 from dreamfleet.errors import ConfigError
-from dreamfleet.metrics.pictures import contact_sheet, encode_png
+from dreamfleet.metrics.frames import contact_sheet, encode_png
 
 _LARGEST_FRAME = 160
 

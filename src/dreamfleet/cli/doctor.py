@@ -22,7 +22,7 @@ from rich.text import Text
 
 from dreamfleet.cli.console import say
 from dreamfleet.errors import DreamfleetError, install_command
-from dreamfleet.metrics.video import find_encoder
+from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.transport import Client, Server
 
 _MARKS = {

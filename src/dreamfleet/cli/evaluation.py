@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env
 from dreamfleet.envs.diagnose import camera
 from dreamfleet.errors import ConfigError
-from dreamfleet.metrics.lettering import labelled
-from dreamfleet.metrics.video import Mp4Writer, enlarged
+from dreamfleet.metrics.frames import Mp4Writer, enlarged, labelled
 from dreamfleet.policy import Policy
 from dreamfleet.roles.evaluate import evaluate
 
@@ -128,9 +127,8 @@ class _Film:
         self._writer, self._title = writer, title
 
     def add(self, frame: NDArray[np.uint8], score: float) -> None:
-        # Of a fixed width, because the letters are as large as the whole line allows.
         line = f"{self._title}  return {score:<8.5g}"
-        self._writer.add(labelled(enlarged(frame)[None], line)[0])
+        self._writer.add(labelled(enlarged(frame), line))
 
 
 class _Filmed(Wrapper):

@@ -19,7 +19,7 @@ from rich.text import Text
 from dreamfleet.cli.console import out, say
 from dreamfleet.fleet.overview import RoleStatus, RunStatus, Watcher
 from dreamfleet.fleet.supervisor import Say, silent
-from dreamfleet.metrics.outputs.terminal import readable
+from dreamfleet.formatting import readable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SECONDS_BETWEEN_LOOKS = 1.0

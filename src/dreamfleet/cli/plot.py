@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,18 @@ from rich.table import Table
 from dreamfleet.blueprint import read_config
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import ConfigError, install_command
-from dreamfleet.metrics import MissingOutputError
-from dreamfleet.metrics.curves import Curve, Scores, bin_width, combine, final_score, read_scores
-from dreamfleet.metrics.outputs.terminal import readable
-from dreamfleet.metrics.published import PublishedCurve, published_curve
+from dreamfleet.errors import ConfigError, import_extra
+from dreamfleet.formatting import readable
+from dreamfleet.metrics.curves import (
+    Curve,
+    PublishedCurve,
+    Scores,
+    bin_width,
+    combine,
+    final_score,
+    published_curve,
+    read_scores,
+)
 
 # Settings that do not make a run another experiment.
 _INCIDENTAL = (
@@ -170,10 +176,7 @@ def _table(panels: Sequence[_Panel]) -> Table:
 def _draw(panels: Sequence[_Panel], out: Path) -> None:
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--out={out} has to end in .png, .svg or .pdf.")
-    try:
-        figure_module: Any = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        raise MissingOutputError(f"Plots need matplotlib: {install_command('plot')}") from error
+    figure_module: Any = import_extra("matplotlib.figure", "Plots", "plot")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     # A figure of its own, without the package's global state and without a window.

@@ -3,14 +3,21 @@
 DreamfleetError
 └── EnvError
     ├── UnknownTaskError   no suite, task or factory has this name; the message offers close ones
-    ├── MissingExtraError  the suite's package is not installed; the message holds the command
     ├── SpaceError         a space, an observation or an action that breaks the contract
     └── EnvCrashedError    the environment failed more often than it may be restarted
 """
 
 from __future__ import annotations
 
-from dreamfleet.errors import DreamfleetError
+from dreamfleet.errors import DreamfleetError, MissingExtraError
+
+__all__ = [
+    "EnvCrashedError",
+    "EnvError",
+    "MissingExtraError",
+    "SpaceError",
+    "UnknownTaskError",
+]
 
 
 class EnvError(DreamfleetError):
@@ -19,10 +26,6 @@ class EnvError(DreamfleetError):
 
 class UnknownTaskError(EnvError, ValueError):
     """A task that names nothing."""
-
-
-class MissingExtraError(EnvError, ImportError):
-    """A suite whose package is not installed."""
 
 
 class SpaceError(EnvError, ValueError):

@@ -9,7 +9,7 @@ from typing import Any, Self
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.stall import why
 from dreamfleet.fleet.supervisor import Say
-from dreamfleet.metrics.outputs.terminal import readable
+from dreamfleet.formatting import readable
 from dreamfleet.transport import Client, Future, TransportError
 
 _PATIENT_LINES = 2

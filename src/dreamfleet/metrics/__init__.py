@@ -1,8 +1,8 @@
 """Metrics: episodes, aggregates, timers, and where they are written."""
 
+from dreamfleet.errors import MetricsError
 from dreamfleet.metrics.aggregate import Aggregate
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
-from dreamfleet.metrics.errors import MetricsError, MissingOutputError
 from dreamfleet.metrics.outputs import (
     JsonlOutput,
     MediaOutput,
@@ -10,12 +10,11 @@ from dreamfleet.metrics.outputs import (
     Outputs,
     ScoresFile,
     TensorBoardOutput,
-    TerminalOutput,
     WandbOutput,
     kind_of,
     read_jsonl,
 )
-from dreamfleet.metrics.timing import Rate, Timer, Usage
+from dreamfleet.metrics.timing import Timer, Usage
 
 __all__ = [
     "Aggregate",
@@ -24,13 +23,10 @@ __all__ = [
     "JsonlOutput",
     "MediaOutput",
     "MetricsError",
-    "MissingOutputError",
     "Output",
     "Outputs",
-    "Rate",
     "ScoresFile",
     "TensorBoardOutput",
-    "TerminalOutput",
     "Timer",
     "Usage",
     "WandbOutput",

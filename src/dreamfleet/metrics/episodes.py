@@ -1,8 +1,8 @@
-"""Episode statistics, the one implementation.
+"""Episode statistics.
 
 Transitions arrive in batches, a row for each environment that stepped. Every environment has a
-slot in a few arrays, and a batch updates its slots with a handful of vectorised operations, so
-that thousands of steps a second cost a fraction of a core.
+slot in a few arrays, and a batch updates its slots with a few vectorised operations, so that
+thousands of steps a second cost a fraction of a core.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.slots import SlotTable
+from dreamfleet.spaces import LOG_PREFIX, is_image
+
 # A reward that differs less than this from the one before counts as the same.
 _SAME_REWARD = 0.01
-_CHECK_SILENCE_EVERY = 1.0
+_EXPIRE_EVERY = 1.0
 
 
 @dataclass(frozen=True)
 class Episode:
     """A finished episode.
 
-    `length` counts actions, so the step that began the episode is not in it. `reward_rate` is
-    the share of steps whose reward differs from the step before: how dense the signal is. `logs`
+    `length` counts actions, so the first step of the episode is not in it. `reward_rate` is the
+    share of steps whose reward differs from the step before: how dense the signal is. `logs`
     holds `NAME/avg`, `NAME/max` and `NAME/sum` of every key `log/NAME`. `video` holds the frames
-    of each image key, for the environment that is filmed.
+    of each image key, for the environment that is recorded.
     """
 
     envid: int
@@ -38,26 +41,27 @@ class Episode:
     video: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
+        """Its numbers by name."""
         return {
             "score": self.score,
             "length": float(self.length),
             "reward_rate": self.reward_rate,
-            **{f"log/{key}": value for key, value in self.logs.items()},
+            **{f"{LOG_PREFIX}{key}": value for key, value in self.logs.items()},
         }
 
 
 class EpisodeStats:
-    """Follows every environment's episode.
+    """Follows the episode of every environment.
 
-    An episode counts when both its first and its last step were seen. One that is followed by a
-    new first step without having ended (the environment was restarted) is abandoned; one whose
-    environment says nothing for `timeout` seconds is dropped as well and its memory freed. What
-    is seen of an episode whose beginning was missed is ignored.
+    An episode counts when both its first and its last step were received. One that is followed by
+    a new first step without having ended (the environment was restarted) is abandoned. One whose
+    environment sends nothing for `timeout` seconds is dropped, and its memory is freed. Steps of
+    an episode whose first step was missed are ignored.
 
     Args:
-        timeout: Seconds of silence after which an environment is given up; 0 for never.
-        film: The environment whose frames are kept; None for none.
-        most_frames: Frames kept of one episode; a longer one is filmed up to there.
+        timeout: Seconds without a step after which an episode is dropped; 0 for never.
+        video: The id of the environment whose frames are recorded; None for none.
+        most_frames: Frames recorded of one episode; later ones are left out.
         clock: Seconds, rising.
     """
 
@@ -65,34 +69,33 @@ class EpisodeStats:
         self,
         *,
         timeout: float = 0.0,
-        film: int | None = None,
+        video: int | None = None,
         most_frames: int = 2000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout = timeout
-        self._film = film
+        self._video = video
         self._most_frames = most_frames
         self._clock = clock
-        self._slots: dict[int, int] = {}
-        self._free: list[int] = []
-        self._running = np.zeros(0, bool)
-        self._score = np.zeros(0)
-        self._steps = np.zeros(0, np.int64)
-        self._reward = np.zeros(0)
-        self._changes = np.zeros(0, np.int64)
-        self._seen = np.zeros(0)
+        self._envs = SlotTable(grow=self._grow, clock=clock)
+        size = self._envs.size
+        self._running = np.zeros(size, bool)
+        self._score = np.zeros(size)
+        self._steps = np.zeros(size, np.int64)
+        self._reward = np.zeros(size)
+        self._changes = np.zeros(size, np.int64)
         self._log_keys: tuple[str, ...] = ()
-        self._log_sum = np.zeros((0, 0))
-        self._log_max = np.zeros((0, 0))
+        self._log_sum = np.zeros((0, size))
+        self._log_max = np.zeros((0, size))
         self._frames: dict[str, list[NDArray[np.uint8]]] = {}
-        self._next_check = clock() + _CHECK_SILENCE_EVERY
+        self._next_expiry = clock() + _EXPIRE_EVERY
         self.finished = 0
         self.abandoned = 0
         self.timed_out = 0
 
     @property
     def running(self) -> int:
-        """Episodes that are under way."""
+        """Number of episodes under way."""
         return int(self._running.sum())
 
     def add(self, envid: NDArray[Any], transitions: Mapping[str, NDArray[Any]]) -> list[Episode]:
@@ -101,35 +104,30 @@ class EpisodeStats:
         An environment may occur several times in a batch; its rows are taken in order.
         """
         ids: list[int] = envid.tolist()
-        now = self._clock()
         if len(set(ids)) == len(ids):
-            episodes = self._add_unique(ids, transitions, now)
+            episodes = self._add_unique(ids, transitions)
         else:
             episodes = []
             for rows in _rounds(ids):
                 part = {key: value[rows] for key, value in transitions.items()}
-                episodes += self._add_unique([ids[row] for row in rows], part, now)
-        if self._timeout and now >= self._next_check:
-            self._next_check = now + _CHECK_SILENCE_EVERY
+                episodes += self._add_unique([ids[row] for row in rows], part)
+        if self._timeout and (now := self._clock()) >= self._next_expiry:
+            self._next_expiry = now + _EXPIRE_EVERY
             self.expire()
         return episodes
 
     def expire(self) -> None:
-        """Give up environments that have been silent for longer than the timeout."""
+        """Drop the episodes of environments that have sent nothing for longer than the timeout."""
         if not self._timeout:
             return
-        limit = self._clock() - self._timeout
-        gone = [envid for envid, slot in self._slots.items() if self._seen[slot] < limit]
-        for envid in gone:
-            slot = self._slots.pop(envid)
+        for envid, slot in self._envs.evict(self._timeout).items():
             self.timed_out += bool(self._running[slot])
             self._running[slot] = False
-            self._free.append(slot)
-            if envid == self._film:
+            if envid == self._video:
                 self._frames = {}
 
     def stats(self) -> dict[str, float]:
-        """Counts since the beginning."""
+        """Counts since the start."""
         return {
             "finished": self.finished,
             "abandoned": self.abandoned,
@@ -137,14 +135,11 @@ class EpisodeStats:
             "running": self.running,
         }
 
-    def _add_unique(
-        self, ids: list[int], batch: Mapping[str, NDArray[Any]], now: float
-    ) -> list[Episode]:
-        slots = self._slots_of(ids)
+    def _add_unique(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
+        slots = self._envs.slots(ids)
         first = np.asarray(batch["is_first"], bool)
         reward = np.asarray(batch["reward"], np.float64)
         sums, peaks = self._log_values(batch)
-        self._seen[slots] = now
         if first.any():
             self._start(slots[first])
         again = ~first
@@ -155,8 +150,9 @@ class EpisodeStats:
         if self._log_keys:
             self._log_sum[:, slots] += sums
             self._log_max[:, slots] = np.maximum(self._log_max[:, slots], peaks)
-        if self._film is not None and self._film in self._slots and self._film in ids:
-            self._shoot(ids.index(self._film), bool(first[ids.index(self._film)]), batch)
+        if self._video is not None and self._video in ids:
+            row = ids.index(self._video)
+            self._record(row, bool(first[row]), batch)
         ended = np.flatnonzero(np.asarray(batch["is_last"], bool) & self._running[slots])
         return [self._finish(ids[row], int(slots[row])) for row in ended]
 
@@ -177,24 +173,21 @@ class EpisodeStats:
         for row, key in enumerate(self._log_keys):
             if self._log_max[row, slot] == -np.inf:
                 continue  # this environment does not have the key
-            name, total = key.removeprefix("log/"), float(self._log_sum[row, slot])
+            name, total = key.removeprefix(LOG_PREFIX), float(self._log_sum[row, slot])
             logs[f"{name}/avg"] = total / (steps + 1)
             logs[f"{name}/max"] = float(self._log_max[row, slot])
             logs[f"{name}/sum"] = total
         video = {}
-        if envid == self._film:
+        if envid == self._video:
             video = {key: np.stack(frames) for key, frames in self._frames.items()}
             self._frames = {}
         rate = float(self._changes[slot]) / steps if steps else 0.0
         return Episode(envid, float(self._score[slot]), steps, rate, logs, video)
 
-    def _shoot(self, row: int, first: bool, batch: Mapping[str, NDArray[Any]]) -> None:
+    def _record(self, row: int, first: bool, batch: Mapping[str, NDArray[Any]]) -> None:
         if first:
-            self._frames = {
-                key: []
-                for key, value in batch.items()
-                if value.dtype == np.uint8 and value.ndim == 4 and value.shape[-1] in (1, 3)
-            }
+            images = (key for key, v in batch.items() if is_image(v.dtype, v.shape[1:]))
+            self._frames = {key: [] for key in images}
         for key, frames in self._frames.items():
             if len(frames) < self._most_frames:
                 frames.append(batch[key][row].copy())
@@ -203,7 +196,7 @@ class EpisodeStats:
         self, batch: Mapping[str, NDArray[Any]]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What to add to the sums and what to compare with the maxima, a row for each key."""
-        keys = tuple(k for k, value in batch.items() if k[:4] == "log/" and value.ndim == 1)
+        keys = tuple(k for k, v in batch.items() if k.startswith(LOG_PREFIX) and v.ndim == 1)
         if keys == self._log_keys:
             values = np.array([batch[key] for key in keys], np.float64)
             return values, values
@@ -223,32 +216,24 @@ class EpisodeStats:
             self._log_sum = np.concatenate([self._log_sum, np.zeros(room)])
             self._log_max = np.concatenate([self._log_max, np.full(room, -np.inf)])
 
-    def _slots_of(self, ids: list[int]) -> NDArray[np.intp]:
-        known = self._slots
-        try:
-            return np.array([known[envid] for envid in ids], np.intp)
-        except KeyError:
-            for envid in ids:
-                if envid not in known:
-                    known[envid] = self._new_slot()
-            return np.array([known[envid] for envid in ids], np.intp)
+    def _grow(self, size: int) -> None:
+        self._running = _padded(self._running, size)
+        self._score = _padded(self._score, size)
+        self._steps = _padded(self._steps, size)
+        self._reward = _padded(self._reward, size)
+        self._changes = _padded(self._changes, size)
+        self._log_sum = _padded(self._log_sum, size)
+        self._log_max = _padded(self._log_max, size, -np.inf)
 
-    def _new_slot(self) -> int:
-        if not self._free:
-            size = self._score.size
-            grown = max(16, 2 * size)
-            for name in ("_running", "_score", "_steps", "_reward", "_changes", "_seen"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate([old, np.zeros(grown - size, old.dtype)]))
-            more = (len(self._log_keys), grown - size)
-            self._log_sum = np.concatenate([self._log_sum, np.zeros(more)], axis=1)
-            self._log_max = np.concatenate([self._log_max, np.full(more, -np.inf)], axis=1)
-            self._free = list(range(grown - 1, size - 1, -1))
-        return self._free.pop()
+
+def _padded(array: NDArray[Any], size: int, value: float = 0) -> NDArray[Any]:
+    """An array with a longer last axis."""
+    more = np.full((*array.shape[:-1], size - array.shape[-1]), value, array.dtype)
+    return np.concatenate([array, more], axis=-1)
 
 
 def _rounds(ids: list[int]) -> Iterator[list[int]]:
-    """Rows in groups without a repeated id, every environment's rows in order."""
+    """Groups of rows without a repeated id; the rows of an environment stay in order."""
     rest = list(range(len(ids)))
     while rest:
         taken: set[int] = set()

@@ -20,7 +20,7 @@ class _Total:
 
 
 class _Section:
-    """One run of a section. A fresh object each, so that sections nest and threads share."""
+    """One run of a section: an object for each, so that sections nest and threads share a timer."""
 
     __slots__ = ("_name", "_start", "_timer")
 
@@ -59,6 +59,7 @@ class Timer:
         self._since = clock()
 
     def section(self, name: str) -> _Section:
+        """A context manager that times its block."""
         return _Section(self, name)
 
     def add(self, name: str, seconds: float) -> None:
@@ -89,24 +90,6 @@ class Timer:
             return result
 
 
-class Rate:
-    """Events a second since it was last asked."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._since = clock()
-        self._count = 0
-
-    def add(self, count: int = 1) -> None:
-        self._count += count
-
-    def __call__(self) -> float:
-        now = self._clock()
-        elapsed, count = now - self._since, self._count
-        self._since, self._count = now, 0
-        return count / elapsed if elapsed > 0 else 0.0
-
-
 class Usage:
     """What this process, or another one, uses.
 
@@ -119,6 +102,7 @@ class Usage:
         self._process.cpu_percent()
 
     def stats(self) -> dict[str, float]:
+        """`cpu`, `memory`, `threads` and `files` (open ones)."""
         with self._process.oneshot():
             memory = self._process.memory_info()
             return {

@@ -48,7 +48,7 @@ class LogKeeper:
         self._lock = threading.Lock()
         self._output = Writer(output)
         self._scores = ScoresFile(args.logdir / "scores.jsonl")
-        self._train = EpisodeStats(timeout=args.episode_timeout, film=FILMED)
+        self._train = EpisodeStats(timeout=args.episode_timeout, video=FILMED)
         self._eval = EpisodeStats(timeout=args.episode_timeout)
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)

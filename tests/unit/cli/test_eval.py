@@ -19,7 +19,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.envs.gym import GymEnv
 from dreamfleet.metrics import MetricsError
-from dreamfleet.metrics.video import Mp4Writer, find_encoder
+from dreamfleet.metrics.frames import Mp4Writer, find_encoder
 
 
 def trained(logdir: Path, task: str = "gym:CartPole-v1", **options: Any) -> Path:

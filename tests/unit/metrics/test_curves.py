@@ -8,8 +8,15 @@ import pytest
 
 from dreamfleet.envs import MissingExtraError, tasks
 from dreamfleet.metrics import MetricsError
-from dreamfleet.metrics.curves import Scores, bin_width, combine, final_score, read_scores
-from dreamfleet.metrics.published import published_curve, published_tasks
+from dreamfleet.metrics.curves import (
+    Scores,
+    bin_width,
+    combine,
+    final_score,
+    published_curve,
+    published_tasks,
+    read_scores,
+)
 
 
 def scores(*pairs: tuple[float, float]) -> Scores:

@@ -66,7 +66,7 @@ def test_log_keys_become_avg_max_and_sum() -> None:
     assert one.metrics()["score"] == 0
 
 
-def test_log_keys_start_afresh_in_the_next_episode() -> None:
+def test_log_keys_are_reset_in_the_next_episode() -> None:
     stats = EpisodeStats()
     for value in (9.0, 2.0):
         stats.add(*batch((1, 0, "f"), log_x=[value]))
@@ -74,7 +74,7 @@ def test_log_keys_start_afresh_in_the_next_episode() -> None:
         assert episode.logs == {"x/avg": value, "x/max": value, "x/sum": 2 * value}
 
 
-def test_log_keys_may_come_and_differ() -> None:
+def test_log_keys_may_appear_late_and_differ() -> None:
     stats = EpisodeStats()
     stats.add(*batch((1, 0, "f"), (2, 0, "f"), log_x=[1.0, 1.0]))
     stats.add(*batch((3, 0, "f"), log_y=[-2.0]))
@@ -94,7 +94,7 @@ def test_a_restarted_environment_abandons_its_episode() -> None:
     assert stats.abandoned == 1
 
 
-def test_an_episode_whose_beginning_was_missed_does_not_count() -> None:
+def test_an_episode_whose_first_step_was_missed_does_not_count() -> None:
     """A logger that was restarted sees episodes from the middle."""
     stats = EpisodeStats()
     assert stats.add(*batch((1, 5))) == []
@@ -107,7 +107,7 @@ def test_an_episode_of_one_step_has_length_zero() -> None:
     assert (episode.length, episode.score, episode.reward_rate) == (0, 0, 0)
 
 
-def test_silent_environments_are_given_up() -> None:
+def test_episodes_of_silent_environments_time_out() -> None:
     time = Time()
     stats = EpisodeStats(timeout=60, clock=time)
     stats.add(*batch((1, 0, "f"), (2, 0, "f")))
@@ -121,7 +121,7 @@ def test_silent_environments_are_given_up() -> None:
     assert episode.score == 1
 
 
-def test_silence_can_be_asked_about_when_nobody_speaks() -> None:
+def test_episodes_time_out_without_any_step() -> None:
     time = Time()
     stats = EpisodeStats(timeout=60, clock=time)
     stats.add(*batch((1, 0, "f"), (2, 0, "f")))
@@ -130,7 +130,7 @@ def test_silence_can_be_asked_about_when_nobody_speaks() -> None:
     assert (stats.timed_out, stats.running) == (2, 0)
 
 
-def test_silence_between_episodes_is_no_loss() -> None:
+def test_silence_between_episodes_is_no_timeout() -> None:
     time = Time()
     stats = EpisodeStats(timeout=60, clock=time)
     stats.add(*batch((1, 0, "fl")))
@@ -152,8 +152,8 @@ def frames(*values: int) -> np.ndarray:
     return np.stack([np.full((4, 4, 3), value, np.uint8) for value in values])
 
 
-def test_one_environment_is_filmed() -> None:
-    stats = EpisodeStats(film=2)
+def test_one_environment_is_recorded() -> None:
+    stats = EpisodeStats(video=2)
     stats.add(*batch((1, 0, "f"), (2, 0, "f"), image=frames(10, 20)))
     stats.add(*batch((2, 0), (1, 0), image=frames(21, 11)))
     one, two = stats.add(*batch((1, 0, "l"), (2, 0, "l"), image=frames(12, 22)))
@@ -162,8 +162,8 @@ def test_one_environment_is_filmed() -> None:
     assert two.video["image"].shape == (3, 4, 4, 3)
 
 
-def test_a_film_is_not_overwritten_by_its_source() -> None:
-    stats = EpisodeStats(film=1)
+def test_a_video_is_not_overwritten_by_its_source() -> None:
+    stats = EpisodeStats(video=1)
     image = frames(1)
     stats.add(*batch((1, 0, "f"), image=image))
     image[:] = 99
@@ -171,8 +171,8 @@ def test_a_film_is_not_overwritten_by_its_source() -> None:
     assert episode.video["image"][:, 0, 0, 0].tolist() == [1, 99]
 
 
-def test_a_film_has_an_end_and_only_pictures() -> None:
-    stats = EpisodeStats(film=1, most_frames=2)
+def test_a_video_has_an_end_and_only_images() -> None:
+    stats = EpisodeStats(video=1, most_frames=2)
     more = {"image": frames(1), "tokens": np.zeros((1, 2, 2, 7), np.uint8)}
     stats.add(*batch((1, 0, "f"), **more))
     for _ in range(5):

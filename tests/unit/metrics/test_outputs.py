@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from event_files import events
 
+from dreamfleet.errors import MissingExtraError
 from dreamfleet.metrics import (
     JsonlOutput,
-    MissingOutputError,
+    MediaOutput,
     Output,
     Outputs,
     TensorBoardOutput,
-    TerminalOutput,
     WandbOutput,
     kind_of,
+    read_jsonl,
 )
-from dreamfleet.metrics.outputs import readable
 
 EVERYTHING = {
     "loss": np.float32(0.5),
@@ -45,26 +45,6 @@ EVERYTHING = {
 )  # fmt: skip
 def test_kinds(value: object, kind: str | None) -> None:
     assert kind_of(value) == kind
-
-
-def test_terminal_lines_are_short_and_chosen() -> None:
-    lines: list[str] = []
-    output = TerminalOutput(lines.append, pattern="loss|count")
-    output.write(12000, EVERYTHING)
-    output.write(13000, {"note": "nothing to show"})
-    assert lines == ["step 12,000  loss 0.5  count 3"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"), (3.0, "3"), (-12345, "-12,345"), (1234.5, "1,234"), (0.12345, "0.1235"),
-        (12_345_678, "12.3M"), (2.5e9, "2.5G"), (3e12, "3T"), (1e20, "1.00e+20"),
-        (0.000123, "1.23e-04"), (float("nan"), "nan"), (float("-inf"), "-inf"),
-    ],
-)  # fmt: skip
-def test_numbers_are_readable(value: float, text: str) -> None:
-    assert readable(value) == text
 
 
 def test_tensorboard_files_hold_every_kind(tmp_path: Path) -> None:
@@ -97,7 +77,7 @@ def test_a_missing_package_is_one_sentence(
     tmp_path: Path, monkeypatch, package: str, make, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingOutputError, match=rf"pip install 'dreamfleet\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install 'dreamfleet\[{extra}\]'"):
         make(tmp_path)
 
 
@@ -161,35 +141,35 @@ def test_the_real_package_takes_every_kind(tmp_path: Path, monkeypatch: pytest.M
 
 class Broken:
     def write(self, step: int, metrics: dict) -> None:
-        raise ConnectionError("the network is away")
+        raise ConnectionError("no network")
 
     def flush(self) -> None:
-        raise ConnectionError("the network is away")
+        raise ConnectionError("no network")
 
     def close(self) -> None:
-        raise ConnectionError("the network is away")
+        raise ConnectionError("no network")
 
 
 def test_one_broken_output_does_not_stop_the_others(
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines: list[str] = []
-    outputs = Outputs([Broken(), TerminalOutput(lines.append)])
+    path = tmp_path / "metrics.jsonl"
+    outputs = Outputs([Broken(), JsonlOutput(path)])
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             outputs.write(step, {"x": step})
         outputs.flush()
         outputs.close()
-    assert len(lines) == 3
-    assert caplog.text.count("Broken failed") == 1, "said once"
+    assert len(list(read_jsonl(path))) == 3
+    assert caplog.text.count("Broken failed") == 1, "reported once"
 
 
-@pytest.fixture(params=["terminal", "jsonl", "tensorboard", "wandb", "several"])
+@pytest.fixture(params=["media", "jsonl", "tensorboard", "wandb", "several"])
 def output(request: pytest.FixtureRequest, tmp_path: Path, wandb: FakeRun) -> Output:
     if request.param == "tensorboard":
         pytest.importorskip("tensorboardX")
     makers = {
-        "terminal": lambda: TerminalOutput([].append),
+        "media": lambda: MediaOutput(tmp_path),
         "jsonl": lambda: JsonlOutput(tmp_path / "metrics.jsonl"),
         "tensorboard": lambda: TensorBoardOutput(tmp_path),
         "wandb": WandbOutput,

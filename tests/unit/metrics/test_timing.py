@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dreamfleet.metrics import Rate, Timer, Usage
+from dreamfleet.metrics import Timer, Usage
 
 
 class Time:
@@ -70,17 +70,6 @@ def test_threads_lose_no_count() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert timer.stats()["work/count"] == 20000
-
-
-def test_a_rate_is_of_the_time_since_it_was_asked() -> None:
-    time = Time()
-    rate = Rate(clock=time)
-    rate.add(30)
-    time.now += 10
-    assert rate() == 3
-    time.now += 10
-    assert rate() == 0
-    assert rate() == 0, "no time has passed"
 
 
 def test_usage_sees_memory() -> None:

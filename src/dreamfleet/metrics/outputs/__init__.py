@@ -1,10 +1,9 @@
-"""Outputs: terminal lines, JSON lines, media files, TensorBoard, Weights & Biases."""
+"""Outputs: JSON lines, media files, TensorBoard, Weights & Biases."""
 
 from dreamfleet.metrics.outputs.base import Kind, Output, Outputs, kind_of
 from dreamfleet.metrics.outputs.jsonl import JsonlFile, JsonlOutput, ScoresFile, read_jsonl
 from dreamfleet.metrics.outputs.media import MediaOutput
 from dreamfleet.metrics.outputs.tensorboard import TensorBoardOutput
-from dreamfleet.metrics.outputs.terminal import TerminalOutput, readable
 from dreamfleet.metrics.outputs.wandb import WandbOutput
 
 __all__ = [
@@ -16,9 +15,7 @@ __all__ = [
     "Outputs",
     "ScoresFile",
     "TensorBoardOutput",
-    "TerminalOutput",
     "WandbOutput",
     "kind_of",
     "read_jsonl",
-    "readable",
 ]

@@ -41,7 +41,7 @@ class JsonlFile:
         data = line.encode() + b"\n"
         written = os.write(self._fd, data)
         if written < len(data):
-            # A full disk can take half a line. Cut it off: the file stays whole.
+            # A full disk can take half a line. It is cut off again.
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OSError(f"{self._path} could not be written: is the disk full?")
 
@@ -69,10 +69,10 @@ class JsonlFile:
 
 
 def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The rows of a file, also of one that is being written. Null is what was not a number.
+    """The rows of a file, also of one that is being written. Null stands for NaN or infinity.
 
-    A torn last line is passed over in silence, because it is about to be completed or repaired;
-    any other line that does not parse is reported.
+    A torn last line is skipped silently, because it will be completed or repaired. Any other line
+    that does not parse is reported.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from dreamfleet.files import atomic_write
+from dreamfleet.metrics.frames import encode_png, write_video
 from dreamfleet.metrics.outputs.base import kind_of
-from dreamfleet.metrics.pictures import encode_png
-from dreamfleet.metrics.video import write_video
 
 
 class MediaOutput:
-    """Images as PNG, labelled videos as MP4 or, without an encoder, GIF: `DIRECTORY/KEY/STEP.mp4`.
+    """Images as PNG; labelled videos as MP4, or GIF without an encoder: `DIRECTORY/KEY/STEP.mp4`.
 
     Args:
-        directory: Made when the first file is.
-        keep: Files of each key that are kept, the newest; 0 for all.
+        directory: Made with the first file.
+        keep: Number of newest files kept of each key; 0 for all.
         fps: Of videos.
     """
 
@@ -34,17 +33,15 @@ class MediaOutput:
                 continue
             folder = self._folder(key)
             if kind == "image":
-                _save(folder / f"{step:012d}.png", encode_png(np.asarray(value)))
+                atomic_write(folder / f"{step:012d}.png", encode_png(np.asarray(value)))
             else:
                 label = f"{key} step {step:,}"
                 write_video(folder / f"{step:012d}", np.asarray(value), fps=self._fps, label=label)
             self._tidy(folder)
 
     def _folder(self, key: str) -> Path:
-        """One flat directory a key, whatever an agent or an environment calls it."""
-        folder = self._directory / (re.sub(r"[^\w.=-]+", "-", key).strip(".-") or "unnamed")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        """One directory for each key, whatever characters an agent or an environment uses in it."""
+        return self._directory / (re.sub(r"[^\w.=-]+", "-", key).strip(".-") or "unnamed")
 
     def _tidy(self, folder: Path) -> None:
         if self._keep:
@@ -56,12 +53,3 @@ class MediaOutput:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _save(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

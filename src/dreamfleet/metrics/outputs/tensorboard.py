@@ -9,23 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.errors import install_command
-from dreamfleet.metrics.errors import MissingOutputError
+from dreamfleet.errors import import_extra
+from dreamfleet.metrics.frames import encode_gif, encode_png
 from dreamfleet.metrics.outputs.base import kind_of
-from dreamfleet.metrics.pictures import encode_gif, encode_png
 
 
 class TensorBoardOutput:
     """Scalars, histograms, images, videos (as animated GIFs) and text."""
 
     def __init__(self, directory: Path | str, *, fps: float = 20) -> None:
-        try:
-            tensorboard = importlib.import_module("tensorboardX")
-            self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
-        except ModuleNotFoundError as error:
-            raise MissingOutputError(
-                f"TensorBoard files need tensorboardX: {install_command('tensorboard')}"
-            ) from error
+        tensorboard: Any = import_extra("tensorboardX", "TensorBoard files", "tensorboard")
+        messages: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
+        self._summary = messages.Summary
         self._writer = tensorboard.SummaryWriter(str(directory))
         self._fps = fps
 
@@ -48,7 +43,7 @@ class TensorBoardOutput:
                 self._writer.add_text(key, value, step)
 
     def _add_picture(self, key: str, shape: tuple[int, ...], data: bytes, step: int) -> None:
-        # The package's own way to write images needs Pillow, and that for videos moviepy.
+        # The package's own way to write videos needs moviepy.
         height, width, channels = shape
         picture = self._summary.Image(
             height=height, width=width, colorspace=channels, encoded_image_string=data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.errors import install_command
-from dreamfleet.metrics.errors import MissingOutputError
+from dreamfleet.errors import import_extra
+from dreamfleet.metrics.frames import encode_gif
 from dreamfleet.metrics.outputs.base import kind_of
-from dreamfleet.metrics.pictures import encode_gif
 
 
 class WandbOutput:
@@ -22,16 +20,11 @@ class WandbOutput:
     Args:
         fps: Of videos.
         init: Passed to `wandb.init`: project, name, dir, id, config and so on. An `id` with
-            `resume="allow"` lets a resumed run go on in the same place.
+            `resume="allow"` lets a resumed run continue there.
     """
 
     def __init__(self, *, fps: float = 20, **init: Any) -> None:
-        try:
-            self._wandb = importlib.import_module("wandb")
-        except ModuleNotFoundError as error:
-            raise MissingOutputError(
-                f"Weights & Biases needs its package: {install_command('wandb')}"
-            ) from error
+        self._wandb: Any = import_extra("wandb", "Logs in Weights & Biases", "wandb")
         self._run = self._wandb.init(**init)
         self._fps = fps
 
@@ -52,7 +45,7 @@ class WandbOutput:
             return float(value)
         if kind == "histogram":
             values = np.asarray(value, np.float64)
-            # A single value that is no number would cost the whole row.
+            # A single NaN would make the package refuse the whole row.
             finite = values[np.isfinite(values)]
             return self._wandb.Histogram(finite) if finite.size else None
         if kind == "image":
