@@ -6,18 +6,15 @@ was copied somewhere needs neither the run's directory nor the environment.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from dreamfleet.agents.api import Agent
-from dreamfleet.agents.dreamer.config import size_preset
 from dreamfleet.agents.random import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
@@ -82,45 +79,6 @@ class Blueprint:
             )
             dreamer = replace(dreamer, execution=here)
         return Dreamer(self.obs_space, self.act_space, dreamer, seed=self.config.seed)
-
-
-def with_settings(
-    config: RunConfig, settings: Mapping[str, Any], env_options: Mapping[str, Any] | None = None
-) -> RunConfig:
-    """A configuration with some settings changed, those of the agent by their path: "envs",
-    "dreamer.loss.horizon", or "dreamer.model" for a whole size by its name.
-
-    Raises:
-        ConfigError: There is no such setting, or its value does not fit.
-    """
-    values = json.loads(config.to_json())
-    values["env_options"] = {**config.env_options, **(env_options or {})}
-    for path, value in settings.items():
-        if path == "dreamer.model" and isinstance(value, str):
-            values["dreamer"]["model"] = asdict(size_preset(value))
-            continue
-        *parents, name = path.split(".")
-        inner: Any = values
-        for parent in parents:
-            inner = inner.get(parent) if isinstance(inner, dict) else None
-        if not isinstance(inner, dict) or name not in inner or isinstance(inner[name], dict):
-            close = difflib.get_close_matches(path, _paths(values), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see docs/configuration.md."
-            raise ConfigError(f"There is no setting {path!r}: {hint}")
-        inner[name] = value
-    try:
-        return msgspec.convert(values, RunConfig, dec_hook=lambda kind, value: kind(value))
-    except msgspec.ValidationError as error:
-        # Its own words, "Expected `int`, got `str` - at `$.envs`", or those of the configuration.
-        raise ConfigError(f"{str(error).replace('at `$.', 'at `').rstrip('.')}.") from error
-
-
-def _paths(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    result = []
-    for key, value in values.items():
-        inside = _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else []
-        result += inside or [f"{prefix}{key}"]
-    return result
 
 
 def read_config(logdir: Path) -> RunConfig:

@@ -6,21 +6,27 @@ Importable without JAX: all processes pass it around, and most of them stay smal
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
+from msgspec import Meta
 
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.settings import from_plain, to_plain, validate
 
 if TYPE_CHECKING:
     from dreamfleet.transport import Keys
 
 OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
+
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+SecondsOrZero = Annotated[float, Meta(ge=0)]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -38,11 +44,11 @@ class RunConfig:
     """Options of the task, such as {"time_limit": 500}."""
     logdir: Path = Path("runs/default")
     """Where the run keeps everything; the same directory again resumes the run."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Of the agent, the environments and the replay's draws."""
-    steps: int = 0
+    steps: CountOrZero = 0
     """Training environment steps after which the run ends; 0 for no end."""
-    duration: float = 0.0
+    duration: SecondsOrZero = 0.0
     """Seconds after which the run ends; 0 for no end."""
     target_score: float | None = None
     """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
@@ -55,11 +61,11 @@ class RunConfig:
     dreamer: DreamerConfig = field(default_factory=DreamerConfig)
     """Hyperparameters of the Dreamer agent."""
 
-    envs: int = 8
+    envs: Count = 8
     """Environments that collect training data."""
-    eval_envs: int = 0
+    eval_envs: CountOrZero = 0
     """Environments whose data is kept apart, for reports and evaluation scores."""
-    envs_per_process: int = 1
+    envs_per_process: Count = 1
     """Environments that share a process and are stepped together, one message for all."""
     remote_envs: bool = False
     """Leave environment processes out; somebody starts them elsewhere with `parallel_envs`."""
@@ -74,40 +80,40 @@ class RunConfig:
     """Where the logger listens."""
     keys: str = ""
     """File of the run key, which tcp addresses need; made in the logdir if it is not given."""
-    actor_batch: int = 0
+    actor_batch: Annotated[int, Meta(ge=-1)] = 0
     """Environments in a policy call; 0 or less for half of all environments."""
-    actor_wait: float = 0.02
+    actor_wait: SecondsOrZero = 0.02
     """Seconds after which a policy call is made with the environments that are there."""
-    actor_threads: int = 1
+    actor_threads: Count = 1
     """Threads that take batches apart and put answers together; one at a time is in the policy."""
 
-    batch_size: int = 16
+    batch_size: Count = 16
     """Sequences in a training batch."""
-    batch_length: int = 64
+    batch_length: Count = 64
     """Steps that are trained on in a sequence."""
-    report_length: int = 32
+    report_length: Count = 32
     """Steps in a sequence that is reported on; at most batch_length."""
-    report_batches: int = 1
+    report_batches: Count = 1
     """Batches in a report."""
-    train_ratio: float = 32.0
+    train_ratio: Annotated[float, Meta(ge=-1)] = 32.0
     """Replayed steps trained on per environment step collected (steps as the agent counts them,
     so repeated actions count once); 0 or less for no limit."""
-    replay_capacity: int = 1_000_000
+    replay_capacity: Count = 1_000_000
     """Sequences the replay keeps."""
-    replay_chunk: int = 1024
+    replay_chunk: Count = 1024
     """Steps in a replay file."""
 
-    log_every: float = 10.0
+    log_every: Seconds = 10.0
     """Seconds between two writes of metrics."""
-    report_every: float = 300.0
+    report_every: SecondsOrZero = 300.0
     """Seconds between two reports, and between two videos of an environment with images; 0 for
     never."""
     outputs: tuple[OutputName, ...] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb."""
-    save_every: float = 120.0
+    save_every: SecondsOrZero = 120.0
     """Seconds between two checkpoints; 0 saves at the end only."""
-    episode_timeout: float = 180.0
+    episode_timeout: Seconds = 180.0
     """Seconds of silence after which an environment's episode and state are forgotten."""
 
     prefill: tuple[str, ...] = ()
@@ -121,46 +127,20 @@ class RunConfig:
 
     on_failure: Literal["restart", "stop"] = "restart"
     """Whether a process that fails is started again, or ends the run."""
-    max_restarts: int = 10
+    max_restarts: CountOrZero = 10
     """Restarts of one process within `restart_window` after which the run gives up."""
-    restart_window: float = 3600.0
+    restart_window: Seconds = 3600.0
     """Seconds after which a restart is forgotten, so that a long run survives rare failures."""
-    env_timeout: float = 300.0
+    env_timeout: SecondsOrZero = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
     started again; 0 for as long as it likes."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logdir", Path(self.logdir))
-        for name in ("envs", "envs_per_process", "actor_threads", "batch_size", "batch_length"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name}={value} is too small: it is at least 1.")
-        for name in ("report_length", "report_batches", "replay_capacity", "replay_chunk"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name}={value} is too small: it is at least 1.")
-        for name in (
-            "steps",
-            "duration",
-            "eval_envs",
-            "actor_wait",
-            "report_every",
-            "save_every",
-            "env_timeout",
-        ):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name}={value} is negative: use 0 or more.")
-        _require(
-            self.env_timeout >= 0, f"env_timeout={self.env_timeout} is negative: use 0 or more."
-        )
+        validate(self)
         _require(
             "seed" not in self.env_options,
             "env_options may not hold a seed: every environment gets its own; set the run's seed.",
         )
-        _require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} is negative.")
-        _require(self.log_every > 0, f"log_every={self.log_every} has to be positive.")
-        for name in ("episode_timeout", "restart_window"):
-            value = getattr(self, name)
-            _require(value > 0, f"{name}={value} has to be positive.")
-        _require(math.isfinite(self.train_ratio), f"train_ratio={self.train_ratio} is not finite.")
         _require(
             self.report_length <= self.batch_length,
             f"report_length={self.report_length} is above batch_length={self.batch_length}: "
@@ -211,19 +191,19 @@ class RunConfig:
         return Keys.load(self.keys)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, default=str) + "\n"
+        return json.dumps(to_plain(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunConfig:
-        """What `to_json` wrote; settings this version lacks are passed over, and those it has in
-        addition get their defaults."""
+        """The configuration that `to_json` wrote. Settings that this version does not have are
+        ignored, and those that are missing get their defaults."""
         try:
             values = json.loads(text)
             values["env_options"] = {
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in values.get("env_options", {}).items()
             }
-            return msgspec.convert(values, cls, dec_hook=lambda kind, raw: kind(raw))
+            return from_plain(cls, values)
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "

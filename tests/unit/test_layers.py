@@ -26,7 +26,7 @@ LAYERS = [
     ["transport"],
     ["checkpoint", "clock"],
     ["spaces"],
-    ["files", "formatting", "imports", "slots"],
+    ["files", "formatting", "imports", "settings", "slots"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

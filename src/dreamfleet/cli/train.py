@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dreamfleet.blueprint import with_settings
 from dreamfleet.cli.console import say
 from dreamfleet.cli.evaluation import play
 from dreamfleet.cli.live import live
@@ -27,6 +26,7 @@ from dreamfleet.fleet.offline import find_source
 from dreamfleet.fleet.record import claim_directory
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
+from dreamfleet.settings import changed
 
 _EVAL_EPISODES = 20
 
@@ -155,7 +155,8 @@ def train(
     elif prefill:
         given["prefill"] = tuple(map(str, prefill))
     config = _configure(preset, given)
-    config = with_settings(config, parse_settings(settings), parse_settings(env_options))
+    options = {**config.env_options, **parse_settings(env_options)}
+    config = changed(config, {**parse_settings(settings), "env_options": options})
     if eval_episodes < 0:
         raise ConfigError(f"--eval-episodes={eval_episodes} is negative: use 0 for none.")
     _check_outputs(config)

@@ -84,6 +84,11 @@ class ModelConfig:
             f"model.max_std={self.max_std}.",
         )
 
+    @staticmethod
+    def named() -> dict[str, ModelConfig]:
+        """The sizes, by name."""
+        return {name: size_preset(name) for name in SIZES}
+
 
 @dataclass(frozen=True)
 class LossConfig:

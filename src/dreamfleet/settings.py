@@ -1,0 +1,341 @@
+"""What every configuration class can do.
+
+A configuration class is a frozen dataclass. Each field states a setting once: its type holds the
+range, its default is the setting's default, and the text under it is its sentence. Checks, flags
+and the reference page are made from that.
+
+    @dataclass(frozen=True)
+    class Optimizer:
+        warmup: Annotated[int, Meta(ge=0)] = 1000
+        \"\"\"Updates over which the learning rate rises from zero.\"\"\"
+
+        def __post_init__(self) -> None:
+            validate(self)
+
+Classes may hold each other. A setting has a path then, such as `loss.horizon`. A class that offers
+whole instances by name (sizes of a model) has a static method `named` that returns them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from dreamfleet.errors import ConfigError
+
+Config = TypeVar("Config")
+
+
+class SettingError(ConfigError):
+    """A value that a setting cannot have.
+
+    Args:
+        path: The setting.
+        value: What it was given.
+        range: What it takes, in words.
+    """
+
+    def __init__(self, path: str, value: Any, range: str) -> None:  # noqa: A002 - the word for it
+        super().__init__(f"{path}={value} is not valid: use {range}.")
+        self.path, self.value, self.range = path, value, range
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.value, self.range)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One setting of a configuration."""
+
+    path: str
+    kind: Any
+    """Its type, with the range."""
+    value: Any
+    sentence: str
+
+
+def validate(config: Any) -> None:
+    """Check every field of a configuration against its type and range. For `__post_init__`.
+
+    Values are normalised on the way: a list becomes a tuple, text a path, 1 becomes 1.0.
+
+    Raises:
+        SettingError: A value does not fit.
+    """
+    for name, kind in _kinds(type(config)).items():
+        object.__setattr__(config, name, convert(name, getattr(config, name), kind))
+
+
+def convert(path: str, value: Any, kind: Any) -> Any:
+    """The value as this type, which may hold a range.
+
+    Raises:
+        SettingError: It does not fit.
+    """
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, typing.cast(type, kind)):
+            return value
+        raise SettingError(path, value, describe(kind))
+    if hasattr(value, "item") and not isinstance(value, dict):
+        value = value.item()  # numpy's numbers
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingError(path, value, describe(kind))
+    try:
+        return msgspec.convert(value, kind, dec_hook=_decode)
+    except msgspec.ValidationError:
+        raise SettingError(path, value, describe(kind)) from None
+
+
+def settings(config: Any, prefix: str = "") -> Iterator[Setting]:
+    """Every setting of a configuration, also of those inside it, in order."""
+    words = sentences(type(config))
+    for name, kind in _kinds(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, f"{prefix}{name}.")
+        else:
+            yield Setting(f"{prefix}{name}", kind, value, words.get(name, ""))
+
+
+def sentences(kind: type) -> Mapping[str, str]:
+    """The text under each field of a class, which Python itself throws away."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(each):
+            continue
+        source = inspect.getsource(typing.cast(type, each))
+        body = ast.parse(inspect.cleandoc(source)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                assert isinstance(field.target, ast.Name)
+                found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return found
+
+
+def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Config:
+    """A configuration with some settings changed.
+
+    Args:
+        config: An instance of a configuration class.
+        changes: Values by path: `{"loss.horizon": 100}`. The path of a whole class inside takes an
+            instance, or the name of one: `{"model": "1m"}`.
+        prefix: Where the configuration itself stands, for messages.
+
+    Raises:
+        ConfigError: There is no such setting, or its value does not fit.
+    """
+    inside: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    kinds = _kinds(type(config))
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if name not in kinds or (rest and not dataclasses.is_dataclass(getattr(config, name))):
+            known = [setting.path for setting in settings(config, prefix)]
+            raise unknown_setting(f"{prefix}{path}", known)
+        if rest:
+            inside.setdefault(name, {})[rest] = value
+        else:
+            path = f"{prefix}{name}"
+            values[name] = convert(path, _named(path, value, kinds[name]), kinds[name])
+    for name, inner in inside.items():
+        start = values.get(name, getattr(config, name))
+        values[name] = changed(start, inner, f"{prefix}{name}.")
+    with _under(prefix):
+        result: Config = dataclasses.replace(typing.cast(Any, config), **values)
+        return result
+
+
+def unknown_setting(path: str, known: Iterable[str]) -> ConfigError:
+    """The error that there is no such setting; it names the one that was meant."""
+    close = difflib.get_close_matches(path, list(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "see docs/configuration.md."
+    return ConfigError(f"There is no setting {path!r}: {hint}")
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A configuration as what JSON can hold."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return plain
+
+
+def from_plain(kind: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
+    """The configuration that `to_plain` wrote.
+
+    Settings that the class does not have are ignored, and those that are missing get their
+    defaults: a run directory of another version can be read.
+
+    Raises:
+        ConfigError: A value does not fit.
+    """
+    kinds = _kinds(kind)
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in kinds:
+            continue
+        inner = kinds[name]
+        if dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
+            value = from_plain(typing.cast(type, inner), value, f"{prefix}{name}.")
+        given[name] = convert(f"{prefix}{name}", value, inner)
+    with _under(prefix):
+        return kind(**given)
+
+
+def read(words: Sequence[str], kind: Any) -> Any:
+    """What somebody typed, as a value of this type as far as it can be one; `convert` judges it.
+
+    Args:
+        words: One for most types, several for lists and NAME=VALUE pairs, none for a switch.
+        kind: The type.
+    """
+    kind, _ = _bare(kind)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if list(words) in (["None"], ["none"]):
+            return None
+        return read(words, next(each for each in inner if each is not type(None)))
+    if origin is tuple:
+        if len(words) == 1 and words[0].startswith("["):
+            return _json(words[0])
+        return tuple(read([word], inner[0]) for word in words)
+    if origin is dict or kind is dict:
+        return pairs(words)
+    if kind is bool and not words:
+        return True
+    if len(words) != 1:
+        return " ".join(words)
+    (word,) = words
+    if kind is bool:
+        return {"true": True, "false": False}.get(word.lower(), word)
+    if kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            return word
+    return _json(word) if kind is Any else word
+
+
+def pairs(texts: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs; values are JSON where they can be, and text otherwise.
+
+    Raises:
+        ConfigError: One is no pair.
+    """
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"Write options as NAME=VALUE, not {text!r}.")
+        found[name] = _json(value)
+    return found
+
+
+def describe(kind: Any) -> str:
+    """What may be given, in words: "a whole number, at least 1"."""
+    kind, ranges = _bare(kind)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        known = [describe(each) for each in inner if each is not type(None)]
+        return " or ".join(known + ["None"] * (type(None) in inner))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin is tuple:
+        return f"a list, each entry {describe(inner[0])}" if inner else "a list"
+    if origin is dict or kind is dict:
+        return "NAME=VALUE pairs"
+    if dataclasses.is_dataclass(kind):
+        names = ", ".join(names_of(typing.cast(type, kind)))
+        return f"one of {names}" if names else "the settings inside it"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    words |= {Path: "a path"}
+    return f"{words.get(kind, 'any value')}{_range(ranges)}"
+
+
+def names_of(kind: type) -> list[str]:
+    """The names of the instances that a configuration class offers; empty if it offers none."""
+    return list(_instances(kind))
+
+
+_KINDS: dict[type, dict[str, Any]] = {}
+
+
+def _kinds(kind: type) -> dict[str, Any]:
+    """The types of a class's fields, with their ranges; looked up once, because it is slow."""
+    if kind not in _KINDS:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        fields = dataclasses.fields(typing.cast(Any, kind))
+        _KINDS[kind] = {field.name: hints[field.name] for field in fields}
+    return _KINDS[kind]
+
+
+def _instances(kind: type) -> Mapping[str, Any]:
+    named = getattr(kind, "named", None)
+    found: Mapping[str, Any] = named() if callable(named) else {}
+    return found
+
+
+def _named(path: str, value: Any, kind: Any) -> Any:
+    """The instance that a name stands for, where a class inside offers names."""
+    if not isinstance(value, str) or not dataclasses.is_dataclass(kind):
+        return value
+    instances = _instances(typing.cast(type, kind))
+    if value in instances:
+        return instances[value]
+    raise SettingError(path, value, describe(kind))
+
+
+def _bare(kind: Any) -> tuple[Any, list[msgspec.Meta]]:
+    """A type without its annotations, and the ranges among them."""
+    if typing.get_origin(kind) is not typing.Annotated:
+        return kind, []
+    inner, *extras = typing.get_args(kind)
+    return inner, [each for each in extras if isinstance(each, msgspec.Meta)]
+
+
+def _range(ranges: Sequence[msgspec.Meta]) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    parts = [
+        f"{word} {getattr(each, name):g}"
+        for each in ranges
+        for name, word in words.items()
+        if getattr(each, name) is not None
+    ]
+    return f", {' and '.join(parts)}" if parts else ""
+
+
+def _json(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _decode(kind: type, value: Any) -> Any:
+    """What msgspec does not know itself."""
+    if kind is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if kind is type(value):
+        return value
+    raise TypeError
+
+
+@contextmanager
+def _under(prefix: str) -> Iterator[None]:
+    """Give errors of a class inside the path at which it stands."""
+    try:
+        yield
+    except SettingError as error:
+        raise SettingError(f"{prefix}{error.path}", error.value, error.range) from None
