@@ -5,14 +5,16 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
 
 from dreamfleet.transport import (
     AddressError,
+    AddressUnknown,
     BatchServer,
     Client,
     Closed,
@@ -418,6 +420,119 @@ def test_an_answer_sent_before_the_server_went_still_counts(plain: Plain) -> Non
     assert future.result(20) == ("answered",)
 
 
+@pytest.mark.parametrize("published", ["early", "late", "unknown meanwhile"])
+def test_a_server_that_moves_is_found_at_its_new_address(
+    transport: tuple[str, Keys | None], published: str
+) -> None:
+    """The address is published before the old server is lost, or long after it."""
+    address, keys = transport
+    bench = Plain(address, keys)
+    place = [bench.server.address]
+    asked = threading.Semaphore(0)
+
+    def where() -> str:
+        asked.release()
+        return place[0]
+
+    client = Client(where, keys=keys)
+    bench.clients.append(client)
+    client.connect(20)
+    once, again = client.gate("once"), client.safe_gate("again")
+    assert bench.gate.entered.acquire(timeout=20)
+    assert bench.gate.entered.acquire(timeout=20)
+    old, bench.server = bench.server, bench.make(address)
+    assert old.address != bench.server.address
+    try:
+        bench.server.start(block=False)
+        if published == "early":
+            place[0] = bench.server.address
+        elif published == "unknown meanwhile":
+            place[0] = ""
+        # The methods are still running when the address is given up: their answers are lost.
+        old._loop.close(timeout=0)
+        bench.gate.open.set()
+        with pytest.raises(Disconnected, match="whether the call was carried out is not known"):
+            once.result(20)
+        waiting = client.echo("sent while it moves")
+        if published != "early":
+            while asked.acquire(blocking=False):
+                pass
+            assert not again.wait(0.0)
+            waiter = threading.Thread(target=again.wait, args=(20,))
+            waiter.start()
+            for _ in range(3):
+                assert asked.acquire(timeout=20)
+            place[0] = bench.server.address
+            waiter.join(20)
+        assert again.result(20) == ("again",)
+        assert waiting.result(20) == ("sent while it moves",)
+        assert client.address == bench.server.address
+        assert client.stats()["resent"] == 1
+        assert client.stats()["connects"] == 2
+    finally:
+        bench.close()
+
+
+def _unknown() -> str:
+    raise AddressUnknown("the replay has not started yet")
+
+
+def _broken() -> str:
+    raise OSError("no such directory")
+
+
+@pytest.mark.parametrize(
+    ("nobody", "words"),
+    [
+        (lambda: "", "nobody has published its address yet"),
+        (_unknown, "the replay has not started yet"),
+        (_broken, "its address cannot be found: OSError"),
+        (lambda: "nonsense", "its address cannot be found: AddressError"),
+    ],
+    ids=["empty", "AddressUnknown", "another error", "no address"],
+)
+def test_an_address_that_is_unknown_is_waited_for(
+    plain: Plain, nobody: Callable[[], str], words: str
+) -> None:
+    with Client(nobody, "Learner", keys=plain.keys, patience=0.2) as client:
+        assert client.address == ""
+        with pytest.raises(Disconnected, match=rf"Learner found no server for 0\.1 s \({words}"):
+            client.connect(0.1)
+        with pytest.raises(Disconnected, match=words):
+            client.echo(1).result(20)
+    known = threading.Event()
+    asked = threading.Semaphore(0)
+
+    def where() -> str:
+        asked.release()
+        return plain.server.address if known.is_set() else nobody()
+
+    with Client(where, keys=plain.keys) as client:
+        futures = [client.echo(1)]
+        waiter = threading.Thread(target=futures[0].wait, args=(20,))
+        waiter.start()
+        for _ in range(3):  # it asks again by itself
+            assert asked.acquire(timeout=20)
+        known.set()
+        waiter.join(20)
+        futures.append(client.echo(2))
+        assert [future.result(20) for future in futures] == [(1,), (2,)]
+        while asked.acquire(blocking=False):
+            pass
+        client.echo(3).result(20)
+        assert not asked.acquire(timeout=0.1)  # and never again while it is connected
+
+
+def test_an_unknown_address_is_not_asked_for_all_the_time() -> None:
+    asked: list[float] = []
+    with (
+        Client(lambda: asked.append(0.0) or "", patience=1.0) as client,
+        pytest.raises(Disconnected),
+    ):
+        client.echo(1).result(20)
+    assert 2 <= len(asked) <= 8
+
+
 def test_a_closed_client_says_so(plain: Plain) -> None:
     client = plain.client()
     future = client.gate()
@@ -545,9 +660,9 @@ class Batching:
             raise ValueError("below zero")
         return {"y": obs["x"] * 2, "who": obs["who"]}, len(self.sizes)
 
-    def post(self, info: int) -> None:
+    def post(self, infos: list[int]) -> None:
         with self.all_posted:
-            self.posted.append(info)
+            self.posted += infos
             self.all_posted.notify_all()
 
     def await_posts(self, count: int) -> list[int]:
@@ -735,23 +850,81 @@ def test_a_result_without_a_row_per_item_is_named(transport: tuple[str, Keys | N
             client.call_block("single", np.zeros((2, 3))).result(20)
 
 
-def test_what_follows_a_batch_runs_after_the_answers_in_the_order_of_the_batches(
+# --- what follows a batch ------------------------------------------------------------------------
+
+
+class Posting:
+    """A batching server with one item a batch, whose `postfn` a test may hold up.
+
+    It answers with what it got, and the info is the same number. Work on a number below 0 fails.
+    """
+
+    def __init__(self, transport: tuple[str, Keys | None], **options: object) -> None:
+        address, self.keys = transport
+        self.lists: list[list[int]] = []  # what `postfn` was given
+        self.entered = threading.Semaphore(0)  # calls of `postfn` that began
+        self.ended = threading.Semaphore(0)
+        self.hold = threading.Event()  # calls of `postfn` wait for it
+        self.worked: list[int] = []
+        self.errors: list[BaseException] = []
+        self.server = BatchServer(address, "Posting", keys=self.keys)
+        self.server.bind(
+            "act",
+            self.work,
+            self.post,
+            **{"batch": 1, "gather": 0.0, "on_post_error": self.errors.append, **options},
+        )
+        self.server.start(block=False)
+        self.client = Client(self.server.address, keys=self.keys, maxinflight=64)
+        self.client.connect(20)
+
+    def work(self, numbers: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        self.worked += numbers.tolist()
+        if numbers[0] < 0:
+            raise ValueError("below zero")
+        return numbers, numbers.tolist()
+
+    def post(self, infos: list[list[int]]) -> None:
+        self.lists.append([number for info in infos for number in info])
+        self.entered.release()
+        assert self.hold.wait(60)
+        self.ended.release()
+
+    def act(self, *numbers: int) -> None:
+        """Have the numbers answered, each in a batch of its own."""
+        for number in numbers:
+            assert self.client.act(np.int64(number)).result(20) == number
+
+    def await_calls(self, count: int) -> None:
+        for _ in range(count):
+            assert self.entered.acquire(timeout=20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hold.set()
+        self.client.close()
+        self.server.close()
+
+
+def test_what_follows_comes_after_the_answers_in_the_order_of_the_batches(
     transport: tuple[str, Keys | None],
 ) -> None:
     """Two workers, and the first batch is held back until the second has been answered."""
     address, keys = transport
     hold = threading.Event()
     finished = threading.Semaphore(0)
-    posted = []
+    posted: list[int] = []
 
     def work(number: np.ndarray) -> tuple[np.ndarray, int]:
         if number[0] == 0:
             assert hold.wait(60)
         return number, int(number[0])
 
-    def post(info: int) -> None:
-        posted.append(info)
-        finished.release()
+    def post(infos: list[int]) -> None:
+        posted.extend(infos)
+        finished.release(len(infos))
 
     server = BatchServer(address, keys=keys)
     server.bind("act", work, post, batch=1, workers=2)
@@ -767,34 +940,253 @@ def test_what_follows_a_batch_runs_after_the_answers_in_the_order_of_the_batches
     assert posted == [0, 1]
 
 
-def test_the_answer_does_not_wait_for_what_follows(transport: tuple[str, Keys | None]) -> None:
+def test_what_follows_keeps_its_order_with_many_workers_and_clients(
+    transport: tuple[str, Keys | None],
+) -> None:
+    """Each client waits for its answer before it sends the next number, so its numbers are made
+    into batches in order; the order in which four workers end is any."""
     address, keys = transport
-    hold = threading.Event()
+    posted: list[int] = []
     server = BatchServer(address, keys=keys)
-    server.bind("act", lambda x: (x, None), lambda _: hold.wait(60) or None, batch=1, backlog=2)
-    with server, Client(server.address, keys=keys, maxinflight=8) as client:
-        assert client.act(np.int64(1)).result(20) == 1
-        assert client.act(np.int64(2)).result(20) == 2
-        third = client.act(np.int64(3))  # two are outstanding: the backlog is full
+    server.bind(
+        "act",
+        lambda x: (x, x.tolist()),
+        lambda infos: posted.extend(number for info in infos for number in info),
+        batch=2,
+        wait=0.001,
+        workers=4,
+        gather=0.001,
+        post_rows=4,
+    )
+    with server:
+
+        def call(base: int) -> None:
+            with Client(server.address, keys=keys, timeout=30) as client:
+                for number in range(base, base + 50):
+                    client.act(np.int64(number)).result()
+
+        threads = [threading.Thread(target=call, args=(1000 * index,)) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(posted) == 300
+    for base in range(0, 6000, 1000):
+        assert [n for n in posted if base <= n < base + 1000] == list(range(base, base + 50))
+
+
+def test_what_follows_quickly_is_passed_on_together(transport: tuple[str, Keys | None]) -> None:
+    """The time is not over for long, so only the number of rows can end the gathering."""
+    with Posting(transport, gather=1000.0, post_rows=3) as bench:
+        bench.hold.set()
+        bench.act(1, 2)
+        assert bench.lists == []
+        bench.act(3, 4, 5, 6, 7)
+        bench.await_calls(2)
+        assert bench.lists == [[1, 2, 3], [4, 5, 6]]
+        bench.server.close()
+    assert bench.lists == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_what_follows_alone_is_passed_on_when_the_time_is_over(
+    transport: tuple[str, Keys | None],
+) -> None:
+    with Posting(transport, gather=0.01, post_rows=100) as bench:
+        bench.hold.set()
+        bench.act(1)
+        bench.await_calls(1)
+        bench.act(2)
+        bench.await_calls(1)
+        assert bench.lists == [[1], [2]]
+
+
+def test_what_came_while_another_call_ran_is_passed_on_together(
+    transport: tuple[str, Keys | None],
+) -> None:
+    with Posting(transport) as bench:
+        bench.act(0)
+        bench.await_calls(1)
+        bench.act(1, 2, 3)
+        assert bench.lists == [[0]]
+        bench.hold.set()
+        bench.await_calls(1)
+        assert bench.lists == [[0], [1, 2, 3]]
+
+
+def test_only_a_single_batch_may_have_more_rows_than_a_list(
+    transport: tuple[str, Keys | None],
+) -> None:
+    with Posting(transport, batch=4, post_rows=5, backlog=100, wait=0.0) as bench:
+        bench.act(0)
+        bench.await_calls(1)
+        for size in (4, 1, 2, 7, 1):
+            bench.client.call_block("act", np.full(size, size)).result(20)
+        bench.hold.set()
+        bench.await_calls(4)
+        assert [len(numbers) for numbers in bench.lists] == [1, 5, 2, 7, 1]
+
+
+def test_the_answer_does_not_wait_for_what_follows_until_the_backlog_is_full(
+    transport: tuple[str, Keys | None],
+) -> None:
+    with Posting(transport, post_rows=1, backlog=2) as bench:
+        bench.act(1)
+        bench.await_calls(1)
+        bench.act(2)
+        assert bench.server.stats()["act/posting"] == 2
+        third, fourth = (bench.client.act(np.int64(number)) for number in (3, 4))
         assert not third.wait(0.2)
-        hold.set()
+        assert bench.worked == [1, 2]  # no work is started whose result could not be passed on
+        assert bench.server.stats()["act/waiting"] == 2
+        bench.hold.set()
         assert third.result(20) == 3
+        assert fourth.result(20) == 4
+    assert bench.lists == [[1], [2], [3], [4]]
 
 
-def test_an_error_in_what_follows_is_logged_and_counted(
+def test_work_that_failed_holds_no_place_in_the_backlog(
+    transport: tuple[str, Keys | None],
+) -> None:
+    with Posting(transport, post_rows=1, backlog=1) as bench:
+        for _ in range(3):
+            with pytest.raises(RemoteError, match="below zero"):
+                bench.client.act(np.int64(-1)).result(20)
+        bench.hold.set()
+        bench.act(1)
+    assert bench.lists == [[1]]
+    assert bench.server.stats()["act/posting"] == 0
+
+
+def test_closing_passes_on_what_is_left_as_long_as_there_is_progress(
+    transport: tuple[str, Keys | None],
+) -> None:
+    with Posting(transport, post_rows=1, backlog=100) as bench:
+        bench.act(0, 1, 2, 3)
+        bench.await_calls(1)
+        closer = threading.Thread(target=bench.server.close, args=(60.0,))
+        closer.start()
+        assert bench.lists == [[0]]
+        bench.hold.set()
+        closer.join(20)
+        assert not closer.is_alive()
+        assert bench.lists == [[0], [1], [2], [3]]
+
+
+def test_closing_gives_up_when_there_is_no_progress(transport: tuple[str, Keys | None]) -> None:
+    with Posting(transport, post_rows=1, backlog=100) as bench:
+        bench.act(0, 1)
+        bench.await_calls(1)
+        with pytest.raises(Timeout, match=r"act-post has passed nothing on for 0\.05 s; 2 rows"):
+            bench.server.close(flush=0.05)
+        with pytest.raises(Closed):
+            bench.server.start()
+        bench.hold.set()
+        assert bench.ended.acquire(timeout=20)
+    assert bench.lists == [[0]]
+
+
+def test_closing_may_drop_what_waits(transport: tuple[str, Keys | None]) -> None:
+    with Posting(transport, post_rows=1, backlog=100) as bench:
+        bench.act(0, 1, 2)
+        bench.await_calls(1)
+        bench.server.close(flush=0)
+        bench.hold.set()
+        assert bench.ended.acquire(timeout=20)
+        bench.server._batchers["act"].posts.thread.join(20)
+        assert bench.lists == [[0]]
+
+
+def test_a_call_that_fails_after_everything_was_dropped_is_not_reported(
+    transport: tuple[str, Keys | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client may have been closed meanwhile, because nobody waits for it."""
+    hold = threading.Event()
+    entered = threading.Event()
+    errors: list[BaseException] = []
+
+    def post(infos: list[None]) -> None:
+        entered.set()
+        assert hold.wait(60)
+        raise ValueError("afterwards")
+
+    address, keys = transport
+    server = BatchServer(address, keys=keys)
+    server.bind("act", lambda x: (x, None), post, batch=1, gather=0, on_post_error=errors.append)
+    server.start(block=False)
+    with Client(server.address, keys=keys) as client:
+        assert client.act(np.int64(1)).result(20) == 1
+        assert entered.wait(20)
+        server.close(flush=0)
+    hold.set()
+    server._batchers["act"].posts.thread.join(20)
+    assert errors == []
+    assert "afterwards" not in caplog.text
+
+
+def test_an_error_in_what_follows_is_logged_counted_and_reported(
     transport: tuple[str, Keys | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     address, keys = transport
+    errors: list[BaseException] = []
+    good: list[int] = []
 
-    def post(info: None) -> None:
-        raise ValueError("afterwards")
+    def post(infos: list[int]) -> None:
+        if infos == [1]:
+            raise ValueError("afterwards")
+        good.extend(infos)
+
+    def report(error: BaseException) -> None:
+        errors.append(error)
+        raise ValueError("also the report")
 
     server = BatchServer(address, keys=keys)
-    server.bind("act", lambda x: (x, None), post, batch=1)
+    server.bind("act", lambda x: (x, int(x[0])), post, batch=1, post_rows=1, on_post_error=report)
     with server, Client(server.address, keys=keys) as client:
         assert client.act(np.int64(1)).result(20) == 1
+        assert client.act(np.int64(2)).result(20) == 2
     assert server.stats()["act/post_errors"] == 1
-    assert "afterwards" in caplog.text
+    assert [str(error) for error in errors] == ["afterwards"]
+    assert good == [2]
+    assert "ValueError: afterwards" in caplog.text
+
+
+def test_what_follows_may_close_its_own_server(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    server = BatchServer(address, keys=keys)
+    server.bind("act", lambda x: (x, None), lambda _: server.close(), batch=1, gather=0)
+    starter = threading.Thread(target=server.start)
+    starter.start()
+    with Client(server.address, keys=keys) as client:
+        assert client.act(np.int64(1)).result(20) == 1
+        starter.join(20)
+    assert not starter.is_alive()
+
+
+def test_a_batched_method_may_be_repeatable(transport: tuple[str, Keys | None]) -> None:
+    address, keys = transport
+    gate = Gate()
+
+    def serve(address: str) -> BatchServer:
+        server = BatchServer(address, keys=keys)
+        server.bind("once", lambda x: (gate(x)[0], None), batch=1)
+        server.bind("again", lambda x: (gate(x)[0], None), batch=1, repeatable=True)
+        server.start(block=False)
+        return server
+
+    server = serve(address)
+    with Client(server.address, keys=keys) as client:
+        client.connect(20)
+        once, again = client.once(np.int64(1)), client.again(np.int64(2))
+        assert gate.entered.acquire(timeout=20)
+        assert gate.entered.acquire(timeout=20)
+        server._loop.close(timeout=0)
+        gate.open.set()
+        successor = serve(server.address)
+        with pytest.raises(Disconnected):
+            once.result(20)
+        assert again.result(20) == 2
+        successor.close()
+    server.close()
 
 
 def test_a_client_that_goes_away_does_not_hold_up_the_others(batching: Batching) -> None:
@@ -813,6 +1205,10 @@ def test_settings_that_cannot_work_are_refused(transport: tuple[str, Keys | None
     server = BatchServer(address, keys=keys)
     with pytest.raises(TransportError, match="at least 1"):
         server.bind("act", lambda x: (x, None), batch=0)
+    with pytest.raises(TransportError, match="a backlog of at least post_rows, got"):
+        server.bind("act", lambda x: (x, None), print, post_rows=8, backlog=4)
+    with pytest.raises(TransportError, match="a gather of at least 0"):
+        server.bind("act", lambda x: (x, None), print, gather=-1)
     server.bind("act", lambda x: (x, None))
     with pytest.raises(TransportError, match="bound already"):
         server.bind("act", lambda x: (x, None))

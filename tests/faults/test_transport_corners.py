@@ -55,7 +55,14 @@ def test_no_exception_takes_a_worker_along(error: BaseException) -> None:
 
 def test_what_follows_a_batch_may_exit_without_stopping_the_server() -> None:
     server = BatchServer("ipc://{auto}")
-    server.bind("act", lambda x: (x, None), lambda _: _raise(SystemExit())(), batch=1, backlog=2)
+    server.bind(
+        "act",
+        lambda x: (x, None),
+        lambda _: _raise(SystemExit())(),
+        batch=1,
+        post_rows=1,
+        backlog=2,
+    )
     with server, Client(server.address, timeout=20) as client:
         for number in range(10):
             assert client.act(np.int64(number)).result() == number

@@ -10,6 +10,7 @@ from dreamfleet.transport.batching import BatchServer
 from dreamfleet.transport.client import Client
 from dreamfleet.transport.errors import (
     AddressError,
+    AddressUnknown,
     Closed,
     CodecError,
     Disconnected,
@@ -25,6 +26,7 @@ from dreamfleet.transport.server import Server
 
 __all__ = [
     "AddressError",
+    "AddressUnknown",
     "BatchServer",
     "Client",
     "Closed",

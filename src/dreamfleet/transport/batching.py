@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from typing import Any
 
 from dreamfleet.transport import wire
 from dreamfleet.transport.codec import check_sizes
-from dreamfleet.transport.errors import MessageError, TransportError
+from dreamfleet.transport.errors import MessageError, Timeout, TransportError
 from dreamfleet.transport.loop import Lane, Peer
-from dreamfleet.transport.pool import Pool
+from dreamfleet.transport.posting import PostFn, PostQueue
 from dreamfleet.transport.schema import parse_schema
 from dreamfleet.transport.security import Keys
 from dreamfleet.transport.server import BaseServer, error_frames
@@ -27,10 +27,7 @@ from dreamfleet.transport.stacking import (
     split,
 )
 
-log = logging.getLogger(__name__)
-
 WorkFn = Callable[..., tuple[Any, Any]]
-PostFn = Callable[[Any], None]
 _FOREVER = float("inf")
 
 
@@ -40,25 +37,20 @@ class _Batcher:
 
     method: str
     workfn: WorkFn
-    postfn: PostFn | None
     batch: int
     wait: float
     lane: Lane
-    post_pool: Pool
-    backlog: int
+    repeatable: bool
+    posts: PostQueue | None = None
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
-    next_batch: int = 0  # the number the next batch gets
-    next_post: int = 0  # the number of the batch whose postfn is due
-    finished: dict[int, Callable[[], None] | None] = field(default_factory=dict)
-    unposted: int = 0
     usual: Signature | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0, "work": 0.0})
 
     @property
     def free(self) -> bool:
-        return self.lane.running < self.lane.limit and self.unposted < self.backlog
+        return self.lane.running < self.lane.limit and not (self.posts and self.posts.full)
 
     @property
     def deadline(self) -> float:
@@ -103,7 +95,12 @@ class BatchServer(BaseServer):
         batch: int = 8,
         wait: float = 0.01,
         workers: int = 1,
-        backlog: int = 16,
+        *,
+        repeatable: bool = False,
+        gather: float = 0.01,
+        post_rows: int = 1024,
+        backlog: int | None = None,
+        on_post_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Offer a batched function under a name.
 
@@ -111,55 +108,108 @@ class BatchServer(BaseServer):
         seconds. A block of items that one caller sent together is never split; a block larger than
         `batch` is a batch of its own.
 
+        `postfn` passes on what follows a batch. It is called after the answers have gone out, with
+        a list of the infos of batches that follow each other, in the order in which the batches
+        were made: one call at a time, on a thread of its own. Rows of batches that were started
+        and not yet passed on are outstanding; while there are `backlog` of them no batch is started
+        and requests wait. An error in `postfn` is logged, counted and given to `on_post_error`; the
+        next infos follow all the same.
+
         Args:
             method: The name clients call.
             workfn: Gets the call's arguments, every leaf an array with a leading axis n, and
                 returns a tree with the same leading axis, and any info for `postfn`.
-            postfn: Called with the info after the answers have gone out, on a thread of its own,
-                one batch after the other in the order the batches were made.
+            postfn: Gets a list of infos.
             batch: Items in a full batch.
             wait: Seconds the oldest request waits for the batch to fill.
             workers: Batches computed at the same time.
-            backlog: Batches whose `postfn` may be outstanding before no new one is started.
+            repeatable: It does no harm to run it twice; see `Server.bind`.
+            gather: Seconds the oldest info waits for others to share its call of `postfn`.
+            post_rows: Rows that end this wait. A call has no more rows, unless one batch has.
+            backlog: Outstanding rows that hold back new batches; None is twice `post_rows`.
+            on_post_error: Told every error of `postfn`, on the thread of `postfn`.
         """
         self._check_bind(method, self._batchers)
-        if batch < 1 or workers < 1 or backlog < 1 or wait < 0:
+        if batch < 1 or workers < 1 or wait < 0:
             raise TransportError(
-                f"{self.name}: {method!r} needs batch, workers and backlog of at least 1 and a "
-                f"wait of at least 0, got {batch}, {workers}, {backlog} and {wait}."
+                f"{self.name}: {method!r} needs batch and workers of at least 1 and a wait of at "
+                f"least 0, got {batch}, {workers} and {wait}."
             )
-        self._batchers[method] = _Batcher(
-            method,
-            workfn,
-            postfn,
-            batch,
-            wait,
-            Lane(workers),
-            Pool(f"{self.name}-{method}-post", 1 if postfn else 0),
-            backlog,
-        )
+        backlog = 2 * post_rows if backlog is None else backlog
+        if gather < 0 or not 1 <= post_rows <= backlog:
+            raise TransportError(
+                f"{self.name}: {method!r} needs a gather of at least 0, post_rows of at least 1 "
+                f"and a backlog of at least post_rows, got {gather}, {post_rows} and {backlog}."
+            )
+        batcher = _Batcher(method, workfn, batch, wait, Lane(workers), repeatable)
+        if postfn:
+            batcher.posts = PostQueue(
+                f"{self.name}-{method}-post",
+                postfn,
+                self._loop.lock,
+                gather,
+                post_rows,
+                backlog,
+                on_post_error,
+                partial(self._dispatch_held_back, batcher),
+            )
+        self._batchers[method] = batcher
 
     def start(self, block: bool = True) -> None:
         if not self._started:
             for batcher in self._batchers.values():
-                batcher.post_pool.start()
+                if batcher.posts:
+                    batcher.posts.start()
         super().start(block)
 
-    def _shut_down(self) -> None:
-        super()._shut_down()
+    def close(self, flush: float = 5.0) -> None:
+        """Stop answering, let running batches finish, and have `postfn` pass on what is left.
+
+        Waiting calls fail with `Disconnected`.
+
+        Args:
+            flush: Seconds to wait for a call of `postfn`. They start again whenever one has ended.
+                With 0, what waits is dropped, and a call that is running is not waited for.
+
+        Raises:
+            Timeout: No call of `postfn` has ended for so many seconds. The server is closed all the
+                same, and what was left is dropped.
+        """
+        self._close(partial(self._shut_down, flush))
+
+    def _is_own(self, thread: threading.Thread) -> bool:
+        posts = (batcher.posts for batcher in self._batchers.values())
+        return super()._is_own(thread) or any(queue.thread is thread for queue in posts if queue)
+
+    def _shut_down(self, flush: float) -> None:
+        if flush <= 0:
+            self._close_posts(0.0)  # nothing of the batches that are still running either
+        self._loop.close()
+        self._close_posts(flush)
+
+    def _close_posts(self, flush: float) -> None:
+        late: list[Timeout] = []
         for batcher in self._batchers.values():
-            batcher.post_pool.close()
+            if batcher.posts:
+                try:
+                    batcher.posts.close(flush)
+                except Timeout as problem:
+                    late.append(problem)
+        if late:
+            raise late[0]
 
     def stats(self) -> dict[str, float]:
-        """Counts since the start; per method the batches, mean items in one, and mean seconds that
-        the oldest request waited and that the work took."""
+        """Counts since the start; per method the batches, the items waiting for one, the rows that
+        `postfn` has not passed on yet, the mean items in a batch, and the mean seconds that the
+        oldest request waited and that the work took."""
         stats = super().stats()
         for method, batcher in self._batchers.items():
             batches = batcher.counts["batches"]
             stats[f"{method}/batches"] = float(batches)
             stats[f"{method}/waiting"] = float(batcher.rows)
             stats[f"{method}/items"] = float(batcher.counts["items"])
-            stats[f"{method}/post_errors"] = float(batcher.counts["post_errors"])
+            stats[f"{method}/posting"] = float(batcher.posts.rows if batcher.posts else 0)
+            stats[f"{method}/post_errors"] = float(batcher.posts.errors if batcher.posts else 0)
             stats[f"{method}/fill"] = batcher.counts["items"] / batches if batches else 0.0
             for name, total in batcher.seconds.items():
                 stats[f"{method}/{name}"] = total / batches if batches else 0.0
@@ -172,6 +222,15 @@ class BatchServer(BaseServer):
 
     def _next_deadline(self) -> float:
         return min((b.deadline for b in self._batchers.values()), default=_FOREVER)
+
+    def _repeatable(self) -> list[str]:
+        return [name for name, batcher in self._batchers.items() if batcher.repeatable]
+
+    def _dispatch_held_back(self, batcher: _Batcher) -> None:
+        """Start batches that waited until `postfn` had caught up."""
+        if not self._loop.stopping:
+            self._dispatch(batcher)
+            self._loop.nudge()
 
     def _dispatch_all(self) -> None:
         for batcher in self._batchers.values():
@@ -211,12 +270,11 @@ class BatchServer(BaseServer):
             requests = _take(batcher)
             batcher.seconds["wait"] += now - requests[0].arrived
             requests = self._agreeing(batcher, requests)
-            batcher.unposted += batcher.postfn is not None
-            number = batcher.next_batch
-            batcher.next_batch += 1
+            items = sum(r.items for r in requests)
             batcher.counts["batches"] += 1
-            batcher.counts["items"] += sum(r.items for r in requests)
-            self._loop.offer(batcher.lane, partial(self._work, batcher, number, requests))
+            batcher.counts["items"] += items
+            number = batcher.posts.reserve(items) if batcher.posts else 0
+            self._loop.offer(batcher.lane, partial(self._work, batcher, number, items, requests))
 
     def _agreeing(self, batcher: _Batcher, requests: list[Request]) -> list[Request]:
         """The requests that look like the last good batch, or else like most of this one; the
@@ -237,35 +295,12 @@ class BatchServer(BaseServer):
                 )
         return [r for r in requests if r.signature == usual]
 
-    def _finish(
-        self,
-        batcher: _Batcher,
-        number: int,
-        replies: list[tuple[Peer, list[Any]]],
-        post: Callable[[], None] | None,
-        seconds: float,
-        good: Signature | None,
-    ) -> None:
-        for peer, frames in replies:
-            self._loop.reply(peer, frames)
-        batcher.seconds["work"] += seconds
-        batcher.usual = good or batcher.usual
-        if batcher.postfn:
-            # Batches may end in another order than they began; what follows them keeps theirs.
-            batcher.finished[number] = post
-            while batcher.next_post in batcher.finished:
-                due = batcher.finished.pop(batcher.next_post)
-                batcher.next_post += 1
-                if due:
-                    batcher.post_pool.put(due)
-                else:
-                    batcher.unposted -= 1
-
     # --- without it ------------------------------------------------------------------------------
 
-    def _work(self, batcher: _Batcher, number: int, requests: list[Request]) -> None:
+    def _work(self, batcher: _Batcher, number: int, items: int, requests: list[Request]) -> None:
         start = time.perf_counter()
-        post = good = None
+        infos: list[Any] = []
+        good = None
         failed = 0
         try:
             result, info = run_batch(batcher.workfn, requests)
@@ -274,28 +309,19 @@ class BatchServer(BaseServer):
                 for r, share in zip(requests, split(result, requests), strict=True)
             ]
             good = requests[0].signature
-            if batcher.postfn:
-                post = partial(self._post, batcher, batcher.postfn, info)
+            infos = [info]
         except BaseException as error:  # whatever it is, it must not take a thread along
             failed = len(requests)
             replies = [(r.peer, error_frames(r.number, error)) for r in requests]
         seconds = time.perf_counter() - start
         with self._loop.lock:
+            for peer, frames in replies:
+                self._loop.reply(peer, frames)
             self._loop.counts["errors"] += failed
-            self._finish(batcher, number, replies, post, seconds, good)
-
-    def _post(self, batcher: _Batcher, postfn: PostFn, info: Any) -> None:
-        failed = False
-        try:
-            postfn(info)
-        except BaseException:
-            failed = True
-            log.exception("%s: what follows a batch of %r failed.", self.name, batcher.method)
-        with self._loop.lock:
-            batcher.unposted -= 1
-            batcher.counts["post_errors"] += failed
-            self._dispatch(batcher)
-            self._loop.nudge()
+            batcher.seconds["work"] += seconds
+            batcher.usual = good or batcher.usual
+            if batcher.posts:
+                batcher.posts.put(number, items, infos)
 
 
 def _take(batcher: _Batcher) -> list[Request]:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Self
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.address import parse
 from dreamfleet.transport.codec import Encoded, encode
 from dreamfleet.transport.connection import Connection, Lost, Message, News, Welcome
 from dreamfleet.transport.errors import (
@@ -55,18 +54,22 @@ class Client:
     and gives other threads' answers to them.
 
     Args:
-        address: Where the server listens; see `dreamfleet.transport.address`.
+        address: Where the server listens; see `dreamfleet.transport.address`. Or a function that
+            says where: it is asked at every attempt to connect, because a server may come back
+            elsewhere. While nobody knows, it returns "" or raises `AddressUnknown`, and is asked
+            again after a pause of at most half a second. It must be quick, and not use this client.
         name: Shown in errors and logs.
         maxinflight: Calls without an answer; one more makes the caller wait.
         timeout: Seconds any wait may take, unless the wait says otherwise; None waits as long as
             the server is alive.
         keys: The run key, for `tcp` servers that have one.
-        patience: Seconds without a connection after which waiting calls fail.
+        patience: Seconds without a connection, or without an address, after which waiting calls
+            fail.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Callable[[], str],
         name: str = "Client",
         maxinflight: int = 16,
         timeout: float | None = None,
@@ -79,7 +82,6 @@ class Client:
                 f"{name}: maxinflight is from 1 to {wire.MAX_INFLIGHT}, not {maxinflight}."
             )
         self.name = name
-        self.address = parse(address).text
         self._maxinflight, self._timeout, self._patience = maxinflight, timeout, patience
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -92,8 +94,13 @@ class Client:
         self._welcome: Welcome | None = None
         self._counts: Counter[str] = Counter()
         self._waker = Waker()
-        self._connection = Connection(self.address, keys, self._waker)
+        self._connection = Connection(address, keys, self._waker)
         self._down_since = time.monotonic()
+
+    @property
+    def address(self) -> str:
+        """Where the server listens; empty while nobody knows."""
+        return self._connection.address
 
     # --- what callers use ------------------------------------------------------------------------
 
@@ -152,7 +159,9 @@ class Client:
             self._bystanders += 1
             while self._receiving:
                 self._changed.wait()
-            self._fail_all(Closed, f"{self.name} was closed before {self.address} answered.")
+            self._fail_all(
+                Closed, f"{self.name} was closed before {self.address or 'a server'} answered."
+            )
             self._connection.close()
             self._waker.close()
             self._changed.notify_all()
@@ -383,12 +392,15 @@ class Client:
     @property
     def _server(self) -> str:
         welcome = self._welcome
-        return f"{welcome.name if welcome else 'The server'} at {self.address}"
+        return f"{welcome.name if welcome else 'The server'}{self._at}"
+
+    @property
+    def _at(self) -> str:
+        return f" at {self.address}" if self.address else ""
 
     def _absence(self, seconds: float) -> str:
         return (
-            f"{self.name} found no server at {self.address} for {seconds:g} s "
-            f"({self._connection.trouble})."
+            f"{self.name} found no server{self._at} for {seconds:g} s ({self._connection.trouble})."
         )
 
     def _why_waiting(self, method: str) -> str:

@@ -11,6 +11,7 @@ import secrets
 import select
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.address import parse
+from dreamfleet.transport.address import Address, parse
 from dreamfleet.transport.codec import encode
-from dreamfleet.transport.errors import MessageError
+from dreamfleet.transport.errors import AddressUnknown, MessageError
 from dreamfleet.transport.security import Keys
 from dreamfleet.transport.waker import Waker
 
@@ -48,7 +49,10 @@ class Message:
 
 
 _FOREVER = float("inf")
-_RETRY = 0.5  # seconds
+_RETRY = 0.5  # seconds, the longest pause between two attempts
+_FIRST_RETRY = 0.02
+_NOBODY = "nobody listens there"
+_UNKNOWN = "nobody has published its address yet"
 
 News = Welcome | Lost | Message | MessageError
 
@@ -67,17 +71,56 @@ _EVENTS = (
 
 
 class Connection:
-    def __init__(self, address: str, keys: Keys | None, waker: Waker) -> None:
+    """A socket that is connected to wherever the server is.
+
+    Args:
+        address: Where the server listens, or a function that says where it listens now.
+        keys: The run key.
+        waker: Ends a `sleep`.
+    """
+
+    def __init__(self, address: str | Callable[[], str], keys: Keys | None, waker: Waker) -> None:
         self.news: deque[News] = deque()
-        self.trouble = "nobody listens there"
+        self.trouble = _NOBODY
         self.bytes_in = 0
-        self._address = parse(address)
-        self._keys = keys if self._address.kind == "tcp" else None
+        self._address: Address | None = None
+        self._find: Callable[[], str] | None = None
+        if isinstance(address, str):
+            self._address = parse(address)
+        else:
+            self._find = address
+        self._keys = keys
         self._waker = waker
         self._greeted = False
-        self._open()
+        self._pause = _FIRST_RETRY
+        self._open(self._locate())
 
-    def _open(self) -> None:
+    @property
+    def address(self) -> str:
+        """Where the server is; empty while that is unknown."""
+        return self._address.text if self._address else ""
+
+    def _locate(self) -> Address | None:
+        """Where the server is now, or None while nobody knows."""
+        if self._find is None:
+            return self._address
+        try:
+            text = self._find()
+            address = parse(text) if text else None
+            if address is None:
+                self.trouble = _UNKNOWN
+            elif address != self._address:
+                self.trouble = _NOBODY
+            return address
+        except AddressUnknown as problem:
+            self.trouble = str(problem) or _UNKNOWN
+        except Exception as problem:
+            # The next attempt may succeed. If none does, the message shows this one.
+            self.trouble = f"its address cannot be found: {problem!r}"
+        return None
+
+    def _open(self, address: Address | None) -> None:
+        self._address = address
         # One context, and so one I/O thread of libzmq, serves all clients of a process.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
@@ -85,8 +128,8 @@ class Connection:
         self._socket.linger = 1000
         self._socket.reconnect_ivl = 20
         self._socket.reconnect_ivl_max = 500
-        self._socket.ipv6 = ":" in self._address.host
-        if self._keys:
+        self._socket.ipv6 = address is not None and ":" in address.host
+        if self._keys and address and address.kind == "tcp":
             self._keys.protect_client(self._socket)
         # Without a limit: libzmq's only I/O thread blocks on a monitor that is full, and nobody
         # reads this one while the client is idle.
@@ -98,11 +141,13 @@ class Connection:
         self._monitor.connect(endpoint)
         self._monitor_descriptor = self._monitor.fileno()
         self._alarmed = True  # its descriptor tells of changes, so it is looked at once before
-        self._retry_at = _FOREVER
+        self._final = False  # libzmq does not try again by itself
+        self._retry_at = time.monotonic() + self._pause if self._find else _FOREVER
         self._bell = select.poll()
         for source in (self._socket, self._monitor, self._waker):
             self._bell.register(source.fileno(), select.POLLIN)
-        self._socket.connect(self._address.endpoint)
+        if address:
+            self._socket.connect(address.endpoint)
 
     def send(self, frames: list[Any]) -> None:
         wire.send(self._socket, frames)
@@ -139,7 +184,7 @@ class Connection:
             if not self.news and (message := wire.receive(self._socket)):
                 self._read(message)
             if self._retry_at <= time.monotonic():
-                self._reopen()
+                self._retry()
 
     def close(self, linger: int | None = None) -> None:
         self._socket.disable_monitor()
@@ -154,6 +199,7 @@ class Connection:
             if header.kind == wire.WELCOME:
                 self.news.append(self._welcome(header, frames))
                 self._greeted = True
+                self._retry_at, self._pause = _FOREVER, _FIRST_RETRY
             else:
                 self.news.append(Message(header, frames))
         except MessageError as problem:
@@ -163,10 +209,10 @@ class Connection:
         try:
             welcome = msgspec.convert(wire.value_of(header, frames), Welcome)
         except msgspec.ValidationError as problem:
-            raise MessageError(f"The greeting of {self._address.text} is odd: {problem}") from None
+            raise MessageError(f"The greeting of {self.address} is odd: {problem}") from None
         if welcome.protocol != wire.PROTOCOL:
             raise MessageError(
-                f"{welcome.name} at {self._address.text} speaks protocol {welcome.protocol} and "
+                f"{welcome.name} at {self.address} speaks protocol {welcome.protocol} and "
                 f"this client {wire.PROTOCOL}: use the same version of Dreamfleet on both sides."
             )
         return welcome
@@ -188,7 +234,7 @@ class Connection:
             else:
                 self.trouble = _HANDSHAKE_FAILURES[zmq.Event(event)]
                 if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-                    # After this one libzmq does not try again by itself.
+                    self._final = True
                     self._retry_at = time.monotonic() + _RETRY
 
     def _lose(self) -> None:
@@ -199,8 +245,18 @@ class Connection:
         self.news.append(Lost())
         # libzmq would connect again by itself. A fresh socket forgets what was queued for the old
         # server: whether that is sent again is decided call by call.
-        self._reopen()
+        self._reopen(self._locate())
 
-    def _reopen(self) -> None:
+    def _retry(self) -> None:
+        """Try again where the server is now. At the same address libzmq tries again by itself,
+        except after a failure that it takes for final."""
+        self._pause = min(2 * self._pause, _RETRY)
+        address = self._locate()
+        if self._final or address != self._address:
+            self._reopen(address)
+        else:
+            self._retry_at = time.monotonic() + self._pause
+
+    def _reopen(self, address: Address | None) -> None:
         self.close(linger=0)
-        self._open()
+        self._open(address)

@@ -2,6 +2,7 @@
 
 TransportError
 ├── AddressError        an address that cannot be understood or used
+├── AddressUnknown      nobody has published the server's address yet
 ├── SecurityError       a server that strangers could reach, or a key that is missing or open
 ├── CodecError          a value that cannot be sent; the message names its place
 ├── MessageError        bytes that are not one of our messages
@@ -20,6 +21,10 @@ class TransportError(DreamfleetError):
 
 class AddressError(TransportError, ValueError):
     """An address that cannot be understood or used."""
+
+
+class AddressUnknown(TransportError, LookupError):
+    """Nobody has published the server's address yet. Raised by whoever a client asks for it."""
 
 
 class SecurityError(TransportError):

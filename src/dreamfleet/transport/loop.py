@@ -81,9 +81,9 @@ class Loop:
         self._baton = threading.Lock()
         self._holder: threading.Thread | None = None  # of the baton
         self._single = False  # at most one job runs at a time
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self._asleep_until = -_FOREVER  # the reader is asleep until then, unless woken
-        self._stopping = self._released = False
+        self.stopping = self._released = False
         self._waker = Waker()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorkeeper: Doorkeeper | None = None
@@ -133,24 +133,24 @@ class Loop:
     def start(self, workers: int) -> None:
         """Start with room for so many jobs at a time, and one thread more to read the socket."""
         self._single = workers == 1
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._run, name=f"{self.name}-{index}", daemon=True)
             for index in range(workers + 1)
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
         """Let running jobs end and send their answers, then give everything back."""
         with self.lock:
-            self._stopping = True
+            self.stopping = True
         self._waker.wake()
         deadline = time.monotonic() + timeout
         self._pass_baton()  # this may be a method that closes its own server
         # A reader stops at once; a method that holds the baton may take any time.
         if self._baton.acquire(timeout=max(timeout, _READER_STOPS)):
             self._baton.release()  # from here on nobody reads
-        for thread in self._threads:
+        for thread in self.threads:
             # A method may close its server before the last thread has been started.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -158,10 +158,6 @@ class Loop:
                     log.warning("%s is still busy after %.0f s; left behind.", thread.name, timeout)
         with self.lock:
             self._release()
-
-    def owns(self, thread: threading.Thread) -> bool:
-        """Whether this is one of the server's own threads, which cannot wait for its end."""
-        return thread in self._threads
 
     def _release(self) -> None:
         if self._released:
@@ -220,7 +216,7 @@ class Loop:
     # --- taking turns ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self.stopping:
             self._baton.acquire()
             self._holder = threading.current_thread()
             task = self._read()
@@ -241,7 +237,7 @@ class Loop:
         """Read until there is a job to run, or the server stops."""
         while True:
             with self.lock:
-                if self._stopping:
+                if self.stopping:
                     return None
                 try:
                     self._receive()
@@ -267,7 +263,7 @@ class Loop:
             log.exception("%s: a job failed to handle its own failure.", self.name)
         lane.quick = time.monotonic() - start < _QUICK
         with self.lock:
-            if self._stopping:
+            if self.stopping:
                 return None
             if lane.queue:
                 task: tuple[Lane, Job] | None = (lane, lane.queue.popleft())

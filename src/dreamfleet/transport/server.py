@@ -51,16 +51,21 @@ class BaseServer(ABC):
 
     def close(self) -> None:
         """Stop answering: running methods finish, waiting calls fail with `Disconnected`."""
+        self._close(self._loop.close)
+
+    def _close(self, shut_down: Callable[[], None]) -> None:
+        """Have the first caller shut the server down, and the others wait for it."""
         if self._closing.acquire(blocking=False):
             try:
-                self._shut_down()
+                shut_down()
             finally:
                 self._closed.set()
-        elif not self._loop.owns(threading.current_thread()):
+        elif not self._is_own(threading.current_thread()):
             self._closed.wait()
 
-    def _shut_down(self) -> None:
-        self._loop.close()
+    def _is_own(self, thread: threading.Thread) -> bool:
+        """Whether this is one of the server's own threads, which cannot wait for its end."""
+        return thread in self._loop.threads
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and how many requests are in flight now."""
