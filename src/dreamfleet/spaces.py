@@ -32,9 +32,15 @@ def without_reset(action: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def is_image(dtype: Any, shape: tuple[int, ...]) -> bool:
-    """Whether values of this dtype and shape (without batch axes) are images: uint8, height x
-    width x 1 or 3 channels."""
-    return np.dtype(dtype) == np.uint8 and len(shape) == 3 and shape[-1] in (1, 3)
+    """Whether values of this dtype and shape (without batch axes) are images: uint8, (height,
+    width, channels)."""
+    return np.dtype(dtype) == np.uint8 and len(shape) == 3
+
+
+def is_frame(dtype: Any, shape: tuple[int, ...]) -> bool:
+    """Whether values of this dtype and shape (without batch axes) are images that can be shown:
+    with 1 or 3 channels."""
+    return is_image(dtype, shape) and shape[-1] in (1, 3)
 
 
 @dataclass(frozen=True, eq=False)

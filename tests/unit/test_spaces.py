@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from dreamfleet import ConfigError, Space
+from dreamfleet.spaces import is_frame, is_image, without_logs, without_reset
 
 
 def test_discrete_spaces_count_their_choices() -> None:
@@ -62,3 +63,16 @@ def test_equality_compares_bounds() -> None:
 def test_impossible_spaces_are_refused(args: tuple, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Space(*args)
+
+
+def test_images_have_any_channels_and_frames_can_be_shown() -> None:
+    assert is_image(np.uint8, (8, 6, 4))
+    assert not is_image(np.float32, (8, 6, 3))
+    assert not is_image(np.uint8, (8, 6))
+    assert [n for n in range(1, 6) if is_frame(np.uint8, (8, 6, n))] == [1, 3]
+    assert not is_frame(np.uint8, (3, 8, 6, 3))
+
+
+def test_fixed_keys_are_taken_out() -> None:
+    assert without_logs({"x": 1, "log/y": 2, "logs": 3}) == {"x": 1, "logs": 3}
+    assert without_reset({"action": 1, "reset": True}) == {"action": 1}

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env
-from dreamfleet.envs.diagnose import camera
+from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
 from dreamfleet.errors import ConfigError
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, labelled
 from dreamfleet.policy import Policy
@@ -137,14 +136,14 @@ class _Filmed(Wrapper):
     def __init__(self, env: Wrapper, film: _Film, task: str) -> None:
         super().__init__(env)
         self._film, self._task = film, task
-        self._look = camera(env)
+        self._frame_of = renderer(env)
         self._score = 0.0
         self._over = False
 
     def step(self, action: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         obs = self.env.step(action)
         if not self._over:
-            frame = self._look(obs)
+            frame = self._frame_of(obs)
             if frame is None:
                 raise ConfigError(
                     f"{self._task} shows no frames, so there is nothing to film: let its factory "

@@ -2,22 +2,20 @@
 
 from dreamfleet.envs.base import (
     Env,
-    EpisodicEnv,
-    Outcome,
-    env_seed,
-    is_image,
-    noop,
-    sample_action,
-)
-from dreamfleet.envs.errors import (
     EnvCrashedError,
     EnvError,
-    MissingExtraError,
+    EpisodicEnv,
+    Outcome,
     SpaceError,
     UnknownTaskError,
+    env_seed,
+    noop,
+    renderer,
+    sample_action,
 )
 from dreamfleet.envs.registry import adapt, make_env, make_visible_env, suites, tasks
 from dreamfleet.envs.wrappers import Wrapper
+from dreamfleet.errors import MissingExtraError
 
 __all__ = [
     "Env",
@@ -31,10 +29,10 @@ __all__ = [
     "Wrapper",
     "adapt",
     "env_seed",
-    "is_image",
     "make_env",
     "make_visible_env",
     "noop",
+    "renderer",
     "sample_action",
     "suites",
     "tasks",

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
-from dreamfleet.envs.errors import EnvError
-from dreamfleet.envs.extras import need
+from dreamfleet.envs.base import Arrays, Env, EnvError, EpisodicEnv, Outcome
 from dreamfleet.envs.images import resize, to_gray
+from dreamfleet.errors import import_extra
 from dreamfleet.spaces import Space
 
 _NOOP = 0
@@ -47,7 +46,7 @@ class Atari(EpisodicEnv):
         frames: int = 108_000,
         clip_reward: bool = False,
     ) -> None:
-        ale_py = need("ale_py", "atari", extra="atari")
+        ale_py = import_extra("ale_py", "Tasks of atari:", "atari")
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         ale = ale_py.ALEInterface()
         ale.setInt("random_seed", seed & 0x7FFFFFFF)
@@ -82,7 +81,7 @@ class Atari(EpisodicEnv):
             self._restart()
         self._lives = self._ale.lives()
         self._screens[:] = 0
-        self._look(0)
+        self._read_screen(0)
         return {"image": self._image()}
 
     def _restart(self) -> None:
@@ -104,7 +103,7 @@ class Atari(EpisodicEnv):
             left = self._repeat - frame - 1
             over = self._ale.game_over() or self._frames >= self._limit
             if left < len(self._screens) or over:
-                self._look(left % len(self._screens))
+                self._read_screen(left % len(self._screens))
             if over:
                 break
         lives = self._ale.lives()
@@ -115,7 +114,7 @@ class Atari(EpisodicEnv):
         reward = float(np.sign(reward)) if self._clip else reward
         return Outcome({"image": self._image()}, reward, over, over)
 
-    def _look(self, slot: int) -> None:
+    def _read_screen(self, slot: int) -> None:
         self._ale.getScreenRGB(self._screens[slot])
 
     def _image(self) -> NDArray[np.uint8]:
@@ -152,4 +151,4 @@ class Atari100k:
 
 
 def _roms() -> Any:
-    return need("ale_py.roms", "atari", extra="atari")
+    return import_extra("ale_py.roms", "Tasks of atari:", "atari")

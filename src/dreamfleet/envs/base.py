@@ -2,30 +2,38 @@
 
     obs = env.step({**action, "reset": False})
 
-One call does everything: `reset` in the action begins an episode and returns its first
+One call does everything: `reset` in the action starts an episode and returns its first
 observation (the rest of the action is ignored then). Observations are dicts of arrays and always
 hold
 
     reward       float32   received on arriving here; 0 on the first step
-    is_first     bool      this observation begins an episode
+    is_first     bool      the first observation of an episode
     is_last      bool      no action follows in this episode: the next one must be a reset
-    is_terminal  bool      the episode ended by itself, so nothing more was to be gained; an
+    is_terminal  bool      the episode ended by itself, so no more reward was possible; an
                            episode cut short by a time limit is last but not terminal
 
 Keys that start with `log/` go to the metrics and never to the agent or the replay.
+
+Errors:
+
+    DreamfleetError
+    └── EnvError
+        ├── UnknownTaskError   no suite, task or factory has this name
+        ├── SpaceError         a space, an observation or an action that breaks the contract
+        └── EnvCrashedError    the environment failed more often than it may be restarted
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.errors import SpaceError
-from dreamfleet.spaces import Space
+from dreamfleet.errors import DreamfleetError
+from dreamfleet.spaces import RESET, Space, is_frame
 
 Arrays = dict[str, NDArray[Any]]
 Spaces = dict[str, Space]
@@ -36,10 +44,27 @@ RESERVED: Mapping[str, Space] = {
     "is_last": Space(bool),
     "is_terminal": Space(bool),
 }
+"""The keys that every observation holds."""
 
 _FALSE, _TRUE = np.array(False), np.array(True)
 for _constant in (_FALSE, _TRUE):
     _constant.setflags(write=False)
+
+
+class EnvError(DreamfleetError):
+    """An environment that cannot be made or stepped."""
+
+
+class UnknownTaskError(EnvError, ValueError):
+    """A task that names nothing."""
+
+
+class SpaceError(EnvError, ValueError):
+    """A space or a value that an agent cannot be given."""
+
+
+class EnvCrashedError(EnvError, RuntimeError):
+    """An environment that keeps failing."""
 
 
 @runtime_checkable
@@ -65,21 +90,21 @@ class Outcome(NamedTuple):
 
 
 class EpisodicEnv(ABC):
-    """An environment from two methods: begin an episode, advance it by one action.
+    """An environment from two methods: start an episode, advance it by one action.
 
     Subclasses describe their own keys; reward, flags and `reset` are added here, so that no
     suite can get them wrong in its own way.
     """
 
     def __init__(self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
-        taken = sorted((set(obs_space) & set(RESERVED)) | (set(act_space) & {"reset"}))
+        taken = sorted((set(obs_space) & set(RESERVED)) | (set(act_space) & {RESET}))
         if taken:
             raise SpaceError(
                 f"The environment has a key of its own named {taken[0]!r}, which Dreamfleet adds "
                 "itself: rename it, for example with a wrapper."
             )
         self._obs_space: Spaces = {**obs_space, **RESERVED}
-        self._act_space: Spaces = {**act_space, "reset": Space(bool)}
+        self._act_space: Spaces = {**act_space, RESET: Space(bool)}
         self._over = True
 
     @property
@@ -99,9 +124,9 @@ class EpisodicEnv(ABC):
         """Take one action in a running episode."""
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
-        # Beginning also after a last step keeps a caller that forgot the reset out of undefined
-        # territory; `is_first` tells it what happened.
-        if self._over or action["reset"]:
+        # A caller that forgot the reset after a last step gets a new episode, and `is_first` tells
+        # it so: stepping on would be undefined.
+        if self._over or action[RESET]:
             obs, reward, last, terminal = Outcome(self._begin())
             first = True
         else:
@@ -117,37 +142,41 @@ class EpisodicEnv(ABC):
         }
 
     def render(self) -> NDArray[np.uint8] | None:
-        """The current frame (height, width, 3), or None if there is nothing to see."""
+        """The current frame (height, width, 3), or None if there is nothing to show."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release
         """Release what the environment holds. Calling it twice is fine."""
 
 
-def is_image(space: Space) -> bool:
-    """Images are uint8 with (height, width, channels)."""
-    return space.dtype == np.uint8 and len(space.shape) == 3
-
-
 def noop(act_space: Mapping[str, Space], *, reset: bool = True) -> Arrays:
-    """An action of zeros, or of the values nearest to zero: what goes along with a reset."""
+    """An action of zeros, or of the values nearest to zero: the rest of a reset."""
     zeros: Arrays = {
         key: np.clip(
             np.zeros(space.shape), space.low, space.high - 1 if space.discrete else space.high
         ).astype(space.dtype)
         for key, space in act_space.items()
     }
-    return {**zeros, "reset": np.array(reset)}
+    return {**zeros, RESET: np.array(reset)}
 
 
 def sample_action(act_space: Mapping[str, Space], rng: np.random.Generator) -> Arrays:
     """A random action that does not reset."""
     return {
         **{key: space.sample(rng) for key, space in act_space.items()},
-        "reset": np.array(False),
+        RESET: np.array(False),
     }
 
 
 def env_seed(seed: int, index: int) -> int:
     """The seed of environment number `index` of a run: independent streams, 31 bits each."""
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) & 0x7FFFFFFF
+
+
+def renderer(env: Env) -> Callable[[Arrays], NDArray[np.uint8] | None]:
+    """A function from an observation to the frame that shows it: its image, or else what the
+    environment renders."""
+    spaces = env.obs_space.items()
+    image = next((key for key, space in spaces if is_frame(space.dtype, space.shape)), None)
+    render: Callable[[], Any] = getattr(env, "render", None) or (lambda: None)
+    return lambda obs: obs[image] if image else render()

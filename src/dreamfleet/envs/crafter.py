@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
-from dreamfleet.envs.extras import need
+from dreamfleet.errors import import_extra
 from dreamfleet.spaces import Space
 
 _TASKS = {"reward": True, "noreward": False}
@@ -32,12 +32,12 @@ class Crafter(EpisodicEnv):
         length: int = 10_000,
         area: tuple[int, int] = (64, 64),
     ) -> None:
-        crafter = need("crafter", "crafter", extra="crafter")
+        crafter = import_extra("crafter", "Tasks of crafter:", "crafter")
         self._env = crafter.Env(
             area=area, size=size[::-1], reward=rewarded, length=length, seed=seed
         )
         self._achievements = sorted(
-            need("crafter.constants", "crafter", extra="crafter").achievements
+            import_extra("crafter.constants", "Tasks of crafter:", "crafter").achievements
         )
         space = {f"log/achievement_{name}": Space(np.int32) for name in self._achievements}
         super().__init__(

@@ -1,7 +1,7 @@
-"""Play an environment and say what is wrong with it.
+"""Play an environment and report what is wrong with it.
 
-What breaks the contract is a problem; what is allowed but probably not meant is a hint. Both come
-with what to do about it.
+What breaks the contract is a problem. What is allowed but probably a mistake is a hint. Both come
+with the fix.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import RESERVED, Arrays, Env, Spaces, is_image, noop, sample_action
-from dreamfleet.envs.errors import EnvError, MissingExtraError, UnknownTaskError
-from dreamfleet.errors import ConfigError
-from dreamfleet.spaces import Space
+from dreamfleet.envs.base import (
+    Arrays,
+    Env,
+    EnvError,
+    Spaces,
+    UnknownTaskError,
+    noop,
+    renderer,
+    sample_action,
+)
+from dreamfleet.errors import ConfigError, MissingExtraError
+from dreamfleet.spaces import FLAGS, RESET, without_logs
 
 _FRAMES = 20
 _COMPARED_STEPS = 200
@@ -67,11 +75,11 @@ def diagnose(
         make: The environment for a seed, as `make_env` gives it.
         steps: How many to play.
         seed: Of the environment and of the actions.
-        make_visible: The same environment, made such that it shows frames.
+        make_visible: The same environment, made so that it renders.
 
     Raises:
-        ConfigError: The options are wrong: the person's mistake, not the environment's.
-        UnknownTaskError: The same of its name.
+        ConfigError: The options are wrong, which is no problem of the environment.
+        UnknownTaskError: There is no such task.
         MissingExtraError: Its package is not installed.
     """
     result = Diagnosis()
@@ -95,20 +103,20 @@ def diagnose(
         result.problems.append(
             Finding(
                 f"It raised {type(error).__name__}: {error}.",
-                "Fix it, or let it be built anew with the option restarts.",
+                "Fix it, or let it be rebuilt with the option restarts.",
             )
         )
         return result
     result.hints += [*_values(result, trajectory), *_speed(result)]
     if make_visible and not result.frames:
-        result.hints += _film(make_visible, compared, seed, result)
+        result.hints += _render(make_visible, compared, seed, result)
     return result
 
 
 def _play(env: Env, steps: int, seed: int, result: Diagnosis) -> list[Arrays]:
-    """A trajectory of steps + 1 observations; times, frames and spoiled arrays go to the result."""
+    """A trajectory of steps + 1 observations. Times, frames and problems go to the result."""
     rng = np.random.default_rng(seed)
-    look = camera(env)
+    frame_of = renderer(env)
     every = max(1, steps // _FRAMES)
     times: list[float] = []
     previous: Arrays = {}
@@ -121,7 +129,7 @@ def _play(env: Env, steps: int, seed: int, result: Diagnosis) -> list[Arrays]:
         start = time.perf_counter()
         obs = env.step(action)
         elapsed = time.perf_counter() - start
-        if action["reset"]:
+        if action[RESET]:
             result.slowest_reset = max(result.slowest_reset, elapsed)
         else:
             times.append(elapsed)
@@ -132,28 +140,17 @@ def _play(env: Env, steps: int, seed: int, result: Diagnosis) -> list[Arrays]:
         if (
             number % every == 0
             and len(result.frames) < _FRAMES
-            and (frame := look(copy)) is not None
+            and (frame := frame_of(copy)) is not None
         ):
             result.frames.append(frame)
     result.steps = len(times)
-    # Of a usual step: that one had to wait for a processor says nothing about the environment.
+    # The median: a step that had to wait for a processor says nothing about the environment.
     result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
     return trajectory
 
 
-def camera(env: Env) -> Callable[[Arrays], NDArray[np.uint8] | None]:
-    """What to show of an observation: its image, or else what the environment renders."""
-    image = next((key for key, space in env.obs_space.items() if _can_be_shown(space)), None)
-    render: Callable[[], Any] = getattr(env, "render", None) or (lambda: None)
-    return lambda obs: obs[image] if image else render()
-
-
-def _can_be_shown(space: Space) -> bool:
-    return is_image(space) and space.shape[2] in (1, 3)
-
-
 def _brief(value: NDArray[Any]) -> NDArray[Any]:
-    """The value, or of a large one its checksum: enough to compare, and memory for long runs."""
+    """The value, or the checksum of a large one: enough to compare, and little memory."""
     return value if value.nbytes <= _BRIEF else np.array(zlib.crc32(value.tobytes()))
 
 
@@ -174,7 +171,7 @@ def _overwritten(then: Arrays, copy: Arrays) -> Iterator[Finding]:
         if not np.array_equal(value, copy[key], equal_nan=value.dtype.kind == "f"):
             yield Finding(
                 f"The array of {key!r} was overwritten by the next step.",
-                "Return a copy: observations are sent and stored after the next step has begun.",
+                "Return a copy: observations are sent and stored while the next step runs.",
             )
 
 
@@ -184,13 +181,13 @@ def _flags(trajectory: list[Arrays]) -> Iterator[Finding]:
     for before, after in pairwise(trajectory):
         if after["is_first"] and not before["is_last"]:
             yield Finding(
-                "An episode began although the one before had not ended.",
+                "An episode started although the one before had not ended.",
                 "Set is_last on the last observation of every episode.",
             )
             break
         if before["is_last"] and not after["is_first"]:
             yield Finding(
-                "A reset did not begin an episode.", "Begin one whenever the action says reset."
+                "A reset did not start an episode.", "Start one whenever the action says reset."
             )
             break
     if any(obs["is_terminal"] and not obs["is_last"] for obs in trajectory):
@@ -207,13 +204,13 @@ def _seeds(make: Callable[[int], Env], trajectory: list[Arrays], seed: int) -> I
     if difference:
         yield Finding(
             f"The same seed gives another run: {difference}.",
-            "Take all chance from the seed, if runs should be repeatable.",
+            "Take all randomness from the seed, if runs should be repeatable.",
         )
     elif not _difference(make, trajectory, seed, seed + 1):
         yield Finding(
             "Another seed gives the same run.",
-            "Use the seed, unless there is no chance in the environment: otherwise all copies of "
-            "it play the same episodes.",
+            "Use the seed, unless the environment is deterministic: otherwise all copies of it "
+            "play the same episodes.",
         )
 
 
@@ -242,26 +239,30 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
             "Random actions earned no reward.",
             "Nothing to do if rewards are rare; otherwise look at how they are given.",
         )
-    for key in result.obs_space.keys() - RESERVED.keys():
+    for key in without_logs(result.obs_space).keys() - {*FLAGS}:
         first = trajectory[0][key]
-        if not key.startswith("log/") and all(np.array_equal(first, o[key]) for o in trajectory):
-            yield Finding(f"Observation {key!r} never changed.", "Leave it out if it says nothing.")
+        if all(np.array_equal(first, obs[key]) for obs in trajectory):
+            yield Finding(
+                f"Observation {key!r} never changed.", "Leave it out if it holds no information."
+            )
 
 
-def _film(
+def _render(
     make: Callable[[int], Env], steps: int, seed: int, result: Diagnosis
 ) -> Iterator[Finding]:
-    """Frames of another environment: one that draws is not the one that training plays."""
-    film = Diagnosis()
+    """Take the frames from a second environment: the one for training does not render."""
+    visible = Diagnosis()
     try:
         env = make(seed)
         try:
-            _play(env, steps, seed, film)
+            _play(env, steps, seed, visible)
         finally:
             _close(env)
     except Exception as error:
-        yield Finding(f"It cannot be shown: {str(error).rstrip('.')}.", "Training needs no frames.")
-    result.frames = film.frames
+        yield Finding(
+            f"It cannot be rendered: {str(error).rstrip('.')}.", "Training needs no frames."
+        )
+    result.frames = visible.frames
 
 
 def _speed(result: Diagnosis) -> Iterator[Finding]:

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
-from dreamfleet.envs.errors import EnvError
-from dreamfleet.envs.extras import need
+from dreamfleet.envs.base import Arrays, Env, EnvError, EpisodicEnv, Outcome
+from dreamfleet.errors import import_extra
 from dreamfleet.spaces import Space
 
 # Camera 0 looks from the side; from there a quadruped hides its own legs.
@@ -127,8 +126,8 @@ def _suite(*, render: bool) -> ModuleType:
     chosen = os.environ.get("MUJOCO_GL")
     if chosen is None or (chosen == _NO_RENDERER and render):
         os.environ["MUJOCO_GL"] = pick_renderer() if render else _NO_RENDERER
-    suite = need("dm_control.suite", "dmc", extra="dmc")
-    rendering = need("dm_control._render", "dmc", extra="dmc")
+    suite = import_extra("dm_control.suite", "Tasks of dmc:", "dmc")
+    rendering = import_extra("dm_control._render", "Tasks of dmc:", "dmc")
     if render and chosen == _NO_RENDERER:
         # Imported earlier in this process for the state only: choose again, in place.
         importlib.reload(rendering)

@@ -13,16 +13,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import gymnasium
 import numpy as np
+from gymnasium.envs.registration import load_env_creator
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, Spaces, is_image
-from dreamfleet.envs.errors import MissingExtraError, SpaceError
-from dreamfleet.envs.extras import need
+from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, SpaceError, Spaces
 from dreamfleet.envs.images import resize
-from dreamfleet.envs.options import check_name
+from dreamfleet.envs.registry import check_name
 from dreamfleet.envs.wrappers import affine_actions, whole
-from dreamfleet.spaces import Space
+from dreamfleet.errors import MissingExtraError
+from dreamfleet.spaces import Space, is_image
 
 Observe = Literal["state", "pixels", "both"]
 # Names of Dict spaces from the outermost on. They may hold slashes themselves, so the joined key
@@ -104,7 +105,7 @@ class GymEnv(EpisodicEnv):
         super().__init__(obs_space, translation.act_space)
 
     def _begin(self) -> Arrays:
-        # Seeded once: seeding every reset would play the same episode for ever.
+        # Seeded once: seeding every reset would repeat the same episode.
         observation, _ = self._env.reset(seed=self._seed)
         self._seed = None
         return self._observe(observation)
@@ -139,8 +140,8 @@ class GymEnv(EpisodicEnv):
             return None
         try:
             return np.asarray(self._env.render(), np.uint8)
-        except need("gymnasium", "gym", extra=None).error.DependencyNotInstalled as error:
-            raise MissingExtraError(f"The environment cannot draw itself: {error}") from error
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise MissingExtraError(f"The environment cannot render: {error}") from error
 
     def close(self) -> None:
         self._env.close()
@@ -169,7 +170,8 @@ class GymPlayer:
                     f"The policy was trained on {', '.join(obs_space)}, and this environment gives "
                     f"{', '.join(translation.obs_space)}: wrap it so that it gives {key!r} too."
                 )
-            if is_image(here) and is_image(trained) and here.shape[2] == trained.shape[2]:
+            images = all(is_image(space.dtype, space.shape) for space in (here, trained))
+            if images and here.shape[2] == trained.shape[2]:
                 self._resize[key] = trained.shape[:2]  # type: ignore[assignment]
             elif here.shape != trained.shape:
                 raise SpaceError(
@@ -190,11 +192,10 @@ class GymPlayer:
 
 
 def tasks() -> list[str]:
-    return sorted(need("gymnasium", "gym", extra=None).registry)
+    return sorted(gymnasium.registry)
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
-    gymnasium = need("gymnasium", "gym", extra=None)
     try:
         gymnasium.spec(name)
     except gymnasium.error.Error:
@@ -205,29 +206,27 @@ def constructor(name: str) -> Callable[..., Env] | None:
 def _make(
     name: str, *, seed: int = 0, obs: Observe = "state", render: bool = False, **options: Any
 ) -> Env:
-    gymnasium = need("gymnasium", "gym", extra=None)
     known = _creator_options(gymnasium.spec(name).entry_point)
     for option in options if known else ():
         check_name(f"gym:{name}", option, {*known, "max_episode_steps", "obs", "render"})
     if render or obs != "state":
         options["render_mode"] = "rgb_array"
         _hush_pygame()
-    # Its own checker costs more than the step of a small environment, and ours runs anyway.
+    # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
     env = gymnasium.make(name, disable_env_checker=True, **options)
     return GymEnv(env, seed=seed, obs=obs)
 
 
 def _creator_options(entry_point: Any) -> set[str]:
     """What an environment may be made with; empty if it takes anything and decides later."""
-    load = need("gymnasium.envs.registration", "gym", extra=None).load_env_creator
-    creator = entry_point if callable(entry_point) else load(entry_point)
+    creator = entry_point if callable(entry_point) else load_env_creator(entry_point)
     parameters = inspect.signature(creator).parameters.values()
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return set() if anything else {p.name for p in parameters} - {"render_mode"}
 
 
 def _hush_pygame() -> None:
-    """Many environments draw with pygame, which looks for a screen and speakers and complains
+    """Many environments render with pygame, which looks for a screen and speakers and warns
     where there are none. Frames need neither."""
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
@@ -289,7 +288,7 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
 
 def _box(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
     dtype, shape = np.dtype(space.dtype), space.shape
-    if dtype == np.uint8 and len(shape) == 3:
+    if is_image(dtype, shape):
         return Space(np.uint8, shape), lambda value: whole(key, value, np.uint8)
     if dtype.kind in "iub":
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)

@@ -1,7 +1,9 @@
-"""Resizing images with numpy alone.
+"""Resizing the images of observations.
 
-Bilinear interpolation whose filter widens when the image shrinks, so that nothing is skipped and
-small things do not flicker. This is what Pillow's BILINEAR does, without needing Pillow.
+Bilinear interpolation whose filter widens when the image shrinks, so that no pixel is skipped and
+small objects do not flicker. The result is that of Pillow's BILINEAR, within rounding, in half to
+two thirds of its time: 50 instead of 102 microseconds for an Atari screen, 107 instead of 208 for
+one in colour. An environment process also saves the 2 MB of Pillow.
 
 Both directions are matrix products with weights that are made once for a pair of sizes. A target
 row depends on a few neighbouring source rows only, so the product is done in blocks of target

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
-from dreamfleet.envs.extras import need
 from dreamfleet.envs.images import resize
+from dreamfleet.errors import import_extra
 from dreamfleet.spaces import Space
 
 _PREFIX = "MiniGrid-"
@@ -25,9 +26,9 @@ _MOST_MISSIONS = 100_000
 
 
 class MiniGrid(EpisodicEnv):
-    """A grid world seen from the agent's own place.
+    """A grid world, observed from the agent's own place.
 
-    `obs="pixels"` draws the 7x7 view, "symbols" gives object, colour and state of each cell as
+    `obs="pixels"` renders the 7x7 view, "symbols" gives object, colour and state of each cell as
     integers. The mission is given as word numbers (0 for no word) where it differs between
     episodes.
     """
@@ -123,5 +124,5 @@ def _make(
 
 def _gymnasium() -> Any:
     # Importing the package is what registers its environments.
-    need("minigrid", "minigrid", extra="minigrid")
-    return need("gymnasium", "minigrid", extra=None)
+    import_extra("minigrid", "Tasks of minigrid:", "minigrid")
+    return gymnasium

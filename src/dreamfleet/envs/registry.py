@@ -11,18 +11,16 @@ import difflib
 import functools
 import importlib
 import inspect
-import sys
-from collections.abc import Callable, Mapping
-from operator import attrgetter
-from pathlib import Path
+import typing
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, cast
 
-from dreamfleet.envs.base import Env, env_seed
-from dreamfleet.envs.checks import CheckSpaces
-from dreamfleet.envs.errors import EnvError, MissingExtraError, UnknownTaskError
-from dreamfleet.envs.options import GENERAL, check_name, check_option
+import msgspec
+
+from dreamfleet.envs.base import Env, EnvError, UnknownTaskError, env_seed
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
+    CheckSpaces,
     NormalizeActions,
     ResizeImages,
     RestartOnException,
@@ -30,7 +28,8 @@ from dreamfleet.envs.wrappers import (
     UnifyDtypes,
     Wrapper,
 )
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, MissingExtraError
+from dreamfleet.imports import load_object
 
 SUITES: Mapping[str, str] = {
     "bundled": "dreamfleet.envs.bundled",
@@ -41,6 +40,14 @@ SUITES: Mapping[str, str] = {
     "crafter": "dreamfleet.envs.crafter",
     "minigrid": "dreamfleet.envs.minigrid",
 }
+
+GENERAL: Mapping[str, Any] = {
+    "repeat": int | None,
+    "time_limit": int,
+    "size": tuple[int, int] | None,
+    "restarts": int,
+}
+"""Options that every task has, and their types."""
 
 
 class Suite(Protocol):
@@ -78,7 +85,7 @@ def make_env(
         repeat: Take each action this often; None for what the suite does by itself.
         time_limit: End an episode after this many actions of the agent; 0 for no limit.
         size: Resize images to this height and width.
-        restarts: Build the environment anew when it raises, up to this often in a row.
+        restarts: Rebuild the environment when it raises, up to this often in a row.
         options: The suite's own, such as `obs="pixels"`.
 
     Raises:
@@ -91,7 +98,7 @@ def make_env(
     for name, value in given.items():
         check_option(name, value, GENERAL[name], least=int(name in ("repeat", "size")))
     make = _constructor(task) if isinstance(task, str) else task
-    # Our own annotations are meant to be held to; somebody else's may be anything.
+    # Options are checked by our own annotations; those of other packages may mean anything.
     ours = isinstance(task, str) and task.partition(":")[0] in SUITES
     accepted = inspect.signature(make, eval_str=ours).parameters
     # A suite that knows an option itself (Atari pools over the repeated frames) is given it.
@@ -126,8 +133,8 @@ def make_env(
 
 
 def make_visible_env(task: str, *, seed: int = 0, **options: Any) -> Wrapper:
-    """The environment of a task, asked for frames if it is one that has to be asked."""
-    # Named, because a factory that passes any keyword on may pass it to who does not know it.
+    """The environment of a task, made with `render=True` if it has that option."""
+    # Only if it is named: a factory that passes any keyword on may pass it to one without it.
     if "render" in inspect.signature(_constructor(task)).parameters:
         options = {**options, "render": True}
     return make_env(task, seed=seed, **options)
@@ -168,7 +175,7 @@ def _build(
     try:
         made = make(**seeded, **options)
     except TypeError as error:
-        # Whoever passes no options has made no mistake with them: that is a bug to be seen whole.
+        # Without options this is a bug of the factory, which needs its whole traceback.
         if not options:
             raise
         given = ", ".join(f"{name}={value}" for name, value in options.items())
@@ -181,7 +188,7 @@ def _constructor(task: str) -> Callable[..., Any]:
     if not colon or not name:
         raise UnknownTaskError(f"There is no task {task!r}: write SUITE:NAME.{_suggestions(task)}")
     if prefix not in SUITES:
-        return _user_factory(task, prefix, name)
+        return _user_factory(task)
     make = _suite(prefix).constructor(name)
     if make is None:
         raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}")
@@ -191,40 +198,23 @@ def _constructor(task: str) -> Callable[..., Any]:
 def _suite(prefix: str) -> Suite:
     module, _, attribute = SUITES[prefix].partition(":")
     loaded: Any = importlib.import_module(module)
-    return cast(Suite, attrgetter(attribute)(loaded) if attribute else loaded)
+    return cast(Suite, getattr(loaded, attribute) if attribute else loaded)
 
 
-def _user_factory(task: str, module: str, name: str) -> Callable[..., Any]:
-    # Installed commands, unlike `python file.py`, do not look into the current directory. It goes
-    # last, so that nothing installed is shadowed.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+def _user_factory(task: str) -> Callable[..., Any]:
     try:
-        loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # A module that is there but imports something that is not has another problem.
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise EnvError(f"{module} cannot be imported: {error}.") from error
-        raise UnknownTaskError(
-            f"There is no suite and no importable module {module!r} (task {task!r})."
-            f"{_suggestions(task)}"
-        ) from error
-    try:
-        factory = attrgetter(name)(loaded)
-    except AttributeError:
-        close = difflib.get_close_matches(name, vars(loaded), n=3)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise UnknownTaskError(f"The module {module!r} has no {name!r}.{hint}") from None
+        factory = load_object(task)
+    except ConfigError as error:
+        raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
     if not callable(factory):
         raise UnknownTaskError(
             f"{task} is no callable: name a function that returns an environment."
         )
-    return cast(Callable[..., Any], factory)
+    return factory
 
 
 def _suggestions(task: str) -> str:
-    """Close names: of the suite if it is known, of all suites that are cheap to ask otherwise."""
+    """Similar names: of the suite if there is a similar one, of all installed suites otherwise."""
     prefix, colon, name = task.partition(":")
     suites = difflib.get_close_matches(prefix, SUITES, n=2, cutoff=0.7) if colon else []
     wanted = name if colon else task
@@ -239,4 +229,54 @@ def _suggestions(task: str) -> str:
         candidates += [f"{suite}:{known[each]}" for each in close]
     if candidates:
         return f" Did you mean {' or '.join(candidates[:3])}?"
+    if "." in prefix:  # it was meant as a module
+        return ""
     return f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
+
+
+def check_option(name: str, value: Any, kind: Any, *, least: int | None = None) -> None:
+    """Refuse a value of the wrong type.
+
+    Args:
+        name: The option's.
+        value: What was given.
+        kind: The annotation of the parameter it is for.
+        least: The smallest whole number.
+
+    Raises:
+        ConfigError: The message says what fits.
+    """
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{name}={value} does not fit: {_fitting(kind)}.") from None
+    numbers = value if isinstance(value, (tuple, list)) else (value,)
+    if least is not None and any(number is not None and number < least for number in numbers):
+        raise ConfigError(f"{name} is too small: it has to be at least {least}.")
+
+
+def check_name(owner: str, name: str, own: Collection[str]) -> None:
+    """Refuse an option that the task does not have, and suggest a similar one.
+
+    Raises:
+        ConfigError: There is no such option.
+    """
+    if name in own:
+        return
+    known = sorted({*own, *GENERAL})
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
+    raise ConfigError(f"{owner} has no option {name!r}: {hint}")
+
+
+def _fitting(kind: Any) -> str:
+    """The values that fit, in words."""
+    inner = [each for each in typing.get_args(kind) if each is not type(None)]
+    if typing.get_origin(kind) is typing.Literal:
+        return f"choose from {', '.join(map(str, inner))}"
+    if typing.get_origin(kind) is tuple:
+        return f"it is {len(inner)} whole numbers, such as [64,64]"
+    if inner:
+        return _fitting(inner[0])
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return f"it is {words.get(kind, kind)}"

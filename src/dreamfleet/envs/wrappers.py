@@ -1,18 +1,18 @@
-"""Environments around environments: each wrapper takes any `Env` and is one."""
+"""Environments around environments: a wrapper takes any `Env` and is one."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import Arrays, Env, Spaces, is_image
-from dreamfleet.envs.errors import EnvCrashedError, SpaceError
+from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, SpaceError, Spaces
 from dreamfleet.envs.images import resize
-from dreamfleet.spaces import Space
+from dreamfleet.spaces import RESET, Space, is_image, without_logs
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class NormalizeActions(Wrapper):
 
 
 def affine_actions(act_space: Spaces) -> dict[str, Callable[[Any], NDArray[Any]]]:
-    """What maps each continuous action from -1..1 to its own bounds."""
+    """Functions that map each continuous action from -1..1 to its own bounds."""
     return {key: _AffineAction(space) for key, space in act_space.items() if not space.discrete}
 
 
@@ -137,8 +137,8 @@ class UnifyDtypes(Wrapper):
 
 
 def whole(key: str, value: Any, dtype: Any) -> NDArray[Any]:
-    """An observation as integers. Of floats the fractions would be lost in silence: an image from
-    0 to 1 would be black."""
+    """An observation as integers. Floats are refused, because they would silently lose their
+    fractions: an image from 0 to 1 would be black."""
     array = np.asarray(value)
     if array.dtype.kind == "f":
         raise SpaceError(
@@ -158,8 +158,8 @@ class TimeLimit(Wrapper):
         self._over = True
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
-        if self._over and not action["reset"]:
-            action = {**action, "reset": np.array(True)}
+        if self._over and not action[RESET]:
+            action = {**action, RESET: np.array(True)}
         obs = self.env.step(action)
         self._taken = 0 if obs["is_first"] else self._taken + 1
         if self._taken >= self._limit:
@@ -169,7 +169,7 @@ class TimeLimit(Wrapper):
 
 
 class ActionRepeat(Wrapper):
-    """Takes every action `repeat` times and sums the rewards; other keys are of the last step."""
+    """Takes every action `repeat` times and sums the rewards. Other keys are of the last step."""
 
     def __init__(self, env: Env, repeat: int) -> None:
         super().__init__(env)
@@ -179,7 +179,7 @@ class ActionRepeat(Wrapper):
         reward = 0.0
         for _ in range(self._repeat):
             obs = self.env.step(action)
-            # First comes with a reset, and also when the environment was restarted on the way.
+            # A first step follows a reset, or a restart of the environment.
             if obs["is_first"]:
                 return obs
             reward += float(obs["reward"])
@@ -194,7 +194,9 @@ class ResizeImages(Wrapper):
     def __init__(self, env: Env, size: tuple[int, int]) -> None:
         super().__init__(env)
         self._size = size
-        self._keys = [key for key, space in env.obs_space.items() if is_image(space)]
+        self._keys = [
+            key for key, space in env.obs_space.items() if is_image(space.dtype, space.shape)
+        ]
         self._obs_space = {
             key: Space(np.uint8, (*size, space.shape[2])) if key in self._keys else space
             for key, space in env.obs_space.items()
@@ -210,12 +212,12 @@ class ResizeImages(Wrapper):
 
 
 class RestartOnException(Wrapper):
-    """Builds the environment anew when it raises, and begins an episode there.
+    """Rebuilds the environment when it raises, and starts an episode there.
 
-    The broken episode gets no last step; `is_first` where none was asked for tells whoever
-    listens that it was abandoned. `make` is given the number of restarts so far, so that a
-    restarted environment need not play the same episodes again. After `restarts` in a row without
-    one finished episode the failure is passed on.
+    The broken episode gets no last step: `is_first` without a reset tells that it was abandoned.
+    `make` is given the number of restarts so far, so that a restarted environment need not play
+    the same episodes again. After `restarts` in a row without a finished episode the error is
+    raised.
     """
 
     def __init__(self, make: Callable[[int], Env], *, restarts: int) -> None:
@@ -231,7 +233,7 @@ class RestartOnException(Wrapper):
                 obs = self.env.step(action)
             except Exception as error:
                 self._restart(error)
-                action = {**action, "reset": np.array(True)}
+                action = {**action, RESET: np.array(True)}
                 continue
             if obs["is_last"]:
                 self._in_a_row = 0
@@ -256,6 +258,120 @@ class RestartOnException(Wrapper):
             self.env = self._make(self._total)
         except Exception as making:
             self._restart(making)
+
+
+class CheckSpaces(Wrapper):
+    """Names the key, and the fix, when an environment and its spaces disagree.
+
+    Keys, shapes, dtypes, NaN and infinity are checked on every step. Bounds are checked on the
+    first `bounds_for` steps: that finds a wrong declaration and costs nothing later.
+    """
+
+    def __init__(self, env: Env, *, bounds_for: int = 200) -> None:
+        super().__init__(env)
+        check_declaration(env.obs_space, env.act_space)
+        self._remaining = bounds_for
+        self._expected = {
+            key: (space.dtype, space.shape, not space.discrete)
+            for key, space in env.obs_space.items()
+        }
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        if self._remaining > 0:
+            self._check_action(action)
+        obs = self.env.step(action)
+        if obs.keys() != self._expected.keys():
+            self._refuse_keys(obs)
+        for key, (dtype, shape, continuous) in self._expected.items():
+            value = obs[key]
+            if value.dtype != dtype or value.shape != shape:
+                raise SpaceError(
+                    f"Observation {key!r} has dtype {value.dtype} and shape {value.shape}, but the "
+                    f"space says {dtype} and {shape}: make obs_space[{key!r}] or the value right."
+                )
+            if continuous and not _is_finite(value):
+                raise SpaceError(
+                    f"Observation {key!r} holds NaN or infinity: the environment has to return "
+                    "finite numbers (-inf alone may mark a missing value)."
+                )
+        if self._remaining > 0:
+            self._remaining -= 1
+            self._check_bounds(obs)
+        return obs
+
+    def _check_action(self, action: Mapping[str, Any]) -> None:
+        for key, space in self.env.act_space.items():
+            if key not in action:
+                raise SpaceError(
+                    f"The action lacks {key!r}: it needs the keys {sorted(self.env.act_space)}."
+                )
+            shape = np.shape(action[key])
+            if shape != space.shape:
+                raise SpaceError(
+                    f"Action {key!r} has shape {shape}, but its space is {space}: pass one action "
+                    "for one environment, without a batch axis."
+                )
+            if space.discrete and not space.contains(np.asarray(action[key], space.dtype)):
+                raise SpaceError(
+                    f"Action {key!r} is {action[key]}, outside its space {space}: choose from "
+                    f"{space.low.min()} to {space.high.max() - 1}."
+                )
+
+    def _check_bounds(self, obs: Arrays) -> None:
+        for key, space in self.env.obs_space.items():
+            value = obs[key]
+            if space.contains(value) or np.any(np.isneginf(value)):
+                continue
+            raise SpaceError(
+                f"Observation {key!r} runs from {value.min()} to {value.max()}, outside its space "
+                f"{space}: widen obs_space[{key!r}] or clip the value."
+            )
+
+    def _refuse_keys(self, obs: Arrays) -> None:
+        missing = sorted(self._expected.keys() - obs.keys())
+        if missing:
+            raise SpaceError(
+                f"The observation lacks {missing[0]!r}, which obs_space declares: return it on "
+                "every step or take it out of obs_space."
+            )
+        extra = sorted(obs.keys() - self._expected.keys())
+        raise SpaceError(
+            f"The observation holds {extra[0]!r}, which obs_space does not declare: add it to "
+            "obs_space or do not return it."
+        )
+
+
+def check_declaration(obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
+    """Refuse spaces that an agent cannot work with."""
+    for key, expected in RESERVED.items():
+        if key not in obs_space:
+            raise SpaceError(
+                f"obs_space lacks {key!r}: add Space({expected.dtype}) and return it on each step."
+            )
+        given = obs_space[key]
+        if given.shape != () or given.dtype != expected.dtype:
+            raise SpaceError(
+                f"obs_space[{key!r}] is {given}, but has to be a scalar of dtype {expected.dtype}."
+            )
+    if act_space.get(RESET) != Space(bool):
+        raise SpaceError("act_space needs the key 'reset' with Space(bool).")
+    if len(act_space) == 1:
+        raise SpaceError("act_space holds 'reset' only: add at least one action.")
+    for key, space in without_logs(obs_space).items():
+        if len(space.shape) > 2 and not is_image(space.dtype, space.shape):
+            raise SpaceError(
+                f"Observation {key!r} has dtype {space.dtype} and shape {space.shape}: an image "
+                "is uint8 with (height, width, channels), anything else has at most two "
+                "dimensions. Convert or flatten it."
+            )
+
+
+def _is_finite(value: NDArray[Any]) -> bool:
+    """Whether there is neither NaN nor infinity. Minus infinity may mark a missing value."""
+    # The maximum of values with NaN is NaN, and that compares false. Scalars and the ufunc are
+    # several times faster than the method `max`, and this runs on every step.
+    largest = value if value.ndim == 0 else np.maximum.reduce(value, None)
+    return float(largest) < math.inf
 
 
 def _unified(space: Space) -> Space:

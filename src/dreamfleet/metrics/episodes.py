@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.slots import SlotTable
-from dreamfleet.spaces import LOG_PREFIX, is_image
+from dreamfleet.spaces import LOG_PREFIX, is_frame
 
 # A reward that differs less than this from the one before counts as the same.
 _SAME_REWARD = 0.01
@@ -186,7 +186,7 @@ class EpisodeStats:
 
     def _record(self, row: int, first: bool, batch: Mapping[str, NDArray[Any]]) -> None:
         if first:
-            images = (key for key, v in batch.items() if is_image(v.dtype, v.shape[1:]))
+            images = (key for key, v in batch.items() if is_frame(v.dtype, v.shape[1:]))
             self._frames = {key: [] for key in images}
         for key, frames in self._frames.items():
             if len(frames) < self._most_frames:

@@ -112,7 +112,7 @@ def test_a_size_is_a_problem_if_the_agent_refuses_it_and_fine_if_not(
 
 
 ONE_OF_ITS_KIND = """
-from dreamfleet.envs.bundled.catch import Catch
+from dreamfleet.envs.bundled import Catch
 
 
 class Single(Catch):

@@ -5,7 +5,7 @@ import pytest
 
 from dreamfleet import ConfigError
 from dreamfleet.envs import make_env, noop
-from dreamfleet.envs.bundled.dummy import Dummy
+from dreamfleet.envs.bundled import Dummy
 
 
 def scores(env, policy: Callable[[dict], dict], episodes: int) -> list[float]:

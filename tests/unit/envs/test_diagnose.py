@@ -161,7 +161,7 @@ def test_hints_are_given(name: str) -> None:
 def test_what_the_checks_refuse_is_a_problem_and_no_crash() -> None:
     def make(seed: int):
         env = make_env("bundled:pointmass", seed=seed)
-        env.env.env.env._see = lambda: {"position": np.zeros(2)}
+        env.env.env.env._observe = lambda: {"position": np.zeros(2)}
         return env
 
     assert "lacks 'goal'" in said(diagnose(make, steps=10).problems)
@@ -189,7 +189,7 @@ def test_what_shows_frames_only_when_asked_is_asked() -> None:
     assert result.frames[0].shape == (400, 600, 3)
     result = diagnose(make, steps=40, make_visible=blind)
     assert result.problems == []
-    assert "cannot be shown: There is no screen. Training needs no" in said(result.hints)
+    assert "cannot be rendered: There is no screen. Training needs no" in said(result.hints)
 
 
 def test_a_mistake_of_the_person_is_no_problem_of_the_environment() -> None:

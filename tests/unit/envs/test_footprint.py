@@ -6,7 +6,18 @@ import sys
 import pytest
 
 # What no environment of these needs: it would cost every one of many processes.
-HEAVY = ["jax", "equinox", "optax", "scipy", "tyro", "rich", "tensorboardX", "wandb", "pygame"]
+HEAVY = [
+    "jax",
+    "equinox",
+    "optax",
+    "scipy",
+    "tyro",
+    "rich",
+    "tensorboardX",
+    "wandb",
+    "pygame",
+    "PIL",
+]
 PROGRAM = """
 import sys
 from dreamfleet.envs import make_env, noop

@@ -8,8 +8,8 @@ from gymnasium import spaces
 
 from dreamfleet import Space
 from dreamfleet.envs import SpaceError, make_env, noop
-from dreamfleet.envs.errors import MissingExtraError
 from dreamfleet.envs.gym import GymEnv
+from dreamfleet.errors import MissingExtraError
 
 
 class Scripted(gymnasium.Env):

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
+from PIL import Image
 
 from dreamfleet.envs.images import resize, to_gray
-
-PIL = pytest.importorskip("PIL.Image", reason="Pillow is the reference here")
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,9 @@ def test_resizing_equals_pillow(source: tuple, target: tuple, channels: int) -> 
     ours = resize(image, target)
     theirs = np.stack(
         [
-            np.asarray(PIL.fromarray(image[..., c]).resize(target[::-1], PIL.BILINEAR))
+            np.asarray(
+                Image.fromarray(image[..., c]).resize(target[::-1], Image.Resampling.BILINEAR)
+            )
             for c in range(channels)
         ],
         -1,

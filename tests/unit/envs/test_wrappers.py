@@ -7,14 +7,15 @@ import pytest
 from dreamfleet import Space
 from dreamfleet.envs import EnvCrashedError, EpisodicEnv, Outcome, SpaceError, make_env, noop
 from dreamfleet.envs.base import Arrays
-from dreamfleet.envs.checks import CheckSpaces, check_declaration
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
+    CheckSpaces,
     NormalizeActions,
     ResizeImages,
     RestartOnException,
     TimeLimit,
     UnifyDtypes,
+    check_declaration,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from dreamfleet.spaces import is_image
+from dreamfleet.spaces import is_frame
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def kind_of(value: Any) -> Kind | None:
         return "scalar"
     if array.ndim == 1 and array.size:
         return "histogram"
-    if array.size and is_image(array.dtype, array.shape):
+    if array.size and is_frame(array.dtype, array.shape):
         return "image"
-    if array.size and is_image(array.dtype, array.shape[1:]):
+    if array.size and is_frame(array.dtype, array.shape[1:]):
         return "video"
     return None
 

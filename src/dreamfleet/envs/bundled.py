@@ -1,0 +1,289 @@
+"""Small environments that need no package: to try, to test and to measure with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
+from dreamfleet.errors import ConfigError
+from dreamfleet.spaces import Space
+
+_BACKGROUND, _BALL, _PADDLE = (16, 20, 32), (255, 196, 61), (88, 196, 255)
+
+
+class Catch(EpisodicEnv):
+    """A pixel game on a small grid: left, stay, right; +1 for a ball caught, -1 for one missed.
+
+    An episode drops `balls` balls, one after the other. Random play scores about -0.6 a ball,
+    perfect play 1.
+    """
+
+    def __init__(
+        self, *, seed: int = 0, grid: int = 8, balls: int = 1, size: tuple[int, int] = (64, 64)
+    ) -> None:
+        super().__init__(
+            {"image": Space(np.uint8, (*size, 3))}, {"action": Space(np.int32, (), 0, 3)}
+        )
+        self._rng = np.random.default_rng(seed)
+        self._grid = grid
+        self._balls = balls
+        # Where each cell of the grid starts in the image, the end included.
+        self._rows = np.linspace(0, size[0], grid + 1).round().astype(int)
+        self._columns = np.linspace(0, size[1], grid + 1).round().astype(int)
+        self._empty = np.full((*size, 3), _BACKGROUND, np.uint8)
+        self._ball = (0, 0)
+        self._paddle = 0
+        self._left = 0
+
+    def _begin(self) -> Arrays:
+        self._left = self._balls
+        self._paddle = self._grid // 2
+        self._drop()
+        return {"image": self._draw()}
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        self._paddle = min(max(self._paddle + int(action["action"]) - 1, 0), self._grid - 1)
+        row, column = self._ball
+        self._ball = (row + 1, column)
+        reward = 0.0
+        if row + 1 == self._grid - 1:
+            reward = 1.0 if column == self._paddle else -1.0
+            self._left -= 1
+            if self._left:
+                self._drop()
+        over = self._left == 0
+        return Outcome({"image": self._draw()}, reward, over, over)
+
+    def _drop(self) -> None:
+        self._ball = (0, int(self._rng.integers(self._grid)))
+
+    def _draw(self) -> NDArray[np.uint8]:
+        image = self._empty.copy()
+        self._fill(image, self._grid - 1, self._paddle, _PADDLE)
+        self._fill(image, *self._ball, _BALL)
+        return image
+
+    def _fill(
+        self, image: NDArray[np.uint8], row: int, column: int, color: tuple[int, int, int]
+    ) -> None:
+        top, bottom = self._rows[row : row + 2]
+        left, right = self._columns[column : column + 2]
+        image[top:bottom, left:right] = color
+
+    def render(self) -> NDArray[np.uint8]:
+        return self._draw()
+
+
+_PRIZES, _MISTAKE = (1.0, 2.0), -1.0
+
+
+class Corridor(EpisodicEnv):
+    """A test of memory, after the T-maze.
+
+    The first observation shows a signal, left (-1) or right (1); after it the signal is 0. The
+    agent walks `length` steps by itself and then turns: -1 for the wrong side, and for the
+    signalled one +1 on the left and +2 on the right. The last observation is the same in both
+    cases, so a policy without memory scores at most 0.5 on average, by always turning right, and
+    one that remembers scores 1.5.
+
+    The two prizes differ on purpose: if they were equal, neither the signal nor the turn alone
+    would predict the reward, and there would be no gradient to learn from.
+    """
+
+    def __init__(self, *, seed: int = 0, length: int = 10) -> None:
+        super().__init__(
+            {
+                "signal": Space(np.float32, (), -1, 1),
+                "position": Space(np.float32, (), 0, 1),
+            },
+            {"action": Space(np.int32, (), 0, 2)},
+        )
+        self._rng = np.random.default_rng(seed)
+        self._length = length
+        self._side = 0
+        self._position = 0
+
+    def _begin(self) -> Arrays:
+        self._side = int(self._rng.integers(2))
+        self._position = 0
+        return self._observe(signal=2 * self._side - 1)
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        self._position += 1
+        if self._position <= self._length:
+            return Outcome(self._observe())
+        found = int(action["action"]) == self._side
+        reward = _PRIZES[self._side] if found else _MISTAKE
+        return Outcome(self._observe(), reward, last=True, terminal=True)
+
+    def _observe(self, signal: int = 0) -> Arrays:
+        return {
+            "signal": np.array(signal, np.float32),
+            "position": np.array(min(self._position / self._length, 1), np.float32),
+        }
+
+    def render(self) -> NDArray[np.uint8]:
+        cells = np.full((3, self._length + 1, 3), 32, np.uint8)
+        cells[1] = 96
+        cells[:, -1] = 96
+        cells[2 if self._side else 0, -1] = (80, 200, 120)
+        cells[1, min(self._position, self._length)] = (255, 196, 61)
+        return cells.repeat(8, 0).repeat(8, 1)
+
+
+_DRAG = 0.9
+_PUSH = 0.02
+
+
+class PointMass(EpisodicEnv):
+    """Two continuous actions push a point towards a goal that is elsewhere in each episode.
+
+    The reward of a step is 1 at the goal and falls off with the distance (a Gaussian of width
+    0.25), so an episode of `length` steps scores at most `length`. Episodes end by the clock,
+    which is last but not terminal.
+    """
+
+    def __init__(self, *, seed: int = 0, length: int = 100) -> None:
+        super().__init__(
+            {
+                "position": Space(np.float32, (2,), -1, 1),
+                "velocity": Space(np.float32, (2,), -1, 1),
+                "goal": Space(np.float32, (2,), -1, 1),
+            },
+            {"action": Space(np.float32, (2,), -1, 1)},
+        )
+        self._rng = np.random.default_rng(seed)
+        self._length = length
+        self._taken = 0
+        self._position = self._velocity = self._goal = np.zeros(2)
+
+    def _begin(self) -> Arrays:
+        self._taken = 0
+        self._position, self._goal = self._rng.uniform(-0.8, 0.8, (2, 2))
+        self._velocity = np.zeros(2)
+        return self._observe()
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        self._taken += 1
+        push = np.clip(action["action"], -1, 1)
+        velocity = _DRAG * self._velocity + _PUSH * push
+        self._position = np.clip(self._position + velocity, -1, 1)
+        # A wall takes the speed that pointed into it.
+        self._velocity = np.where(np.abs(self._position) < 1, velocity, 0)
+        distance = np.linalg.norm(self._position - self._goal)
+        reward = float(np.exp(-0.5 * (distance / 0.25) ** 2))
+        return Outcome(self._observe(), reward, last=self._taken >= self._length)
+
+    def _observe(self) -> Arrays:
+        return {
+            "position": self._position.astype(np.float32),
+            "velocity": self._velocity.astype(np.float32),
+            "goal": self._goal.astype(np.float32),
+        }
+
+    def render(self) -> NDArray[np.uint8]:
+        image = np.full((64, 64, 3), 24, np.uint8)
+        for place, color in ((self._goal, (80, 200, 120)), (self._position, (255, 196, 61))):
+            x, y = ((place + 1) / 2 * 59 + 2).round().astype(int)
+            image[y - 2 : y + 3, x - 2 : x + 3] = color
+        return image
+
+
+_FRAMES = 8
+
+
+class Dummy(EpisodicEnv):
+    """Fixed noise frames and a vector that says where the step came from.
+
+    `vector` starts with the seed, the episode (from 0) and the step (from 0). If each environment
+    has its own seed, any stored step can be told apart, and a test finds what was lost, doubled or
+    reordered. `count` holds the step as an integer. The reward is 1 on every tenth
+    step. Frames come from a small pool and are read-only views of it: stepping copies nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        size: tuple[int, int] = (64, 64),
+        channels: int = 3,
+        vector: int = 8,
+        length: int = 100,
+        actions: Literal["discrete", "continuous", "both"] = "discrete",
+        terminal: bool = False,
+    ) -> None:
+        if vector < 3 or length < 1:
+            raise ConfigError(
+                f"The dummy needs vector >= 3 (seed, episode, step) and length >= 1, got vector="
+                f"{vector} and length={length}."
+            )
+        act_space = {}
+        if actions in ("discrete", "both"):
+            act_space["action"] = Space(np.int32, (), 0, 5)
+        if actions in ("continuous", "both"):
+            act_space["force"] = Space(np.float32, (6,), -1, 1)
+        super().__init__(
+            {
+                "image": Space(np.uint8, (*size, channels)),
+                "vector": Space(np.float32, (vector,)),
+                "count": Space(np.int32, (), 0, length + 1),
+                "log/step": Space(np.float32),
+            },
+            act_space,
+        )
+        noise = np.random.default_rng(seed).integers(0, 256, (_FRAMES, *size, channels), np.uint8)
+        noise.setflags(write=False)
+        self._frames = list(noise)
+        self._origin = np.zeros(vector, np.float32)
+        self._origin[0] = seed
+        self._length = length
+        self._terminal = terminal
+        self._episode = -1
+        self._step = 0
+
+    def _begin(self) -> Arrays:
+        self._episode += 1
+        self._step = 0
+        return self._observe()
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        del action
+        self._step += 1
+        last = self._step >= self._length
+        reward = 1.0 if self._step % 10 == 0 else 0.0
+        return Outcome(self._observe(), reward, last, last and self._terminal)
+
+    def _observe(self) -> Arrays:
+        vector = self._origin.copy()
+        vector[1] = self._episode
+        vector[2] = self._step
+        return {
+            "image": self._frames[self._step % _FRAMES],
+            "vector": vector,
+            "count": np.array(self._step, np.int32),
+            "log/step": vector[2:3].reshape(()),
+        }
+
+    def render(self) -> NDArray[np.uint8]:
+        frame: NDArray[np.uint8] = self._frames[self._step % _FRAMES]
+        return frame
+
+
+_BUNDLED: dict[str, Callable[..., Env]] = {
+    "catch": Catch,
+    "corridor": Corridor,
+    "dummy": Dummy,
+    "pointmass": PointMass,
+}
+
+
+def tasks() -> list[str]:
+    return sorted(_BUNDLED)
+
+
+def constructor(name: str) -> Callable[..., Env] | None:
+    return _BUNDLED.get(name)
