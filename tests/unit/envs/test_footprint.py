@@ -7,17 +7,8 @@ import pytest
 
 # What no environment of these needs: it would cost every one of many processes.
 HEAVY = [
-    "jax",
-    "equinox",
-    "optax",
-    "scipy",
-    "tyro",
-    "rich",
-    "tensorboardX",
-    "wandb",
-    "pygame",
-    "PIL",
-]
+    "PIL", "equinox", "jax", "optax", "pygame", "rich", "scipy", "tensorboardX", "tyro", "wandb",
+]  # fmt: skip
 PROGRAM = """
 import sys
 from dreamfleet.envs import make_env, noop

@@ -21,15 +21,9 @@ from dreamfleet.envs.images import resize, to_gray
 def test_resizing_equals_pillow(source: tuple, target: tuple, channels: int) -> None:
     image = np.random.default_rng(0).integers(0, 256, (*source, channels), np.uint8)
     ours = resize(image, target)
-    theirs = np.stack(
-        [
-            np.asarray(
-                Image.fromarray(image[..., c]).resize(target[::-1], Image.Resampling.BILINEAR)
-            )
-            for c in range(channels)
-        ],
-        -1,
-    )
+    planes = [Image.fromarray(image[..., number]) for number in range(channels)]
+    resized = [each.resize(target[::-1], Image.Resampling.BILINEAR) for each in planes]
+    theirs = np.stack([np.asarray(each) for each in resized], -1)
     # Pillow works in fixed point and rounds between its two passes.
     assert np.abs(ours.astype(int) - theirs).max() <= 1
 
