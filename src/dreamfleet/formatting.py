@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Numbers and times as a person reads them."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def readable(value: float) -> str:
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def clock(seconds: float) -> str:
+    """3:07, 1:02:03 or 3 d 4 h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -52,7 +52,7 @@ def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **mor
 
 def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> None:
     words = [
-        "no word from 4 environments (0, 1, 2, 3) yet",
+        "no observation from 4 environments (0, 1, 2, 3) yet",
         "to sample: the writers have inserted 0 of the 20 steps that have to come first",
     ]
     stand_still(tmp_path, {"make_env_train": never_made}, words)
@@ -70,8 +70,8 @@ def test_a_batch_that_is_not_full_an_environment_that_hangs_and_a_limiter_that_h
     tmp_path: Path,
 ) -> None:
     words = [
-        "it has 1 of 2 observations, and makes do with them after 1000 s",
-        "did not answer for",
+        "it has 1 of 2 observations, and uses a smaller batch after 1000 s",
+        "no observation from",
         "to sample: the writers are behind and have to insert",
     ]
     make = partial(Troubled, tmp_path, sleep_for_ever)

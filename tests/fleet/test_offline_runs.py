@@ -22,8 +22,8 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import replay as make_replay
+from dreamfleet.fleet.local import role_names
 from dreamfleet.fleet.offline import AdoptedReplay, find_source
-from dreamfleet.fleet.overview import role_names
 from dreamfleet.parallel import combined
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -18,8 +19,9 @@ import pytest
 
 from dreamfleet.cli import main
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.overview import Watcher
 from dreamfleet.fleet.record import claim_directory, read_record
+from dreamfleet.fleet.status import Watcher, WorkerStatus
+from dreamfleet.transport import resolve
 
 COMMAND = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
 DUMMY = [*COMMAND, "--task", "bundled:dummy", "--agent", "random", "--envs", "2",
@@ -105,18 +107,17 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
             pass
 
         with Watcher(tmp_path) as watcher:
-            (env,) = (role for role in look(watcher).roles if role.name == "env-1")
-            assert env.pid is not None
-            victim = psutil.Process(env.pid)
-            victim.kill()
-            while True:  # it is found again, with another number
-                (again,) = (role for role in look(watcher).roles if role.name == "env-1")
-                if again.pid not in (None, env.pid):
-                    break
-            assert again.restarts == 1
+            before = env_1(watcher)
+            assert before.pid is not None
+            psutil.Process(before.pid).kill()
+            while (after := env_1(watcher)).pid in (None, before.pid):
+                pass  # a look takes its time
+        assert after.restarts == 1
+        assert after.error == "was killed by signal 9"
+        terminal.wait_for("env-1 failed: was killed by signal 9")
 
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait() == 130
         # The lines that others see would tear the picture apart.
         assert not re.search(r"^step ", terminal.wait_for_its_end(), re.MULTILINE)
     assert main(["status", str(tmp_path)]) == 0
@@ -127,16 +128,32 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
     assert {worker.state for worker in record.workers} == {"ended"}
 
 
-def look(watcher: Watcher):
+def env_1(watcher: Watcher) -> WorkerStatus:
     status = watcher.look()
     assert status is not None
-    return status
+    (found,) = (worker for worker in status.workers if worker.name == "env-1")
+    return found
+
+
+def test_a_terminal_shows_why_a_run_stands_still(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the same words as the status from another terminal."""
+    nobody_starts_them = ("--remote-envs", "--actor-addr", resolve("ipc://{auto}"))
+    with on_a_terminal("--logdir", str(tmp_path), *nobody_starts_them) as (_, terminal):
+        reason = "no observation from 2 environments (0, 1) yet"
+        terminal.wait_for(re.escape(f"Waiting: {reason}"))
+        assert main(["status", str(tmp_path), "--json"]) == 0
+        seen = json.loads(capsys.readouterr().out)
+        assert seen["state"] == "running"
+        assert seen["waiting"].startswith(reason)
+        assert {worker["name"] for worker in seen["workers"]} == {"agent", "replay", "logger"}
 
 
 def test_the_end_of_a_run_is_left_on_the_screen(tmp_path: Path) -> None:
     arguments = ("--steps", "300", "--logdir", str(tmp_path), "--eval-episodes", "1")
     with on_a_terminal(*arguments) as (process, terminal):
-        assert process.wait(60) == 0
+        assert process.wait() == 0
         text = terminal.wait_for_its_end()
     assert "Evaluation: mean score" in text
     assert "Results:" in text

@@ -1,9 +1,10 @@
-"""The picture of a run in the terminal."""
+"""A run drawn in the terminal, from the same `RunStatus` that every other display shows."""
 
 from __future__ import annotations
 
 import io
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
@@ -17,22 +18,33 @@ from rich.table import Table
 from rich.text import Text
 
 from dreamfleet.cli.console import out, say
-from dreamfleet.fleet.overview import RoleStatus, RunStatus, Watcher
+from dreamfleet.fleet.record import WorkerState
+from dreamfleet.fleet.stall import some_of
+from dreamfleet.fleet.status import RunStatus, Usage, Watcher, WorkerStatus
 from dreamfleet.fleet.supervisor import Say, silent
-from dreamfleet.formatting import readable
+from dreamfleet.formatting import clock, readable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SPARKS = 26
 _WIDEST = 100
+_FAILED_SECONDS = 600.0
+_MOST_ERRORS = 3
+# Of several states in a row of the table, the first of these is shown.
+_COLORS: dict[WorkerState, str] = {
+    "restarting": "red",
+    "starting": "yellow",
+    "ended": "dim",
+    "running": "green",
+}
 
 
 @contextmanager
 def live(logdir: Path, console: Console = out) -> Iterator[Say]:
     """Show a run until the block ends, if there is a terminal to show it on.
 
-    Yields what progress lines are to be said to: nobody where the display shows more, and the
-    person where there is none.
+    Yields what takes the lines about progress: nobody if the display shows the same, and the person
+    if there is no display.
     """
     if not console.is_terminal:
         yield say
@@ -55,15 +67,14 @@ def _follow(logdir: Path, display: Live, ended: threading.Event) -> None:
         while True:
             last = ended.wait(_SECONDS_BETWEEN_LOOKS)
             status = watcher.look()
-            # A run that has ended would look like one whose processes are all lost.
-            if last:
+            if last:  # the run as it was stays on the screen
                 return
             if status is not None:
                 display.update(picture(status), refresh=True)
 
 
 def picture(status: RunStatus) -> RenderableType:
-    """A run as a panel: progress, scores, rates, roles."""
+    """A run as a panel: progress, scores, speed, workers, and why it stands still."""
     config = status.config
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", min_width=8)
@@ -74,10 +85,11 @@ def picture(status: RunStatus) -> RenderableType:
     if status.running:
         rows.add_row("speed", _speed(status))
         rows.add_row("time", _time(status))
-        parts += [Text(), _roles(status.roles, ending=0 < config.steps <= status.step)]
-    note = _note(status)
-    if note:
-        parts += [Text(), Text(note, style="yellow")]
+        if status.start:
+            rows.add_row("agent", Text(status.start))
+        parts += [Text(), _workers(status), *_failures(status)]
+    if status.message:
+        parts += [Text(), Text(status.message, style="yellow")]
     return Panel(
         Group(*parts),
         title=f"[bold]dreamfleet[/] {config.task}",
@@ -89,8 +101,8 @@ def picture(status: RunStatus) -> RenderableType:
     )
 
 
-def drawing(status: RunStatus) -> str:
-    """The picture of a run as an SVG file."""
+def picture_svg(status: RunStatus) -> str:
+    """The picture of a run as the content of an SVG file."""
     console = Console(record=True, width=_WIDEST, force_terminal=True, file=io.StringIO())
     console.print(picture(status))
     return console.export_svg(title="dreamfleet")
@@ -110,27 +122,13 @@ def sparkline(values: Sequence[float], width: int = _SPARKS) -> str:
     return "".join(_BARS[round((mean - low) / (high - low) * top)] for mean in means)
 
 
-def clock(seconds: float) -> str:
-    """3:07, 1:02:03 or 3 d 4 h."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def _progress(status: RunStatus) -> RenderableType:
-    config = status.config
     words = f"{readable(status.step)} steps"
-    shares = []
-    if config.steps:
-        words = f"{readable(status.step)} of {readable(config.steps)} steps"
-        shares.append(status.step / config.steps)
-    if config.duration and status.running:
-        shares.append(status.seconds / config.duration)
-    if not shares:
+    if status.config.steps:
+        words = f"{readable(status.step)} of {readable(status.config.steps)} steps"
+    share = status.share
+    if share is None:
         return Text(words)
-    share = min(1.0, max(shares))
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(
         total=1.0, completed=share, width=_SPARKS, complete_style="blue", finished_style="green"
@@ -153,64 +151,72 @@ def _score(status: RunStatus) -> RenderableType:
     count = len(status.scores)
     best = f", best {readable(max(status.scores))}" if status.scores else ""
     episodes = f"{count:,} episode{'s' if count != 1 else ''}{best}"
+    if status.eval_score is not None:
+        episodes += f", evaluation {readable(status.eval_score)}"
     spark = Text(f"{sparkline(status.scores):<{_SPARKS}}", style="green")
     row.add_row(spark, Text.from_markup(f"[bold]{readable(status.score)}[/]   [dim]{episodes}[/]"))
     return row
 
 
 def _speed(status: RunStatus) -> RenderableType:
-    metrics = status.metrics
     words = [f"{readable(round(status.steps_per_second, 1))} steps/s"]
-    if "learner/updates" in metrics:
-        rate = float(metrics["learner/updates_per_second"])
-        words.append(f"{readable(round(rate, 1))} updates/s")
-    if "learner/replay_ratio" in metrics:
-        words.append(f"replay ratio {readable(round(float(metrics['learner/replay_ratio']), 1))}")
+    if status.updates_per_second is not None:
+        words.append(f"{readable(round(status.updates_per_second, 1))} updates/s")
+    if status.replay_ratio is not None:
+        words.append(f"replay ratio {readable(round(status.replay_ratio, 1))}")
     elif status.config.train_ratio > 0:
         words.append(f"train ratio {readable(status.config.train_ratio)}")
     return Text("   ".join(words))
 
 
-def _roles(roles: Sequence[RoleStatus], *, ending: bool) -> RenderableType:
+def _workers(status: RunStatus) -> RenderableType:
     """A row for each role; environments, which may be many, share one."""
     table = Table("role", "state", "cores", "memory", "running", box=None, header_style="dim")
     for column in table.columns[2:]:
         column.justify = "right"
-    for kind, group in groupby(roles, key=lambda role: role.name.partition("-")[0]):
+    for role, group in groupby(status.workers, key=lambda worker: worker.role):
         members = list(group)
-        here = [role for role in members if role.pid is not None]
-        name = kind if len(members) == 1 else f"{kind} x {len(members)}"
-        restarts = sum(role.restarts for role in members)
-        state = _state(len(members) - len(here), len(members), ending)
-        if restarts:
-            state.append(f", {restarts} restart{'s' if restarts > 1 else ''}", style="yellow")
-        since = min((role.seconds for role in here), default=None)
+        ages = [worker.seconds for worker in members if worker.pid is not None]
         table.add_row(
-            name,
-            state,
-            f"{sum(role.cpu for role in here):.1f}" if here else "",
-            f"{readable(sum(role.memory for role in here))}B" if here else "",
-            clock(since) if since is not None else "",
+            role if len(members) == 1 else f"{role} x {len(members)}",
+            _state(members),
+            *_usage([worker.usage for worker in members if worker.usage is not None]),
+            clock(min(ages)) if ages else "",
+        )
+    if status.supervisor is not None:
+        table.add_row(
+            "supervisor",
+            Text.from_markup("[green]●[/] running"),
+            *_usage([status.supervisor]),
+            clock(status.seconds),
         )
     return table
 
 
-def _state(away: int, count: int, ending: bool) -> Text:
-    if not away:
-        return Text.from_markup("[green]●[/] running")
-    if ending:
-        return Text("○ ended", style="dim")
-    return Text.from_markup("[red]●[/] away" if away == count else f"[red]●[/] {away} away")
+def _usage(usages: Sequence[Usage]) -> tuple[str, str]:
+    if not usages:
+        return "", ""
+    memory = readable(sum(usage.memory for usage in usages))
+    return f"{sum(usage.cpu for usage in usages):.1f}", f"{memory}B"
 
 
-def _note(status: RunStatus) -> str:
-    if not status.running and status.step >= status.config.steps > 0:
-        return "The run has ended: it has made all its steps."
-    if not status.running:
-        return "The run is not under way. The same command that started it goes on with it."
-    if not status.answers:
-        return "The logger does not answer yet."
-    if status.steps_per_second == 0:
-        waiting = status.metrics.get("replay/waiting")
-        return str(waiting or status.metrics.get("learner/state") or "No environment has stepped.")
-    return ""
+def _state(workers: Sequence[WorkerStatus]) -> Text:
+    counts = Counter(worker.state for worker in workers)
+    state = next(state for state in _COLORS if state in counts)
+    count = "" if counts[state] == len(workers) else f"{counts[state]} "
+    text = Text.from_markup(f"[{_COLORS[state]}]●[/] {count}{state}")
+    if restarts := sum(worker.restarts for worker in workers):
+        text.append(f", {restarts} restart{'s' if restarts > 1 else ''}", style="yellow")
+    return text
+
+
+def _failures(status: RunStatus) -> list[RenderableType]:
+    """Why workers failed that are restarting, or did so a short while ago."""
+    names: dict[str, list[str]] = {}
+    for worker in status.workers:
+        if worker.error and (worker.state == "restarting" or worker.seconds < _FAILED_SECONDS):
+            names.setdefault(worker.error, []).append(worker.name)
+    return [
+        Text(f"{some_of(found)} failed: {error}", style="yellow")
+        for error, found in list(names.items())[:_MOST_ERRORS]
+    ]

@@ -16,8 +16,8 @@ from dreamfleet.blueprint import Spaces, read_config
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.local import role_names
 from dreamfleet.fleet.offline import check_prefill, find_source
-from dreamfleet.fleet.overview import role_names
 from dreamfleet.policy import find_checkpoint
 from dreamfleet.roles.replay import limiter_for
 

@@ -10,9 +10,9 @@ import tyro
 
 from dreamfleet.cli.console import out, say
 from dreamfleet.cli.files import write
-from dreamfleet.cli.live import drawing, live, picture
+from dreamfleet.cli.live import live, picture, picture_svg
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.overview import Watcher
+from dreamfleet.fleet.status import RunStatus, Watcher
 
 _PATIENCE = 3.0
 _BETWEEN = 0.5
@@ -23,16 +23,18 @@ def status(
     logdir: Annotated[Path, tyro.conf.Positional],
     /,
     follow: bool = False,
+    json: bool = False,
     svg: Path | None = None,
 ) -> None:
     """Say what a run is doing, also from another terminal.
 
     Args:
         logdir: The run's directory.
-        follow: Go on showing it, until Ctrl-C; without a terminal until the run ends.
+        follow: Show it again and again, until Ctrl-C; without a terminal until the run ends.
+        json: Print one JSON object in a line instead of the picture.
         svg: Also write the picture to this file.
     """
-    drawn = follow and out.is_terminal
+    live_display = follow and out.is_terminal and not json
     with Watcher(logdir) as watcher:
         found = watcher.look(_PATIENCE)
         if found is not None and found.running:
@@ -41,15 +43,22 @@ def status(
             found = watcher.look(_PATIENCE)
         if found is None:
             raise ConfigError(f"{logdir} holds no run: there is no {logdir / 'config.json'}.")
-        if not drawn:
-            say(picture(found))
         if svg:
-            write(svg, drawing(found))
-        while follow and not drawn and found is not None and found.running:
+            write(svg, picture_svg(found))
+        if not live_display:
+            _show(found, json)
+        while follow and not live_display and found is not None and found.running:
             threading.Event().wait(_BETWEEN_PICTURES)
             found = watcher.look(_PATIENCE)
             if found is not None:
-                say(picture(found))
-    if drawn:
+                _show(found, json)
+    if live_display:
         with live(logdir):
             threading.Event().wait()
+
+
+def _show(found: RunStatus, as_json: bool) -> None:
+    if as_json:
+        out.print(found.to_json(), markup=False, emoji=False, soft_wrap=True)
+    else:
+        say(picture(found))

@@ -14,7 +14,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.addresses import settled
 from dreamfleet.fleet.process import Process
 from dreamfleet.fleet.serial import RoleThread, serial_log
-from dreamfleet.fleet.status import StatusLine
+from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import Say, Supervisor, silent
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.common import Factory
@@ -75,9 +75,8 @@ def combined(
         serve_metrics = partial(parallel_logger, _packed(make_logger, run), run)
         processes.append(member("logger", serve_metrics, logs, _ONE_THREAD))
         supervisor = _supervisor(processes, run, say, run.logdir)
-        tell = progress or say
-        with serial_log(run), StatusLine(run, tell, lambda: supervisor.away, say) as status:
-            supervisor.run(status.show, run.log_every)
+        with serial_log(run), Watcher(run.logdir) as watcher:
+            supervisor.run(StatusLines(watcher, progress or say).show, run.log_every)
 
 
 def parallel_envs(
@@ -102,6 +101,20 @@ def parallel_envs(
             "numbered from 0."
         )
     _supervisor(processes, args, say).run()
+
+
+def role_names(config: RunConfig) -> list[str]:
+    """The processes that a run has on the machine that starts it."""
+    if config.launcher == "serial":
+        return ["all roles"]
+    names = ["agent"]
+    names += [] if config.remote_replay else ["replay"]
+    names += ["logger"]
+    if not config.remote_envs and not config.offline:
+        every = config.envs_per_process
+        names += [f"env-{first}" for first in range(0, config.envs, every)]
+        names += [f"env-{first}" for first in range(config.envs, config.all_envs, every)]
+    return names
 
 
 def _supervisor(

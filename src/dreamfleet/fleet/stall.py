@@ -5,33 +5,132 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dreamfleet.fleet.record import WorkerRecord
+
 _REPORTS_MISSED = 3
-_DOING = {
-    "actor": "the agent does not act: it starts, restores a checkpoint or hangs",
-    "learner": "the learner does not train: it waits for its first batch, compiles or hangs",
-    "replay": "the replay says nothing: it starts or hangs",
-}
+_NAMED = 4
+_TRAINING = "training"
 
 
-def why(status: Mapping[str, Any], away: Sequence[str], log_every: float) -> str:
-    """One sentence for everybody who waits, as far as is known.
+def late_after(log_every: float) -> float:
+    """Seconds after which a role that reports every `log_every` seconds is late."""
+    return 1 + _REPORTS_MISSED * log_every
+
+
+def why_waiting(
+    metrics: Mapping[str, Any], workers: Sequence[WorkerRecord], log_every: float, now: float
+) -> str:
+    """Who waits for whom, as far as is known; empty if nobody says that it waits.
 
     Args:
-        status: What the logger knows; `ROLE/waiting` are a role's own words, `ROLE/silence` the
-            seconds since it last reported.
-        away: Processes that do not run at the moment.
+        metrics: What the logger knows. `ROLE/silence` are the seconds since a role last reported,
+            `actor/waiting`, `replay/waiting/actor` and `replay/waiting/learner` say what somebody
+            waits for, and `learner/state` says what the learner does.
+        workers: What the supervisor knows.
         log_every: Seconds between two reports of a role.
+        now: Unix time.
     """
-    reasons = [f"{name} has failed and is about to be started again" for name in away]
-    absent = {"actor", "learner"} if "agent" in away else set()
-    absent |= {"replay"} & set(away)
-    if "learner waited" in str(status.get("replay/waiting", "")):
-        absent.add("learner")  # the replay speaks for it
-    for role, doing in _DOING.items():
-        if role in absent:
-            continue
-        if status.get(f"{role}/silence", float("inf")) > 1 + _REPORTS_MISSED * log_every:
-            reasons.append(doing)
-        elif words := status.get(f"{role}/waiting"):
-            reasons.append(str(words).rstrip("."))
-    return "; ".join(reasons) or "nobody says that it waits"
+    return "; ".join(
+        [
+            *restarting(workers),
+            *_Reports(metrics, workers, log_every, now).reasons(),
+        ]
+    )
+
+
+class _Reports:
+    """What the roles of a run reported, and which of them are late."""
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Any],
+        workers: Sequence[WorkerRecord],
+        log_every: float,
+        now: float,
+    ) -> None:
+        self._metrics, self._late, self._now = metrics, late_after(log_every), now
+        self._workers = {worker.role: worker for worker in workers}
+
+    def reasons(self) -> list[str]:
+        reasons = []
+        if not self._is_restarting("agent"):
+            reasons += self._agent()
+        if not self._is_restarting("replay"):
+            reasons += self._replay()
+        return reasons
+
+    def _agent(self) -> list[str]:
+        acts, learns = self._has_reported("actor", "agent"), self._has_reported("learner", "agent")
+        if not acts and not learns:
+            return self._starting("agent")
+        reasons = []
+        # Until the learner is prepared the actor waits for it, and does not report.
+        if acts and self._silence("actor") > self._late:
+            reasons.append(f"the actor has not reported for {self._silence('actor'):.0f} s")
+        elif acts:
+            reasons.append(self._text("actor/waiting"))
+        state = self._text("learner/state")
+        if text := self._text("replay/waiting/learner"):  # the replay knows more about it
+            reasons.append(text)
+        elif learns and state not in ("", _TRAINING):
+            reasons.append(f"the learner is {state}")
+        elif learns and self._silence("learner") > self._late:
+            reasons.append(f"the learner has made no update for {self._silence('learner'):.0f} s")
+        return list(filter(None, reasons))
+
+    def _replay(self) -> list[str]:
+        if not self._has_reported("replay", "replay"):
+            # It reports only after a while. Meanwhile others know more.
+            return self._starting("replay") if self._unheard("replay") > self._late else []
+        if self._silence("replay") > self._late:
+            return [f"the replay has not reported for {self._silence('replay'):.0f} s"]
+        return list(filter(None, [self._text("replay/waiting/actor")]))
+
+    def _starting(self, role: str) -> list[str]:
+        """A role that has not reported since its worker was started."""
+        seconds = self._unheard(role)
+        if seconds == float("inf"):
+            return [f"the {role} has not reported yet"]
+        if seconds <= self._late and seconds >= self._age(role):
+            return [f"the {role} is starting"]
+        return [f"the {role} has not reported for {seconds:.0f} s"] if seconds > self._late else []
+
+    def _unheard(self, role: str) -> float:
+        """Seconds in which it could have reported: a logger that restarted forgets reports."""
+        return min(self._age(role), self._age("logger"))
+
+    def _has_reported(self, role: str, worker: str) -> bool:
+        return self._silence(role) < self._age(worker)
+
+    def _silence(self, role: str) -> float:
+        return float(self._metrics.get(f"{role}/silence", float("inf")))
+
+    def _age(self, worker: str) -> float:
+        """Seconds since a worker was started; unknown ones are elsewhere, and were always there."""
+        found = self._workers.get(worker)
+        return float("inf") if found is None else self._now - found.started
+
+    def _is_restarting(self, role: str) -> bool:
+        return role in self._workers and self._workers[role].state == "restarting"
+
+    def _text(self, key: str) -> str:
+        return str(self._metrics.get(key, "")).rstrip(".")
+
+
+def restarting(workers: Sequence[WorkerRecord]) -> list[str]:
+    """Which workers are restarting, a sentence for each error: many may fail with the same."""
+    names: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.state == "restarting":
+            names.setdefault(worker.error, []).append(worker.name)
+    return [
+        f"{some_of(found)} {'is' if len(found) == 1 else 'are'} restarting"
+        f"{f' ({error})' if error else ''}"
+        for error, found in names.items()
+    ]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
+    text = ", ".join(names[:_NAMED])
+    return f"{text} and {len(names) - _NAMED} more" if len(names) > _NAMED else text

@@ -1,126 +1,553 @@
-"""One line now and then that tells how the run is doing."""
+"""What a run is doing: one description, which every display draws.
+
+The lines of a run without a terminal, its live display, `dreamfleet status` and `status --json` all
+show a `RunStatus`. It is found out from the run's directory alone, so another terminal sees the
+same as the one that started the run:
+
+    config.json     the settings, and where the logger listens
+    fleet.json      the supervisor and its workers
+    the logger      steps, scores, the newest metrics
+    the system      what each process uses
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import time
-from collections.abc import Callable
-from typing import Any, Self
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
 
+import msgspec
+import psutil
+
+from dreamfleet.blueprint import read_config
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.stall import why
-from dreamfleet.fleet.supervisor import Say
-from dreamfleet.formatting import readable
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.record import (
+    FleetRecord,
+    WorkerRecord,
+    WorkerState,
+    read_record,
+    supervisor_process,
+)
+from dreamfleet.fleet.stall import late_after, restarting, why_waiting
+from dreamfleet.formatting import clock, readable
 from dreamfleet.transport import Client, Future, TransportError
+from dreamfleet.transport.address import parse
 
-_PATIENT_LINES = 2
+RunState = Literal["running", "ending", "ended", "failed", "killed", "unknown"]
+
+_RATE_SECONDS = 30.0
+_ANSWER_SECONDS = 0.5
+_UNANSWERED_SECONDS = 5.0
+_RECENT_EPISODES = 20
+# The last line of metrics is shorter than this.
+_TAIL_BYTES = 1 << 17
 
 
-class StatusLine:
-    """Asks the logger without waiting for it, and says what it answered the time before.
+@dataclass(frozen=True)
+class Usage:
+    """What a process uses."""
 
-    When there were no steps since, or no updates for a while, it also says who waits for whom.
+    cpu: float
+    """Cores that it keeps busy, since the last look."""
+    memory: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker of the fleet."""
+
+    name: str
+    role: str
+    state: WorkerState
+    pid: int | None
+    host: str
+    seconds: float
+    """Since it was started."""
+    restarts: int
+    error: str
+    """Why it last failed."""
+    usage: Usage | None
+    """None if it has no process of its own on this machine."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Everything that a person is shown of a run."""
+
+    config: RunConfig
+    state: RunState
+    """`killed`: the supervisor is gone and could not say so. `unknown`: it is on another machine,
+    and the logger does not respond."""
+    responding: bool
+    """Whether the logger responds."""
+    step: int
+    scores: tuple[float, ...]
+    """Of all training episodes, in order."""
+    metrics: Mapping[str, Any]
+    """The newest of every key."""
+    steps_per_second: float
+    seconds: float
+    """Since the run was started or resumed; 0 if it is not running."""
+    seconds_left: float | None
+    waiting: str
+    """Why the run stands still, one sentence without a period; empty if it does not."""
+    workers: tuple[WorkerStatus, ...]
+    supervisor: Usage | None
+    """What the supervisor's process uses, with the workers that are its threads."""
+
+    @property
+    def running(self) -> bool:
+        return self.state in ("running", "ending")
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has made all its steps."""
+        return 0 < self.config.steps <= self.step
+
+    @property
+    def score(self) -> float | None:
+        """The mean of recent training episodes."""
+        told = self.metrics.get("score")
+        if told is not None:
+            return float(told)
+        recent = self.scores[-_RECENT_EPISODES:]
+        return sum(recent) / len(recent) if recent else None
+
+    @property
+    def eval_score(self) -> float | None:
+        """The mean of recent evaluation episodes."""
+        return self._number("eval_score")
+
+    @property
+    def updates(self) -> float | None:
+        return self._number("learner/updates")
+
+    @property
+    def updates_per_second(self) -> float | None:
+        return self._number("learner/updates_per_second")
+
+    @property
+    def replay_ratio(self) -> float | None:
+        return self._number("learner/replay_ratio")
+
+    @property
+    def start(self) -> str:
+        """What the agent started from; empty as long as it is not known."""
+        return str(self.metrics.get("learner/start", ""))
+
+    @property
+    def share(self) -> float | None:
+        """How much of the run is done, from 0 to 1; None if it has no end."""
+        shares = [self.step / self.config.steps] if self.config.steps else []
+        if self.config.duration and self.running:
+            shares.append(self.seconds / self.config.duration)
+        return min(1.0, max(shares)) if shares else None
+
+    @property
+    def message(self) -> str:
+        """What a person should know beyond numbers; empty if all is well."""
+        if self.running:
+            return f"Waiting: {self.waiting}." if self.waiting else ""
+        if self.complete:
+            return "The run has ended: it has made all its steps."
+        if self.state == "unknown":
+            return "The run is on another machine, and its logger does not respond."
+        how = "The run is not under way"
+        if self.state == "failed":
+            errors = [f"{worker.name}: {worker.error}" for worker in self.workers if worker.error]
+            how = f"The run has failed{f' ({errors[0]})' if errors else ''}"
+        elif self.state == "killed":
+            how = "The run was killed"
+        return f"{how}. The same command resumes it."
+
+    def line(self) -> str:
+        """The numbers in one line."""
+        fields = [f"step {readable(self.step)}"]
+        if self.config.steps:
+            fields[0] += f" of {readable(self.config.steps)}"
+        if self.score is not None:
+            fields.append(f"score {readable(self.score)}")
+        if self.eval_score is not None:
+            fields.append(f"evaluation {readable(self.eval_score)}")
+        if self.updates is not None:
+            fields.append(f"updates {readable(self.updates)}")
+        if self.updates_per_second is not None:
+            fields.append(f"{readable(self.updates_per_second)} updates/s")
+        fields.append(f"{readable(self.steps_per_second)} steps/s")
+        if self.replay_ratio is not None:
+            fields.append(f"replay ratio {readable(self.replay_ratio)}")
+        if self.seconds_left is not None:
+            fields.append(f"{clock(self.seconds_left)} left")
+        return "  ".join(fields)
+
+    def to_json(self) -> str:
+        """One JSON object; numbers that are not finite are null."""
+        plain = {
+            "task": self.config.task,
+            "logdir": str(self.config.logdir),
+            "state": self.state,
+            "responding": self.responding,
+            "message": self.message,
+            "waiting": self.waiting,
+            "start": self.start,
+            "step": self.step,
+            "steps": self.config.steps,
+            "share": self.share,
+            "seconds": self.seconds,
+            "seconds_left": self.seconds_left,
+            "score": self.score,
+            "best_score": max(self.scores, default=None),
+            "eval_score": self.eval_score,
+            "episodes": len(self.scores),
+            "steps_per_second": self.steps_per_second,
+            "updates": self.updates,
+            "updates_per_second": self.updates_per_second,
+            "replay_ratio": self.replay_ratio,
+            "supervisor": self.supervisor,
+            "workers": [asdict(worker) for worker in self.workers],
+            "metrics": dict(self.metrics),
+        }
+        return msgspec.json.encode(plain, enc_hook=float).decode()
+
+    def _number(self, key: str) -> float | None:
+        value = self.metrics.get(key)
+        return None if value is None else float(value)
+
+
+class StatusLines:
+    """Says what a watcher sees, as plain lines.
 
     Args:
-        args: The run.
+        watcher: Looks at the run.
         say: Takes the lines.
-        away: Tells which processes do not run at the moment.
-        news: Takes what is said once and stays: what the agent starts from. None for `say`.
     """
 
-    def __init__(
-        self,
-        args: RunConfig,
-        say: Say,
-        away: Callable[[], list[str]] = list,
-        news: Say | None = None,
-    ) -> None:
-        self._args, self._say, self._away = args, say, away
-        self._news = news or say
-        self._start = "starting anew"
-        self._counts: tuple[float, float] | None = None
-        self._without_updates = 0  # lines in a row
-        self._client = Client(args.logger_addr, "status", keys=args.run_keys)
-        self._asked: Future | None = None
-        self._last: tuple[float, float] | None = None
-        self._begin = time.monotonic()
+    def __init__(self, watcher: Watcher, say: Callable[[str], None]) -> None:
+        self._watcher, self._say = watcher, say
+        self._start = ""
+
+    def show(self) -> None:
+        """Look once, and say it."""
+        status = self._watcher.look(patience=1.0)
+        if status is None:
+            return
+        if status.start and status.start != self._start:
+            self._start = status.start
+            self._say(f"Agent: {status.start}")
+        if status.responding:  # what is known without the logger is old
+            self._say(status.line())
+        if status.message:
+            self._say(status.message)
+
+
+class Watcher:
+    """Looks at a run again and again.
+
+    Args:
+        logdir: The run's directory; the run may be started later.
+    """
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir = logdir
+        self._config = _ConfigReader(logdir)
+        self._scores = _ScoresReader(logdir / "scores.jsonl")
+        self._logger: _LoggerQuestions | None = None
+        self._progress = _Progress()
+        self._processes: dict[int, psutil.Process] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._logger is not None:
+            self._logger.close()
+
+    def look(self, patience: float = _ANSWER_SECONDS) -> RunStatus | None:
+        """What the run is doing; None as long as there is no configuration in its directory.
+
+        Args:
+            patience: Seconds to wait for the logger. A later answer comes with the next look.
+        """
+        config, changed = self._config.read()
+        if config is None:
+            return None
+        record = read_record(self._logdir)
+        metrics, responding = self._ask(config, changed, record, patience)
+        state = _state(record, responding)
+        running = state in ("running", "ending")
+        scores = tuple(self._scores.read())
+        # A logger that was just started does not know the step yet.
+        step = int(metrics.get("step", 0)) or max(
+            self._scores.last_step, _last_logged_step(self._logdir / "metrics.jsonl")
+        )
+        now = time.time()
+        self._progress.add(time.monotonic(), step, metrics)
+        rate = self._progress.rate
+        seconds = now - record.started if record and running else 0.0
+        status = RunStatus(
+            config=config,
+            state=state,
+            responding=responding,
+            step=step,
+            scores=scores,
+            metrics=metrics,
+            steps_per_second=rate,
+            seconds=seconds,
+            seconds_left=_time_left(config, step, rate, seconds) if running else None,
+            waiting="",
+            workers=self._workers(record, running, now),
+            supervisor=self._usage(record.pid, record.host) if record and running else None,
+        )
+        if record is None or state != "running":
+            return status
+        return replace(status, waiting=self._waiting(status, record.workers, now))
+
+    def _ask(
+        self, config: RunConfig, changed: bool, record: FleetRecord | None, patience: float
+    ) -> tuple[dict[str, Any], bool]:
+        """The newest metrics, and whether the logger responds."""
+        if changed and self._logger is not None:
+            self._logger.close()
+            self._logger = None
+        if self._logger is None:
+            if not _can_ask(config, record):
+                return {}, False
+            self._logger = _LoggerQuestions(_logger_client(config))
+        self._logger.ask(patience)
+        return self._logger.metrics, self._logger.responding
+
+    def _waiting(self, status: RunStatus, workers: tuple[WorkerRecord, ...], now: float) -> str:
+        every = status.config.log_every
+        if not status.responding:
+            reasons = restarting(workers)
+            if self._logger is not None:
+                reasons.append(f"the logger does not respond{self._logger.error}")
+            return "; ".join(reasons)
+        if not self._progress.stands_still(every):
+            return ""
+        if status.complete:
+            return "the run has made all its steps and is being saved"
+        return why_waiting(status.metrics, workers, every, now) or (
+            f"no progress for {self._progress.still_for:.0f} s, and no worker says that it waits"
+        )
+
+    def _workers(
+        self, record: FleetRecord | None, running: bool, now: float
+    ) -> tuple[WorkerStatus, ...]:
+        if record is None:
+            return ()
+        return tuple(
+            WorkerStatus(
+                name=worker.name,
+                role=worker.role,
+                state=worker.state if running else "ended",
+                pid=worker.pid if running else None,
+                host=worker.host,
+                seconds=max(0.0, now - worker.started) if running and worker.pid else 0.0,
+                restarts=worker.restarts,
+                error=worker.error,
+                # A thread of the supervisor has no process of its own.
+                usage=self._usage(worker.pid, worker.host)
+                if running and worker.pid != record.pid
+                else None,
+            )
+            for worker in record.workers
+        )
+
+    def _usage(self, pid: int | None, host: str) -> Usage | None:
+        if pid is None or host != socket.gethostname():
+            return None
+        try:
+            # Kept from look to look: the share of a processor is that since the last question.
+            process = self._processes.get(pid)
+            if process is None or not process.is_running():
+                process = self._processes[pid] = psutil.Process(pid)
+            return Usage(process.cpu_percent() / 100, process.memory_info().rss)
+        except (psutil.Error, ValueError, OverflowError):
+            self._processes.pop(pid, None)
+            return None
+
+
+def _state(record: FleetRecord | None, responding: bool) -> RunState:
+    if record is None:
+        return "ended"
+    if record.state in ("ended", "failed") or supervisor_process(record) is not None:
+        return record.state
+    if record.host == socket.gethostname():
+        return "killed"
+    return record.state if responding else "unknown"
+
+
+def _can_ask(config: RunConfig, record: FleetRecord | None) -> bool:
+    """Roles that are threads of one process may listen where no other process can reach them."""
+    inside = record is not None and record.pid == os.getpid()
+    return inside or parse(config.logger_addr).kind != "inproc"
+
+
+def _logger_client(config: RunConfig) -> Client:
+    return Client(config.logger_addr, "watcher", keys=config.run_keys)
+
+
+class _LoggerQuestions:
+    """Asks the logger how the run is doing, without waiting for long."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._question: Future | None = None
+        self._asked = 0.0
+        self.metrics: dict[str, Any] = {}
+        self.responding = False
+        self.error = ""
+
+    def ask(self, patience: float) -> None:
+        """A question that was not answered yet is not asked again."""
+        try:
+            if self._question is None:
+                self._question, self._asked = self._client.status(), time.monotonic()
+            if self._question.wait(patience):
+                question, self._question = self._question, None
+                self.metrics, self.responding, self.error = question.result(), True, ""
+            elif time.monotonic() - self._asked > _UNANSWERED_SECONDS:
+                self.responding = False
+        except TransportError as error:
+            self._question, self.responding = None, False
+            self.error = f": {str(error).rstrip('.')}"
+
+    def close(self) -> None:
         self._client.close()
 
-    def show(self) -> None:
+
+class _Progress:
+    """How fast a run makes steps, and whether it stands still."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._steps: deque[tuple[float, int]] = deque()
+        self._step = 0
+        self._step_since = self._updates_since = float("-inf")
+        self._updates: float | None = None
+        self._moved = False
+        self._metrics: Mapping[str, Any] = {}
+
+    def add(self, now: float, step: int, metrics: Mapping[str, Any]) -> None:
+        first = self._step_since == float("-inf")
+        updates = metrics.get("learner/updates")
+        if first or step != self._step:
+            self._moved = not first
+            self._step_since = now
+        if first or updates != self._updates:
+            self._updates_since = now
+        if step < self._step:
+            self._steps.clear()
+        if step:  # a resumed run is at 0 until its step is known, and does not jump from there
+            self._steps.append((now, step))
+        while self._steps and now - self._steps[0][0] > _RATE_SECONDS:
+            self._steps.popleft()
+        self._now, self._step, self._updates, self._metrics = now, step, updates, metrics
+
+    @property
+    def rate(self) -> float:
+        """Steps a second over the last while; before that is known, what the actor reported."""
+        if not self._steps or self._now - self._steps[0][0] < 1.0:
+            return float(self._metrics.get("actor/steps_per_second", 0.0))
+        then, before = self._steps[0]
+        return (self._step - before) / (self._now - then)
+
+    @property
+    def still_for(self) -> float:
+        """Seconds since the last step or the last update, whichever is longer ago."""
+        return self._now - min(self._step_since, self._updates_since)
+
+    def stands_still(self, log_every: float) -> bool:
+        """Whether there were no steps, or no updates, for a while.
+
+        Steps are reported at once, or, without environments, every `log_every` seconds. Updates are
+        reported every `log_every` seconds, and start long after the first steps.
+        """
+        without_steps = self._now - self._step_since
+        if without_steps > 1.5 * log_every:
+            return True
+        if not self._moved and self.rate == 0:  # nothing else is known at the first looks
+            return True
+        silence = float(self._metrics.get("learner/silence", 0.0))
+        return max(silence, self._now - self._updates_since) > late_after(log_every)
+
+
+class _ConfigReader:
+    """The configuration, read again when it has changed: a resumed run has other addresses."""
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir = logdir
+        self._written = 0
+        self._config: RunConfig | None = None
+
+    def read(self) -> tuple[RunConfig | None, bool]:
+        """The configuration, and whether it has changed."""
         try:
-            if self._asked is None:
-                self._asked = self._client.status()
-            if self._asked.wait(1.0):
-                asked, self._asked = self._asked, None
-                status = asked.result()
-                self._tell_start(status)
-                self._say(self._line(status))
-                self._explain(status)
-            else:
-                away = ", ".join(self._away())
-                self._say(f"The logger does not answer yet{away and f'; not running: {away}'}.")
-        except TransportError as error:
-            self._asked = None
-            self._say(f"No news of the run: {error}")
-
-    def _tell_start(self, status: dict[str, Any]) -> None:
-        """Whoever starts from a part of a checkpoint has to see which part that was."""
-        start = str(status.get("learner/start", self._start))
-        if start == self._start:
-            return
-        self._start = start
-        name = "serial" if self._args.launcher == "serial" else "agent"
-        where = f"; every entry is in {self._args.logdir / 'logs' / f'{name}.log'}"
-        self._news(f"The agent is {start}{where if 'entries' in start else ''}")
-
-    def _line(self, status: dict[str, Any]) -> str:
-        now, step = time.monotonic(), float(status["step"])
-        if self._last is None:
-            self._last = now, step
-            return f"step {readable(step)}  {status.get('learner/state', 'starting')}"
-        rate = (step - self._last[1]) / max(now - self._last[0], 1e-9)
-        self._last = now, step
-        fields = [f"step {readable(step)}"]
-        if self._args.steps:
-            fields[0] += f" of {readable(self._args.steps)}"
-        if status["score"] is not None:
-            fields.append(f"score {readable(status['score'])}")
-        if status["eval_score"] is not None:
-            fields.append(f"evaluation {readable(status['eval_score'])}")
-        if "learner/updates" in status:
-            fields.append(f"updates {readable(status['learner/updates'])}")
-            fields.append(f"{readable(status['learner/updates_per_second'])} updates/s")
-        fields.append(f"{readable(rate)} steps/s")
-        if "learner/replay_ratio" in status:
-            fields.append(f"replay ratio {readable(status['learner/replay_ratio'])}")
-        if (left := self._time_left(now, step, rate)) is not None:
-            fields.append(f"{_clock(left)} left")
-        return "  ".join(fields)
-
-    def _explain(self, status: dict[str, Any]) -> None:
-        counts = float(status["step"]), float(status.get("learner/updates", 0))
-        before, self._counts = self._counts, counts
-        if before is None:
-            return
-        self._without_updates = self._without_updates + 1 if counts[1] == before[1] else 0
-        # Steps come a while before updates do, and are heard of sooner.
-        if counts[0] == before[0] or self._without_updates > _PATIENT_LINES:
-            self._say(f"Waiting: {why(status, self._away(), self._args.log_every)}.")
-
-    def _time_left(self, now: float, step: float, rate: float) -> float | None:
-        ends = []
-        if self._args.duration:
-            ends.append(self._args.duration - (now - self._begin))
-        if self._args.steps and rate > 0:
-            ends.append((self._args.steps - step) / rate)
-        return max(0.0, min(ends)) if ends else None
+            written = (self._logdir / "config.json").stat().st_mtime_ns
+        except FileNotFoundError:
+            return None, False
+        changed = False
+        if written != self._written:
+            with suppress(ConfigError):
+                self._config, self._written = read_config(self._logdir), written
+                changed = True
+        return self._config, changed
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+class _ScoresReader:
+    """The scores of a file that grows; each line is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._scores: list[float] = []
+        self.last_step = 0
+
+    def read(self) -> list[float]:
+        if not self._path.is_file():
+            return self._scores
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                with suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    self.last_step = int(row["step"])
+                    self._scores.append(float(row["episode/score"]))
+        return self._scores
+
+
+def _last_logged_step(path: Path) -> int:
+    """Of the last complete line; 0 if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):
+            if line.endswith(b"\n"):
+                return int(json.loads(line)["step"])
+    return 0
+
+
+def _time_left(config: RunConfig, step: int, rate: float, seconds: float) -> float | None:
+    ends = []
+    if config.duration:
+        ends.append(config.duration - seconds)
+    if config.steps and rate > 0:
+        ends.append((config.steps - step) / rate)
+    return max(0.0, min(ends)) if ends else None

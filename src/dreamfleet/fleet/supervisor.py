@@ -86,11 +86,6 @@ class Supervisor:
         self._record = FleetRecord.of_this_process(launcher)
         self._logdir = logdir
 
-    @property
-    def away(self) -> list[str]:
-        """The processes that do not run: they have failed and are about to be started again."""
-        return [process.name for process in self._processes if not process.alive]
-
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
         """Start everything and return when the run is over and every process has ended.
 
@@ -146,15 +141,15 @@ class Supervisor:
     def _on_exit(self, process: Process, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         error = f"{process.name} {how}. The end of {process.log_file}:\n{process.last_words()}"
+        reason = process.reason() if code > 0 else ""
+        process.failure = reason or how
         if self._on_failure == "stop":
             raise FleetError(error) from process.error
         delay = self._restarts.after(process.name, error)
-        reason = process.reason() if code > 0 else ""
         self._say(
             f"{process.name} {how}{f' ({reason})' if reason else ''} and is started again in "
             f"{delay:g} s; see {process.log_file}"
         )
-        process.failure = f"{process.name} {how}{f': {reason}' if reason else ''}"
         process.restarts += 1
         self._write_record()
         timer = threading.Timer(delay, self._events.put, [_Restart(process)])

@@ -204,7 +204,7 @@ class ReplayKeeper:
             **{f"eval_replay/{key}": float(value) for key, value in self._eval.stats().items()},
             "replay/limiter/avail": self._limiter.avail,
             "replay/limiter/size": float(self._limiter.size),
-            "replay/waiting": " ".join(self._waiting.values()),
+            **{f"replay/waiting/{who}": self._waiting.get(who, "") for who in ("actor", "learner")},
             **{f"replay/usage/{key}": value for key, value in self._usage.stats().items()},
         }
 

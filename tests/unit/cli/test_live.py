@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import io
-import os
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dreamfleet.cli import live, main
 from dreamfleet.cli import status as status_command
-from dreamfleet.cli.live import clock, picture, sparkline
+from dreamfleet.cli.live import picture, sparkline
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.overview import RoleStatus, RunStatus, Watcher, role_names
-from dreamfleet.fleet.record import claim_directory
+from dreamfleet.fleet.status import RunStatus, Usage, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
-from dreamfleet.transport import resolve
 
-ROLES = (
-    RoleStatus("agent", 1, 1.4, 620_000_000, 131),
-    RoleStatus("replay", 2, 0.1, 85_000_000, 131),
-    RoleStatus("logger", 3, 0.0, 62_000_000, 131),
-    RoleStatus("env-0", 4, 0.1, 41_000_000, 131),
-    RoleStatus("env-1", 5, 0.1, 41_000_000, 7, restarts=1),
+
+def worker(name: str, memory: int = 41_000_000, cpu: float = 0.1, **changes: Any) -> WorkerStatus:
+    usage = Usage(cpu, memory)
+    made = WorkerStatus(name, name.split("-")[0], "running", 7, "here", 131, 0, "", usage)
+    return replace(made, **changes)
+
+
+def lost(name: str, error: str = "") -> WorkerStatus:
+    return worker(
+        name, state="restarting", pid=None, seconds=0.0, restarts=1, error=error, usage=None
+    )
+
+
+WORKERS = (
+    worker("agent", 620_000_000, 1.4),
+    worker("replay", 85_000_000),
+    worker("logger", 62_000_000, 0.0),
+    worker("env-0"),
+    worker("env-1", seconds=7, restarts=1),
 )
 STATUS = RunStatus(
     config=RunConfig(steps=12_000, logdir=Path("runs/pole"), envs=2),
-    running=True,
-    answers=True,
+    state="running",
+    responding=True,
     step=8_400,
     scores=(10.0, 20.0, 400.0),
     metrics={"score": 143.3, "learner/updates": 4012.0, "learner/updates_per_second": 32.31},
     steps_per_second=64.2,
     seconds=131,
     seconds_left=59,
-    roles=ROLES,
+    waiting="",
+    workers=WORKERS,
+    supervisor=Usage(0.02, 58_000_000),
 )
 
 
@@ -67,30 +81,42 @@ def test_everything_a_person_asks_is_there() -> None:
     assert "0:07" in env  # the youngest
 
 
-def test_a_role_that_is_away_is_said() -> None:
-    lost = (*ROLES[:4], RoleStatus("env-1", restarts=1))
-    assert "1 away, 1 restart" in shown(replace(STATUS, roles=lost))
-    gone = (RoleStatus("agent"), *ROLES[1:])
-    assert "away" in next(line for line in shown(replace(STATUS, roles=gone)).splitlines()
-                          if "agent" in line)  # fmt: skip
-    done = shown(replace(STATUS, roles=gone, step=12_000))
-    assert "away" not in done
-    assert "ended" in done
+def row(status: RunStatus, name: str) -> str:
+    return next(line for line in shown(status).splitlines() if name in line)
+
+
+def test_a_worker_that_is_restarting_is_said_and_why() -> None:
+    one = replace(STATUS, workers=(*WORKERS[:4], lost("env-1", "ValueError: the pole is broken")))
+    assert "1 restarting, 1 restart" in row(one, "env x 2")
+    assert "env-1 failed: ValueError: the pole is broken" in shown(one)
+    agent = replace(STATUS, workers=(lost("agent"), *WORKERS[1:]))
+    assert "● restarting, 1 restart" in row(agent, "agent")
+    ended = tuple(replace(each, state="ended", usage=None) for each in WORKERS)
+    assert "● ended" in row(replace(STATUS, workers=ended), "agent")
+
+
+def test_a_failure_is_shown_for_a_while() -> None:
+    error = "OSError: no space left"
+    recent, old = (
+        worker("replay", error=error, seconds=30),
+        worker("replay", error=error, seconds=900),
+    )
+    assert f"replay failed: {error}" in shown(replace(STATUS, workers=(recent,)))
+    assert error not in shown(replace(STATUS, workers=(old,)))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"running": False}, "not under way"),
-        ({"running": False, "step": 12_000}, "has ended: it has made all its steps"),
-        ({"answers": False}, "logger does not answer"),
-        (
-            {"steps_per_second": 0.0, "metrics": {"replay/waiting": "waits for 7 steps"}},
-            "waits for 7 steps",
-        ),
+        ({"state": "ended"}, "not under way. The same command resumes it."),
+        ({"state": "ended", "step": 12_000}, "has ended: it has made all its steps"),
+        ({"state": "failed"}, "The run has failed. The same command resumes it."),
+        ({"waiting": "the logger does not respond"}, "Waiting: the logger does not respond."),
+        ({"waiting": "the replay waits for 7 steps"}, "Waiting: the replay waits for 7 steps."),
+        ({"metrics": {"learner/start": "resuming from there"}}, "agent     resuming from there"),
     ],
 )
-def test_what_stands_in_the_way_is_said(change: dict[str, object], words: str) -> None:
+def test_what_stands_in_the_way_is_said(change: dict[str, Any], words: str) -> None:
     assert words in shown(replace(STATUS, **change))
     assert words not in shown(STATUS)
 
@@ -109,32 +135,8 @@ def test_sparks_rise_with_the_scores() -> None:
     assert sparkline([]) == ""
 
 
-def test_clocks_are_short() -> None:
-    assert [clock(s) for s in (7, 187, 3723, 270_000)] == ["0:07", "3:07", "1:02:03", "3 d 3 h"]
-
-
-def test_roles_are_those_of_the_launcher() -> None:
-    config = RunConfig(envs=3, eval_envs=2, envs_per_process=2)
-    assert role_names(config) == ["agent", "replay", "logger", "env-0", "env-2", "env-3"]
-    assert role_names(replace(config, launcher="serial")) == ["all roles"]
-
-
-def test_a_serial_run_is_one_process_that_is_there(tmp_path: Path) -> None:
-    """Its roles are threads: none of them is away because it has no process."""
-    config = RunConfig(logdir=tmp_path, launcher="serial", logger_addr=resolve("ipc://{auto}"))
-    (tmp_path / "config.json").write_text(config.to_json())
-    with claim_directory(tmp_path), Watcher(tmp_path) as watcher:
-        status = watcher.look(0.0)
-    assert status is not None
-    assert [(role.name, role.pid) for role in status.roles] == [("all roles", os.getpid())]
-    text = shown(status)
-    assert "all roles" in text
-    assert "● running" in text
-    assert "away" not in text
-
-
 class Looking:
-    """Finds a run that goes on for a while and then has ended."""
+    """Finds a run that continues for a while and then has ended."""
 
     def __init__(self, logdir: Path) -> None:
         self._steps = iter((1000, 2000, 3000, 4000))
@@ -146,10 +148,10 @@ class Looking:
 
     def look(self, patience: float = 0.0) -> RunStatus:
         step = next(self._steps)
-        return replace(STATUS, step=step, running=step < 4000)
+        return replace(STATUS, step=step, state="running" if step < 4000 else "ended")
 
 
-def test_following_without_a_terminal_goes_on_until_the_run_ends(
+def test_following_without_a_terminal_lasts_until_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(status_command, "Watcher", Looking)
@@ -174,12 +176,18 @@ def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
         assert progress is silent
 
 
-def test_a_run_that_ended_is_shown_with_its_last_logged_step(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(RunConfig(steps=900, logdir=tmp_path).to_json())
-    (tmp_path / "scores.jsonl").write_text('{"step": 700, "episode/score": 1.0}\n')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 800}\n{"step": 900}\n{"step": 95')
-    with Watcher(tmp_path) as watcher:
-        status = watcher.look(patience=0)
-    assert status is not None
-    assert status.step == 900
-    assert status.scores == (1.0,)
+def test_json_is_one_object_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status_command, "Watcher", Looking)
+    for name in ("_BETWEEN", "_BETWEEN_PICTURES"):
+        monkeypatch.setattr(status_command, name, 0.0)
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (found["step"], found["state"], found["score"]) == (2000, "running", 143.3)
+    assert [worker["name"] for worker in found["workers"]] == [each.name for each in WORKERS]
+    assert found["workers"][0]["usage"] == {"cpu": 1.4, "memory": 620_000_000}
+    assert main(["status", str(tmp_path), "--json", "--follow"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2000, 3000, 4000]

@@ -1,6 +1,5 @@
 """What the local launcher starts, without starting it."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,11 +19,15 @@ def test_only_the_agent_keeps_its_memory_pages(
     def record(name: str, _function: object, _logs: Path, environment: dict[str, str]) -> None:
         started[name] = environment
 
-    nothing = SimpleNamespace(run=lambda *_: None, show=lambda: None)
+    nothing = SimpleNamespace(run=lambda *_: None)
     monkeypatch.setitem(local._MEMBERS, "local", record)
-    monkeypatch.setattr(local, "StatusLine", lambda *_: nullcontext(nothing))
     monkeypatch.setattr(local, "_supervisor", lambda *_: nothing)
     local.combined(*[object] * 7, RunConfig(logdir=tmp_path))
     assert {"agent", "replay", "logger"} <= started.keys()
     assert [name for name, added in started.items() if "GLIBC_TUNABLES" in added] == ["agent"]
     assert "mmap_max=0" in started["agent"]["GLIBC_TUNABLES"]
+
+
+def test_workers_are_those_of_the_launcher() -> None:
+    config = RunConfig(envs=3, eval_envs=2, envs_per_process=2)
+    assert local.role_names(config) == ["agent", "replay", "logger", "env-0", "env-2", "env-3"]

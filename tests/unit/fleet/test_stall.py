@@ -1,32 +1,107 @@
-"""Nobody waits in silence: the words for it."""
+"""Why a run makes no progress, from what its supervisor and its roles report."""
 
-from dreamfleet.fleet.stall import why
+from typing import Any
 
+import pytest
+
+from dreamfleet.fleet.record import WorkerRecord
+from dreamfleet.fleet.stall import why_waiting
+
+NOW = 1000.0
 FINE = {"actor/silence": 0.1, "learner/silence": 0.1, "replay/silence": 0.1}
+LEARNS = {**FINE, "learner/state": "training"}
 
 
-def test_a_process_that_does_not_run_is_named_and_what_it_said_before_is_not_repeated() -> None:
-    status = {**FINE, "replay/waiting": "an old story", "actor/waiting": "no word from 3"}
-    text = why(status, ["replay"], 10.0)
-    assert "replay has failed and is about to be started again" in text
-    assert "an old story" not in text
-    assert "no word from 3" in text
+def worker(name: str, state: Any = "running", age: float = 500.0, error: str = "") -> WorkerRecord:
+    return WorkerRecord(name, name.split("-")[0], state, 7, "here", NOW - age, 0, error)
+
+
+WORKERS = [worker("agent"), worker("env-0"), worker("replay"), worker("logger", age=501.0)]
+
+
+def why(metrics: dict[str, Any], *changed: WorkerRecord, log_every: float = 10.0) -> str:
+    named = {each.name: each for each in changed}
+    workers = [named.pop(each.name, each) for each in WORKERS]
+    return why_waiting(metrics, [*workers, *named.values()], log_every, NOW)
+
+
+def test_nothing_is_said_if_nobody_waits() -> None:
+    assert why(LEARNS) == ""
+
+
+def test_a_worker_that_is_restarting_is_named_and_what_it_reported_before_is_not_repeated() -> None:
+    metrics = {**LEARNS, "replay/waiting/actor": "an old text", "actor/waiting": "no observation"}
+    text = why(metrics, worker("replay", "restarting", error="OSError: disk full"))
+    assert text == "replay is restarting (OSError: disk full); no observation"
+    text = why(metrics, worker("agent", "restarting"))
+    assert text == "agent is restarting; an old text"
+
+
+def test_workers_that_failed_for_the_same_reason_share_a_sentence() -> None:
+    failed = [worker(f"env-{n}", "restarting", error="ValueError: pole") for n in range(6)]
+    assert why(LEARNS, *failed, worker("env-6", "restarting")) == (
+        "env-0, env-1, env-2, env-3 and 2 more are restarting (ValueError: pole); "
+        "env-6 is restarting"
+    )
 
 
 def test_roles_speak_for_themselves_while_they_report() -> None:
-    status = {**FINE, "replay/waiting": "the learner waits.", "actor/waiting": ""}
-    assert why(status, [], 10.0) == "the learner waits"
+    metrics = {**LEARNS, "replay/waiting/actor": "the actor waited 3 s.", "actor/waiting": ""}
+    assert why(metrics) == "the actor waited 3 s"
 
 
-def test_a_role_that_has_stopped_reporting_is_said_to_hang() -> None:
-    late = {**FINE, "actor/silence": 32.0, "actor/waiting": "an old story"}
-    assert (
-        why(late, [], 10.0) == "the agent does not act: it starts, restores a checkpoint or hangs"
-    )
-    assert "the learner does not train" in why({}, [], 10.0)
-    assert why({**FINE, "actor/silence": 30.0}, [], 10.0) == "nobody says that it waits"
+def test_a_role_that_has_stopped_reporting_is_named() -> None:
+    late = {**LEARNS, "actor/silence": 32.0, "actor/waiting": "an old text"}
+    assert why(late) == "the actor has not reported for 32 s"
+    assert why({**late, "actor/silence": 31.0}) == "an old text"
+    assert why({**LEARNS, "learner/silence": 45.0}) == "the learner has made no update for 45 s"
+    assert why({**LEARNS, "replay/silence": 45.0}) == "the replay has not reported for 45 s"
 
 
 def test_the_replay_speaks_for_a_learner_that_waits_for_it() -> None:
-    status = {**FINE, "learner/silence": 99.0, "replay/waiting": "learner waited 1 s to sample."}
-    assert why(status, [], 10.0) == "learner waited 1 s to sample"
+    text = "learner waited 1 s to sample."
+    metrics = {**LEARNS, "learner/silence": 99.0, "replay/waiting/learner": text}
+    assert why(metrics) == "learner waited 1 s to sample"
+    metrics["learner/state"] = "waiting for enough data to train on"
+    assert why(metrics) == "learner waited 1 s to sample"
+
+
+def test_what_the_learner_does_before_it_trains_is_said_however_long_it_takes() -> None:
+    """The actor waits for it meanwhile, and has not reported yet."""
+    for seconds in (1.0, 200.0):
+        metrics = {"learner/silence": seconds, "learner/state": "compiling the agent"}
+        assert why({**metrics, "replay/silence": 1.0}) == "the learner is compiling the agent"
+
+
+def test_an_agent_that_has_not_reported_yet_is_starting() -> None:
+    young = worker("agent", age=20.0)
+    assert why({"replay/silence": 1.0}, young) == "the agent is starting"
+    assert why({"replay/silence": 1.0}, worker("agent", age=45.0)) == (
+        "the agent has not reported for 45 s"
+    )
+
+
+def test_what_an_agent_reported_before_it_was_restarted_is_not_repeated() -> None:
+    metrics = {**LEARNS, "actor/silence": 30.0, "learner/silence": 25.0, "actor/waiting": "old"}
+    assert why(metrics, worker("agent", age=20.0)) == "the agent is starting"
+
+
+def test_a_logger_that_restarted_gives_roles_time_to_report_again() -> None:
+    assert why({}, worker("logger", age=20.0)) == ""
+    assert why({}, worker("logger", age=40.0)) == (
+        "the agent has not reported for 40 s; the replay has not reported for 40 s"
+    )
+
+
+def test_roles_on_other_machines_are_not_in_the_record() -> None:
+    assert why_waiting({}, [], 10.0, NOW) == (
+        "the agent has not reported yet; the replay has not reported yet"
+    )
+    assert why_waiting(LEARNS, [], 10.0, NOW) == ""
+
+
+@pytest.mark.parametrize("log_every", [0.5, 100.0])
+def test_how_long_is_too_long_depends_on_how_often_roles_report(log_every: float) -> None:
+    late = {**LEARNS, "replay/silence": 3 * log_every + 1.5}
+    assert "the replay has not reported for" in why(late, log_every=log_every)
+    assert why({**late, "replay/silence": 3 * log_every}, log_every=log_every) == ""

@@ -1,43 +1,349 @@
-"""When the line of a run also says who waits for whom."""
+"""What a run is doing: how it is found out, and that every display shows the same."""
 
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
+import pytest
 from fleet_parts import small_run
+from rich.console import Console
 
-from dreamfleet.fleet.status import StatusLine
-from dreamfleet.transport import resolve
+from dreamfleet.cli.live import picture
+from dreamfleet.config import RunConfig
+from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
+from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher, _Progress
+from dreamfleet.transport import Server, resolve
+
+HOST = socket.gethostname()
+METRICS: dict[str, Any] = {
+    "step": 300,
+    "score": 12.5,
+    "eval_score": 20.0,
+    "learner/updates": 40.0,
+    "learner/updates_per_second": 4.0,
+    "learner/replay_ratio": 1.5,
+    "learner/state": "training",
+    "actor/steps_per_second": 50.0,
+    "actor/silence": 0.1,
+    "learner/silence": 0.1,
+    "replay/silence": 0.1,
+}
 
 
-def test_a_run_that_collects_may_take_a_while_until_it_learns(tmp_path: Path) -> None:
-    said: list[str] = []
-    config = small_run(tmp_path, logger_addr=resolve("ipc://{auto}"))
-    with StatusLine(config, said.append) as line:
-        for step in (0, 10, 20):
-            line._explain({"step": step})
-        assert said == []
-        line._explain({"step": 30})  # too long a while
-        assert len(said) == 1
-        line._explain({"step": 40, "learner/updates": 1})
-        line._explain({"step": 50, "learner/updates": 1})
-        assert len(said) == 1
-        line._explain({"step": 50, "learner/updates": 2})  # nobody steps
-        assert len(said) == 2
-    assert all(text.startswith("Waiting: ") for text in said)
+class Run:
+    """A run's directory, with a logger that answers with `metrics`."""
+
+    def __init__(self, logdir: Path, **settings: Any) -> None:
+        self.logdir = logdir
+        self.config = small_run(logdir, logger_addr=resolve("ipc://{auto}"), **settings)
+        self.metrics = dict(METRICS)
+        self.record = replace(FleetRecord.of_this_process("local"), workers=(self.worker("agent"),))
+        (logdir / "config.json").write_text(self.config.to_json())
+        self.write()
+
+    def worker(self, name: str, **changes: Any) -> WorkerRecord:
+        made = WorkerRecord(name, name.split("-")[0], "running", os.getpid(), HOST, 0.0)
+        return replace(made, **changes)
+
+    def write(self, **changes: Any) -> None:
+        self.record = replace(self.record, **changes)
+        write_record(self.logdir, self.record)
+
+    @contextmanager
+    def logger(self) -> Iterator[None]:
+        server = Server(self.config.logger_addr, "logger")
+        server.bind("status", lambda: self.metrics)
+        with server:
+            yield
+
+    def look(self) -> RunStatus:
+        with Watcher(self.logdir) as watcher:
+            return seen(watcher, 0.0)
 
 
-def test_what_an_agent_starts_from_is_said_once(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def seen(watcher: Watcher, patience: float = 10.0) -> RunStatus:
+    status = watcher.look(patience)
+    assert status is not None
+    return status
+
+
+def drawn(status: RunStatus) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(picture(status))
+    return console.export_text()
+
+
+# --- one status, every display --------------------------------------------------------------------
+
+
+def test_lines_display_and_json_agree(run: Run) -> None:
+    """On what the run does, and on why it stands still: a terminal shows no less than lines do."""
+    run.metrics |= {
+        "actor/steps_per_second": 0.0,
+        "actor/waiting": "no observation from environment 2 yet",
+        "learner/start": "starting from there, loaded 2 of 9 entries: nets/encoder (2)",
+    }
     lines: list[str] = []
-    news: list[str] = []
-    config = small_run(tmp_path, logger_addr=resolve("ipc://{auto}"))
-    with StatusLine(config, lines.append, news=news.append) as line:
-        line._tell_start({})
-        line._tell_start({"learner/start": "starting anew"})
-        assert news == []
-        start = "starting from there, loaded 2 of 9 entries: nets/encoder (2); not loaded: seed (7)"
-        for _ in range(2):
-            line._tell_start({"learner/start": start})
-        log = tmp_path / "logs" / "agent.log"
-        assert news == [f"The agent is {start}; every entry is in {log}"]
-        line._tell_start({"learner/start": "going on from here"})
-        assert news[1:] == ["The agent is going on from here"]
-    assert lines == []  # a display leaves these out
+    with run.logger(), Watcher(run.logdir) as watcher:
+        StatusLines(watcher, lines.append).show()
+        status = seen(watcher)
+    text, plain = drawn(status), json.loads(status.to_json())
+    start, numbers, waiting = lines
+    assert start == f"Agent: {run.metrics['learner/start']}"
+    assert run.metrics["learner/start"] in text
+    assert plain["start"] == run.metrics["learner/start"]
+    assert waiting == "Waiting: no observation from environment 2 yet."
+    assert waiting in text
+    assert plain["message"] == waiting
+    assert plain["waiting"] == "no observation from environment 2 yet"
+    for words, key, value in (
+        ("300 of 600", "step", 300),
+        ("12.5", "score", 12.5),
+        ("evaluation 20", "eval_score", 20.0),
+        ("4 updates/s", "updates_per_second", 4.0),
+        ("0 steps/s", "steps_per_second", 0.0),
+        ("replay ratio 1.5", "replay_ratio", 1.5),
+    ):
+        assert words in numbers
+        assert words in text
+        assert plain[key] == value
+    assert plain["metrics"] == run.metrics
+
+
+def test_json_holds_numbers_that_are_not_finite_as_null(run: Run) -> None:
+    run.metrics["train/loss"] = float("nan")
+    with run.logger(), Watcher(run.logdir) as watcher:
+        plain = json.loads(seen(watcher).to_json())
+    assert plain["metrics"]["train/loss"] is None
+    assert plain["state"] == "running"
+    assert "\n" not in seen_json(run)
+
+
+def seen_json(run: Run) -> str:
+    return run.look().to_json()
+
+
+def test_what_an_agent_starts_from_is_said_when_it_changes(run: Run) -> None:
+    said: list[str] = []
+    with run.logger(), Watcher(run.logdir) as watcher:
+        lines = StatusLines(watcher, said.append)
+        for start in ("from scratch", "from scratch", "resuming from there", "resuming from there"):
+            run.metrics["learner/start"] = start
+            lines.show()
+            while watcher._logger is not None and not watcher._logger.responding:
+                lines.show()
+    starts = [line for line in said if line.startswith("Agent: ")]
+    assert starts == ["Agent: from scratch", "Agent: resuming from there"]
+
+
+def test_a_line_before_the_first_numbers_says_what_there_is(run: Run) -> None:
+    run.metrics = {"step": 0, "score": None, "eval_score": None}
+    with run.logger(), Watcher(run.logdir) as watcher:
+        status = seen(watcher)
+    assert status.line() == "step 0 of 600  0 steps/s"
+    assert "no episode has ended yet" in drawn(status)
+
+
+# --- the logger -----------------------------------------------------------------------------------
+
+
+def test_a_logger_that_does_not_respond_is_said(run: Run) -> None:
+    said: list[str] = []
+    run.write(workers=(run.worker("logger", state="restarting", pid=None, error="OSError: full"),))
+    with Watcher(run.logdir) as watcher:
+        status = seen(watcher, 0.0)
+    assert not status.responding
+    assert status.waiting == "logger is restarting (OSError: full); the logger does not respond"
+    with Watcher(run.logdir) as watcher:
+        StatusLines(watcher, said.append).show()
+    assert said == [status.message], "numbers from files are old"
+
+
+def test_a_logger_that_does_not_know_the_step_yet_does_not_set_it_back(run: Run) -> None:
+    (run.logdir / "scores.jsonl").write_text('{"step": 250, "episode/score": 1.0}\n')
+    run.metrics = {"step": 0, "score": None, "eval_score": None}
+    with run.logger(), Watcher(run.logdir) as watcher:
+        assert seen(watcher).step == 250
+
+
+def test_roles_that_are_threads_are_asked_only_inside_their_process(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    config = replace(run.config, logger_addr="inproc://somewhere")
+    (tmp_path / "config.json").write_text(config.to_json())
+    other = psutil.Process(os.getppid())
+    run.write(pid=other.pid, created=other.create_time())
+    status = run.look()
+    assert status.state == "running"
+    assert not status.responding
+    assert status.waiting == "", "nothing is known about it"
+
+
+# --- the supervisor's record ----------------------------------------------------------------------
+
+
+def test_states_of_a_run(run: Run) -> None:
+    gone = run.record.created - 100
+    for changes, state, words in (
+        ({"state": "running"}, "running", "● running"),
+        ({"state": "ending"}, "ending", "● running"),
+        ({"state": "ended"}, "ended", "not under way. The same command resumes it."),
+        ({"state": "running", "created": gone}, "killed", "was killed. The same command resumes"),
+        ({"state": "running", "host": "elsewhere"}, "unknown", "on another machine"),
+    ):
+        write_record(run.logdir, replace(run.record, **changes))
+        status = run.look()
+        assert status.state == state
+        assert status.running == (state in ("running", "ending"))
+        assert words in drawn(status)
+        if not status.running:
+            assert {worker.state for worker in status.workers} == {"ended"}
+            assert status.seconds_left is None
+
+
+def test_a_run_on_another_machine_is_running_while_its_logger_responds(run: Run) -> None:
+    run.write(host="elsewhere", workers=(run.worker("agent", host="elsewhere"),))
+    with run.logger(), Watcher(run.logdir) as watcher:
+        status = seen(watcher)
+    assert status.state == "running"
+    assert status.workers[0].usage is None
+    assert status.supervisor is None
+
+
+def test_a_run_that_failed_says_why(run: Run) -> None:
+    failed = run.worker("env-0", state="ended", pid=None, error="ValueError: the pole is broken")
+    run.write(state="failed", workers=(run.worker("agent"), failed))
+    status = run.look()
+    assert status.message == (
+        "The run has failed (env-0: ValueError: the pole is broken). The same command resumes it."
+    )
+    assert json.loads(status.to_json())["message"] == status.message
+
+
+def test_workers_show_what_their_process_uses(run: Run) -> None:
+    other = psutil.Process(os.getppid())
+    run.write(workers=(run.worker("agent", pid=other.pid), run.worker("env-0", restarts=2)))
+    agent, env = run.look().workers
+    assert agent.usage is not None
+    assert agent.usage.memory > 0
+    assert env.restarts == 2
+
+
+def test_threads_of_the_supervisor_have_no_share_of_their_own(run: Run) -> None:
+    status = run.look()
+    assert status.workers[0].pid == os.getpid()
+    assert status.workers[0].usage is None
+    assert status.supervisor is not None
+    (row,) = (line for line in drawn(status).splitlines() if " supervisor " in line)
+    assert "B" in row.split("running")[1]
+
+
+def test_a_process_that_is_gone_is_not_measured(run: Run) -> None:
+    run.write(workers=(run.worker("agent", pid=1 << 80),))
+    assert run.look().workers[0].usage is None
+
+
+# --- the run's directory --------------------------------------------------------------------------
+
+
+def test_a_directory_without_a_configuration_holds_no_run(tmp_path: Path) -> None:
+    with Watcher(tmp_path) as watcher:
+        assert watcher.look(0.0) is None
+
+
+def test_a_run_that_ended_is_shown_with_its_last_logged_step(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(RunConfig(steps=900, logdir=tmp_path).to_json())
+    (tmp_path / "scores.jsonl").write_text('{"step": 700, "episode/score": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 800}\n{"step": 900}\n{"step": 95')
+    with Watcher(tmp_path) as watcher:
+        status = seen(watcher, 0.0)
+    assert (status.step, status.scores, status.score) == (900, (1.0,), 1.0)
+    assert status.state == "ended"
+    assert status.message == "The run has ended: it has made all its steps."
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def updates(count: int) -> dict[str, float]:
+    return {"learner/updates": float(count)}
+
+
+def test_the_rate_is_that_of_the_last_while() -> None:
+    progress = _Progress()
+    progress.add(0.0, 0, {"actor/steps_per_second": 7.0})
+    assert progress.rate == 7.0, "what the actor reported, before there is more"
+    for now, step in ((1.0, 8000), (11.0, 8100), (21.0, 8200)):
+        progress.add(now, step, {})
+    assert progress.rate == 10.0, "a resumed run does not jump from 0"
+    progress.add(60.0, 8200, {})
+    assert progress.rate == 0.0
+    progress.add(61.0, 100, {})
+    progress.add(71.0, 200, {})
+    assert progress.rate == 10.0, "nor backwards"
+
+
+def test_a_run_that_collects_may_take_a_while_until_it_learns() -> None:
+    progress = _Progress()
+    for now, step in ((0.0, 1), (10.0, 10), (20.0, 20), (31.0, 30)):
+        progress.add(now, step, {"actor/steps_per_second": 1.0})
+        assert not progress.stands_still(10.0)
+    progress.add(40.0, 40, {"actor/steps_per_second": 1.0})
+    assert progress.stands_still(10.0)
+    assert progress.still_for == 40.0
+    progress.add(50.0, 50, updates(1))
+    assert not progress.stands_still(10.0)
+    for now in (60.0, 64.0):
+        progress.add(now, 50, updates(int(now)))
+        assert not progress.stands_still(10.0)
+    progress.add(66.0, 50, updates(66))
+    assert progress.stands_still(10.0), "nobody steps"
+
+
+def test_a_first_look_trusts_what_roles_report() -> None:
+    for metrics, still in (
+        ({}, True),
+        ({"actor/steps_per_second": 0.0}, True),
+        ({"actor/steps_per_second": 9.0}, False),
+        ({"actor/steps_per_second": 9.0, "learner/silence": 40.0}, True),
+    ):
+        progress = _Progress()
+        progress.add(0.0, 100, metrics)
+        assert progress.stands_still(10.0) == still
+
+
+def test_a_run_without_progress_is_never_silent(run: Run) -> None:
+    """Also if nobody says that it waits."""
+    run.metrics["actor/steps_per_second"] = 0.0
+    with run.logger(), Watcher(run.logdir) as watcher:
+        status = seen(watcher)
+    assert status.waiting == "no progress for 0 s, and no worker says that it waits"
+
+
+def test_a_run_that_has_made_all_its_steps_is_being_saved(run: Run) -> None:
+    run.metrics |= {"step": 600, "actor/steps_per_second": 0.0}
+    with run.logger(), Watcher(run.logdir) as watcher:
+        assert seen(watcher).waiting == "the run has made all its steps and is being saved"
+
+
+def test_time_left_is_that_of_what_ends_first(tmp_path: Path) -> None:
+    run = Run(tmp_path, duration=1000.0)
+    with run.logger(), Watcher(tmp_path) as watcher:
+        assert seen(watcher).seconds_left == pytest.approx(6.0), "300 steps at 50 a second"
+    run.metrics["actor/steps_per_second"] = 0.1
+    with run.logger(), Watcher(tmp_path) as watcher:
+        status = seen(watcher)
+    assert status.seconds_left == pytest.approx(1000.0 - status.seconds)

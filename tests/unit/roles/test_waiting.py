@@ -12,11 +12,11 @@ def waits(config: RunConfig = CONFIG, silent: object = None, rows: int = 0, **cl
     return actor_waits(config, HEARD if silent is None else silent, rows, {**FREE, **client}, 8)
 
 
-def test_nothing_when_everybody_is_heard_of() -> None:
+def test_nothing_while_every_environment_sends_observations() -> None:
     assert waits() == ""
 
 
-def test_the_replay_comes_first() -> None:
+def test_a_replay_that_holds_the_actor_is_named_before_environments() -> None:
     assert waits(connected=0.0) == "", "a client that has not been used yet has no connection"
     assert waits(silent={}, connected=0.0, inflight=1.0) == (
         "the actor has no connection to the replay at tcp://127.0.0.1:1234"
@@ -25,24 +25,26 @@ def test_the_replay_comes_first() -> None:
 
 
 def test_environments_are_named() -> None:
-    assert waits(silent={0: 1.0, 1: 1.0, 3: 1.0}) == "no word from environment 2 yet"
-    assert waits(silent={**HEARD, 3: 14.2}) == "environment 3 did not answer for 14 s or more"
+    assert waits(silent={0: 1.0, 1: 1.0, 3: 1.0}) == "no observation from environment 2 yet"
+    assert waits(silent={**HEARD, 3: 14.2}) == "no observation from environment 3 for 14 s or more"
     many = RunConfig(envs=20)
     text = waits(many, dict.fromkeys(range(20), 60.0))
-    assert text.startswith("20 environments (0, 1, 2, 3, 4, 5, 6, 7 ...) did not answer for 60 s")
+    assert (
+        text == "no observation from 20 environments (0, 1, 2, 3, 4, 5, 6, 7 ...) for 60 s or more"
+    )
 
 
 def test_observations_in_the_queue_are_not_late() -> None:
     both = {**HEARD, 2: 14.2, 3: 14.2}
     assert waits(silent=both, rows=1) == (
-        "1 of 2 environments (2, 3) did not answer for 14 s or more"
+        "no observation from 1 of 2 environments (2, 3) for 14 s or more"
     )
     assert waits(silent={**HEARD, 3: 14.2}, rows=1) == ""
 
 
-def test_a_batch_that_is_not_full_is_told_when_it_may_wait_for_long() -> None:
+def test_a_batch_that_is_not_full_is_named_if_it_may_wait_for_long() -> None:
     patient = RunConfig(envs=4, actor_batch=3, actor_wait=60.0, log_every=10.0)
     assert waits(patient, rows=2) == (
-        "the actor waits for a full batch: it has 2 of 3 observations, and makes do with them "
+        "the actor waits for a full batch: it has 2 of 3 observations, and uses a smaller batch "
         "after 60 s"
     )
