@@ -1,6 +1,6 @@
 import pytest
 
-from dreamfleet.formatting import readable
+from dreamfleet.formatting import clock, readable
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,7 @@ from dreamfleet.formatting import readable
 )  # fmt: skip
 def test_numbers_are_readable(value: float, text: str) -> None:
     assert readable(value) == text
+
+
+def test_clocks_are_short() -> None:
+    assert [clock(s) for s in (7, 187, 3723, 270_000)] == ["0:07", "3:07", "1:02:03", "3 d 3 h"]
