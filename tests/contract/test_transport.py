@@ -635,7 +635,7 @@ def test_a_server_may_be_closed_by_its_own_method(
         starter.join(20)
     assert not starter.is_alive()
     # It did not wait for itself.
-    assert not [r for r in caplog.records if r.name == "dreamfleet.transport.loop"]
+    assert not [r for r in caplog.records if r.name == "dreamfleet.transport.server"]
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import asyncio
 import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -117,7 +119,7 @@ def test_a_reader_sleeps_through_no_call_while_queued_jobs_run() -> None:
 
     server.bind("slow", slow, workers=1)
     server.bind("ping", lambda: "pong")
-    server._loop._bell = _DeafBell(server._loop._bell)
+    server._loop._poller = _LatePoller(server._loop._poller)
     with server, Client(server.address, timeout=20) as client:
         client.connect(20)
         first, second = client.slow(0), client.slow(1)
@@ -128,19 +130,20 @@ def test_a_reader_sleeps_through_no_call_while_queued_jobs_run() -> None:
         assert (first.result(), second.result()) == (0, 1)
 
 
-class _DeafBell:
-    """Wakes up a little late, as a busy kernel may: what was rung in between must ring again."""
+class _LatePoller:
+    """Wakes up a little late, as a busy kernel may: what was signalled meanwhile must be signalled
+    again."""
 
-    def __init__(self, bell: Any) -> None:
-        self._bell = bell
+    def __init__(self, poller: Any) -> None:
+        self._poller = poller
 
     def poll(self, timeout: float | None) -> Any:
         while True:
-            rung = self._bell.poll(timeout)
+            ready = self._poller.poll(timeout)
             late = select.poll()
             late.poll(3)
-            if not rung or self._bell.poll(0):
-                return rung
+            if not ready or self._poller.poll(0):
+                return ready
 
 
 def test_an_idle_client_finds_the_successor_with_its_first_call() -> None:
@@ -157,9 +160,9 @@ def test_an_idle_client_finds_the_successor_with_its_first_call() -> None:
         assert client.ping().result() == "pong"
         server.close()
         server = serve()
-        bell = select.poll()
-        bell.register(client._connection._monitor_descriptor, select.POLLIN)
-        assert bell.poll(20_000)
+        poller = select.poll()
+        poller.register(client._connection._monitor_descriptor, select.POLLIN)
+        assert poller.poll(20_000)
         assert client.ping().result() == "pong"  # not repeatable, and yet not lost
     server.close()
 
@@ -174,6 +177,19 @@ def test_a_block_that_lies_about_its_rows_harms_nobody() -> None:
         assert good.act(np.full(1, 1.0)).result(20).tolist() == [10.0]
         with pytest.raises(RemoteError, match="is not a block of 2 items"):
             lie.result()
+
+
+def test_a_number_of_python_among_numbers_of_numpy_harms_nobody() -> None:
+    server = BatchServer("ipc://{auto}")
+    server.bind("act", lambda x: (x * 10, None), batch=3, wait=30.0)
+    with server, Client(server.address, timeout=20) as odd, Client(server.address) as good:
+        odd.connect()
+        good.connect()
+        futures = [good.act(np.int64(1)), good.act(np.int64(2))]
+        wrong = odd.act(3)
+        assert [int(future.result(20)) for future in futures] == [10, 20]
+        with pytest.raises(RemoteError, match=r"a number of Python\), but the other requests"):
+            wrong.result()
 
 
 class _Pair(NamedTuple):
@@ -301,6 +317,32 @@ def test_the_server_bounds_what_it_holds_for_clients_that_have_gone(
                 future.result()
         hold.set()
         assert all(future.result() for future in futures[:5])
+
+
+_FORGOTTEN = """
+import gc
+from dreamfleet.transport import BatchServer, Keys, Server
+
+server = Server("ipc://{auto}")
+server.bind("close", server.close)
+batching = BatchServer("127.0.0.1:{auto}", keys=Keys.generate())
+batching.bind("act", print, print)
+path = server.address.removeprefix("ipc://")
+del server, batching
+gc.collect()
+Server("ipc://" + path).close()  # the address is free again
+print("collected")
+left_to_the_exit = Server("127.0.0.1:{auto}")
+never_closed = Server("127.0.0.1:{auto}")
+never_closed.start(block=False)
+"""
+
+
+def test_a_forgotten_server_does_not_hang_its_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORGOTTEN], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "collected\n"
 
 
 def test_hello_needs_nothing() -> None:

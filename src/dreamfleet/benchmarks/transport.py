@@ -1,8 +1,9 @@
 """How many environment steps a second the transport carries.
 
-Client processes send an observation (or a block of them) to a batching server and wait for the
-action, as environment processes do. The server computes nothing, so what is measured is the
-transport. Portal's `BatchServer` does the same work in the same run where the package is there.
+Client processes send blocks of observations to a batching server and wait for the actions, as
+environment processes do, also those with one environment. The server computes nothing, so what is
+measured is the transport. Portal's `BatchServer` does the same work in the same run where the
+package is installed; its clients send single observations.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ _spawn = multiprocessing.get_context("spawn")
 Tree = dict[str, Any]
 
 
-def observation(envs: int) -> Tree:
-    """What one environment sends, or `envs` of them as a block."""
-    lead = (envs,) if envs > 1 else ()
+def observation(*lead: int) -> Tree:
+    """What one environment sends, or a block of observations with a leading axis."""
     return {
         "image": np.zeros((*lead, 64, 64, 3), np.uint8),
         "vector": np.zeros((*lead, 7), np.float32),
@@ -58,16 +58,15 @@ class _Counter:
 def _environments(address: str, keys: Keys | None, envs: int) -> None:
     client = Client(address, keys=keys)
     obs = observation(envs)
-    call = client.call if envs == 1 else client.call_block
     while True:
-        call("act", obs).result()
+        client.call_block("act", obs).result()
 
 
 def _portal_environment(address: str) -> None:
     import portal
 
     client = portal.Client(address, logging=False)
-    obs = observation(1)
+    obs = observation()
     while True:
         client.act(obs).result()
 

@@ -2,12 +2,12 @@
 
 A `Server` offers functions, a `Client` calls them and gets a `Future`; a `BatchServer` answers
 many callers with one computation. Read `wire` for what travels, `codec` for how values become
-bytes, `loop` for how a server works inside and `client` for how a client does.
+bytes, then `server` and `client`.
 """
 
 from dreamfleet.transport.address import resolve
 from dreamfleet.transport.batching import BatchServer
-from dreamfleet.transport.client import Client
+from dreamfleet.transport.client import Client, Future
 from dreamfleet.transport.errors import (
     AddressError,
     AddressUnknown,
@@ -20,7 +20,6 @@ from dreamfleet.transport.errors import (
     Timeout,
     TransportError,
 )
-from dreamfleet.transport.future import Future
 from dreamfleet.transport.security import Keys
 from dreamfleet.transport.server import Server
 

@@ -1,34 +1,67 @@
-"""A server that answers many callers with one computation."""
+"""A server that answers many callers with one computation.
+
+Requests wait until there are enough of them for a batch. A batch is stacked leaf by leaf and given
+to a function, and the rows of its result are the answers.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dreamfleet.transport import wire
-from dreamfleet.transport.codec import check_sizes
-from dreamfleet.transport.errors import MessageError, Timeout, TransportError
-from dreamfleet.transport.loop import Lane, Peer
-from dreamfleet.transport.posting import PostFn, PostQueue
-from dreamfleet.transport.schema import parse_schema
-from dreamfleet.transport.security import Keys
-from dreamfleet.transport.server import BaseServer, error_frames
-from dreamfleet.transport.stacking import (
-    Request,
-    Signature,
-    difference,
-    run_batch,
-    signature_of,
-    split,
+from dreamfleet.transport.codec import (
+    ARRAY,
+    SCALAR,
+    TUPLE,
+    Buffer,
+    Encoded,
+    Plain,
+    Schema,
+    assemble,
+    check_sizes,
+    decode_leaves,
+    encode,
+    parse_schema,
 )
+from dreamfleet.transport.errors import MessageError, RemoteError, Timeout, TransportError
+from dreamfleet.transport.posting import PostFn, PostQueue
+from dreamfleet.transport.security import Keys
+from dreamfleet.transport.server import BaseServer, Peer, WorkQueue, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
 _FOREVER = float("inf")
+
+# What every item of a batch must agree on: per leaf its place, dtype, shape, and whether it is a
+# number of Python's.
+Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...], bool], ...]
+
+
+@dataclass(slots=True)
+class Request:
+    """One caller's item, or block of items along a leading axis. Its sizes have been checked."""
+
+    peer: bytes
+    number: int
+    rows: int  # 0: one item without a leading axis
+    schema: Schema
+    plain: list[Plain]
+    blob: bytes
+    frames: list[Buffer]
+    signature: Signature
+    arrived: float
+
+    @property
+    def items(self) -> int:
+        return self.rows or 1
 
 
 @dataclass
@@ -39,7 +72,7 @@ class _Batcher:
     workfn: WorkFn
     batch: int
     wait: float
-    lane: Lane
+    queue: WorkQueue
     repeatable: bool
     posts: PostQueue | None = None
     waiting: deque[Request] = field(default_factory=deque)
@@ -50,7 +83,7 @@ class _Batcher:
 
     @property
     def free(self) -> bool:
-        return self.lane.running < self.lane.limit and not (self.posts and self.posts.full)
+        return self.queue.running < self.queue.limit and not (self.posts and self.posts.full)
 
     @property
     def deadline(self) -> float:
@@ -141,7 +174,7 @@ class BatchServer(BaseServer):
                 f"{self.name}: {method!r} needs a gather of at least 0, post_rows of at least 1 "
                 f"and a backlog of at least post_rows, got {gather}, {post_rows} and {backlog}."
             )
-        batcher = _Batcher(method, workfn, batch, wait, Lane(workers), repeatable)
+        batcher = _Batcher(method, workfn, batch, wait, WorkQueue(workers), repeatable)
         if postfn:
             batcher.posts = PostQueue(
                 f"{self.name}-{method}-post",
@@ -179,7 +212,7 @@ class BatchServer(BaseServer):
 
     def _is_own(self, thread: threading.Thread) -> bool:
         posts = (batcher.posts for batcher in self._batchers.values())
-        return super()._is_own(thread) or any(queue.thread is thread for queue in posts if queue)
+        return super()._is_own(thread) or any(post.thread is thread for post in posts if post)
 
     def _shut_down(self, flush: float) -> None:
         if flush <= 0:
@@ -217,8 +250,8 @@ class BatchServer(BaseServer):
 
     # --- under the loop's lock -------------------------------------------------------------------
 
-    def _lanes(self) -> list[Lane]:
-        return [batcher.lane for batcher in self._batchers.values()]
+    def _queues(self) -> list[WorkQueue]:
+        return [batcher.queue for batcher in self._batchers.values()]
 
     def _next_deadline(self) -> float:
         return min((b.deadline for b in self._batchers.values()), default=_FOREVER)
@@ -230,7 +263,7 @@ class BatchServer(BaseServer):
         """Start batches that waited until `postfn` had caught up."""
         if not self._loop.stopping:
             self._dispatch(batcher)
-            self._loop.nudge()
+            self._loop.wake_reader()
 
     def _dispatch_all(self) -> None:
         for batcher in self._batchers.values():
@@ -274,7 +307,7 @@ class BatchServer(BaseServer):
             batcher.counts["batches"] += 1
             batcher.counts["items"] += items
             number = batcher.posts.reserve(items) if batcher.posts else 0
-            self._loop.offer(batcher.lane, partial(self._work, batcher, number, items, requests))
+            self._loop.submit(batcher.queue, partial(self._work, batcher, number, items, requests))
 
     def _agreeing(self, batcher: _Batcher, requests: list[Request]) -> list[Request]:
         """The requests that look like the last good batch, or else like most of this one; the
@@ -333,3 +366,135 @@ def _take(batcher: _Batcher) -> list[Request]:
         rows += taken[-1].items
     batcher.rows -= rows
     return taken
+
+
+# --- stacking requests and splitting results -----------------------------------------------------
+
+_signatures: dict[tuple[int, int, tuple[type, ...]], tuple[Schema, Signature]] = {}
+_MAX_SIGNATURES = 1024
+
+
+def signature_of(schema: Schema, plain: Sequence[Plain], rows: int) -> Signature:
+    """What an item of a request looks like. The same object for requests that are alike.
+
+    Raises:
+        MessageError: It holds something that has no place in a batch.
+    """
+    key = (id(schema), rows, tuple(map(type, plain)))
+    known = _signatures.get(key)
+    if known and known[0] is schema:
+        return known[1]
+    if schema.node is None or schema.node[0] != TUPLE:
+        raise MessageError("The arguments of a call are a tuple.")
+    parts: list[tuple[tuple[str, ...], Any, tuple[int, ...], bool]] = []
+    for leaf in schema.leaves:
+        if leaf.kind not in (ARRAY, SCALAR):
+            raise MessageError(f"{_name(leaf.path)} is text or bytes, which cannot be batched.")
+        if rows and leaf.shape[:1] != (rows,):
+            raise MessageError(
+                f"{_name(leaf.path)} has shape {leaf.shape}, which is not a block of {rows} items."
+            )
+        parts.append((leaf.path, leaf.dtype, leaf.shape[1:] if rows else leaf.shape, False))
+    for path, value in zip(schema.plain_paths, plain, strict=True):
+        if rows or type(value) not in (bool, int, float):
+            raise MessageError(
+                f"{_name(path)} is {type(value).__name__}, which cannot be batched; send arrays."
+            )
+        parts.append((path, np.asarray(value).dtype, (), True))
+    if len(_signatures) >= _MAX_SIGNATURES:
+        _signatures.clear()
+    signature = tuple(parts)
+    _signatures[key] = (schema, signature)
+    return signature
+
+
+def difference(odd: Signature, usual: Signature) -> str:
+    """One sentence that names what is odd about a request."""
+    mine = {path: rest for path, *rest in odd}
+    theirs = {path: rest for path, *rest in usual}
+    for path, leaf in theirs.items():
+        if path not in mine:
+            return f"{_name(path)} is missing, which the other requests of the batch have."
+        if mine[path] != leaf:
+            return (
+                f"{_name(path)} has {_leaf_text(*mine[path])}, but the other requests of the batch "
+                f"have {_leaf_text(*leaf)}."
+            )
+    more = [path for path in mine if path not in theirs]
+    if more:
+        return f"{_name(more[0])} is in this request but not in the others of the batch."
+    return "The keys of this request have another order than those of the others of the batch."
+
+
+def _leaf_text(dtype: Any, shape: tuple[int, ...], plain: bool) -> str:
+    return f"dtype {dtype} and shape {shape}{' (a number of Python)' if plain else ''}"
+
+
+def _name(path: tuple[str, ...]) -> str:
+    """A leaf's name without the number of the argument, where there is more to say."""
+    return "/".join(path[1:]) or f"argument {path[0]}"
+
+
+def run_batch(workfn: WorkFn, requests: Sequence[Request]) -> tuple[Any, Any]:
+    """Stack the requests and run the function on them.
+
+    Raises:
+        RemoteError: The function returned something else than results and info.
+    """
+    schema = requests[0].schema
+    decoded = [decode_leaves(r.schema, r.blob, r.frames) for r in requests]
+    leaves = [_concatenate(column, requests) for column in zip(*decoded, strict=True)]
+    plain = [np.asarray(column) for column in zip(*(r.plain for r in requests), strict=True)]
+    answer: Any = workfn(*assemble(schema, plain, leaves))
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise RemoteError("A batched function returns two things: the results, and any info.")
+    return answer[0], answer[1]
+
+
+def _concatenate(column: Sequence[Any], requests: Sequence[Request]) -> NDArray[Any]:
+    if len(column) == 1 and requests[0].rows:
+        return np.asarray(column[0])
+    return np.concatenate(
+        [part if r.rows else part[None] for part, r in zip(column, requests, strict=True)]
+    )
+
+
+def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
+    """Every request's share of the result, ready to be sent.
+
+    Raises:
+        RemoteError: The result does not have one row per item.
+    """
+    total = sum(r.items for r in requests)
+    _check_rows(result, total, ())
+    shares = []
+    row = 0
+    for request in requests:
+        cut = slice(row, row + request.rows) if request.rows else row
+        shares.append(encode(_cut(result, cut)))
+        row += request.items
+    return shares
+
+
+def _cut(tree: Any, cut: slice | int) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _cut(value, cut) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        rows = [_cut(value, cut) for value in tree]
+        return rows if isinstance(tree, list) else tuple(rows)
+    return np.asarray(tree)[cut]
+
+
+def _check_rows(tree: Any, total: int, path: tuple[str, ...]) -> None:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            _check_rows(value, total, (*path, str(key)))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            _check_rows(value, total, (*path, str(index)))
+    elif np.shape(tree)[:1] != (total,):
+        name = "/".join(path) or "the result"
+        raise RemoteError(
+            f"The batched function returned {name} with shape {np.shape(tree)} for a batch of "
+            f"{total} items; every array needs that leading axis."
+        )

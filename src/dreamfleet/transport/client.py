@@ -1,4 +1,4 @@
-"""A client of a server's methods."""
+"""A client of a server's methods, and the answers to its calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from dreamfleet.transport import wire
 from dreamfleet.transport.codec import Encoded, encode
-from dreamfleet.transport.connection import Connection, Lost, Message, News, Welcome
+from dreamfleet.transport.connection import Connection, Event, Lost, Message, Welcome
 from dreamfleet.transport.errors import (
     Closed,
     Disconnected,
@@ -22,19 +22,78 @@ from dreamfleet.transport.errors import (
     Timeout,
     TransportError,
 )
-from dreamfleet.transport.future import Future
 from dreamfleet.transport.security import Keys
-from dreamfleet.transport.waker import Waker
+from dreamfleet.transport.wire import Waker
 
 log = logging.getLogger(__name__)
 
 _FOREVER = float("inf")
 
 
+class Future:
+    """The answer to one call.
+
+    Waiting for it is what moves the connection: the waiting thread itself reads the socket, so an
+    answer reaches it without passing through another thread.
+    """
+
+    __slots__ = ("_client", "_done", "_error", "_seen", "_value", "method", "request")
+
+    def __init__(self, client: Client, method: str) -> None:
+        self.method = method
+        self.request: Any = None  # what the client keeps until the answer is here
+        self._client = client
+        self._done = False
+        self._seen = False
+        self._value: Any = None
+        self._error: TransportError | None = None
+
+    def done(self) -> bool:
+        """Whether the answer is here. Does not wait."""
+        if not self._done:
+            self._client._progress(lambda: self._done, time.monotonic())
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the answer; False if it did not come within `timeout` seconds."""
+        if not self._done:
+            self._client._progress(lambda: self._done, self._client._deadline(timeout))
+        return self._done
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The answer.
+
+        Args:
+            timeout: Seconds to wait; None takes the client's timeout.
+
+        Raises:
+            RemoteError: The method failed on the server.
+            Disconnected: The server was lost, and the call could not be repeated.
+            Timeout: The answer did not come in time. It may be asked for again.
+        """
+        if not self.wait(timeout):
+            raise Timeout(self._client._why_waiting(self.method))
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _resolve(self, value: Any) -> None:
+        self._value, self._done, self.request = value, True, None
+
+    def _fail(self, error: TransportError) -> None:
+        self._error, self._done, self.request = error, True, None
+
+    def __del__(self) -> None:
+        # Nobody can look at this answer any more: if it is an error, somebody must hear of it.
+        if self._error is not None and not self._seen:
+            self._client._on_unseen_error(self.method, self._error)
+
+
 @dataclass(slots=True)
 class _Request:
     """A call that has no answer yet. Its value is a copy, because it may have to be sent again when
-    the caller has long gone on."""
+    the caller has long reused its arrays."""
 
     value: Encoded
     rows: int
@@ -86,7 +145,7 @@ class Client:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._receiving = False  # a thread waits at the socket, outside of the lock
-        self._bystanders = 0  # threads that wait for the one at the socket
+        self._waiters = 0  # other threads, which wait for that one
         self._closed = False
         self._pending: dict[int, Future] = {}
         self._errors: deque[TransportError] = deque()  # of calls nobody looks at any more
@@ -94,7 +153,11 @@ class Client:
         self._welcome: Welcome | None = None
         self._counts: Counter[str] = Counter()
         self._waker = Waker()
-        self._connection = Connection(address, keys, self._waker)
+        try:
+            self._connection = Connection(address, keys, self._waker)
+        except BaseException:
+            self._waker.close()
+            raise
         self._down_since = time.monotonic()
 
     @property
@@ -137,7 +200,7 @@ class Client:
         """
         limit = self._patience if timeout is None else timeout
         if not self._progress(lambda: self._welcome is not None, time.monotonic() + limit):
-            raise Disconnected(self._absence(limit))
+            raise Disconnected(self._no_server(limit))
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and how many calls are in flight now."""
@@ -156,7 +219,7 @@ class Client:
                 return
             self._closed = True
             self._waker.wake()
-            self._bystanders += 1
+            self._waiters += 1
             while self._receiving:
                 self._changed.wait()
             self._fail_all(
@@ -180,7 +243,7 @@ class Client:
     def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
         value = encode(args).snapshot()
         wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value is refused here and now
-        self._look()
+        self._read_events()
         deadline = self._deadline(None)
         while True:
             with self._lock:
@@ -223,11 +286,11 @@ class Client:
 
     # --- receiving -------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _read_events(self) -> None:
         """Learn of losses and failures that are known by now, before more is sent."""
         with self._lock:
             idle = not self._receiving and not self._closed
-            if not (idle and self._connection.rings()):
+            if not (idle and self._connection.has_events()):
                 return
         self._progress(lambda: False, 0.0)
 
@@ -235,7 +298,7 @@ class Client:
         """Move the connection along until `done` or the deadline; returns whether it is done.
 
         Any thread may call it. One of them at a time waits at the socket; the others sleep until
-        it has news for them, or leaves its place to them.
+        it has read something for them, or leaves its place to them.
         """
         with self._lock:
             last_look = False
@@ -244,9 +307,9 @@ class Client:
                     raise Closed(f"{self.name} is closed.")
                 if not self._receiving:
                     self._connection.collect()
-                    if self._connection.news:
-                        self._learn(self._connection.news.popleft())
-                        self._tell_others()
+                    if self._connection.events:
+                        self._handle(self._connection.events.popleft())
+                        self._notify_waiters()
                         continue
                     if self._expire():
                         continue
@@ -257,9 +320,9 @@ class Client:
                 if not self._receiving:
                     self._sleep(max(0.0, remaining))
                 elif remaining > 0:
-                    self._bystanders += 1
+                    self._waiters += 1
                     self._changed.wait(None if remaining == _FOREVER else remaining)
-                    self._bystanders -= 1
+                    self._waiters -= 1
             return True
 
     def _sleep(self, timeout: float) -> None:
@@ -271,24 +334,24 @@ class Client:
         finally:
             self._lock.acquire()
             self._receiving = False
-            self._tell_others()
+            self._notify_waiters()
 
-    def _tell_others(self) -> None:
-        if self._bystanders:
+    def _notify_waiters(self) -> None:
+        if self._waiters:
             self._changed.notify_all()
 
-    def _learn(self, news: News) -> None:
-        if isinstance(news, Message):
-            self._settle(news)
-        elif isinstance(news, Welcome):
-            self._on_welcome(news)
-        elif isinstance(news, Lost):
-            self._on_lost()
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Message):
+            self._on_answer(event)
+        elif isinstance(event, Welcome):
+            self._on_welcome(event)
+        elif isinstance(event, Lost):
+            self._on_lost(event.address)
         else:
-            self._connection.trouble = str(news)
-            self._fail_all(MessageError, str(news))
+            self._connection.problem = str(event)
+            self._fail_all(MessageError, str(event))
 
-    def _settle(self, message: Message) -> None:
+    def _on_answer(self, message: Message) -> None:
         """Give an answer to the call it belongs to."""
         header = message.header
         try:
@@ -308,7 +371,9 @@ class Client:
                 else:  # the server could not even read which call it was
                     self._errors.append(error)
         except (TransportError, ValueError, TypeError) as problem:
-            self._fail_all(MessageError, f"{self._server} sent an answer that is odd: {problem}")
+            self._fail_all(
+                MessageError, f"{self._server} sent an answer that is not valid: {problem}"
+            )
 
     def _on_stale(self, number: int) -> None:
         """The successor of the server that a call was made for has refused it. So it did not run,
@@ -326,7 +391,7 @@ class Client:
         if self._welcome:
             if self._welcome.incarnation == welcome.incarnation:
                 return
-            self._on_lost()
+            self._on_lost(self.address)
         self._welcome = welcome
         self._maxinflight = min(self._maxinflight, welcome.limit)
         self._counts["connects"] += 1
@@ -334,13 +399,13 @@ class Client:
             if not future.request.sent_to:
                 self._send(number, future, welcome)
 
-    def _on_lost(self) -> None:
+    def _on_lost(self, address: str) -> None:
         if self._welcome is None:
             return
         repeatable = self._welcome.repeatable
         lost = (
-            f"{self._server} was lost before it answered; whether the call was carried out is not "
-            "known."
+            f"{self._welcome.name} at {address} was lost before it answered; whether the call was "
+            "carried out is not known."
         )
         self._welcome = None
         self._down_since = time.monotonic()
@@ -364,7 +429,7 @@ class Client:
         expired = False
         while self._next_expiry() == 0.0:
             number = next(iter(self._pending))
-            self._pending.pop(number)._fail(Disconnected(self._absence(self._patience)))
+            self._pending.pop(number)._fail(Disconnected(self._no_server(self._patience)))
             expired = True
         return expired
 
@@ -372,13 +437,13 @@ class Client:
         while self._pending:
             self._pending.pop(next(iter(self._pending)))._fail(kind(text))
 
-    # --- words -----------------------------------------------------------------------------------
+    # --- texts and times -------------------------------------------------------------------------
 
     def _deadline(self, timeout: float | None) -> float:
         limit = self._timeout if timeout is None else timeout
         return _FOREVER if limit is None else time.monotonic() + limit
 
-    def _unheard(self, method: str, error: TransportError) -> None:
+    def _on_unseen_error(self, method: str, error: TransportError) -> None:
         """An error that no caller can see any more. Called by the garbage collector, anywhere."""
         error.add_note(f"(The answer to an earlier call of {method!r} that nobody looked at.)")
         self._errors.append(error)
@@ -398,13 +463,13 @@ class Client:
     def _at(self) -> str:
         return f" at {self.address}" if self.address else ""
 
-    def _absence(self, seconds: float) -> str:
+    def _no_server(self, seconds: float) -> str:
         return (
-            f"{self.name} found no server{self._at} for {seconds:g} s ({self._connection.trouble})."
+            f"{self.name} found no server{self._at} for {seconds:g} s ({self._connection.problem})."
         )
 
     def _why_waiting(self, method: str) -> str:
-        state = "connected" if self._welcome else f"not connected: {self._connection.trouble}"
+        state = "connected" if self._welcome else f"not connected: {self._connection.problem}"
         return (
             f"{self._server} did not answer {method!r} of {self.name} in time "
             f"({state}; {len(self._pending)} calls in flight)."

@@ -1,7 +1,7 @@
 """One client's socket: connecting, greeting, noticing loss.
 
 Touched by one thread at a time, under the client's lock; see `client`. What it learns it puts into
-`news`, in order: `Welcome` when a server has greeted back, `Lost` when that server has gone, and
+`events`, in order: `Welcome` when a server has greeted back, `Lost` when that server has gone, and
 messages.
 """
 
@@ -22,9 +22,9 @@ from zmq.utils.monitor import recv_monitor_message
 from dreamfleet.transport import wire
 from dreamfleet.transport.address import Address, parse
 from dreamfleet.transport.codec import encode
-from dreamfleet.transport.errors import AddressUnknown, MessageError
+from dreamfleet.transport.errors import AddressError, AddressUnknown, MessageError
 from dreamfleet.transport.security import Keys
-from dreamfleet.transport.waker import Waker
+from dreamfleet.transport.wire import Waker
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -41,9 +41,13 @@ class Welcome(msgspec.Struct, frozen=True):
 class Lost:
     """The server that had greeted us has gone."""
 
+    address: str
+
 
 @dataclass(slots=True)
 class Message:
+    """What a server sent, other than a greeting."""
+
     header: wire.Header
     frames: list[Any]
 
@@ -54,7 +58,7 @@ _FIRST_RETRY = 0.02
 _NOBODY = "nobody listens there"
 _UNKNOWN = "nobody has published its address yet"
 
-News = Welcome | Lost | Message | MessageError
+Event = Welcome | Lost | Message | MessageError
 
 _HANDSHAKE_FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed; is the server given the same key?",
@@ -80,8 +84,8 @@ class Connection:
     """
 
     def __init__(self, address: str | Callable[[], str], keys: Keys | None, waker: Waker) -> None:
-        self.news: deque[News] = deque()
-        self.trouble = _NOBODY
+        self.events: deque[Event] = deque()
+        self.problem = _NOBODY
         self.bytes_in = 0
         self._address: Address | None = None
         self._find: Callable[[], str] | None = None
@@ -108,15 +112,15 @@ class Connection:
             text = self._find()
             address = parse(text) if text else None
             if address is None:
-                self.trouble = _UNKNOWN
+                self.problem = _UNKNOWN
             elif address != self._address:
-                self.trouble = _NOBODY
+                self.problem = _NOBODY
             return address
         except AddressUnknown as problem:
-            self.trouble = str(problem) or _UNKNOWN
+            self.problem = str(problem) or _UNKNOWN
         except Exception as problem:
             # The next attempt may succeed. If none does, the message shows this one.
-            self.trouble = f"its address cannot be found: {problem!r}"
+            self.problem = f"its address cannot be found: {problem!r}"
         return None
 
     def _open(self, address: Address | None) -> None:
@@ -140,36 +144,49 @@ class Connection:
         self._monitor.linger = 0
         self._monitor.connect(endpoint)
         self._monitor_descriptor = self._monitor.fileno()
-        self._alarmed = True  # its descriptor tells of changes, so it is looked at once before
-        self._final = False  # libzmq does not try again by itself
+        self._monitor_ready = True  # its descriptor only tells of changes after this
+        self._final = False  # libzmq has given up, and does not try again by itself
         self._retry_at = time.monotonic() + self._pause if self._find else _FOREVER
-        self._bell = select.poll()
+        self._poller = select.poll()
         for source in (self._socket, self._monitor, self._waker):
-            self._bell.register(source.fileno(), select.POLLIN)
+            self._poller.register(source.fileno(), select.POLLIN)
         if address:
+            self._connect(address)
+
+    def _connect(self, address: Address) -> None:
+        try:
             self._socket.connect(address.endpoint)
+        except zmq.ZMQError:
+            text = (
+                f"{address.text} is no address to connect to: write the name or number of the "
+                "machine where the server runs"
+            )
+            if self._find is None:
+                self.close(linger=0)
+                raise AddressError(f"{text}.") from None
+            self.problem = text
 
     def send(self, frames: list[Any]) -> None:
         wire.send(self._socket, frames)
 
     def sleep(self, timeout: float) -> None:
-        """Wait for a sign of news, a wake-up or the end of `timeout` seconds. Touches no socket,
-        so another thread may send meanwhile."""
+        """Wait for something to read, a wake-up or the end of `timeout` seconds. Touches no
+        socket, so another thread may send meanwhile."""
         timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
-        self._hear(None if timeout == _FOREVER else 1000 * timeout)
+        self._poll(None if timeout == _FOREVER else 1000 * timeout)
 
-    def rings(self) -> bool:
-        """Whether there is a sign of news. Does not wait."""
-        return self._hear(0.0) or self._retry_at <= time.monotonic()
+    def has_events(self) -> bool:
+        """Whether there is something to `collect`. Does not wait."""
+        return self._poll(0.0) or self._retry_at <= time.monotonic()
 
-    def _hear(self, milliseconds: float | None) -> bool:
-        signs = self._bell.poll(milliseconds)
-        for descriptor, _ in signs:
+    def _poll(self, milliseconds: float | None) -> bool:
+        ready = self._poller.poll(milliseconds)
+        for descriptor, _ in ready:
             if descriptor == self._waker.fileno():
                 self._waker.clear()
             elif descriptor == self._monitor_descriptor:
-                self._alarmed = True
-        return bool(signs)
+                self._monitor_ready = True
+        return bool(ready)
 
     @property
     def readable(self) -> bool:
@@ -177,11 +194,11 @@ class Connection:
         return wire.readable(self._socket)
 
     def collect(self) -> None:
-        """Turn what has come into news, one thing at a time."""
-        if not self.news:
-            if self._alarmed:
-                self._watch()  # it may send, and so must come before the look at the socket
-            if not self.news and (message := wire.receive(self._socket)):
+        """Turn what has come into events, one at a time."""
+        if not self.events:
+            if self._monitor_ready:
+                self._read_monitor()  # it may send, so it comes before the look at the socket
+            if not self.events and (message := wire.receive(self._socket)):
                 self._read(message)
             if self._retry_at <= time.monotonic():
                 self._retry()
@@ -197,19 +214,19 @@ class Connection:
         try:
             header = wire.unpack(message[0])
             if header.kind == wire.WELCOME:
-                self.news.append(self._welcome(header, frames))
+                self.events.append(self._welcome(header, frames))
                 self._greeted = True
                 self._retry_at, self._pause = _FOREVER, _FIRST_RETRY
             else:
-                self.news.append(Message(header, frames))
+                self.events.append(Message(header, frames))
         except MessageError as problem:
-            self.news.append(problem)
+            self.events.append(problem)
 
     def _welcome(self, header: wire.Header, frames: list[Any]) -> Welcome:
         try:
             welcome = msgspec.convert(wire.value_of(header, frames), Welcome)
         except msgspec.ValidationError as problem:
-            raise MessageError(f"The greeting of {self.address} is odd: {problem}") from None
+            raise MessageError(f"The greeting of {self.address} is not valid: {problem}") from None
         if welcome.protocol != wire.PROTOCOL:
             raise MessageError(
                 f"{welcome.name} at {self.address} speaks protocol {welcome.protocol} and "
@@ -217,22 +234,22 @@ class Connection:
             )
         return welcome
 
-    def _watch(self) -> None:
-        self._alarmed = False
+    def _read_monitor(self) -> None:
+        self._monitor_ready = False
         while True:
             try:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             except zmq.Again:
                 return
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.trouble = "it takes connections but does not greet"
+                self.problem = "it takes connections but does not greet"
                 self.send(wire.pack(wire.HELLO, 0, encode(None)))
             elif event == zmq.Event.DISCONNECTED:
                 if self._greeted:
                     self._lose()
                     return
             else:
-                self.trouble = _HANDSHAKE_FAILURES[zmq.Event(event)]
+                self.problem = _HANDSHAKE_FAILURES[zmq.Event(event)]
                 if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                     self._final = True
                     self._retry_at = time.monotonic() + _RETRY
@@ -240,9 +257,9 @@ class Connection:
     def _lose(self) -> None:
         while message := wire.receive(self._socket):
             self._read(message)  # what the server had answered before it went still counts
-        self.trouble = "the server has gone"
+        self.problem = "the server has gone"
         self._greeted = False
-        self.news.append(Lost())
+        self.events.append(Lost(self.address))
         # libzmq would connect again by itself. A fresh socket forgets what was queued for the old
         # server: whether that is sent again is decided call by call.
         self._reopen(self._locate())

@@ -17,6 +17,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from dreamfleet.files import atomic_write
 from dreamfleet.transport.errors import SecurityError
 
 _SIZE = 32
@@ -57,14 +58,7 @@ class Keys:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a key file that only its owner can read; an existing one is replaced whole."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(self.secret.hex() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        atomic_write(Path(path), self.secret.hex() + "\n", mode=0o600)
 
     @cached_property
     def _server(self) -> tuple[bytes, bytes]:
@@ -97,7 +91,7 @@ class Keys:
         return secrets.compare_digest(credential, z85.decode(self._client[0]))
 
 
-class Doorkeeper:
+class Authenticator:
     """Answers libzmq's question, once per connection, whether a client's key is the right one.
 
     libzmq asks over a fixed in-process address of the server's context (the ZAP protocol). The

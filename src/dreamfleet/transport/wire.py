@@ -14,15 +14,16 @@ so a header of another shape is refused as a whole.
 
 from __future__ import annotations
 
+import socket as sockets
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
-from dreamfleet.transport.codec import Encoded, decode, encode
+from dreamfleet.transport.codec import Buffer, Encoded, Plain, decode, encode
 from dreamfleet.transport.errors import CodecError, MessageError
-from dreamfleet.transport.schema import Buffer, Plain
 
 PROTOCOL = 1
 HELLO, WELCOME, CALL, REPLY, ERROR, STALE = range(6)
@@ -104,6 +105,8 @@ def value_of(header: Header, frames: Sequence[Buffer]) -> Any:
     return decode(header.schema, header.plain, header.blob, frames)
 
 
+# --- sockets -------------------------------------------------------------------------------------
+
 # Plain numbers: pyzmq's enums do their arithmetic in Python, which shows at this rate.
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -150,3 +153,39 @@ def set_limits(socket: zmq.Socket[bytes]) -> None:
     socket.heartbeat_ivl = HEARTBEAT
     socket.heartbeat_timeout = HEARTBEAT_TIMEOUT
     socket.heartbeat_ttl = HEARTBEAT_TIMEOUT
+
+
+class Waker:
+    """Wakes a thread that is blocked in a poll: a descriptor that `wake` makes readable.
+
+    Any number of calls before the sleeper gets up make one wake-up.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = sockets.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._lock = threading.Lock()
+        self._awake = False
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        with self._lock:
+            if self._awake or self._writer.fileno() < 0:
+                return
+            self._awake = True
+            self._writer.send(b"!")
+
+    def clear(self) -> None:
+        """The sleeper is up and will now look at everything there is."""
+        with self._lock:
+            if self._awake and self._reader.fileno() >= 0:
+                self._awake = False
+                self._reader.recv(16)
+
+    def close(self) -> None:
+        with self._lock:
+            self._reader.close()
+            self._writer.close()

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from dreamfleet.transport import AddressError, Client, SecurityError, Server, resolve
+from dreamfleet.transport import (
+    AddressError,
+    Client,
+    Disconnected,
+    Keys,
+    SecurityError,
+    Server,
+    resolve,
+)
 from dreamfleet.transport.address import parse
 
 
@@ -128,6 +136,25 @@ def test_a_socket_file_left_by_a_killed_server_is_no_obstacle(tmp_path: Path) ->
     server = Server(f"ipc://{path}")
     server.bind("ping", lambda: "pong")
     with server, Client(server.address) as client:
+        assert client.ping().result(20) == "pong"
+
+
+@pytest.mark.parametrize("host", ["*", "two words"])
+def test_an_address_to_listen_at_is_no_address_to_connect_to(host: str) -> None:
+    words = "is no address to connect to: write the name or number of the machine"
+    with pytest.raises(AddressError, match=words):
+        Client(f"tcp://{host}:5555")
+    with (
+        Client(lambda: f"tcp://{host}:5555", patience=0.2) as client,
+        pytest.raises(Disconnected, match=words),
+    ):
+        client.ping().result(20)
+
+
+def test_a_server_that_listens_everywhere_is_found_by_name() -> None:
+    server = Server("tcp://*:{auto}", keys=(keys := Keys.generate()))
+    server.bind("ping", lambda: "pong")
+    with server, Client(server.address.replace("*", "127.0.0.1"), keys=keys) as client:
         assert client.ping().result(20) == "pong"
 
 

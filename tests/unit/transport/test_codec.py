@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dreamfleet.transport.codec import decode, encode, encode_rows
-from dreamfleet.transport.errors import CodecError, MessageError
-from dreamfleet.transport.schema import (
+from dreamfleet.transport.codec import (
     DTYPES,
     MAX_DEPTH,
     MAX_NODES,
     MAX_SCHEMAS,
     SMALL,
     _schemas,
+    decode,
+    encode,
     parse_schema,
 )
+from dreamfleet.transport.errors import CodecError, MessageError
 
 
 def round_trip(value: Any) -> Any:
@@ -134,28 +135,6 @@ def test_a_snapshot_does_not_change_with_the_array() -> None:
     kept = encode(array).snapshot()
     array[:] = 1
     assert not decode(kept.schema, kept.plain, kept.blob, kept.frames).any()
-
-
-@given(st.integers(1, 5), st.integers(0, 2000))
-@settings(max_examples=50, deadline=None)
-def test_rows_are_encoded_as_if_each_were_encoded_alone(count: int, width: int) -> None:
-    rng = np.random.default_rng(width)
-    tree = {
-        "wide": rng.random((count, width)),
-        "flag": rng.random(count) < 0.5,
-        "pair": (rng.integers(0, 9, (count, 3)), [rng.random((count, 2, 2)).astype(np.float32)]),
-        "swapped": np.arange(count, dtype=">i8"),
-    }
-    rows = encode_rows(tree, count)
-    assert len(rows) == count
-    for index, row in enumerate(rows):
-        alone = {
-            "wide": tree["wide"][index],
-            "flag": tree["flag"][index],
-            "pair": (tree["pair"][0][index], [tree["pair"][1][0][index]]),
-            "swapped": np.int64(index),
-        }
-        assert_same(decode(row.schema, row.plain, row.blob, row.frames), alone)
 
 
 # --- what cannot be sent -------------------------------------------------------------------------
