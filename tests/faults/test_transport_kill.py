@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -24,7 +25,9 @@ TRANSPORTS = {
 class Caller:
     """Calls without pause, each call with a line of its own to put on record."""
 
-    def __init__(self, address: str, keys: Keys | None, method: str, record: Path) -> None:
+    def __init__(
+        self, address: str | Callable[[], str], keys: Keys | None, method: str, record: Path
+    ) -> None:
         self.answered: list[str] = []
         self.lost = 0
         self.errors: list[Exception] = []
@@ -68,13 +71,19 @@ def await_progress(callers: list[Caller], steps: int) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same address", "another address"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_kill_nine_under_load_and_return(transport: str, tmp_path: Path) -> None:
+def test_kill_nine_under_load_and_return(transport: str, elsewhere: bool, tmp_path: Path) -> None:
     template, keys = TRANSPORTS[transport]
     address = resolve(template)
     server = ServerProcess(address, keys)
     callers = [
-        Caller(address, keys, method, tmp_path / f"{method}-{index}")
+        Caller(
+            (lambda: address) if elsewhere else address,
+            keys,
+            method,
+            tmp_path / f"{method}-{index}",
+        )
         for method in ("note", "note_again")
         for index in range(2)
     ]
@@ -83,7 +92,11 @@ def test_kill_nine_under_load_and_return(transport: str, tmp_path: Path) -> None
         for _ in range(kills):
             await_progress(callers, 50)
             server.kill()
-            server = ServerProcess(address, keys)
+            if elsewhere:
+                server = ServerProcess(template, keys)
+                address = server.address  # known to the callers only now
+            else:
+                server = ServerProcess(address, keys)
         await_progress(callers, 50)
     finally:
         stats = [caller.stop() for caller in callers]

@@ -118,7 +118,7 @@ class BatchServer(BaseServer):
             deadline=self._next_deadline,
             on_due=self._dispatch_all,
         )
-        self._batchers: dict[str, _Batcher] = {}
+        self._methods: dict[str, _Batcher] = {}
 
     def bind(
         self,
@@ -162,7 +162,7 @@ class BatchServer(BaseServer):
             backlog: Outstanding rows that hold back new batches; None is twice `post_rows`.
             on_post_error: Told every error of `postfn`, on the thread of `postfn`.
         """
-        self._check_bind(method, self._batchers)
+        self._check_bind(method)
         if batch < 1 or workers < 1 or wait < 0:
             raise TransportError(
                 f"{self.name}: {method!r} needs batch and workers of at least 1 and a wait of at "
@@ -186,14 +186,13 @@ class BatchServer(BaseServer):
                 on_post_error,
                 partial(self._dispatch_held_back, batcher),
             )
-        self._batchers[method] = batcher
+        self._methods[method] = batcher
 
-    def start(self, block: bool = True) -> None:
-        if not self._started:
-            for batcher in self._batchers.values():
-                if batcher.posts:
-                    batcher.posts.start()
-        super().start(block)
+    def _start_threads(self) -> None:
+        for batcher in self._methods.values():
+            if batcher.posts:
+                batcher.posts.start()
+        super()._start_threads()
 
     def close(self, flush: float = 5.0) -> None:
         """Stop answering, let running batches finish, and have `postfn` pass on what is left.
@@ -211,7 +210,7 @@ class BatchServer(BaseServer):
         self._close(partial(self._shut_down, flush))
 
     def _is_own(self, thread: threading.Thread) -> bool:
-        posts = (batcher.posts for batcher in self._batchers.values())
+        posts = (batcher.posts for batcher in self._methods.values())
         return super()._is_own(thread) or any(post.thread is thread for post in posts if post)
 
     def _shut_down(self, flush: float) -> None:
@@ -222,7 +221,7 @@ class BatchServer(BaseServer):
 
     def _close_posts(self, flush: float) -> None:
         late: list[Timeout] = []
-        for batcher in self._batchers.values():
+        for batcher in self._methods.values():
             if batcher.posts:
                 try:
                     batcher.posts.close(flush)
@@ -236,7 +235,7 @@ class BatchServer(BaseServer):
         `postfn` has not passed on yet, the mean items in a batch, and the mean seconds that the
         oldest request waited and that the work took."""
         stats = super().stats()
-        for method, batcher in self._batchers.items():
+        for method, batcher in self._methods.items():
             batches = batcher.counts["batches"]
             stats[f"{method}/batches"] = float(batches)
             stats[f"{method}/waiting"] = float(batcher.rows)
@@ -250,14 +249,8 @@ class BatchServer(BaseServer):
 
     # --- under the loop's lock -------------------------------------------------------------------
 
-    def _queues(self) -> list[WorkQueue]:
-        return [batcher.queue for batcher in self._batchers.values()]
-
     def _next_deadline(self) -> float:
-        return min((b.deadline for b in self._batchers.values()), default=_FOREVER)
-
-    def _repeatable(self) -> list[str]:
-        return [name for name, batcher in self._batchers.items() if batcher.repeatable]
+        return min((b.deadline for b in self._methods.values()), default=_FOREVER)
 
     def _dispatch_held_back(self, batcher: _Batcher) -> None:
         """Start batches that waited until `postfn` had caught up."""
@@ -266,16 +259,13 @@ class BatchServer(BaseServer):
             self._loop.wake_reader()
 
     def _dispatch_all(self) -> None:
-        for batcher in self._batchers.values():
+        for batcher in self._methods.values():
             self._dispatch(batcher)
 
     def _on_call(self, peer: Peer, header: wire.Header, frames: list[Any]) -> None:
-        batcher = self._batchers.get(header.method)
+        batcher = self._methods.get(header.method)
         if batcher is None:
-            known = ", ".join(sorted(self._batchers)) or "none"
-            raise MessageError(
-                f"{self.name} has no method {header.method!r}; its methods are {known}."
-            )
+            raise self._no_method(header.method)
         schema = parse_schema(header.schema)
         check_sizes(schema, header.plain, header.blob, frames)
         request = Request(

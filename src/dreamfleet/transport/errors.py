@@ -3,7 +3,7 @@
 TransportError
 ├── AddressError        an address that cannot be understood or used
 ├── AddressUnknown      nobody has published the server's address yet
-├── SecurityError       a server that strangers could reach, or a key that is missing or open
+├── SecurityError       a server that strangers could reach, or a key that is not secret
 ├── CodecError          a value that cannot be sent; the message names its place
 ├── MessageError        bytes that are not one of our messages
 ├── RemoteError         the server's method failed; holds the remote traceback
@@ -28,7 +28,7 @@ class AddressUnknown(TransportError, LookupError):
 
 
 class SecurityError(TransportError):
-    """Strangers could get in, or the key does not open the door."""
+    """A server that strangers could reach, or a run key that cannot be used or is not secret."""
 
 
 class CodecError(TransportError, TypeError):

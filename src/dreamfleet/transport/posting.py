@@ -36,7 +36,7 @@ class PostQueue:
         post_rows: Rows that end this wait, and the most rows of a call with more than one info.
         backlog: No batch is started while so many rows are outstanding.
         on_error: Told every error of `postfn`.
-        on_room: Called (lock) when rows are outstanding no longer, and batches may be started.
+        on_room: Called (lock) when the backlog is no longer full, so batches may be started.
     """
 
     def __init__(
@@ -58,9 +58,8 @@ class PostQueue:
         self._changed = threading.Condition(lock)
         self._started = 0  # the number that the next batch gets
         self._next = 0  # the number of the batch whose info is next
-        self._finished: dict[
-            int, tuple[int, list[Any]]
-        ] = {}  # batches that an earlier one holds up
+        # Batches that have ended before an earlier one, by number.
+        self._finished: dict[int, tuple[int, list[Any]]] = {}
         self._waiting: deque[tuple[float, int, Any]] = deque()  # since when, rows, info
         self._waiting_rows = 0
         self._calls = 0

@@ -21,7 +21,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -52,7 +52,13 @@ _QUICK = 0.001  # seconds; a job that takes less is over before another thread i
 
 
 class BaseServer(ABC):
-    """What every server has: an address, a life, and statistics."""
+    """What every server has: an address, methods, a start, an end, and statistics.
+
+    Args:
+        hooks: `deadline` and `on_due` of the `Loop`.
+    """
+
+    _methods: Mapping[str, Any]  # by the names that clients call
 
     def __init__(
         self, address: str, name: str, keys: Keys | None, insecure: bool, **hooks: Any
@@ -74,12 +80,18 @@ class BaseServer(ABC):
             raise Closed(f"{self.name} was closed; make a new one.")
         if not self._started:
             self._started = True
-            self._loop.start(sum(queue.limit for queue in self._queues()))
+            self._start_threads()
         if block:
             try:
                 self._closed.wait()
             finally:
                 self.close()
+
+    def _start_threads(self) -> None:
+        self._loop.start(sum(queue.limit for queue in self._queues()))
+
+    def _queues(self) -> set[WorkQueue]:
+        return {method.queue for method in self._methods.values()}
 
     def close(self) -> None:
         """Stop answering: running methods finish, waiting calls fail with `Disconnected`."""
@@ -112,21 +124,21 @@ class BaseServer(ABC):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @abstractmethod
-    def _queues(self) -> list[WorkQueue]:
-        """The queues of all methods."""
-
     def _repeatable(self) -> list[str]:
-        return []
+        return [name for name, method in self._methods.items() if method.repeatable]
 
     @abstractmethod
     def _on_call(self, peer: Peer, header: wire.Header, frames: list[Any]) -> None:
         """Take a call, under the loop's lock."""
 
-    def _check_bind(self, method: str, methods: dict[str, Any]) -> None:
+    def _no_method(self, method: str) -> MessageError:
+        known = ", ".join(sorted(self._methods)) or "none"
+        return MessageError(f"{self.name} has no method {method!r}; its methods are {known}.")
+
+    def _check_bind(self, method: str) -> None:
         if self._started:
             raise TransportError(f"{self.name}: bind {method!r} before the server is started.")
-        if method in methods or not method.isidentifier():
+        if method in self._methods or not method.isidentifier():
             raise TransportError(
                 f"{self.name}: {method!r} is bound already, or is not a name for a method."
             )
@@ -140,7 +152,7 @@ def error_frames(number: int, error: BaseException) -> list[Any]:
 
 
 def _sendable(text: str) -> str:
-    """Text as UTF-8 can carry it: file names may hold bytes that are none."""
+    """Text as UTF-8 can carry it: file names may hold bytes that are not UTF-8."""
     return text[-_LONGEST_TEXT:].encode("utf-8", "backslashreplace").decode()
 
 
@@ -194,23 +206,17 @@ class Server(BaseServer):
             repeatable: It does no harm to run it twice, so a client may send a call again when the
                 server came back after a crash. Other calls fail with `Disconnected` then.
         """
-        self._check_bind(method, self._methods)
+        self._check_bind(method)
         queue = WorkQueue(workers) if workers > 0 else self._shared
         self._methods[method] = _Method(fn, queue, repeatable)
 
-    def _queues(self) -> list[WorkQueue]:
-        return list({m.queue for m in self._methods.values()} | {self._shared})
-
-    def _repeatable(self) -> list[str]:
-        return [name for name, method in self._methods.items() if method.repeatable]
+    def _queues(self) -> set[WorkQueue]:
+        return super()._queues() | {self._shared}
 
     def _on_call(self, peer: Peer, header: wire.Header, frames: list[Any]) -> None:
         method = self._methods.get(header.method)
         if method is None:
-            known = ", ".join(sorted(self._methods)) or "none"
-            raise MessageError(
-                f"{self.name} has no method {header.method!r}; its methods are {known}."
-            )
+            raise self._no_method(header.method)
         if header.rows:
             raise MessageError(f"{header.method!r} takes single calls, not blocks of items.")
         args = wire.value_of(header, frames)
@@ -334,7 +340,7 @@ class Loop:
             raise AddressError(f"{self.name} cannot bind {address.text}: {problem}.") from None
         return socket, address
 
-    # --- life ------------------------------------------------------------------------------------
+    # --- start and end ---------------------------------------------------------------------------
 
     def start(self, workers: int) -> None:
         """Start with room for so many jobs at a time, and one thread more to read the socket."""
@@ -404,7 +410,7 @@ class Loop:
         try:
             wire.send(self._socket, [peer, *frames])
         except zmq.ZMQError:
-            # The client has gone, or does not read its answers: its loss, nobody else's.
+            # The client has gone, or does not read its answers. Nobody else is affected.
             self.counts["undelivered"] += 1
             return
         self.counts["bytes_out"] += sum(map(len, frames))
