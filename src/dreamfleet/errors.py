@@ -5,7 +5,7 @@
     ├── MissingExtraError  an optional package is not installed; the message holds the command
     ├── MetricsError       scores that cannot be read, or videos that cannot be written
     ├── CheckpointError    in checkpoint.py
-    └── one subtree for each other package, drawn in its own `errors.py` (`envs` in `base.py`)
+    └── one subtree for each other package, shown in its own `errors.py` (`envs` in `base.py`)
 
 A program that shows a clean sentence instead of a traceback catches `DreamfleetError`. Its
 message is written for the person: it says what is wrong and what to do about it. Anything else

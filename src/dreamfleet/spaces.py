@@ -14,7 +14,7 @@ from dreamfleet.errors import ConfigError
 FLAGS = ("is_first", "is_last", "is_terminal", "reward")
 """Keys that every observation holds; an agent neither encodes nor decodes them."""
 RESET = "reset"
-"""The key of an action that starts an episode; whoever drives the environment sets it."""
+"""The key of an action that starts an episode. The runtime sets it, never the agent."""
 LOG_PREFIX = "log/"
 """Keys of an observation that go to the metrics, and never to the agent or the replay."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, with the peer's beside it where there is one.
+    """One measurement, with that of a peer where there is one.
 
     `ratio` is ours to the peer's and above 1 is better, also where smaller values are better
     (then it is the peer's value divided by ours).

@@ -22,12 +22,13 @@ class Atari(EpisodicEnv):
     """One game of the Arcade Learning Environment.
 
     The defaults are the published protocol: the console repeats the previous action in a quarter
-    of the frames (`sticky`), an action lasts four frames, the picture is the maximum of the last
-    two (sprites flicker), 96x96 grey, all 18 buttons, up to 30 idle frames at the start, no use
-    of the lives, at most 108,000 frames. `is_terminal` equals `is_last`, also at the time limit.
+    of the frames (`sticky`), an action lasts four frames, the image is the maximum of the last
+    two (sprites flicker), 96x96 grey, all 18 buttons, up to 30 idle frames at the start, lost
+    lives are ignored, at most 108,000 frames. `is_terminal` equals `is_last`, also at the time
+    limit.
 
-    `lives` may also say "episode" (a life lost ends the episode for the agent, and the game goes
-    on in the next one) or "reset" (a life lost ends the episode and the game).
+    `lives` may also be "episode" (a lost life ends the episode, and the game continues in the next
+    one) or "reset" (a lost life ends the episode and the game).
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Atari(EpisodicEnv):
         ale.setFloat("repeat_action_probability", _STICKINESS if sticky else 0.0)
         path = _roms().get_rom_path(game)
         if path is None:
-            raise EnvError(f"ale-py does not bring the game {game!r}: reinstall ale-py.")
+            raise EnvError(f"ale-py does not include the game {game!r}: reinstall ale-py.")
         ale.loadROM(path)
         self._ale = ale
         self._actions = ale.getLegalActionSet() if actions == "all" else ale.getMinimalActionSet()

@@ -38,7 +38,7 @@ _BRIEF = 4096
 
 @dataclass(frozen=True)
 class Finding:
-    """Something worth telling, and what to do about it."""
+    """A finding, and the fix."""
 
     what: str
     fix: str
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """Everything that was found out about an environment."""
+    """The findings about an environment."""
 
     obs_space: Spaces = field(default_factory=dict)
     act_space: Spaces = field(default_factory=dict)
@@ -237,7 +237,7 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
     if all(obs["reward"] == 0 for obs in trajectory):
         yield Finding(
             "Random actions earned no reward.",
-            "Nothing to do if rewards are rare; otherwise look at how they are given.",
+            "Nothing to do if rewards are rare; otherwise check how they are computed.",
         )
     for key in without_logs(result.obs_space).keys() - {*FLAGS}:
         first = trajectory[0][key]

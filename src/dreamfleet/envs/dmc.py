@@ -121,7 +121,7 @@ def _suite(*, render: bool) -> ModuleType:
     """Import the suite, with a renderer only if there is something to render.
 
     The package chooses its renderer when it is imported, and a renderer costs a second and
-    150 MB that an environment without pixels has no use for. Whoever set MUJOCO_GL has decided.
+    150 MB that an environment without pixels has no use for. A MUJOCO_GL that is set is respected.
     """
     chosen = os.environ.get("MUJOCO_GL")
     if chosen is None or (chosen == _NO_RENDERER and render):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, SpaceError, Spaces
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.registry import check_name
-from dreamfleet.envs.wrappers import affine_actions, whole
+from dreamfleet.envs.wrappers import affine_actions, as_integers
 from dreamfleet.errors import MissingExtraError
 from dreamfleet.spaces import Space, is_image
 
@@ -148,13 +148,13 @@ class GymEnv(EpisodicEnv):
 
 
 class GymPlayer:
-    """A policy that plays one Gymnasium environment: it is called with that environment's
-    observations, returns its actions, and remembers the episode itself.
+    """A policy for one Gymnasium environment: called with an observation of that environment, it
+    returns an action. It keeps the carry of the episode itself.
 
     Args:
         policy: Called with an observation and a state, returns an action and the next state.
-        obs_space: What the policy was trained on.
-        env: Tells its spaces; it is not stepped.
+        obs_space: The observations that the policy was trained on.
+        env: Its spaces are used; it is not stepped.
     """
 
     def __init__(self, policy: Callable[..., Any], obs_space: Spaces, env: Any) -> None:
@@ -180,7 +180,7 @@ class GymPlayer:
                 )
 
     def reset(self) -> None:
-        """Forget the episode; the next observation is the first of another one."""
+        """Forget the episode; the next observation is the first of a new one."""
         self._state = None
 
     def __call__(self, observation: Any) -> Any:
@@ -211,21 +211,21 @@ def _make(
         check_name(f"gym:{name}", option, {*known, "max_episode_steps", "obs", "render"})
     if render or obs != "state":
         options["render_mode"] = "rgb_array"
-        _hush_pygame()
+        _quiet_pygame()
     # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
     env = gymnasium.make(name, disable_env_checker=True, **options)
     return GymEnv(env, seed=seed, obs=obs)
 
 
 def _creator_options(entry_point: Any) -> set[str]:
-    """What an environment may be made with; empty if it takes anything and decides later."""
+    """The options of an environment's constructor; empty if it accepts any."""
     creator = entry_point if callable(entry_point) else load_env_creator(entry_point)
     parameters = inspect.signature(creator).parameters.values()
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return set() if anything else {p.name for p in parameters} - {"render_mode"}
 
 
-def _hush_pygame() -> None:
+def _quiet_pygame() -> None:
     """Many environments render with pygame, which looks for a screen and speakers and warns
     where there are none. Frames need neither."""
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
@@ -235,7 +235,7 @@ def _hush_pygame() -> None:
 
 
 def _leaves(space: Any, role: str, path: _Path = ()) -> dict[_Path, Any]:
-    """The spaces inside Dict spaces by their path; that of a space that is no Dict is empty."""
+    """The spaces inside Dict spaces by their path, which is empty for any other space."""
     if hasattr(space, "spaces") and isinstance(space.spaces, Mapping):
         result: dict[_Path, Any] = {}
         for name, inner in space.spaces.items():
@@ -256,7 +256,7 @@ def _observation(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[A
         return _box(space, key)
     if kind in ("Discrete", "MultiDiscrete"):
         target, start = _discrete(space)
-        return target, lambda value: whole(key, value - start, np.int32)
+        return target, lambda value: as_integers(key, value - start, np.int32)
     if kind == "MultiBinary":
         return Space(bool, space.shape), lambda value: np.asarray(value, bool)
     raise _unsupported(kind, f"Observation {key!r}", "FilterObservation or TransformObservation")
@@ -289,12 +289,12 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
 def _box(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
     dtype, shape = np.dtype(space.dtype), space.shape
     if is_image(dtype, shape):
-        return Space(np.uint8, shape), lambda value: whole(key, value, np.uint8)
+        return Space(np.uint8, shape), lambda value: as_integers(key, value, np.uint8)
     if dtype.kind in "iub":
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)
         if np.all(high - low < _MOST_CLASSES) and np.all(low >= 0):
             target = Space(np.int32, shape, 0, high + 1)
-            return target, lambda value: whole(key, value, np.int32)
+            return target, lambda value: as_integers(key, value, np.int32)
         return Space(np.float32, shape, low, high), lambda value: np.asarray(value, np.float32)
     with np.errstate(over="ignore"):
         low, high = space.low.astype(np.float32), space.high.astype(np.float32)

@@ -1,8 +1,8 @@
-"""From the name of a task to an environment.
+"""From the name of a task to its environment.
 
 A task is `SUITE:NAME`, or `package.module:factory` for any callable that returns a Gymnasium or
-native environment. Suites are imported when one of their tasks is asked for, never before: an
-environment process holds what it needs and nothing else.
+native environment. A suite is imported when one of its tasks is made, so that an environment
+process loads only what it needs.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Suite(Protocol):
     """What a suite's module offers."""
 
     def tasks(self) -> list[str]:
-        """All names, to list and to suggest."""
+        """All names."""
         ...
 
     def constructor(self, name: str) -> Callable[..., Env] | None:
-        """What makes the environment, or None if there is no such name. Its keyword arguments
-        are the task's options; `seed` is always one of them."""
+        """The function that makes the environment, or None if there is no such name. Its keyword
+        arguments are the task's options; `seed` is always one of them."""
         ...
 
 
@@ -101,7 +101,7 @@ def make_env(
     # Options are checked by our own annotations; those of other packages may mean anything.
     ours = isinstance(task, str) and task.partition(":")[0] in SUITES
     accepted = inspect.signature(make, eval_str=ours).parameters
-    # A suite that knows an option itself (Atari pools over the repeated frames) is given it.
+    # A suite with such an option of its own gets it: Atari pools over the repeated frames.
     if "repeat" in accepted:
         options |= {} if repeat is None else {"repeat": repeat}
         repeat = None
@@ -116,7 +116,7 @@ def make_env(
             check_option(name, value, accepted[name].annotation)
     build = functools.partial(_build, task, make, options)
     if restarts:
-        # The first environment has the seed itself; its successors play other episodes.
+        # Restarted environments have other seeds, and play other episodes.
         env: Env = RestartOnException(
             lambda count: build(env_seed(seed, count) if count else seed), restarts=restarts
         )
@@ -141,12 +141,12 @@ def make_visible_env(task: str, *, seed: int = 0, **options: Any) -> Wrapper:
 
 
 def suites() -> list[str]:
-    """What a task's name may begin with, whether its package is installed or not."""
+    """The suites, whether their packages are installed or not."""
     return list(SUITES)
 
 
 def tasks(suite: str) -> list[str]:
-    """The names a suite knows, without the suite's own.
+    """The tasks of a suite, without its prefix.
 
     Raises:
         MissingExtraError: The suite's package is not installed.

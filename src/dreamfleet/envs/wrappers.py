@@ -80,7 +80,7 @@ class _AffineAction:
 
     def __init__(self, space: Space) -> None:
         finite = np.isfinite(space.low) & np.isfinite(space.high)
-        # Zeros stand in for infinite bounds: numpy would warn about values that are thrown away.
+        # Infinite bounds are replaced by zeros: numpy would warn about values that are not used.
         low, high = np.where(finite, space.low, 0), np.where(finite, space.high, 0)
         self._center = (low + high) / 2
         self._half = np.where(finite, (high - low) / 2, 1.0)
@@ -132,11 +132,11 @@ class UnifyDtypes(Wrapper):
             # A key that no space declares is left to the check that names it.
             kind = dtypes.get(key)
             integer = kind is not None and kind.kind in "iu"
-            result[key] = whole(key, value, kind) if integer else np.asarray(value, kind)
+            result[key] = as_integers(key, value, kind) if integer else np.asarray(value, kind)
         return result
 
 
-def whole(key: str, value: Any, dtype: Any) -> NDArray[Any]:
+def as_integers(key: str, value: Any, dtype: Any) -> NDArray[Any]:
     """An observation as integers. Floats are refused, because they would silently lose their
     fractions: an image from 0 to 1 would be black."""
     array = np.asarray(value)
@@ -287,7 +287,7 @@ class CheckSpaces(Wrapper):
             if value.dtype != dtype or value.shape != shape:
                 raise SpaceError(
                     f"Observation {key!r} has dtype {value.dtype} and shape {value.shape}, but the "
-                    f"space says {dtype} and {shape}: make obs_space[{key!r}] or the value right."
+                    f"space says {dtype} and {shape}: correct obs_space[{key!r}] or the value."
                 )
             if continuous and not _is_finite(value):
                 raise SpaceError(

@@ -110,7 +110,7 @@ def _binned(run: Scores, ends: Floats, width: float) -> Floats:
 
 @dataclass(frozen=True)
 class PublishedCurve:
-    """Mean and deviation over seeds of the episode return, at so many environment frames."""
+    """Mean and standard deviation over seeds of the episode score, by environment frames."""
 
     suite: str
     seeds: int
@@ -119,7 +119,7 @@ class PublishedCurve:
     std: Floats
 
     def at(self, frames: float) -> tuple[float, float] | None:
-        """Mean and deviation at a number of frames; None outside of what is published."""
+        """Mean and standard deviation at a number of frames; None outside of the curve."""
         if not self.frames[0] <= frames <= self.frames[-1]:
             return None
         mean, std = (float(np.interp(frames, self.frames, y)) for y in (self.mean, self.std))
@@ -144,12 +144,6 @@ def published_curve(task: str, options: Mapping[str, Any] | None = None) -> Publ
     frames = entry["first"] + every * np.arange(len(entry["mean"]), dtype=np.float64)
     mean, std = (np.array(entry[key], np.float64) for key in ("mean", "std"))
     return PublishedCurve(suite["name"], entry["seeds"], frames, mean, std)
-
-
-def published_tasks() -> list[str]:
-    """Every task there is a curve for."""
-    suites = _table()["suites"]
-    return [f"{prefix}:{name}" for prefix, suite in suites.items() for name in suite["tasks"]]
 
 
 @cache

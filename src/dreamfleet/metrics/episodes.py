@@ -208,7 +208,7 @@ class EpisodeStats:
         return np.array(sums, np.float64), np.array(peaks, np.float64)
 
     def _adopt_log_keys(self, keys: tuple[str, ...]) -> None:
-        """Make room for keys not seen before; those missing now keep theirs."""
+        """Add rows for new keys; keys that are missing now keep theirs."""
         new = [key for key in keys if key not in self._log_keys]
         if new:
             room = (len(new), self._score.size)

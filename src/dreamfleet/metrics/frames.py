@@ -38,7 +38,7 @@ def encode_png(image: NDArray[np.uint8]) -> bytes:
 
 
 def encode_gif(video: Iterable[NDArray[np.uint8]], fps: float = 20) -> bytes:
-    """Frames of one size as an animated GIF that plays for ever."""
+    """Frames of one size as an animated GIF that loops."""
     first, *rest = map(_image, video)
     file = io.BytesIO()
     # Not below 20 ms, which browsers play at a tenth of the speed.
@@ -47,11 +47,9 @@ def encode_gif(video: Iterable[NDArray[np.uint8]], fps: float = 20) -> bytes:
     return file.getvalue()
 
 
-def contact_sheet(
-    frames: Sequence[NDArray[np.uint8]], columns: int = 0, gap: int = 2
-) -> NDArray[np.uint8]:
+def contact_sheet(frames: Sequence[NDArray[np.uint8]], gap: int = 2) -> NDArray[np.uint8]:
     """Frames of one size side by side, row by row, as one RGB image."""
-    columns = columns or math.ceil(math.sqrt(len(frames)))
+    columns = math.ceil(math.sqrt(len(frames)))
     rows = math.ceil(len(frames) / columns)
     height, width = frames[0].shape[:2]
     sheet = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, 3), 128, np.uint8)

@@ -46,10 +46,10 @@ class Timer:
         with timer.section("policy"):
             ...
 
-    `stats` tells for each name how often it ran (`count`), for how long together (`total`), on
-    average (`avg`) and at most (`max`), in seconds, and which share of the time since the last
-    call of `stats` it took (`frac`; above 1 when several threads are in it at once). Any thread
-    may use it. One section costs about a microsecond.
+    For each name `stats` returns how often it ran (`count`), the seconds it took in total
+    (`total`), on average (`avg`) and at most (`max`), and its share of the time since the last call
+    of `stats` (`frac`; above 1 when several threads are in it at once). Any thread may use it. One
+    section costs about a microsecond.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -73,32 +73,31 @@ class Timer:
             if seconds > total.longest:
                 total.longest = seconds
 
-    def stats(self, *, reset: bool = True) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """`NAME/count`, `NAME/total`, `NAME/avg`, `NAME/max` and `NAME/frac` of every section."""
         now = self.clock()
         with self._lock:
             totals, elapsed = self._totals, now - self._since
-            if reset:
-                self._totals, self._since = {}, now
-            result = {}
-            for name, total in totals.items():
-                result[f"{name}/count"] = float(total.count)
-                result[f"{name}/total"] = total.seconds
-                result[f"{name}/avg"] = total.seconds / total.count
-                result[f"{name}/max"] = total.longest
-                result[f"{name}/frac"] = total.seconds / elapsed if elapsed > 0 else 0.0
-            return result
+            self._totals, self._since = {}, now
+        result = {}
+        for name, total in totals.items():
+            result[f"{name}/count"] = float(total.count)
+            result[f"{name}/total"] = total.seconds
+            result[f"{name}/avg"] = total.seconds / total.count
+            result[f"{name}/max"] = total.longest
+            result[f"{name}/frac"] = total.seconds / elapsed if elapsed > 0 else 0.0
+        return result
 
 
 class Usage:
-    """What this process, or another one, uses.
+    """What this process uses.
 
-    The processor share is of one core since the last call, so a process busy on two cores shows
-    2. Memory is in bytes.
+    `cpu` is in cores since the last call: 2 for a process that keeps two cores busy. `memory` is
+    in bytes.
     """
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._process = psutil.Process(pid)
+    def __init__(self) -> None:
+        self._process = psutil.Process()
         self._process.cpu_percent()
 
     def stats(self) -> dict[str, float]:

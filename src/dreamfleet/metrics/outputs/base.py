@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -69,28 +69,21 @@ class Outputs:
         self._reported: set[int] = set()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for output in self._outputs:
-            try:
-                output.write(step, metrics)
-            except Exception as error:
-                self._report(output, error)
+        self._each(lambda output: output.write(step, metrics))
 
     def flush(self) -> None:
-        for output in self._outputs:
-            try:
-                output.flush()
-            except Exception as error:
-                self._report(output, error)
+        self._each(lambda output: output.flush())
 
     def close(self) -> None:
+        self._each(lambda output: output.close())
+
+    def _each(self, call: Callable[[Output], None]) -> None:
         for output in self._outputs:
             try:
-                output.close()
+                call(output)
             except Exception as error:
-                self._report(output, error)
-
-    def _report(self, output: Output, error: Exception) -> None:
-        # Once for each output: a full disk or a lost network would fill the log.
-        if id(output) not in self._reported:
-            self._reported.add(id(output))
-            log.warning("%s failed: %r", type(output).__name__, error, exc_info=error)
+                # Once for each output: a full disk or a lost network would fill the log.
+                if id(output) not in self._reported:
+                    self._reported.add(id(output))
+                    name = type(output).__name__
+                    log.warning("%s failed: %r", name, error, exc_info=error)
