@@ -16,7 +16,7 @@ import psutil
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.fleet.factories import factories
-from dreamfleet.replay import Replay
+from dreamfleet.replay import Replay, ReplayConfig
 from dreamfleet.roles.common import stop_event
 
 EVERY_STEP = {"length": 25, "size": (8, 8)}
@@ -58,7 +58,7 @@ def small_run(logdir: Path, **changes: Any) -> RunConfig:
         "batch_length": 4,
         "report_length": 4,
         "train_ratio": 1.0,
-        "replay_chunk": 64,
+        "replay": ReplayConfig(chunk=64),
         "log_every": 0.5,
         "on_failure": "stop",
     }

@@ -6,16 +6,26 @@ Importable without JAX: all processes pass it around, and most of them stay smal
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from dreamfleet.agents.dreamer.config import DreamerConfig
+from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import from_plain, to_plain, validate
+from dreamfleet.replay.config import ReplayConfig
+from dreamfleet.settings import (
+    Setting,
+    changed,
+    from_plain,
+    settings,
+    to_plain,
+    unknown_setting,
+    validate,
+)
 
 if TYPE_CHECKING:
     from dreamfleet.transport import Keys
@@ -35,6 +45,15 @@ def _require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
+class ForeignSettings:
+    """Settings of an agent whose code was not imported, as they stand in a config.json."""
+
+    name: str
+    """What the agent calls its group of settings."""
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run of the fleet. Settings that cannot work together are refused at once."""
 
@@ -43,9 +62,10 @@ class RunConfig:
     env_options: dict[str, Any] = field(default_factory=dict)
     """Options of the task, such as {"time_limit": 500}."""
     logdir: Path = Path("runs/default")
-    """Where the run keeps everything; the same directory again resumes the run."""
+    """Where the run keeps everything; the same directory again resumes the run. On the command
+    line runs/TASK if it is not given."""
     seed: CountOrZero = 0
-    """Of the agent, the environments and the replay's draws."""
+    """Seed of the agent, of the environments and of the replay's samples."""
     steps: CountOrZero = 0
     """Training environment steps after which the run ends; 0 for no end."""
     duration: SecondsOrZero = 0.0
@@ -54,12 +74,17 @@ class RunConfig:
     """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
     environments, else training episodes) at which the run ends; None for no end."""
 
+    eval_episodes: CountOrZero = 20
+    """Episodes of the evaluation at the end; 0 for none."""
+
     launcher: Literal["local", "serial"] = "local"
-    """Whether roles are processes of this machine, or threads of one process for a debugger."""
-    agent: Literal["dreamer", "random"] = "dreamer"
-    """Who acts and learns."""
-    dreamer: DreamerConfig = field(default_factory=DreamerConfig)
-    """Hyperparameters of the Dreamer agent."""
+    """Whether roles are processes of this machine (local), or threads of one process for a
+    debugger (serial)."""
+    agent: str = "dreamer"
+    """Who acts and learns: dreamer, random, or your own as package.module:name."""
+    agent_config: Any = None
+    """Settings of the agent; None for its defaults. Flags and config.json have them under the
+    agent's name, such as `dreamer.loss.horizon`."""
 
     envs: Count = 8
     """Environments that collect training data."""
@@ -98,10 +123,8 @@ class RunConfig:
     train_ratio: Annotated[float, Meta(ge=-1)] = 32.0
     """Replayed steps trained on per environment step collected (steps as the agent counts them,
     so repeated actions count once); 0 or less for no limit."""
-    replay_capacity: Count = 1_000_000
-    """Sequences the replay keeps."""
-    replay_chunk: Count = 1024
-    """Steps in a replay file."""
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """What the replay keeps, and which sequences are trained on."""
 
     log_every: Seconds = 10.0
     """Seconds between two writes of metrics."""
@@ -118,8 +141,8 @@ class RunConfig:
 
     prefill: tuple[str, ...] = ()
     """Directories of runs whose steps a new run begins with."""
-    offline: bool = False
-    """Learn from the steps of `prefill` only, without environments; `steps` counts updates."""
+    offline: tuple[str, ...] = ()
+    """Directories of runs to learn from without environments; `steps` counts updates then."""
     from_checkpoint: str = ""
     """A run's directory, or a checkpoint, that a new run starts from; empty for none."""
     from_checkpoint_regex: str = ""
@@ -137,6 +160,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        if not isinstance(self.agent_config, ForeignSettings):
+            agent = self.agent_type
+            settings = agent.config() if self.agent_config is None else self.settings_of(agent)
+            object.__setattr__(self, "agent_config", settings)
         _require(
             "seed" not in self.env_options,
             "env_options may not hold a seed: every environment gets its own; set the run's seed.",
@@ -155,7 +182,11 @@ class RunConfig:
             not self.from_checkpoint_regex or bool(self.from_checkpoint),
             "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
         )
-        _require(not self.offline or bool(self.prefill), "offline needs a run in prefill.")
+        _require(
+            not (self.offline and self.prefill),
+            "offline learns from the runs it names and collects no steps to go before with "
+            "prefill: name all directories after offline.",
+        )
         for remote, address in (("remote_envs", "actor_addr"), ("remote_replay", "replay_addr")):
             _require(
                 not getattr(self, remote) or "{auto}" not in getattr(self, address),
@@ -174,7 +205,34 @@ class RunConfig:
     @property
     def window(self) -> int:
         """Steps in a stored sequence: what is trained on and the context before it."""
-        return self.batch_length + self.dreamer.execution.replay_context
+        return self.batch_length + self.context
+
+    @property
+    def context(self) -> int:
+        """Steps that the agent needs before those that it trains on."""
+        return self.agent_type.context(self.settings_of(self.agent_type))
+
+    @property
+    def agent_type(self) -> AgentType[Any]:
+        """The agent's entry in the registry. This imports the code that `agent` names."""
+        return find_agent(self.agent)
+
+    def settings_of(self, agent: AgentType[Any]) -> Any:
+        """The agent's settings as an instance of its own class, also if they were read from a
+        file without importing the agent."""
+        if isinstance(self.agent_config, ForeignSettings):
+            return from_plain(agent.config, self.agent_config.values, f"{agent.name}.")
+        _require(
+            isinstance(self.agent_config, agent.config),
+            f"agent_config is a {type(self.agent_config).__name__}, and the agent {agent.name} "
+            f"takes a {agent.config.__name__}: set agent_config=None for its defaults.",
+        )
+        return self.agent_config
+
+    def resolved(self) -> RunConfig:
+        """The configuration with the agent's settings as an instance of its class. This imports
+        the code that `agent` names."""
+        return replace(self, agent_config=self.settings_of(self.agent_type))
 
     @property
     def limiter_tolerance(self) -> int:
@@ -190,22 +248,101 @@ class RunConfig:
 
         return Keys.load(self.keys)
 
+    def settings(self) -> Iterator[Setting]:
+        """Every setting, those of the agent under its name."""
+        for setting in settings(replace(self, agent_config=ForeignSettings("", {}))):
+            if not setting.path.startswith("agent_config"):
+                yield setting
+        agent = self.agent_type
+        if is_dataclass(agent.config):
+            yield from settings(self.settings_of(agent), f"{agent.name}.")
+
+    def changed(self, changes: Mapping[str, Any]) -> RunConfig:
+        """The configuration with some settings changed, by their path: `{"envs": 4,
+        "dreamer.loss.horizon": 100, "dreamer.model": "1m"}`. Another agent begins with its
+        defaults.
+
+        Raises:
+            ConfigError: There is no such setting, or its value does not fit.
+        """
+        name = str(changes.get("agent", self.agent))
+        agent = find_agent(name)
+        mine, theirs = {}, {}
+        for path, value in changes.items():
+            group, _, rest = path.partition(".")
+            if group == agent.name and rest:
+                theirs[rest] = value
+            else:
+                mine[path] = value
+        config = self.settings_of(agent) if name == self.agent else agent.config()
+        if theirs or name != self.agent:
+            mine["agent_config"] = changed(config, theirs, f"{agent.name}.")
+        for path in mine:
+            if path.partition(".")[0] not in self.__dataclass_fields__:
+                known = [setting.path for setting in self.changed({"agent": name}).settings()]
+                raise unknown_setting(path, known)
+        return changed(self, mine)
+
     def to_json(self) -> str:
-        return json.dumps(to_plain(self), indent=2) + "\n"
+        """The configuration as JSON; the agent's settings stand under the agent's name."""
+        agent = self.agent_config
+        plain = to_plain(replace(self, agent_config=ForeignSettings("", {})))
+        del plain["agent_config"]
+        if isinstance(agent, ForeignSettings):
+            plain[agent.name] = dict(agent.values)
+        else:
+            plain[self.agent_type.name] = to_plain(agent)
+        return json.dumps(plain, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunConfig:
         """The configuration that `to_json` wrote. Settings that this version does not have are
-        ignored, and those that are missing get their defaults."""
+        ignored, and those that are missing get their defaults.
+
+        Code that the text names is never imported: settings of an agent that is not built in stay
+        plain values until `resolved` is called.
+        """
         try:
-            values = json.loads(text)
+            values = _of_older_versions(json.loads(text))
             values["env_options"] = {
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in values.get("env_options", {}).items()
             }
+            name = values.setdefault("agent", "dreamer")
+            if name in BUILT_IN:
+                agent = find_agent(name)
+                theirs = values.get(agent.name, {})
+                values["agent_config"] = from_plain(agent.config, theirs, f"{agent.name}.")
+            else:
+                groups = {k: v for k, v in values.items() if isinstance(v, dict)}
+                unknown = [key for key in groups if key not in cls.__dataclass_fields__]
+                key = unknown[-1] if unknown else str(name).rpartition(":")[2]
+                values["agent_config"] = ForeignSettings(key, groups.get(key, {}))
             return from_plain(cls, values)
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "
                 "version of Dreamfleet that wrote it."
             ) from None
+
+
+def read_config(logdir: Path) -> RunConfig:
+    """The configuration of the run in a directory. This imports nothing that it names.
+
+    Raises:
+        ConfigError: The directory holds no run.
+    """
+    path = logdir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{logdir} holds no run: there is no {path}.")
+    return replace(RunConfig.from_json(path.read_text()), logdir=logdir)
+
+
+def _of_older_versions(values: dict[str, Any]) -> dict[str, Any]:
+    """What older versions wrote, as this version has it."""
+    replay = {new: values.pop(f"replay_{new}", None) for new in ("capacity", "chunk")}
+    if any(replay.values()):
+        values["replay"] = {key: value for key, value in replay.items() if value is not None}
+    if isinstance(values.get("offline"), bool):
+        values["offline"] = values.pop("prefill", []) if values["offline"] else []
+    return values

@@ -18,44 +18,94 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Agent, Mode
-from dreamfleet.blueprint import BLUEPRINT, Blueprint
+from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.checkpoint import Checkpoint, MissingPartError, Snapshot, read_checkpoint
+from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.spaces import Space
+from dreamfleet.spaces import FLAGS, Space, spaces_from_json, spaces_to_json, without_reset
 
 Arrays = dict[str, NDArray[Any]]
+Spaces = Mapping[str, Space]
 
-_FLAGS = ("is_first", "is_last", "is_terminal", "reward")
+BLUEPRINT = "blueprint"
+"""The part of a checkpoint that describes the agent."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a checkpoint holds in addition to numbers, so that the agent can be made from it alone:
+    the configuration and the spaces. It needs neither the run's directory nor the environment."""
+
+    config: RunConfig
+    obs_space: Spaces
+    act_space: Spaces
+    stored_space: Spaces
+
+    @classmethod
+    def of(cls, agent: Agent, config: RunConfig) -> Blueprint:
+        """That of an agent of a run."""
+        return cls(config, agent.obs_space, agent.act_space, agent.stored_space)
+
+    def save(self) -> dict[str, str]:
+        return {
+            "config": self.config.to_json(),
+            "obs_space": spaces_to_json(self.obs_space),
+            "act_space": spaces_to_json(self.act_space),
+            "stored_space": spaces_to_json(self.stored_space),
+        }
+
+    @classmethod
+    def load(cls, state: Mapping[str, str]) -> Blueprint:
+        """The blueprint that `save` wrote. This imports no code that it names."""
+        config = RunConfig.from_json(state["config"])
+        obs_space, act_space = (spaces_from_json(state[k]) for k in ("obs_space", "act_space"))
+        if "stored_space" in state:
+            stored = spaces_from_json(state["stored_space"])
+        else:  # an older version, which had built-in agents only
+            stored = find_agent(config.agent).stored_space(
+                obs_space, act_space, config.agent_config
+            )
+        return cls(config, obs_space, act_space, stored)
+
+    def build(self, agent: AgentType[Any]) -> Agent:
+        """A fresh agent of this type, for use on any machine."""
+        settings = agent.anywhere(self.config.settings_of(agent))
+        return agent.make(self.obs_space, self.act_space, settings, seed=self.config.seed)
+
+
+def read_blueprint(logdir: Path) -> Blueprint | None:
+    """What the newest checkpoint of a run says about its agent; None if there is none."""
+    snapshot = Checkpoint(logdir / "ckpt" / "agent").load(parts=[BLUEPRINT])
+    return Blueprint.load(snapshot.parts[BLUEPRINT]) if snapshot else None
 
 
 @dataclass(frozen=True)
 class PolicyState:
-    """What the policy remembers of the episodes it plays, a row for each; never changed in place,
-    so a state may be kept and used again."""
+    """The carries of the episodes that are played, a row for each; never changed in place, so a
+    state may be kept and used again."""
 
     carry: Any
     fresh: NDArray[np.bool_]
-    """Rows whose episode has not begun."""
+    """Rows whose episode has not started."""
 
     def __len__(self) -> int:
         return len(self.fresh)
 
     def restart(self, done: Any) -> PolicyState:
-        """Forget the episodes of the rows where `done` is true: their next observation is a first
-        one."""
+        """Reset the rows where `done` is true: their next observation starts an episode."""
         return replace(self, fresh=self.fresh | np.asarray(done, bool).reshape(-1))
 
 
 class Policy:
-    """Acts as a trained agent does: it samples from the policy, as in training, or is greedy.
+    """Acts as a trained agent: it samples from the policy, as in training, or takes the mode.
 
     Args:
         agent: Anything with the agent's protocol.
-        obs_space: What it observes; the four flags may be missing.
-        act_space: What it does.
+        obs_space: Spaces of observations; the four flags may be missing.
+        act_space: Spaces of actions.
         step: Environment steps it was trained for.
         blueprint: What the checkpoint says about the run.
-        greedy: Take the likeliest actions instead of samples.
+        greedy: Take the mode of the policy instead of samples.
     """
 
     def __init__(
@@ -72,9 +122,9 @@ class Policy:
         self.obs_space = {
             key: space
             for key, space in obs_space.items()
-            if key not in _FLAGS and not key.startswith("log/")
+            if key not in FLAGS and not key.startswith("log/")
         }
-        self.act_space = {key: space for key, space in act_space.items() if key != "reset"}
+        self.act_space = without_reset(act_space)
         self.step = step
         self.blueprint = blueprint
         self.greedy = greedy
@@ -85,15 +135,23 @@ class Policy:
         return "greedy" if self.greedy else "eval"
 
     @classmethod
-    def load(cls, path: Path | str, *, agent: Agent | None = None, greedy: bool = False) -> Policy:
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        agent: Agent | AgentType[Any] | str | None = None,
+        greedy: bool = False,
+    ) -> Policy:
         """The policy of a run, or of one of its checkpoints.
 
         Args:
-            path: A run's directory (its newest whole checkpoint is taken), a directory of
+            path: A run's directory (its newest complete checkpoint is taken), a directory of
                 checkpoints, or one checkpoint.
-            agent: An agent of your own that the parameters belong to; None builds the agent that
-                the checkpoint describes.
-            greedy: Take the likeliest actions instead of samples.
+            agent: None builds the agent that the checkpoint describes, if it is one of this
+                package. An agent of your own is never imported because a file names it: name it
+                here as `package.module:name`, or pass its type, or an agent that takes the
+                parameters.
+            greedy: Take the mode of the policy instead of samples.
 
         Raises:
             ConfigError: There is no checkpoint, or it does not describe its agent.
@@ -102,12 +160,24 @@ class Policy:
         snapshot = find_checkpoint(Path(path))
         blueprint = Blueprint.load(snapshot.parts[BLUEPRINT])
         if agent is None:
-            agent = blueprint.build(anywhere=True)
+            agent = blueprint.config.agent
+            if agent not in BUILT_IN:
+                raise ConfigError(
+                    f"{path} was trained with {agent}, which is not part of Dreamfleet: pass "
+                    f"agent={agent!r} (--agent {agent}) to have it imported."
+                )
+        if isinstance(agent, str):
+            agent = find_agent(agent)
+        if isinstance(agent, AgentType):
+            agent = blueprint.build(agent)
         agent.load(snapshot.parts["agent"])
-        obs_space = getattr(agent, "obs_space", blueprint.obs_space)
-        act_space = getattr(agent, "act_space", blueprint.act_space)
         return cls(
-            agent, obs_space, act_space, step=snapshot.step, blueprint=blueprint, greedy=greedy
+            agent,
+            agent.obs_space,
+            agent.act_space,
+            step=snapshot.step,
+            blueprint=blueprint,
+            greedy=greedy,
         )
 
     def reset(self, count: int = 1) -> PolicyState:
@@ -123,7 +193,7 @@ class Policy:
 
         Args:
             obs: A value for each key of `obs_space`; with a leading axis it is a batch, and so are
-                the actions then. `is_first` may be given; otherwise episodes begin where the state
+                the actions then. `is_first` may be given; otherwise episodes start where the state
                 is fresh. Other keys are ignored.
             state: What the last call returned; None before the first observation.
         """
@@ -133,12 +203,12 @@ class Policy:
         if len(state) != count:
             raise ConfigError(
                 f"There are {count} observations and a state for {len(state)}: keep one state for "
-                "each batch, and begin with policy.reset(count)."
+                "each batch, and start with policy.reset(count)."
             )
         first = np.asarray(obs.get("is_first", False), bool).reshape(-1) | state.fresh
         zeros = {flag: np.zeros(count, bool) for flag in ("is_last", "is_terminal")}
-        seen = {**arrays, **zeros, "reward": np.zeros(count, np.float32), "is_first": first}
-        carry, actions, _ = self.agent.policy(state.carry, seen, self.mode)
+        full = {**arrays, **zeros, "reward": np.zeros(count, np.float32), "is_first": first}
+        carry, actions, _ = self.agent.policy(state.carry, full, self.mode)
         bounded = {key: self._bounded(key, value) for key, value in actions.items()}
         if single:
             bounded = {key: value[0] for key, value in bounded.items()}
@@ -148,7 +218,7 @@ class Policy:
         """The policy for one Gymnasium environment: observations and actions as that has them.
 
         Returns a `dreamfleet.envs.gym.GymPlayer`: call it with an observation, and call its
-        `reset` when an episode begins.
+        `reset` when an episode starts.
         """
         from dreamfleet.envs.gym import GymPlayer
 
@@ -197,7 +267,7 @@ def find_checkpoint(path: Path, parts: Collection[str] = ("agent", BLUEPRINT)) -
                 return snapshot
     except MissingPartError as error:
         raise ConfigError(
-            f"{error} It was saved before checkpoints described their agent: train on in that "
-            "directory for a moment, and the next checkpoint does."
+            f"{error} It was saved before checkpoints described their agent: resume that run for "
+            "a moment, and its next checkpoint does."
         ) from error
     raise ConfigError(f"{path} holds no checkpoint: name a run's directory, or a checkpoint.")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig, OptimizerConfig, size_preset
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.replay.config import ReplayConfig
 
 _DEFAULT = RunConfig(
     envs=8,
@@ -22,7 +23,7 @@ _DEFAULT = RunConfig(
     # policy heard of its mistakes that late.
     train_ratio=64.0,
     steps=30_000,
-    dreamer=DreamerConfig(
+    agent_config=DreamerConfig(
         model=size_preset("cpu-tiny"),
         loss=LossConfig(
             # Imagining from the last steps only makes an update several times cheaper.
@@ -56,7 +57,7 @@ PRESETS: Mapping[str, RunConfig] = {
         report_length=8,
         steps=1000,
         log_every=2.0,
-        dreamer=DreamerConfig(model=size_preset("debug")),
+        agent_config=DreamerConfig(model=size_preset("debug")),
     ),
     "pixels": replace(
         _DEFAULT,
@@ -66,7 +67,7 @@ PRESETS: Mapping[str, RunConfig] = {
         report_length=16,
         train_ratio=64.0,
         steps=12_000,
-        dreamer=DreamerConfig(
+        agent_config=DreamerConfig(
             model=size_preset("cpu-tiny"),
             # A reward that comes once an episode is found by trying: at 3e-3 the policy had made up
             # its mind, for the worse, before the model saw the ball.
@@ -87,7 +88,7 @@ PRESETS: Mapping[str, RunConfig] = {
         # imagination from all states; this is what a core holds for half an hour.
         train_ratio=256.0,
         steps=25_000,
-        dreamer=DreamerConfig(
+        agent_config=DreamerConfig(
             model=size_preset("1m"),
             loss=LossConfig(imag_last=8),
             optimizer=OptimizerConfig(learning_rate=3e-4, warmup=200),
@@ -97,13 +98,13 @@ PRESETS: Mapping[str, RunConfig] = {
         envs=16,
         eval_envs=0,
         train_ratio=32.0,
-        replay_capacity=5_000_000,
-        dreamer=DreamerConfig(model=size_preset("200m")),
+        replay=ReplayConfig(capacity=5_000_000),
+        agent_config=DreamerConfig(model=size_preset("200m")),
     ),
 }
-"""default: gym:CartPole-v1 on two processor cores, and other tasks with few numbers to see. pixels:
-small images on two cores. dmc_proprio: dm_control from its own state, half an hour on a core.
-debug: as small as it gets. published: the sizes of the publication, for an accelerator."""
+"""default: gym:CartPole-v1 on two processor cores, and other tasks with few numbers. pixels: small
+images on two cores. dmc_proprio: dm_control from its own state, half an hour on a core. debug: as
+small as it gets. published: the sizes of the paper, for an accelerator."""
 
 
 def preset(name: str) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -143,3 +144,36 @@ def _natural_bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
     info = np.iinfo(dtype)
     # The exclusive upper bound of a 64-bit space does not fit an int64.
     return max(info.min, -(2**62)), min(info.max + 1, 2**62)
+
+
+def spaces_to_json(spaces: Mapping[str, Space]) -> str:
+    """Spaces as JSON text."""
+    return json.dumps({key: _to_plain(space) for key, space in spaces.items()})
+
+
+def spaces_from_json(text: str) -> dict[str, Space]:
+    """The spaces that `spaces_to_json` wrote."""
+    return {key: _from_plain(plain) for key, plain in json.loads(text).items()}
+
+
+def _to_plain(space: Space) -> dict[str, Any]:
+    bounds = {"low": _bound(space.low), "high": _bound(space.high)}
+    return {"dtype": space.dtype.name, "shape": list(space.shape), **bounds}
+
+
+def _bound(bound: NDArray[Any]) -> Any:
+    """One number where all are the same, which keeps images short; text, because of infinity."""
+    same = np.all(bound == bound.flat[0])
+    return str(bound.flat[0]) if same else [str(value) for value in bound.flat]
+
+
+def _from_plain(plain: Mapping[str, Any]) -> Space:
+    shape = tuple(plain["shape"])
+    number = float if np.dtype(plain["dtype"]).kind == "f" else int
+
+    def bound(value: Any) -> Any:
+        if isinstance(value, list):
+            return np.array([number(each) for each in value]).reshape(shape)
+        return number(value)
+
+    return Space(plain["dtype"], shape, bound(plain["low"]), bound(plain["high"]))

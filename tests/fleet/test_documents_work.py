@@ -20,13 +20,13 @@ import pytest
 from documents import ROOT, blocks, commands, python_blocks
 
 from dreamfleet.agents import RandomAgent
-from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
 from dreamfleet.envs.gym import GymPlayer
 from dreamfleet.metrics import ScoresFile
+from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.replay import Replay
 from dreamfleet.transport import resolve
 

@@ -15,6 +15,7 @@ from fleet_parts import note_start, parts, processes_by_title, small_run
 
 from dreamfleet.fleet import Process
 from dreamfleet.parallel import combined, parallel_env, parallel_logger, parallel_replay
+from dreamfleet.replay import ReplayConfig
 
 STEPS = 100_000
 MEGABYTE = 2**20
@@ -38,7 +39,7 @@ def test_no_process_grows_over_a_hundred_thousand_steps(tmp_path: Path) -> None:
         batch_size=16,
         batch_length=16,
         report_length=16,
-        replay_capacity=5000,
+        replay=ReplayConfig(capacity=5000),
         log_every=0.25,
         save_every=1.0,
     )

@@ -13,8 +13,6 @@ import pytest
 from fleet_parts import left_behind, parts, rows, small_run, stored_streams
 from offline_parts import Watching, no_environment
 
-from dreamfleet.agents import size_preset
-from dreamfleet.blueprint import BLUEPRINT, read_blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.cli.preflight import preflight
@@ -25,6 +23,7 @@ from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.local import role_names
 from dreamfleet.fleet.offline import AdoptedReplay, find_source
 from dreamfleet.parallel import combined
+from dreamfleet.policy import BLUEPRINT, read_blueprint
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_learns_without_environments(collected: Path, tmp_path: Path) -> None:
     """Steps count updates, so the run ends after as many and its metrics have an axis."""
-    config = small_run(tmp_path, offline=True, prefill=(str(collected),), steps=40)
+    config = small_run(tmp_path, offline=(str(collected),), steps=40)
     preflight(config, no_environment)
     blueprint = read_blueprint(collected)
     assert blueprint is not None
@@ -80,8 +79,8 @@ def make_env_once() -> Any:
 
 def test_states_of_another_agent_are_replaced(collected: Path, tmp_path: Path) -> None:
     """The random agent stored no states; a Dreamer is given zeros of its own shapes."""
-    config = small_run(tmp_path, offline=True, prefill=(str(collected),), agent="dreamer")
-    config = replace(config, dreamer=replace(config.dreamer, model=size_preset("debug")))
+    config = small_run(tmp_path, offline=(str(collected),))
+    config = config.changed({"agent": "dreamer", "dreamer.model": "debug"})
     replay = make_replay(config, "replay")
     try:
         assert isinstance(replay, AdoptedReplay)
@@ -93,7 +92,7 @@ def test_states_of_another_agent_are_replaced(collected: Path, tmp_path: Path) -
         assert replay.update(states) == 0
     finally:
         replay.close()
-    agent = make_agent(replace(config, agent="random"))
+    agent = make_agent(config.changed({"agent": "random"}))
     assert agent.obs_space["vector"].shape == np.shape(window["vector"])[2:]
 
 
@@ -110,13 +109,14 @@ def test_steps_that_do_not_fit_are_refused(
 ) -> None:
     config = small_run(tmp_path, prefill=(str(collected),))
     with pytest.raises(ConfigError, match=words):
-        preflight(replace(config, **changes), no_environment)
+        preflight(config.changed(changes), no_environment)
     with pytest.raises(ConfigError, match="own directory"):
         preflight(replace(config, logdir=collected), no_environment)
-    with pytest.raises(ConfigError, match="no sequence of 5001 steps"):
-        make_replay(replace(config, batch_length=5000, offline=True), "replay")
-    with pytest.raises(ConfigError, match="offline needs"):
-        RunConfig(offline=True)
+    offline = replace(config, batch_length=5000, offline=config.prefill, prefill=())
+    with pytest.raises(ConfigError, match="no sequence of 5000 steps"):
+        make_replay(offline, "replay")
+    with pytest.raises(ConfigError, match="name all directories after offline"):
+        RunConfig(offline=("a",), prefill=("b",))
 
 
 def test_runs_that_are_learned_from_together_have_to_fit_each_other(
@@ -124,17 +124,17 @@ def test_runs_that_are_learned_from_together_have_to_fit_each_other(
 ) -> None:
     copy, other = tmp_path / "copy", tmp_path / "other"
     shutil.copytree(collected, copy)
-    config = small_run(tmp_path, offline=True, prefill=(str(collected), str(copy)))
+    config = small_run(tmp_path, offline=(str(collected), str(copy)))
     preflight(config, no_environment)
     for theirs in ({"task": "bundled:catch"}, {"agent": "dreamer"}):
         shutil.copytree(collected, other, dirs_exist_ok=True)
         blueprint = read_blueprint(collected)
         assert blueprint is not None
-        changed = replace(blueprint, config=replace(blueprint.config, **theirs))
+        changed = replace(blueprint, config=blueprint.config.changed(theirs))
         parts = {"agent": {}, BLUEPRINT: changed.save()}
         Checkpoint(other / "ckpt" / "agent").save(parts, step=10**9)
-        with pytest.raises(ConfigError, match=r"other were collected with another.*beside those"):
-            preflight(replace(config, prefill=(str(collected), str(other))), no_environment)
+        with pytest.raises(ConfigError, match=r"other were collected with another.*with those"):
+            preflight(replace(config, offline=(str(collected), str(other))), no_environment)
     arguments = ["train", "--offline", str(collected), str(copy), "--task", "bundled:catch"]
     assert main(arguments) == 1
     assert "leave it out, and it is bundled:dummy" in capsys.readouterr().err
@@ -160,6 +160,6 @@ def test_the_command_trains_offline(
     assert "2 episodes" in said
     blueprint = read_blueprint(tmp_path / "run")
     assert blueprint is not None
-    assert blueprint.config.prefill == (str(collected), str(tmp_path / "copy"))
+    assert blueprint.config.offline == (str(collected), str(tmp_path / "copy"))
     assert blueprint.config.env_options == {"length": 25, "size": (8, 8)}
     assert role_names(blueprint.config) == ["agent", "replay", "logger"]

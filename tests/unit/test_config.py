@@ -1,20 +1,23 @@
 """Settings that cannot work are refused, and every setting is used."""
 
 import ast
-import dataclasses
-import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dreamfleet
+from dreamfleet.agents import size_preset
+from dreamfleet.agents.random import RandomConfig
+from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
+from dreamfleet.settings import describe
 
 SOURCE = Path(dreamfleet.__file__).parent
 
@@ -45,23 +48,55 @@ def test_a_policy_batch_of_zero_is_half_the_environments() -> None:
     assert RunConfig(envs=6, actor_batch=5).policy_batch == 5
 
 
-def test_every_setting_is_read_somewhere_and_has_a_sentence() -> None:
-    names = {field.name for field in dataclasses.fields(RunConfig)}
-    read: set[str] = set()
+def settings_read_in_the_source() -> set[str]:
+    """Names that are read as an attribute anywhere, outside of the statements of settings."""
+    found: set[str] = set()
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and path.name != "config.py":
-                read.add(node.attr)
-    # These two are read as `policy_batch` and `all_envs`.
-    assert names - read - {"actor_batch", "eval_envs"} == set()
-    body = next(
-        node
-        for node in ast.walk(ast.parse((SOURCE / "config.py").read_text()))
-        if isinstance(node, ast.ClassDef)
-    ).body
-    for field, after in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign):
-            assert isinstance(after, ast.Expr), f"{ast.unparse(field.target)} has no sentence"
+        tree = ast.parse(path.read_text())
+        found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    return found
+
+
+ALL = {s.path: s for agent in BUILT_IN for s in RunConfig(agent=agent).settings()}
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_every_setting_is_read_and_has_a_sentence_and_a_range(path: str) -> None:
+    setting = ALL[path]
+    assert path.rpartition(".")[2] in READ, "nothing reads this setting: delete it"
+    assert setting.sentence.endswith("."), "it has no sentence"
+    if "dreamer" in path:
+        return
+    if isinstance(setting.value, (int, float)) and not isinstance(setting.value, bool):
+        words = describe(setting.kind)
+        assert any(word in words for word in ("at least", "above", "at most", "below")), words
+
+
+READ = settings_read_in_the_source() | {"eval_episodes", "recency_exponent"}
+
+
+def test_settings_of_the_agent_stand_under_its_name() -> None:
+    config = RunConfig().changed({"dreamer.model": "1m", "dreamer.loss.horizon": 50, "envs": 4})
+    assert config.agent_config.model == size_preset("1m")
+    assert (config.agent_config.loss.horizon, config.envs) == (50.0, 4)
+    values = json.loads(config.to_json())
+    assert values["dreamer"]["loss"]["horizon"] == 50
+    assert "agent_config" not in values
+    assert RunConfig.from_json(config.to_json()) == config
+    for path, words in (
+        ("dreamer.loss.horizn", "did you mean 'dreamer.loss.horizon'"),
+        ("replay.capcity", "did you mean 'replay.capacity'"),
+        ("dreamer.hats.more", "There is no setting 'dreamer.hats.more'"),
+        ("random.loss", "There is no setting 'random.loss'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            config.changed({path: 1})
+    other = config.changed({"agent": "random"})
+    assert other.agent_config == RandomConfig()
+    with pytest.raises(ConfigError, match=r"There is no setting 'dreamer\.loss\.horizon'"):
+        other.changed({"dreamer.loss.horizon": 1})
+    with pytest.raises(ConfigError, match="DreamerConfig, and the agent random takes"):
+        replace(config, agent="random")
 
 
 def test_a_configuration_can_be_written_down() -> None:

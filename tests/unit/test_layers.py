@@ -19,7 +19,6 @@ LAYERS = [
     ["fleet"],
     ["roles"],
     ["policy"],
-    ["blueprint"],
     ["presets"],
     ["config"],
     ["agents", "replay", "envs", "metrics"],

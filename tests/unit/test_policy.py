@@ -18,10 +18,11 @@ import pytest
 from dreamfleet import ConfigError, Policy, Space
 from dreamfleet.agents import Dreamer, RandomAgent
 from dreamfleet.agents.api import Mode
-from dreamfleet.blueprint import BLUEPRINT, Blueprint
+from dreamfleet.agents.registry import find_agent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import SpaceError
+from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.presets import PRESETS
 
 
@@ -35,8 +36,8 @@ def saved(logdir: Path, agent: Any, config: RunConfig, step: int = 70) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dreamer]:
     """A run's directory that holds a checkpoint and nothing else, and the agent that wrote it."""
     logdir = tmp_path_factory.mktemp("run")
-    config = RunConfig(dreamer=worlds.config(), env_options={"size": (16, 16)})
-    agent = Dreamer(worlds.MIXED, worlds.ACTIONS, config.dreamer, seed=3)
+    config = RunConfig(agent_config=worlds.config(), env_options={"size": (16, 16)})
+    agent = Dreamer(worlds.MIXED, worlds.ACTIONS, config.agent_config, seed=3)
     saved(logdir, agent, config)
     return logdir, agent
 
@@ -151,7 +152,8 @@ def test_a_moved_checkpoint_loads_in_a_process_that_knows_nothing(
             "obs = {k: np.zeros(s.shape, s.dtype) for k, s in policy.obs_space.items()}\n"
             "action, state = policy(obs)\n"
             "print(sorted(action), [m for m in sys.modules if m.startswith('dreamfleet.') and "
-            "m.split('.')[1] in ('fleet', 'roles', 'replay', 'envs', 'transport')])"
+            "m.split('.')[1] in ('fleet', 'roles', 'replay', 'envs', 'transport') and m not in "
+            "('dreamfleet.replay', 'dreamfleet.replay.config', 'dreamfleet.replay.errors')])"
         )
         command = [sys.executable, "-c", code, str(run[0] / "elsewhere" / "agent")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -160,27 +162,103 @@ def test_a_moved_checkpoint_loads_in_a_process_that_knows_nothing(
         (run[0] / "elsewhere").rename(run[0] / "ckpt")
 
 
-def test_devices_of_the_training_machine_are_not_needed(tmp_path: Path) -> None:
+def test_devices_of_the_training_machine_are_not_needed() -> None:
+    settings = worlds.config(train_platform="tpu", policy_platform="gpu")
+    config = RunConfig(agent_config=settings)
+    blueprint = Blueprint(config, worlds.VECTOR, worlds.ACTIONS, {})
+    agent = blueprint.build(find_agent("dreamer"))
+    assert isinstance(agent, Dreamer)
+    assert agent.config.execution.train_platform == ""
+
+
+OWN_AGENT = """
+from dataclasses import dataclass
+from dreamfleet.agents import RandomAgent
+from dreamfleet.agents.registry import AgentType
+
+print("imported")
+
+
+@dataclass(frozen=True)
+class Settings:
+    hats: int = 3
+
+
+class Own(RandomAgent):
+    hats = 0
+
+
+class OwnType(AgentType):
+    name = "own"
+    config = Settings
+
+    def make(self, obs_space, act_space, config, *, seed):
+        agent = Own(obs_space, act_space, seed=seed)
+        agent.hats = config.hats
+        return agent
+
+
+AGENT = OwnType()
+"""
+
+
+def test_an_agent_of_your_own_is_imported_only_when_you_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_agent.py").write_text(OWN_AGENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "own_agent:AGENT"
+    config = RunConfig(agent=name).changed({"own.hats": 5})
+    spaces = {"vector": Space(np.float32, (2,))}, {"action": Space(np.int32, (), 0, 5)}
+    mine = config.agent_type.make(*spaces, config.agent_config, seed=0)
+    saved(tmp_path, mine, config)
+    (tmp_path / "config.json").write_text(config.to_json())
+    code = (
+        "import sys, json; from pathlib import Path; from dreamfleet import Policy, ConfigError\n"
+        "from dreamfleet.config import read_config, ForeignSettings\n"
+        "config = read_config(Path(sys.argv[1]))\n"
+        "assert config.agent_config == ForeignSettings('own', {'hats': 5})\n"
+        "assert json.loads(config.to_json())['own'] == {'hats': 5}\n"
+        "try: Policy.load(sys.argv[1])\n"
+        "except ConfigError as error: print(error)\n"
+        "assert 'own_agent' not in sys.modules\n"
+        "assert config.resolved().agent_config.hats == 5\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.endswith(
+        "pass agent='own_agent:AGENT' (--agent own_agent:AGENT) to have it imported."
+    )
+    assert second == "imported"
+    for agent in (name, config.agent_type, mine):
+        policy = Policy.load(tmp_path, agent=agent)
+        assert policy.agent.hats == 5
+        assert policy({"vector": np.zeros(2)})[0]["action"].shape == ()
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+        Policy.load(tmp_path, agent="nowhere:AGENT")
+
+
+def test_a_checkpoint_of_an_older_version_loads(tmp_path: Path) -> None:
+    """It describes no stored keys, and its configuration has other names for some settings."""
     agent = RandomAgent(worlds.VECTOR, worlds.ACTIONS)
-    config = RunConfig(dreamer=worlds.config(train_platform="tpu", policy_platform="gpu"))
-    blueprint = replace(Blueprint.of(agent, config), config=config)
-    assert blueprint.build(anywhere=True).config.execution.train_platform == ""
-
-
-def test_an_agent_of_your_own_brings_itself(tmp_path: Path) -> None:
-    class Mute:
-        """Tells no spaces."""
-
-        def save(self) -> dict[str, Any]:
-            return {"value": 1.0}
-
-    saved(tmp_path, Mute(), RunConfig())
-    with pytest.raises(ConfigError, match="pass it as agent="):
-        Policy.load(tmp_path)
-    mine = RandomAgent({"vector": Space(np.float32, (2,))}, {"action": Space(np.int32, (), 0, 5)})
-    saved(tmp_path, mine, RunConfig())
-    policy = Policy.load(tmp_path, agent=mine)
-    assert policy({"vector": np.zeros(2)})[0]["action"].shape == ()
+    described = Blueprint.of(agent, RunConfig(agent="random")).save()
+    del described["stored_space"]
+    values = json.loads(described["config"])
+    del values["replay"], values["random"]
+    values |= {"replay_capacity": 77, "replay_chunk": 5, "dreamer": {"loss": {"horizon": 9}}}
+    values |= {"offline": True, "prefill": ["runs/a"]}
+    described["config"] = json.dumps(values)
+    parts = {"agent": agent.save(), BLUEPRINT: described}
+    Checkpoint(tmp_path / "ckpt" / "agent").save(parts, step=3)
+    blueprint = Policy.load(tmp_path).blueprint
+    assert blueprint is not None
+    config = blueprint.config
+    assert (config.replay.capacity, config.replay.chunk) == (77, 5)
+    assert (config.offline, config.prefill) == (("runs/a",), ())
+    values["agent"] = "dreamer"
+    assert RunConfig.from_json(json.dumps(values)).agent_config.loss.horizon == 9
 
 
 def test_a_configuration_and_spaces_survive_the_checkpoint() -> None:
@@ -189,12 +267,13 @@ def test_a_configuration_and_spaces_survive_the_checkpoint() -> None:
         "bounds": Space(np.float32, (2,), [-1, -np.inf], [1, np.inf]),
         "many": Space(np.int32, (2, 2), 0, [[2, 3], [4, 5]]),
     }
+    stored = {"dyn/deter": Space(np.float32, (16,))}
     for config in PRESETS.values():
         changed = replace(config, env_options={"size": (8, 8), "render": True})
-        written = Blueprint(changed, spaces, worlds.ACTIONS).save()
+        written = Blueprint(changed, spaces, worlds.ACTIONS, stored).save()
         assert all(isinstance(value, str) for value in written.values())
         assert Blueprint.load(json.loads(json.dumps(written))) == Blueprint(
-            changed, spaces, worlds.ACTIONS
+            changed, spaces, worlds.ACTIONS, stored
         )
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from dreamfleet import Space
 from dreamfleet.agents import RandomAgent
-from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
+from dreamfleet.policy import BLUEPRINT, Blueprint
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

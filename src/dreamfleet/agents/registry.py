@@ -62,6 +62,10 @@ class AgentType(ABC, Generic[Config]):
         """Whether `outs["replay"]` of `train` holds a `priority` for each step."""
         return False
 
+    def can_load(self, config: Config, saved: Config) -> bool:  # noqa: ARG002 - for who overrides it
+        """Whether an agent with the settings `config` can load a state saved with `saved`."""
+        return True
+
     def anywhere(self, config: Config) -> Config:
         """The settings without the devices of the machine that trained."""
         return config

@@ -24,6 +24,7 @@ from dreamfleet.envs import make_env, noop
 from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import factories
 from dreamfleet.metrics import read_jsonl
+from dreamfleet.replay import ReplayConfig
 
 _ENVS = 8
 _TASK = "bundled:dummy"
@@ -55,7 +56,7 @@ def _fleet(logdir: Path, steps: int, every: float) -> tuple[float, float | None]
         envs_per_process=_ENVS,
         actor_batch=_ENVS,
         train_ratio=1.0,
-        replay_capacity=100_000,
+        replay=ReplayConfig(capacity=100_000),
         steps=steps,
         log_every=every,
         on_failure="stop",

@@ -135,7 +135,7 @@ def disk(logdir: Path) -> Iterator[Finding]:
     if not os.access(there, os.W_OK):
         yield Finding("disk", "problem", f"{there} cannot be written to", "Choose a --logdir.")
     elif free < _LITTLE_DISK:
-        yield Finding("disk", "hint", found, "Images fill a replay quickly: lower replay_capacity.")
+        yield Finding("disk", "hint", found, "Images fill a replay quickly: lower replay.capacity.")
     else:
         yield Finding("disk", "fine", found)
 

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from dreamfleet.blueprint import read_config
 from dreamfleet.cli.console import say
-from dreamfleet.config import RunConfig
+from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError, import_extra
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.curves import (

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dreamfleet.agents.dreamer.fit import check_spaces
-from dreamfleet.blueprint import Spaces, read_config
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.config import RunConfig
+from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.local import role_names
-from dreamfleet.fleet.offline import check_prefill, find_source
-from dreamfleet.policy import find_checkpoint
+from dreamfleet.fleet.offline import check_sources, find_source
+from dreamfleet.policy import Spaces, find_checkpoint
 from dreamfleet.roles.replay import limiter_for
 
 _PROCESS_BYTES = 40_000_000  # an interpreter with numpy and the transport, before its environment
@@ -36,10 +34,10 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any]) -> None:
     check_directory(config)
     check_replay(config)
     check_files(config)
-    check_prefill(config)
+    check_sources(config)
     check_checkpoint(config)
     if config.offline:
-        blueprint = find_source(config.prefill[0]).blueprint
+        blueprint = find_source(config.offline[0]).blueprint
         check_agent(config, blueprint.obs_space, blueprint.act_space)
         return
     together = min(config.envs_per_process, max(config.envs, config.eval_envs))
@@ -56,25 +54,28 @@ def check_directory(config: RunConfig) -> None:
     for name, theirs, ours in (
         ("task", there.task, config.task),
         ("agent", there.agent, config.agent),
-        ("dreamer.model", there.dreamer.model, config.dreamer.model),
     ):
-        if theirs != ours and (name != "dreamer.model" or config.agent == "dreamer"):
-            # Whole models would be a paragraph.
-            told = f"{theirs}, not {ours}" if name != "dreamer.model" else "another size"
+        if theirs != ours:
             raise ConfigError(
-                f"{config.logdir} holds a run with {name} {told}: choose another --logdir, or the "
-                "settings of that run."
+                f"{config.logdir} holds a run with {name} {theirs}, not {ours}: choose another "
+                "--logdir, or the settings of that run."
             )
+    agent = config.agent_type
+    if not agent.can_load(config.settings_of(agent), there.settings_of(agent)):
+        raise ConfigError(
+            f"{config.logdir} holds a run of an agent of another size: choose another --logdir, "
+            "or the settings of that run."
+        )
 
 
 def check_replay(config: RunConfig) -> None:
     """Training begins when the replay holds a batch; one that never can would wait for ever."""
     needed = int(limiter_for(config).minsize)
-    if needed > config.replay_capacity:
+    if needed > config.replay.capacity:
         raise ConfigError(
             f"A batch of batch_size={config.batch_size} sequences of {config.window} steps, with "
             f"envs={config.envs}, is drawn from {needed:,} steps at least, and "
-            f"replay_capacity={config.replay_capacity:,} never holds as many: raise the capacity, "
+            f"replay.capacity={config.replay.capacity:,} never holds as many: raise the capacity, "
             "or make the batch smaller."
         )
 
@@ -94,9 +95,15 @@ def check_checkpoint(config: RunConfig) -> None:
 
 
 def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
-    """An agent that cannot be built would fail until the fleet gives up."""
-    if config.agent == "dreamer":
-        check_spaces(obs_space, act_space, config.dreamer.model)
+    """An agent that cannot be made would fail until the fleet gives up."""
+    agent = config.agent_type
+    settings = config.settings_of(agent)
+    agent.check(obs_space, act_space, settings)
+    if config.replay.fractions.priority > 0 and not agent.sends_priority(settings):
+        raise ConfigError(
+            f"replay.fractions.priority={config.replay.fractions.priority} needs priorities, and "
+            f"the agent {config.agent} sends none with these settings: set it to 0."
+        )
 
 
 def check_memory(

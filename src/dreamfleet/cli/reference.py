@@ -31,7 +31,7 @@ wrong type or that contradicts another is refused at the start, with the fix.
 def reference() -> str:
     """The page."""
     parts = [_INTRODUCTION, "## The run\n", _table(RunConfig(), "")]
-    for path, group in _groups(RunConfig().dreamer, "dreamer"):
+    for path, group in _groups(RunConfig().agent_config, "dreamer"):
         words = (inspect.getdoc(type(group)) or "").split("\n")[0]
         parts += [f"## `{path}`\n", f"{words}\n", _table(group, f"{path}.")]
     parts += ["## Presets\n", _presets(), "## Sizes of the model\n", _sizes()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import time
@@ -26,7 +25,6 @@ from dreamfleet.fleet.offline import find_source
 from dreamfleet.fleet.record import claim_directory
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
-from dreamfleet.settings import changed
 
 _EVAL_EPISODES = 20
 
@@ -40,7 +38,7 @@ def train(
     target_score: float | None = None,
     seed: int | None = None,
     launcher: Literal["local", "serial"] | None = None,
-    agent: Literal["dreamer", "random"] | None = None,
+    agent: str | None = None,
     envs: int | None = None,
     eval_envs: int | None = None,
     envs_per_process: int | None = None,
@@ -138,25 +136,15 @@ def train(
     if eval_episodes is None:
         eval_episodes = 0 if offline else _EVAL_EPISODES
     if offline:
-        if prefill:
-            raise ConfigError(
-                "--offline learns from the runs it names and collects nothing for --prefill to go "
-                "before: name all directories after --offline."
-            )
-        theirs = find_source(offline[0]).blueprint.config
-        if task not in (None, theirs.task):
-            raise ConfigError(
-                f"--task={task} is not what the steps of {offline[0]} are of: leave it out, and it "
-                f"is {theirs.task}."
-            )
-        given |= {"task": theirs.task, "env_options": theirs.env_options, "offline": True}
-        given["prefill"] = tuple(map(str, offline))
+        theirs = find_source(offline[0]).blueprint.config if not prefill else RunConfig()
+        given |= {"task": task or theirs.task, "env_options": theirs.env_options}
+        given["offline"] = tuple(map(str, offline))
         given["logdir"] = logdir or Path(f"{offline[0]}-offline")
-    elif prefill:
+    if prefill:
         given["prefill"] = tuple(map(str, prefill))
     config = _configure(preset, given)
     options = {**config.env_options, **parse_settings(env_options)}
-    config = changed(config, {**parse_settings(settings), "env_options": options})
+    config = config.changed({**parse_settings(settings), "env_options": options})
     if eval_episodes < 0:
         raise ConfigError(f"--eval-episodes={eval_episodes} is negative: use 0 for none.")
     _check_outputs(config)
@@ -183,7 +171,7 @@ def _configure(preset: str, given: Mapping[str, object]) -> RunConfig:
     if "logdir" not in chosen:
         name = str(chosen.get("task", base.task)).replace(":", "-").replace("/", "-")
         chosen["logdir"] = Path("runs") / name
-    return dataclasses.replace(base, **chosen)  # type: ignore[arg-type]
+    return base.changed(chosen)
 
 
 def _check_outputs(config: RunConfig) -> None:
@@ -197,7 +185,7 @@ def _check_outputs(config: RunConfig) -> None:
 
 def _evaluate(config: RunConfig, episodes: int, start: float) -> None:
     """Play the saved policy, and keep what came out and a film of the first episode."""
-    policy = Policy.load(config.logdir)
+    policy = Policy.load(config.logdir, agent=config.agent)
     film = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
     note = ""
     try:

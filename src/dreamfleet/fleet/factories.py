@@ -1,4 +1,4 @@
-"""What a run's parts are made of, from its configuration.
+"""The parts of a run, made from its configuration.
 
 A module of its own, because the factories are looked up by name in processes that should load
 little.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from dreamfleet.agents.api import Agent
-from dreamfleet.blueprint import Blueprint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
-from dreamfleet.fleet.offline import AdoptedReplay, find_source, take_over
+from dreamfleet.fleet.offline import AdoptedReplay, copy_steps, find_source
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
@@ -49,33 +47,38 @@ def environment(config: RunConfig, envid: int) -> Any:
 
 def agent(config: RunConfig) -> Agent:
     if config.offline:
-        return replace(find_source(config.prefill[0]).blueprint, config=config).build()
-    env = make_env(config.task, **config.env_options)
-    obs_space, act_space = env.obs_space, env.act_space
-    env.close()
-    return Blueprint(config, obs_space, act_space).build()
+        source = find_source(config.offline[0]).blueprint
+        obs_space, act_space = source.obs_space, source.act_space
+    else:
+        env = make_env(config.task, **config.env_options)
+        obs_space, act_space = env.obs_space, env.act_space
+        env.close()
+    kind = config.agent_type
+    return kind.make(obs_space, act_space, config.settings_of(kind), seed=config.seed)
 
 
 def replay(config: RunConfig, name: str) -> Replay:
     make: Callable[..., Replay] = Replay
     if config.offline and name == "replay":
-        make = partial(AdoptedReplay, find_source(config.prefill[0]).blueprint, config)
+        make = partial(AdoptedReplay, find_source(config.offline[0]).blueprint, config)
     made = make(
         config.window,
-        config.replay_capacity,
+        config.replay.capacity,
         config.logdir / name,
-        chunk=config.replay_chunk,
+        chunk=config.replay.chunk,
+        online=config.replay.online,
         seed=config.seed,
+        max_bytes=config.replay.max_bytes,
     )
     if name == "replay":
-        take_over(made, config)
+        copy_steps(made, config)
     return made
 
 
 def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
     length = config.batch_length if mode == "train" else config.report_length
     source = partial(buffer.sample, config.batch_size, mode)
-    return Stream(source, length, context=config.dreamer.execution.replay_context)
+    return Stream(source, length, context=config.context)
 
 
 def logger(config: RunConfig) -> Outputs:
@@ -87,11 +90,11 @@ def logger(config: RunConfig) -> Outputs:
             project="dreamfleet",
             name=config.logdir.name,
             dir=str(config.logdir),
-            # The same directory goes on in the same place.
+            # The same directory resumes in the same place.
             id=blake2b(str(config.logdir.absolute()).encode(), digest_size=8).hexdigest(),
             resume="allow",
             config=json.loads(config.to_json()),
-            # A run that goes on may have another end, or other intervals.
+            # A run that resumes may have another end, or other intervals.
             allow_val_change=True,
         ),
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import cloudpickle
 
-from dreamfleet.agents.dreamer.cpu.allocator import allocator_environment
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.addresses import settled
@@ -60,7 +59,8 @@ def combined(
         _write(run.logdir / "config.json", run.to_json())
         logs, member = run.logdir / "logs", _MEMBERS[run.launcher]
         train = partial(parallel_agent, _packed(make_agent, run), run)
-        processes = [member("agent", train, logs, allocator_environment(os.environ))]
+        variables = run.agent_type.process_environment(run.agent_config, os.environ)
+        processes = [member("agent", train, logs, variables)]
         if not run.remote_envs and not run.offline:
             processes += _env_processes(make_env_train, make_env_eval, run)
         if not run.remote_replay:

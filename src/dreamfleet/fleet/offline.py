@@ -1,7 +1,8 @@
-"""Steps that other runs have collected: to begin with, or to learn from without environments."""
+"""Steps that other runs have collected: to start with, or to learn from without environments."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.blueprint import Blueprint, read_blueprint
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
+from dreamfleet.spaces import Space
 
 _REPLAY = "replay"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where another run keeps its steps, and who collected them."""
+    """Where another run keeps its steps, and what its checkpoint says about them."""
 
     directory: Path
     blueprint: Blueprint
@@ -29,7 +31,7 @@ def find_source(path: Path | str) -> Source:
     """The replay of a run's directory, or the replay directory itself.
 
     Raises:
-        ConfigError: There is none, or no checkpoint beside it tells what its steps mean.
+        ConfigError: There is none, or no checkpoint says what its steps mean.
     """
     given = Path(path)
     run = given.parent if given.name == _REPLAY else given
@@ -39,51 +41,57 @@ def find_source(path: Path | str) -> Source:
     blueprint = read_blueprint(run)
     if blueprint is None:
         raise ConfigError(
-            f"{run} has no checkpoint, which would tell what its steps mean: name the directory of "
+            f"{run} has no checkpoint, which would say what its steps mean: name the directory of "
             "a run that has saved."
         )
     return Source(directory, blueprint)
 
 
-def check_prefill(config: RunConfig) -> None:
-    """Refuse steps that do not fit to those that will be collected beside them.
+def check_sources(config: RunConfig) -> None:
+    """Refuse steps that do not fit to each other, or to those that will be collected.
 
     Raises:
         ConfigError: Another agent, or one of another size, has collected them.
     """
     # Without environments the first of them says what a step is.
-    first = find_source(config.prefill[0]).blueprint if config.offline else None
+    first = find_source(config.offline[0]).blueprint if config.offline else None
+    if first and first.config.task != config.task:
+        raise ConfigError(
+            f"task={config.task} is not what the steps of {config.offline[0]} are of: leave it "
+            f"out, and it is {first.config.task}."
+        )
     ours = first.config if first else config
-    for path in config.prefill:
+    for path in (*config.offline, *config.prefill):
         source = find_source(path)
-        theirs = source.blueprint.config
+        theirs = source.blueprint
         if source.directory.resolve() == (config.logdir / _REPLAY).resolve():
             raise ConfigError(f"{path} is this run's own directory: choose another --logdir.")
+        stored = first.stored_space if first else _stored_space(config, theirs)
         for name, there, here in (
-            ("task", theirs.task, ours.task),
-            ("agent", theirs.agent, ours.agent),
-            ("dreamer.model", state_shapes(theirs), state_shapes(ours)),
-            ("shape of observations", source.blueprint.obs_space, first and first.obs_space),
+            ("task", theirs.config.task, ours.task),
+            ("agent", theirs.config.agent, ours.agent),
+            ("size of the agent", theirs.stored_space, stored),
+            ("shape of observations", theirs.obs_space, first and first.obs_space),
         ):
             if there != here and here is not None:
-                beside = f"those of {config.prefill[0]}" if first else "new ones"
+                beside = f"those of {config.offline[0]}" if first else "new ones"
                 raise ConfigError(
-                    f"The steps of {path} were collected with another {name}, so they cannot lie "
-                    f"beside {beside}: use the same, or train on them alone with --offline."
+                    f"The steps of {path} were collected with another {name}, so they cannot be "
+                    f"mixed with {beside}: use the same, or train on them alone with --offline."
                 )
 
 
-def take_over(replay: Replay, config: RunConfig) -> None:
-    """Copy in what other runs have collected since this was last done.
+def copy_steps(replay: Replay, config: RunConfig) -> None:
+    """Copy what other runs have collected since this was last done into the replay.
 
     Raises:
         ConfigError: There is nothing to learn from, and nothing will come.
     """
-    for path in config.prefill:
+    for path in (*config.offline, *config.prefill):
         replay.load_directory(find_source(path).directory)
     if config.offline and not len(replay):
         raise ConfigError(
-            f"{', '.join(config.prefill)} holds no sequence of {config.window} steps to learn "
+            f"{', '.join(config.offline)} holds no sequence of {config.window} steps to learn "
             "from: use a shorter batch_length, or a run that has collected more."
         )
 
@@ -91,33 +99,36 @@ def take_over(replay: Replay, config: RunConfig) -> None:
 class AdoptedReplay(Replay):
     """A replay whose steps another agent has collected.
 
-    What that agent stored with its steps is left out, and where states of this agent are missing
-    they are zero, as at the beginning of an episode. States are written back only if they are kept.
+    What that agent stored with its steps is left out, and what this agent stores with its steps is
+    zero, as at the start of an episode. Updates are kept only if both agents store the same.
+
+    Args:
+        blueprint: What the checkpoint of the run that collected the steps says.
+        config: This run.
+        *args, **options: Those of `Replay`.
     """
 
     def __init__(self, blueprint: Blueprint, config: RunConfig, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._keys = {*blueprint.obs_space, *blueprint.act_space, "stepid"}
-        self._states = state_shapes(config)
-        theirs = state_shapes(blueprint.config)
-        self._kept = bool(theirs) and theirs == self._states
+        self._columns = {*blueprint.obs_space, *blueprint.act_space, "stepid"}
+        self._stored = _stored_space(config, blueprint)
+        self._kept = bool(self._stored) and blueprint.stored_space == self._stored
 
     def sample(self, *args: Any, **options: Any) -> dict[str, NDArray[Any]]:
         window = super().sample(*args, **options)
         if self._kept:
             return window
-        kept = {key: value for key, value in window.items() if key in self._keys}
+        kept = {key: value for key, value in window.items() if key in self._columns}
         lead = window["stepid"].shape[:2]
-        zeros = {k: np.zeros((*lead, *shape), np.float32) for k, shape in self._states.items()}
+        zeros = {k: np.zeros((*lead, *s.shape), s.dtype) for k, s in self._stored.items()}
         return {**kept, **zeros}
 
     def update(self, data: Any) -> int:
         return super().update(data) if self._kept else 0
 
 
-def state_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """What an agent stores with every step."""
-    if config.agent != "dreamer":
-        return {}
-    model = config.dreamer.model
-    return {"dyn/deter": (model.deter,), "dyn/stoch": (model.stoch, model.classes)}
+def _stored_space(config: RunConfig, source: Blueprint) -> Mapping[str, Space]:
+    """What this run's agent stores with a step of that environment."""
+    agent = config.agent_type
+    settings = config.settings_of(agent)
+    return agent.stored_space(source.obs_space, source.act_space, settings)

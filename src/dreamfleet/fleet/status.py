@@ -26,8 +26,7 @@ from typing import Any, Literal, Self
 import msgspec
 import psutil
 
-from dreamfleet.blueprint import read_config
-from dreamfleet.config import RunConfig
+from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import (
     FleetRecord,

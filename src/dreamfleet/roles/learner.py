@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.agents.api import Agent
-from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
-from dreamfleet.policy import find_checkpoint
+from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.padding import policy_sizes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.streams import LOOK_AHEAD, RemoteStream

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from dreamfleet.agents import RandomAgent
-from dreamfleet.blueprint import BLUEPRINT, Blueprint
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.cli.train import _evaluate
@@ -20,6 +19,7 @@ from dreamfleet.envs import make_env
 from dreamfleet.envs.gym import GymEnv
 from dreamfleet.metrics import MetricsError
 from dreamfleet.metrics.frames import Mp4Writer, find_encoder
+from dreamfleet.policy import BLUEPRINT, Blueprint
 
 
 def trained(logdir: Path, task: str = "gym:CartPole-v1", **options: Any) -> Path:

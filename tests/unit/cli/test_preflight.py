@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from dreamfleet.agents import SpaceError, size_preset
+from dreamfleet.agents import SpaceError
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.cli.preflight import check_directory, check_files, check_memory, preflight
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.replay import Fractions
 from dreamfleet.spaces import Space
 
 CONFIG = RunConfig(envs=4, batch_size=16, batch_length=64, logdir=Path("nowhere"))
@@ -50,10 +51,8 @@ def test_an_ordinary_run_passes_and_environments_are_closed() -> None:
 def test_spaces_that_the_agent_cannot_take_are_refused() -> None:
     with pytest.raises(SpaceError, match=r"'image' is 50x64.*multiples of 16.*size=\[64,64\]"):
         preflight(CONFIG, lambda _: Closing(50))
-    preflight(replace(CONFIG, agent="random"), lambda _: Closing(50))
-    flat = replace(CONFIG.dreamer.model, mults=(2,))
-    config = replace(CONFIG, dreamer=replace(CONFIG.dreamer, model=flat))
-    preflight(config, lambda _: Closing(50))
+    preflight(CONFIG.changed({"agent": "random"}), lambda _: Closing(50))
+    preflight(CONFIG.changed({"dreamer.model.mults": (2,)}), lambda _: Closing(50))
 
 
 def test_what_a_run_starts_from_has_to_be_there(tmp_path: Path) -> None:
@@ -74,9 +73,16 @@ def test_what_a_run_starts_from_has_to_be_there(tmp_path: Path) -> None:
 
 def test_a_batch_that_the_replay_never_holds_is_refused() -> None:
     needed = 16 * 65
-    preflight(replace(CONFIG, replay_capacity=needed), lambda _: Closing())
-    with pytest.raises(ConfigError, match=r"1,040 steps at least.*replay_capacity=1,039 never"):
-        preflight(replace(CONFIG, replay_capacity=needed - 1), lambda _: Closing())
+    preflight(CONFIG.changed({"replay.capacity": needed}), lambda _: Closing())
+    with pytest.raises(ConfigError, match=r"1,040 steps at least.*replay.capacity=1,039 never"):
+        preflight(CONFIG.changed({"replay.capacity": needed - 1}), lambda _: Closing())
+
+
+def test_priorities_that_nobody_sends_are_refused() -> None:
+    prioritised = {"replay.fractions": Fractions(uniform=0.5, priority=0.5)}
+    for agent in ("random", "dreamer"):
+        with pytest.raises(ConfigError, match=rf"agent {agent} sends none.*set it to 0"):
+            preflight(CONFIG.changed({"agent": agent, **prioritised}), lambda _: Closing())
 
 
 def test_environments_that_do_not_fit_are_refused() -> None:
@@ -102,7 +108,7 @@ def test_processes_that_the_shell_has_no_files_for_are_refused() -> None:
     [
         ({"task": "bundled:catch"}, "with task gym:CartPole-v1, not bundled:catch"),
         ({"agent": "random"}, "with agent dreamer, not random"),
-        ({"model": "1m"}, "with dreamer.model another size"),
+        ({"dreamer.model": "1m"}, "an agent of another size"),
     ],
 )
 def test_a_directory_belongs_to_one_run(
@@ -112,17 +118,16 @@ def test_a_directory_belongs_to_one_run(
     check_directory(there)
     (tmp_path / "config.json").write_text(there.to_json())
     check_directory(replace(there, steps=5, seed=1))
-    if "model" in changes:
-        changes = {"dreamer": replace(there.dreamer, model=size_preset(changes["model"]))}
+    check_directory(there.changed({"dreamer.loss.horizon": 50}))
     with pytest.raises(ConfigError, match=words):
-        check_directory(replace(there, **changes))
+        check_directory(there.changed(changes))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "replay_capacity=10"], "replay_capacity=10 never holds as many"),
-        (["--set", "replay_capcity=10"], "did you mean 'replay_capacity'?"),
+        (["--set", "replay.capacity=10"], "replay.capacity=10 never holds as many"),
+        (["--set", "replay.capcity=10"], "did you mean 'replay.capacity'?"),
         (["--set", "dreamer.loss.horizn=10"], "did you mean 'dreamer.loss.horizon'?"),
         (["--set", "dreamer.loss=10"], "dreamer.loss=10 is not valid: use the settings inside it."),
         (["--set", "dreamer.model=1k"], "dreamer.model=1k is not valid: use one of debug, cpu-"),
@@ -133,7 +138,7 @@ def test_a_directory_belongs_to_one_run(
         (["--env-options", "obs=pixels"], "'image' is 400x600; both sides must be multiples of 16"),
         (["--from-checkpoint", "nowhere"], "nowhere holds no checkpoint"),
         (["--offline", "nowhere"], "nowhere holds no replay"),
-        (["--offline", "a", "b", "--prefill", "c"], "name all directories after --offline"),
+        (["--offline", "a", "b", "--prefill", "c"], "name all directories after offline"),
         (["--task", "gym:CartPoel-v1"], "CartPole"),
         (["--preset", "defualt"], "did you mean 'default'?"),
     ],

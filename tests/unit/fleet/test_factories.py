@@ -26,6 +26,6 @@ def test_weights_and_biases_is_told_the_configuration_and_where_to_go_on(
         logger(each)
     first, again, other = told
     assert first["config"]["seed"] == 3
-    assert first["config"]["dreamer"]["loss"]["horizon"] == config.dreamer.loss.horizon
+    assert first["config"]["dreamer"]["loss"]["horizon"] == config.agent_config.loss.horizon
     assert (again["config"]["steps"], again["allow_val_change"]) == (7, True)
     assert first["id"] == again["id"] != other["id"]

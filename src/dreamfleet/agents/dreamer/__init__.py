@@ -53,6 +53,9 @@ class DreamerType(AgentType[DreamerConfig]):
     def context(self, config: DreamerConfig) -> int:
         return config.execution.replay_context
 
+    def can_load(self, config: DreamerConfig, saved: DreamerConfig) -> bool:
+        return config.model == saved.model
+
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
         execution = replace(
             config.execution, train_platform="", policy_platform="", shard_parameters=False
