@@ -102,7 +102,7 @@ def train(
         env_options: Options of the environment, such as repeat=2 size=[64,64].
         offline: Learn from the steps of these runs alone; --steps then counts updates.
         prefill: Runs whose steps a new run begins with.
-        settings: Any other settings, such as replay_capacity=100000.
+        settings: Any other settings, such as replay.capacity=100000.
     """
     given: dict[str, object] = {
         "task": task,
