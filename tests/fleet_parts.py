@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import psutil
 
+from dreamfleet.agents.api import AgentBase
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.fleet.factories import factories
 from dreamfleet.replay import Replay, ReplayConfig
 from dreamfleet.roles.common import stop_event
+from dreamfleet.spaces import Space
 
 EVERY_STEP = {"length": 25, "size": (8, 8)}
 
@@ -183,7 +185,7 @@ class Raising:
         return self._env.step(action)
 
 
-class CountingAgent:
+class CountingAgent(AgentBase):
     """Acts by how many steps it has seen of the environment's episode, and counts in its carry.
 
     The action is `count % 5`, so stored actions tell whether carries were kept for each
@@ -191,6 +193,9 @@ class CountingAgent:
     """
 
     def __init__(self, raise_in: str = "") -> None:
+        env = make_env("bundled:dummy", **EVERY_STEP)
+        super().__init__(env.obs_space, env.act_space)
+        self.stored_space = {"updates": Space(np.int32)}
         self._raise_in = raise_in
         self._updates = 0
 
@@ -218,9 +223,6 @@ class CountingAgent:
 
     def report(self, carry: Any, batch: Mapping[str, Any]) -> Any:
         return carry, {"size": float(len(batch["is_first"]))}
-
-    def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
-        return iter(batches)
 
     def save(self) -> dict[str, Any]:
         return {"updates": self._updates}

@@ -25,7 +25,7 @@ def test_the_configuration_reference_is_current() -> None:
 
 def test_every_field_of_the_configuration_has_a_row() -> None:
     rows = re.findall(r"^\| `([\w.*]+)` \|", reference(), re.MULTILINE)
-    for name in ("task", "train_ratio", "dreamer.*", "dreamer.loss.horizon", "dreamer.model.deter"):
+    for name in ("task", "train_ratio", "dreamer.loss.horizon", "dreamer.model.deter"):
         assert name in rows
 
 

@@ -54,14 +54,14 @@ def killed_and_moved(config: RunConfig, to: Path) -> RunConfig:
 
 
 def test_counts_and_limiter_are_those_of_the_kill(tmp_path: Path) -> None:
-    config = small_run(tmp_path / "1", train_ratio=1.0)
+    config = small_run(tmp_path / "1", train_ratio=2.0)
     keeper = open_keeper(config)
     play(keeper, 0, 10)
-    for _ in range(3):
+    for _ in range(4):
         keeper.sample_batch_train()
     keeper.save()
     play(keeper, 10, 14)
-    for _ in range(4):
+    for _ in range(3):
         keeper.sample_batch_train()
     before = keeper.position()
     assert (before["steps"], before["samples"]) == (56, 14)
@@ -71,11 +71,11 @@ def test_counts_and_limiter_are_those_of_the_kill(tmp_path: Path) -> None:
     play(again, 10, 14)
     assert again.position() == before
     again.close()
-    assert open_keeper(small_run(tmp_path / "2", train_ratio=1.0)).position() == before
+    assert open_keeper(small_run(tmp_path / "2", train_ratio=2.0)).position() == before
 
 
 def test_a_kill_before_the_first_save_loses_no_count(tmp_path: Path) -> None:
-    config = small_run(tmp_path / "1", train_ratio=1.0)
+    config = small_run(tmp_path / "1", train_ratio=2.0)
     keeper = open_keeper(config)
     play(keeper, 0, 9)
     keeper.sample_batch_train()
@@ -87,7 +87,7 @@ def test_a_kill_before_the_first_save_loses_no_count(tmp_path: Path) -> None:
 def test_a_replay_that_lost_its_files_is_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = small_run(tmp_path / "1", train_ratio=1.0)
+    config = small_run(tmp_path / "1", train_ratio=2.0)
     keeper = open_keeper(config)
     play(keeper, 0, 10)
     keeper.save()
