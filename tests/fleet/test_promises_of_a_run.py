@@ -121,9 +121,9 @@ def test_videos_and_what_the_run_did_are_written_down(tmp_path: Path) -> None:
     config = small_run(tmp_path, report_every=0.02, eval_envs=1, train_ratio=8.0)
     fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
     combined(**fleet, args=config)
-    films = list((tmp_path / "media" / "episode-video-image").iterdir())
-    assert films
-    assert all(film.read_bytes()[4:8] == b"ftyp" for film in films)  # MP4, and whole
+    videos = list((tmp_path / "media" / "episode-video-image").iterdir())
+    assert videos
+    assert all(video.read_bytes()[4:8] == b"ftyp" for video in videos)  # complete MP4
     keys = {key for row in rows(tmp_path / "metrics.jsonl") for key in row}
     assert {
         "actor/steps_per_second",

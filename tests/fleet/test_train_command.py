@@ -85,8 +85,8 @@ def test_dreamer_trains_and_goes_on(tmp_path: Path) -> None:
     evaluations = rows(tmp_path / "evaluations.jsonl")
     assert [each["step"] for each in evaluations] == [first, second]
     assert all(len(each["returns"]) == 2 for each in evaluations)
-    films = sorted((tmp_path / "media" / "evaluation").iterdir())
-    assert [film.name for film in films] == [f"{step:012d}.mp4" for step in (first, second)]
+    videos = sorted((tmp_path / "media" / "evaluation").iterdir())
+    assert [video.name for video in videos] == [f"{step:012d}.mp4" for step in (first, second)]
     assert 100 <= first < 150 <= second
     assert 0 < first_updates < second_updates
     # Everything was compiled before, once in each run, and the actor's parameters became newer.

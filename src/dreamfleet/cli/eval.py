@@ -28,14 +28,14 @@ def eval(  # noqa: A001 - the command's name
     """Play whole episodes with a trained agent and say what it scores.
 
     The environments are fresh ones with seeds that training never uses. Actions are sampled from
-    the policy, as in training and in the publication, unless you ask for greedy ones. The newest
+    the policy, as in training and in the paper, unless you ask for greedy ones. The newest
     checkpoint is used; the run may go on meanwhile.
 
     Args:
         logdir: A run's directory, or one checkpoint.
         episodes: How many episodes to play, each in an environment of its own.
-        greedy: Take the likeliest action instead of a sample.
-        video: Film the first episode to this file, such as play.mp4.
+        greedy: Take the mode of the policy instead of a sample.
+        video: Write a video of the first episode to this file, such as play.mp4.
         json_path: Also write every return to this file.
         seed: Another seed plays other episodes.
         fps: Frames a second of the video.

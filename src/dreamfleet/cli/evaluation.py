@@ -22,7 +22,7 @@ _SEEDS_FROM = 1_000_000
 _AT_ONCE = 8
 _PROTOCOLS = {
     False: "actions sampled from the policy, as in training",
-    True: "greedy actions, the likeliest of the policy",
+    True: "greedy actions, the mode of the policy",
 }
 
 
@@ -87,22 +87,23 @@ def play(
         policy: Loaded from a checkpoint, which says what the task is.
         episodes: At least one.
         seed: Another seed plays other episodes.
-        video: Film the first episode to this file.
+        video: Write a video of the first episode to this file.
         fps: Frames a second of the video.
     """
     assert policy.blueprint is not None
     config = policy.blueprint.config
     with ExitStack() as stack:
-        film = None
+        recorder = None
         if video:
             title = f"{config.task} step {policy.step:,}"
-            film = _Film(stack.enter_context(Mp4Writer(video, fps=fps, title=title)), title)
+            writer = stack.enter_context(Mp4Writer(video, fps=fps, title=title))
+            recorder = _Recorder(writer, title)
 
         def environment(start: int, number: int) -> Any:
             at = env_seed(config.seed + seed, _SEEDS_FROM + start + number)
-            if film and start + number == 0:
+            if recorder and start + number == 0:
                 visible = make_visible_env(config.task, seed=at, **config.env_options)
-                return _Filmed(visible, film, config.task)
+                return _Recorded(visible, recorder, config.task)
             return make_env(config.task, seed=at, **config.env_options)
 
         played = []
@@ -119,7 +120,7 @@ def play(
     )
 
 
-class _Film:
+class _Recorder:
     """Frames with a line above them: the task, the step, and the return so far."""
 
     def __init__(self, writer: Mp4Writer, title: str) -> None:
@@ -130,12 +131,12 @@ class _Film:
         self._writer.add(labelled(enlarged(frame), line))
 
 
-class _Filmed(Wrapper):
-    """Films the first episode."""
+class _Recorded(Wrapper):
+    """Records the first episode."""
 
-    def __init__(self, env: Wrapper, film: _Film, task: str) -> None:
+    def __init__(self, env: Wrapper, recorder: _Recorder, task: str) -> None:
         super().__init__(env)
-        self._film, self._task = film, task
+        self._recorder, self._task = recorder, task
         self._frame_of = renderer(env)
         self._score = 0.0
         self._over = False
@@ -146,10 +147,10 @@ class _Filmed(Wrapper):
             frame = self._frame_of(obs)
             if frame is None:
                 raise ConfigError(
-                    f"{self._task} shows no frames, so there is nothing to film: let its factory "
+                    f"{self._task} renders no frames, so there is no video: let its factory "
                     'make it with render_mode="rgb_array", or leave the video out.'
                 )
             self._score += float(obs["reward"])
-            self._film.add(frame, self._score)
+            self._recorder.add(frame, self._score)
         self._over = self._over or bool(obs["is_last"])
         return obs

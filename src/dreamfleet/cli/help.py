@@ -23,7 +23,10 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     ),
     "eval": (
         ("eval runs/gym-CartPole-v1 --episodes 20", "twenty fresh episodes"),
-        ("eval runs/gym-CartPole-v1 --video play.mp4 --json result.json", "filmed, for a table"),
+        (
+            "eval runs/gym-CartPole-v1 --video play.mp4 --json result.json",
+            "a video, and a table",
+        ),
     ),
     "status": (("status runs/gym-CartPole-v1 --follow", "until Ctrl-C"),),
     "plot": (("plot runs/seed-0 runs/seed-1 --out curves.png", "seeds as mean and range"),),

@@ -184,21 +184,21 @@ def _check_outputs(config: RunConfig) -> None:
 
 
 def _evaluate(config: RunConfig, episodes: int, start: float) -> None:
-    """Play the saved policy, and keep what came out and a film of the first episode."""
+    """Play the saved policy, and keep the result and a video of the first episode."""
     policy = Policy.load(config.logdir, agent=config.agent)
-    film = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
+    video = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
     note = ""
     try:
         wanted = "media" in config.outputs
-        result = play(policy, episodes, video=film if wanted else None)
+        result = play(policy, episodes, video=video if wanted else None)
         if wanted:
-            note = f"Film of its first episode: {film}"
+            note = f"Video of its first episode: {video}"
     except Exception as reason:
-        # Whatever keeps it from being filmed, the scores that the training was for are not lost. If
-        # it was not the film, it comes again.
+        # Whatever is wrong with the video, the scores that the training was for are not lost. If it
+        # was not the video, the error comes again.
         result = play(policy, episodes)
         told = reason if isinstance(reason, DreamfleetError) else repr(reason)
-        note = f"It was not filmed: {told}"
+        note = f"There is no video: {told}"
     with (config.logdir / "evaluations.jsonl").open("a") as file:
         seconds = round(time.monotonic() - start, 1)
         file.write(json.dumps({**result.record(), "seconds": seconds}) + "\n")

@@ -144,7 +144,7 @@ def test_every_episode_has_a_seed_of_its_own(
     assert not set(found[2]) & set(found[0])
 
 
-def test_the_first_episode_is_filmed(tmp_path: Path) -> None:
+def test_the_first_episode_is_recorded(tmp_path: Path) -> None:
     video, path = tmp_path / "play.mp4", tmp_path / "result.json"
     run = trained(tmp_path / "run")
     arguments = ["--episodes", "2", "--video", str(video), "--json", str(path)]
@@ -183,7 +183,7 @@ def test_mistakes_are_sentences(
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
-def test_what_shows_no_frames_is_not_filmed(
+def test_without_frames_there_is_no_video(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = "import gymnasium\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
@@ -193,12 +193,12 @@ def test_what_shows_no_frames_is_not_filmed(
     video = tmp_path / "play.mp4"
     run = trained(tmp_path / "run", "unseen_envs:make")
     assert main(["eval", str(run), "--video", str(video)]) == 1
-    assert "shows no frames" in capsys.readouterr().err
+    assert "renders no frames" in capsys.readouterr().err
     assert not video.exists()
 
 
 @pytest.mark.parametrize("failure", ["render", "close"])
-def test_training_keeps_its_evaluation_when_the_film_fails(
+def test_training_keeps_its_evaluation_when_the_video_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -221,7 +221,7 @@ def test_training_keeps_its_evaluation_when_the_film_fails(
     text = capsys.readouterr().out
     assert "Evaluation: mean score" in text
     reason = "It is out of order." if failure == "close" else "OSError('gone')"
-    assert f"It was not filmed: {reason}" in text
+    assert f"There is no video: {reason}" in text
     assert len(json.loads((tmp_path / "evaluations.jsonl").read_text())["returns"]) == 3
 
 
