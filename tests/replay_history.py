@@ -10,9 +10,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from replay_model import batch, check_sequences, step
+from replay_model import InOrder, batch, check_sequences, step
 
-from dreamfleet.replay import Fifo, Replay
+from dreamfleet.replay import Replay
 
 LENGTH, CAPACITY, CHUNK, STREAMS = 5, 150, 8, 4
 WRITER = "writer"
@@ -54,7 +54,7 @@ class History:
 
 
 def open_replay(directory: Path) -> Replay:
-    return Replay(LENGTH, CAPACITY, directory, chunk=CHUNK, selector=Fifo())
+    return Replay(LENGTH, CAPACITY, directory, chunk=CHUNK, selector=InOrder())
 
 
 def add(replay: Replay, history: History, number: int) -> int:

@@ -1,4 +1,4 @@
-"""A replay that is slow and obvious, to hold the real one against: lists of steps."""
+"""A replay that is slow and obvious, to compare the real one with: lists of steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+
+from dreamfleet.replay import Draw, Selector
 
 
 def step(tag: int, stream: int = 0, first: bool = False, last: bool = False) -> dict[str, Any]:
@@ -22,6 +24,13 @@ def step(tag: int, stream: int = 0, first: bool = False, last: bool = False) -> 
 
 def batch(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: np.stack([s[key] for s in steps]) for key in steps[0]}
+
+
+class InOrder(Selector):
+    """Lists the living items from the oldest to the newest."""
+
+    def draw(self, request: Draw) -> Any:
+        return request.low + np.arange(request.count) % (request.high - request.low)
 
 
 class ModelReplay:
@@ -49,7 +58,7 @@ class ModelReplay:
 
 
 def check_sequences(data: dict[str, Any], length: int) -> list[tuple[int, ...]]:
-    """That a sampled batch is made of whole steps of one stream each; returns the tags."""
+    """Check that a sampled batch is made of whole steps of one stream each; returns the tags."""
     assert data["tag"].shape[1] == length
     assert all(array.flags.c_contiguous for array in data.values())
     np.testing.assert_array_equal(data["vector"], data["tag"][..., None] + np.arange(3))
@@ -59,5 +68,5 @@ def check_sequences(data: dict[str, Any], length: int) -> list[tuple[int, ...]]:
 
 
 def all_items(replay: Any) -> list[tuple[int, ...]]:
-    """Every living item in order, which only a Fifo selector can list."""
+    """Every living item in order; needs the selector `InOrder`."""
     return check_sequences(replay.sample(len(replay), "report"), replay.length)

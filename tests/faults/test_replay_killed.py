@@ -20,7 +20,13 @@ import dreamfleet.replay
 # The modules that change files; stepping through the others would only take longer.
 WRITERS = {
     str(Path(dreamfleet.replay.__file__).parent / name)
-    for name in ("arena.py", "chunkfile.py", "extra.py", "journal.py", "reopen.py", "store.py")
+    for name in (
+        "loading.py",
+        "storage/files.py",
+        "storage/journal.py",
+        "storage/memory.py",
+        "storage/store.py",
+    )
 }
 FILLED = 110
 KILLS = 600

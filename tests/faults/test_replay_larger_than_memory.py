@@ -17,7 +17,7 @@ PROGRAM = """
 import re, resource, sys
 from pathlib import Path
 import numpy as np
-from dreamfleet.replay import Fifo, Replay, StorageFullError
+from dreamfleet.replay import Replay, Selector, StorageFullError
 
 STEPS, WIDTH, MORE, LENGTH = 4096, 65536, 48 << 20, 4
 directory = sys.argv[1] or None
@@ -42,8 +42,18 @@ def check(replay, first, last):
     assert seen == list(range(first, last - LENGTH + 1)), (seen[0], seen[-1])
 
 
+class OldestFirst(Selector):
+    def __init__(self):
+        self.next = 0
+
+    def draw(self, request):
+        numbers = (self.next + np.arange(request.count)) % (request.high - request.low)
+        self.next = int(numbers[-1]) + 1
+        return request.low + numbers
+
+
 def open_replay():
-    return Replay(LENGTH, 10**6, directory, chunk=64, online=False, selector=Fifo())
+    return Replay(LENGTH, 10**6, directory, chunk=64, online=False, selector=OldestFirst())
 
 
 allowed = status("VmData") + MORE

@@ -80,7 +80,7 @@ class Line(EpisodicEnv):
 def train(agent: Agent, steps: int) -> None:
     """The loop that the fleet spreads over processes, in a few lines."""
     envs = [Line(seed) for seed in range(ENVS)]
-    replay = Replay(Stream.window(LENGTH, context=1), 10_000)
+    replay = Replay(LENGTH + 1, 10_000)
     stream = Stream(lambda: replay.sample(BATCH), LENGTH, context=1)
     carry, learning = agent.init_policy(ENVS), agent.init_train(BATCH)
     actions: list[Any] = [noop(env.act_space) for env in envs]

@@ -1,11 +1,15 @@
 """The replay: inserts, samples, updates, growth, overhead, reopening.
 
+Everything is called as a run calls it: numbered batches, a `Stream` over `sample`, a selector made
+from the settings, and states (with priorities, if they are used) written back.
+
 The reference figures were measured on a machine whose memcpy ran at 24 GB/s. They are scaled by
 the memcpy rate measured around each figure here, so that `ratio` compares like with like.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -22,7 +26,7 @@ import numpy as np
 import psutil
 
 from dreamfleet.benchmarks.report import Row, compare
-from dreamfleet.replay import Prioritized, Replay, Uniform
+from dreamfleet.replay import Fractions, Replay, ReplayConfig, Stream, make_selector
 
 REFERENCE_MEMCPY = 24.0
 PEER = "reference x memcpy/24"
@@ -104,7 +108,8 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
         while replay.stats()["online_queue"]:
             replay.sample(BATCH)
         repeats = 30 if quick else 300
-        sampled = median(_times(partial(replay.sample, BATCH), repeats))
+        batches = Stream(partial(replay.sample, BATCH), LENGTH - 1, context=1)
+        sampled = median(_times(partial(next, batches), repeats))
         memcpy.measure()
         data = replay.sample(BATCH)
         keys = ("stepid", "dyn/deter", "dyn/stoch")
@@ -147,11 +152,14 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
     if large * step_bytes > psutil.virtual_memory().available / 2:
         one, bulk = ({"vector": batch["vector"]} for batch in (one, bulk))
         step_bytes = bulk["vector"][0].nbytes
+    priorities = np.random.default_rng(0).random((BATCH, LENGTH))
+    seq = itertools.count()
     replays = {}
     overhead = 0.0
     for size in (small, large):
         before = psutil.Process().memory_info().rss
-        selector = Prioritized() if prioritized else Uniform()
+        fractions = Fractions(uniform=0.0, priority=1.0) if prioritized else Fractions()
+        selector = make_selector(ReplayConfig(fractions=fractions))
         replay = replays[size] = Replay(LENGTH, size, online=False, selector=selector)
         while len(replay) < size:
             replay.add_batch(bulk, names)
@@ -161,12 +169,14 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
     for _ in range(3 if quick else 30):
         memcpy.measure()
         for size, replay in replays.items():
-            times["insert", size] += _times(partial(replay.add_batch, one, streams), 100)
-            times["sample", size] += _times(partial(replay.sample, BATCH), 20)
-            if prioritized:
-                update = {"stepid": replay.sample(BATCH)["stepid"]}
-                update["priority"] = np.random.default_rng(0).random((BATCH, LENGTH))
-                times["update", size] += _times(partial(replay.update, update), 1)
+            insert = partial(replay.add_batch, one, streams, "bench")
+            times["insert", size] += [_times(partial(insert, next(seq)), 1)[0] for _ in range(100)]
+            # A prioritised replay is asked in turns, because each sample sets priorities to 0.
+            for _ in range(20):
+                times["sample", size] += _times(partial(replay.sample, BATCH), 1)
+                if prioritized:
+                    update = {"stepid": replay.sample(BATCH)["stepid"], "priority": priorities}
+                    times["update", size] += _times(partial(replay.update, update), 1)
     for replay in replays.values():
         replay.close()
     note = f"{large:,} items of {step_bytes} bytes a step, {memcpy.note}"

@@ -24,7 +24,7 @@ from dreamfleet.metrics import (
     TensorBoardOutput,
     WandbOutput,
 )
-from dreamfleet.replay import Replay, Stream
+from dreamfleet.replay import Replay, Stream, make_selector
 
 
 def factories(config: RunConfig) -> dict[str, Callable[..., Any]]:
@@ -67,6 +67,7 @@ def replay(config: RunConfig, name: str) -> Replay:
         config.logdir / name,
         chunk=config.replay.chunk,
         online=config.replay.online,
+        selector=make_selector(config.replay) if name == "replay" else None,
         seed=config.seed,
         max_bytes=config.replay.max_bytes,
     )

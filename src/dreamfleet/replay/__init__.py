@@ -1,7 +1,7 @@
 """The replay: memory-mapped, larger than RAM, loses nothing it acknowledged, rate-limited.
 
-`Replay` stores steps and hands out sequences; a selector decides which; `SamplesPerInsert` keeps
-writers and samplers in step; `Stream` cuts sequences into training batches.
+`Replay` stores steps and samples sequences; a selector chooses which; `SamplesPerInsert` keeps
+collecting and training in step; `Stream` cuts sequences into training batches.
 
 The larger parts are looked up on first use: every process reads `ReplayConfig`, few need a replay.
 """
@@ -24,27 +24,24 @@ from dreamfleet.replay.errors import (
 )
 
 if typing.TYPE_CHECKING:
-    from dreamfleet.replay.forecast import Forecast
-    from dreamfleet.replay.limiter import SamplesPerInsert, TrainRatio
+    from dreamfleet.replay.limiter import SamplesPerInsert
     from dreamfleet.replay.replay import Replay
     from dreamfleet.replay.selectors import (
         Draw,
-        Fifo,
         Mixture,
         Prioritized,
         Recency,
         Selector,
-        SimpleSelector,
         Uniform,
+        make_selector,
     )
     from dreamfleet.replay.stream import Stream
+    from dreamfleet.replay.table import SizeEstimate
 
 __all__ = [
     "BatchOrderError",
     "DirectoryInUseError",
     "Draw",
-    "Fifo",
-    "Forecast",
     "Fractions",
     "Mixture",
     "NotEnoughDataError",
@@ -59,29 +56,31 @@ __all__ = [
     "SamplesPerInsert",
     "SchemaError",
     "Selector",
-    "SimpleSelector",
+    "SizeEstimate",
     "StorageFullError",
     "Stream",
-    "TrainRatio",
     "Uniform",
+    "make_selector",
 ]
 
 _LATER = {
-    "forecast": ("Forecast",),
-    "limiter": ("SamplesPerInsert", "TrainRatio"),
-    "replay": ("Replay",),
-    "selectors": (
-        *("Draw", "Fifo", "Mixture", "Prioritized", "Recency", "Selector", "SimpleSelector"),
-        "Uniform",
-    ),
-    "stream": ("Stream",),
+    "Draw": "selectors",
+    "Mixture": "selectors",
+    "Prioritized": "selectors",
+    "Recency": "selectors",
+    "Replay": "replay",
+    "SamplesPerInsert": "limiter",
+    "Selector": "selectors",
+    "SizeEstimate": "table",
+    "Stream": "stream",
+    "Uniform": "selectors",
+    "make_selector": "selectors",
 }
-"""Names by the module that holds them."""
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _LATER.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_LATER[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value

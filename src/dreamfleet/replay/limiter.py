@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay.errors import RateLimitedError
@@ -38,9 +38,9 @@ class SamplesPerInsert:
             )
         if ratio > 0 and tolerance <= 0:
             raise ConfigError(
-                f"tolerance={tolerance} with ratio={ratio} must deadlock: inserts wait for avail < "
-                f"{tolerance * ratio:g} while samples wait for avail > {-tolerance:g}. "
-                "Make the tolerance positive; four times the batch size is a good value."
+                f"tolerance={tolerance} with ratio={ratio} must deadlock: inserts and samples "
+                "would wait for each other. Make the tolerance positive; four times the batch size "
+                "is a good value."
             )
         self.ratio = ratio
         self.tolerance = tolerance
@@ -73,7 +73,8 @@ class SamplesPerInsert:
     def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
         """Wait until inserting is allowed, then count it; `RateLimitedError` after `timeout`."""
         with self._changed:
-            self._wait(self.can_insert, timeout, lambda: self._why_no_insert(who, timeout))
+            if not self._changed.wait_for(self.can_insert, timeout):
+                raise self._no_insert(who)
             earning = max(0, min(count, self._size + count - self.minsize + 1))
             self._size += count
             self._avail += self.ratio * earning
@@ -82,7 +83,8 @@ class SamplesPerInsert:
     def sample(self, count: int = 1, timeout: float | None = None, who: str = "sampler") -> None:
         """Wait until sampling is allowed, then count it; `RateLimitedError` after `timeout`."""
         with self._changed:
-            self._wait(self.can_sample, timeout, lambda: self._why_no_sample(who, timeout))
+            if not self._changed.wait_for(self.can_sample, timeout):
+                raise self._no_sample(who)
             self._avail -= count
             self._changed.notify_all()
 
@@ -120,59 +122,24 @@ class SamplesPerInsert:
         self._size, self._avail = size, avail
         self._changed.notify_all()
 
-    def _wait(
-        self, allowed: Callable[[], bool], timeout: float | None, why: Callable[[], str]
-    ) -> None:
-        if not self._changed.wait_for(allowed, timeout):
-            raise RateLimitedError(why())
-
-    def _why_no_insert(self, who: str, timeout: float | None) -> str:
-        bound = self.tolerance * self.ratio
-        return (
-            f"{who} waited {timeout:g} s to insert: the sampler is behind and has to take "
-            f"{math.floor(self._avail - bound) + 1} more sequences first (avail {self._avail:g}, "
-            f"inserts need it below {bound:g})."
+    def _no_insert(self, who: str) -> RateLimitedError:
+        missing = math.floor(self._avail - self.tolerance * self.ratio) + 1
+        return RateLimitedError(
+            f"{who} is ahead of training and waits until {missing} more "
+            + ("sequence is sampled." if missing == 1 else "sequences are sampled."),
+            who=who,
+            missing=missing,
+            unit="sequences",
         )
 
-    def _why_no_sample(self, who: str, timeout: float | None) -> str:
+    def _no_sample(self, who: str) -> RateLimitedError:
         if self._size < self.minsize:
-            return (
-                f"{who} waited {timeout:g} s to sample: the writers have inserted {self._size} of "
-                f"the {self.minsize} steps that have to come first."
+            missing = self.minsize - self._size
+            text = (
+                f"{who} waits for the first steps: {self._size} of {self.minsize} were collected."
             )
-        missing = (-self.tolerance - self._avail) / self.ratio
-        return (
-            f"{who} waited {timeout:g} s to sample: the writers are behind and have to insert "
-            f"{math.floor(missing) + 1} more steps first (avail {self._avail:g}, samples need it "
-            f"above {-self.tolerance:g})."
-        )
-
-
-class TrainRatio:
-    """How many updates are due after a step, in a loop that does both in turn.
-
-    `per_step` is updates a step: `train_ratio / (batch_size * batch_length)`. The first question
-    is answered with 1; later ones with what has come due since, fractions carried over.
-    """
-
-    def __init__(self, per_step: float) -> None:
-        if not per_step >= 0:
-            raise ConfigError(f"Updates per step cannot be {per_step}.")
-        self.per_step = per_step
-        self._paid: float | None = None
-
-    def __call__(self, step: int) -> int:
-        if self.per_step == 0:
-            return 0
-        if self._paid is None:
-            self._paid = float(step)
-            return 1
-        due = math.floor((step - self._paid) * self.per_step)
-        self._paid += due / self.per_step
-        return due
-
-    def save(self) -> dict[str, float]:
-        return {} if self._paid is None else {"paid": self._paid}
-
-    def load(self, state: Mapping[str, float]) -> None:
-        self._paid = float(state["paid"]) if "paid" in state else None
+        else:
+            missing = math.floor((-self.tolerance - self._avail) / self.ratio) + 1
+            steps = "step" if missing == 1 else "steps"
+            text = f"{who} is ahead of collecting and waits for {missing} more {steps}."
+        return RateLimitedError(text, who=who, missing=missing, unit="steps")

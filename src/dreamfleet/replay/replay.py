@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay import directory as directories
-from dreamfleet.replay import extra
-from dreamfleet.replay import forecast as forecasts
-from dreamfleet.replay.annotations import annotate
-from dreamfleet.replay.checks import (
+from dreamfleet.replay import loading
+from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
+from dreamfleet.replay.schema import (
+    STEPID,
+    STEPID_BYTES,
+    Schema,
+    StreamId,
     check_flags,
     check_rows,
     check_steps,
@@ -24,18 +26,10 @@ from dreamfleet.replay.checks import (
     stream_names,
     update_values,
 )
-from dreamfleet.replay.chunkfile import StreamId
-from dreamfleet.replay.directory import DirectoryLock
-from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
-from dreamfleet.replay.forecast import Forecast
-from dreamfleet.replay.journal import Journal, Source
-from dreamfleet.replay.readers import Readers
-from dreamfleet.replay.reopen import restore
-from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
-from dreamfleet.replay.state import load_position, load_rng, save_position, save_rng
-from dreamfleet.replay.statistics import Statistics
-from dreamfleet.replay.table import Table
+from dreamfleet.replay.storage.files import DirectoryLock, remove_partial, scan
+from dreamfleet.replay.storage.journal import Journal, Source
+from dreamfleet.replay.table import SizeEstimate, Table
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +52,7 @@ class Replay:
         directory: Where chunk files live. One replay at a time may have it open.
         chunk: Steps in a chunk file. A directory that has chunks already keeps their size.
         online: Whether training samples get each fresh, non-overlapping sequence once, first.
-        selector: How sequences are chosen otherwise; uniformly if not given.
+        selector: How sequences are chosen otherwise; uniformly if not given. See `make_selector`.
         seed: Of the draws.
         max_bytes: Bound on the chunks' bytes; the oldest sequences leave when it is reached.
     """
@@ -90,8 +84,8 @@ class Replay:
         self._selector = selector or Uniform()
         self._rngs = {m: np.random.default_rng([seed, n]) for n, m in enumerate(_MODES)}
         self._lock = threading.RLock()
-        self._readers = Readers()
-        self._statistics = Statistics()
+        self._readers = _Readers()
+        self._statistics = _Statistics()
         self._table: Table | None = None
         self._streams_warned = 0
         self._closed = False
@@ -188,7 +182,7 @@ class Replay:
             data = table.store.gather(pieces, batch, self.length)
         finally:
             self._readers.leave()
-        annotate(data)
+        _annotate(data)
         return data
 
     def update(self, data: Mapping[str, Any]) -> int:
@@ -222,12 +216,11 @@ class Replay:
             self._readers.wait_until_none()
             table.store.scatter(runs, values)
             if priority is not None and table.priorities:
-                items = table.items
-                table.priorities.update(runs, priority, items.low, items.high)
+                table.priorities.update(runs, priority)
             return here
 
     def load_directory(self, directory: str | Path) -> int:
-        """Copy the steps of another run's replay in, as extra data; returns how many.
+        """Copy the steps of another run's replay in; returns how many.
 
         The other directory is only read and may be in use. Loading it again adds what is new.
         """
@@ -236,7 +229,7 @@ class Replay:
             self._check_open()
             if self.directory and path.resolve() == self.directory.resolve():
                 raise ReplayError(f"{path} is the replay's own directory: it is loaded already.")
-            other = extra.look(path, self._journal)
+            other = loading.look(path, self._journal)
             self.skipped_files |= other.skipped
             if not other.found:
                 return 0
@@ -244,7 +237,7 @@ class Replay:
                 info = other.found[0].info
                 self.chunk = info.steps
                 self._table = self._make_table(info.schema, info.steps)
-            added = extra.adopt(self._table, other)
+            added = loading.copy_in(self._table, other)
             self._warn()
             return added
 
@@ -254,9 +247,9 @@ class Replay:
         with self._lock:
             self._check_open()
             state: dict[str, NDArray[Any]] = dict(self._statistics.save())
-            state |= {f"rng/{mode}": save_rng(rng) for mode, rng in self._rngs.items()}
+            state |= {f"rng/{mode}": _save_rng(rng) for mode, rng in self._rngs.items()}
             if self._table:
-                state |= save_position(self._table, self._selector)
+                state |= self._table.save_position()
             return state
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -267,10 +260,10 @@ class Replay:
         with self._lock:
             self._check_open()
             for mode in _MODES:
-                load_rng(self._rngs[mode], state[f"rng/{mode}"])
+                _load_rng(self._rngs[mode], state[f"rng/{mode}"])
             self._statistics.load(state)
             if self._table:
-                load_position(self._table, self._selector, state)
+                self._table.load_position(state)
 
     def stats(self) -> dict[str, float]:
         """Counts since the replay was opened, and sizes now; `ticks` are all steps that ever came
@@ -291,21 +284,10 @@ class Replay:
                 **self._statistics.summary(self.length),
             }
 
-    def forecast(self) -> Forecast | None:
+    def size_when_full(self) -> SizeEstimate | None:
         """Bytes of RAM and disk at full capacity; None before the first step is known."""
         with self._lock:
-            if self._table is None:
-                return None
-            store = self._table.store
-            return forecasts.forecast(
-                self.capacity,
-                self.length,
-                len(self._table.chains.streams),
-                store,
-                self.directory is not None,
-                self.max_bytes,
-                self._table.priorities is not None,
-            )
+            return self._table.size_when_full() if self._table else None
 
     def sync(self) -> None:
         """Have everything on the disk itself, so that it survives the machine going down.
@@ -340,12 +322,9 @@ class Replay:
     def _draw(self, table: Table, batch: int, mode: Mode) -> NDArray[np.int64]:
         train = mode == "train"
         items = table.items
-        if table.priorities:
-            table.priorities.catch_up(items)
         fresh = items.take_online(batch) if train and self.online else []
-        if fresh:
-            for selector in self._selector.prioritized:
-                selector.taken(np.array(fresh, np.int64), items.low, items.high)
+        if fresh and table.priorities:
+            table.priorities.taken(np.array(fresh, np.int64))
         drawn = self._selector.draw(
             Draw(self._rngs[mode], batch - len(fresh), items.low, items.high, consume=train)
         )
@@ -379,9 +358,9 @@ class Replay:
         )
 
     def _open(self, path: Path) -> None:
-        directories.remove_partial(path)
+        remove_partial(path)
         journal = self._journal
-        contents = directories.scan(path, None if journal.is_new else journal.id)
+        contents = scan(path, None if journal.is_new else journal.id)
         self.skipped_files = contents.skipped
         if contents.found:
             info = contents.found[0].info
@@ -389,17 +368,15 @@ class Replay:
             if journal.is_new:
                 journal.identify(info.run)
             self._table = self._make_table(info.schema, info.steps, len(contents.found))
-            self.skipped_files |= restore(self._table, contents.found)
+            self.skipped_files |= loading.reopen(self._table, contents.found)
             self._warn()
         if journal.is_new:
             journal.begin(0)
 
     def _warn(self) -> None:
-        expected = self.forecast()
-        if expected is not None and self._table is not None:
-            store, self._streams_warned = self._table.store, len(self._table.chains.streams)
-            problems = forecasts.limits(self.capacity, self._streams_warned, store, self.max_bytes)
-            for problem in problems + expected.shortages(self.directory, self._table.data_bytes):
+        if self._table is not None:
+            self._streams_warned = len(self._table.chains.streams)
+            for problem in self._table.shortages():
                 log.warning(problem)
 
     def _check_open(self) -> None:
@@ -409,3 +386,98 @@ class Replay:
     def _unlock(self) -> None:
         if self._directory_lock:
             self._directory_lock.release()
+
+
+def _annotate(data: dict[str, NDArray[Any]]) -> None:
+    """A sequence begins with a first step, and an episode cut short ends where the next begins."""
+    first, last = data.get("is_first"), data.get("is_last")
+    if first is not None:
+        if last is not None:
+            last[:, :-1] |= first[:, 1:]
+        first[:, 0] = True
+
+
+class _Readers:
+    """Lets samples copy without the replay's lock, while changes to stored bytes wait for them.
+
+    `enter` and `wait_until_none` are called with the replay's lock held, so nobody can enter while
+    somebody waits, and the wait is as long as one copy.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def enter(self) -> None:
+        with self._changed:
+            self._count += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._count -= 1
+            if not self._count:
+                self._changed.notify_all()
+
+    def wait_until_none(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._count)
+
+
+_RECENT = 1024
+_COUNTERS = ("inserts", "samples", "updates", "skipped_updates")
+
+
+class _Statistics:
+    """What happened since the replay was opened."""
+
+    def __init__(self) -> None:
+        self.inserts = 0
+        self.samples = 0
+        self.updates = 0
+        self.skipped_updates = 0
+        self._ages = np.zeros(_RECENT, np.int64)
+        self._aged = 0
+
+    def sampled(self, ages: NDArray[np.int64]) -> None:
+        """Sequences were sampled; a sequence's age is counted in sequences added since."""
+        newest = ages[-_RECENT:]
+        self._ages[(self._aged + np.arange(len(newest))) % _RECENT] = newest
+        self._aged += len(newest)
+        self.samples += len(ages)
+
+    def save(self) -> dict[str, NDArray[np.int64]]:
+        return {f"count/{name}": np.array(getattr(self, name), np.int64) for name in _COUNTERS}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, int(state[f"count/{name}"]))
+
+    def summary(self, length: int) -> dict[str, float]:
+        recent = self._ages[: min(self._aged, _RECENT)]
+        return {
+            **{name: getattr(self, name) for name in _COUNTERS},
+            "replay_ratio": self.samples * length / max(1, self.inserts),
+            "sample_age_mean": float(recent.mean()) if len(recent) else 0.0,
+            "sample_age_max": float(recent.max(initial=0)),
+        }
+
+
+_WORD = (1 << 64) - 1
+
+
+def _save_rng(rng: np.random.Generator) -> NDArray[np.uint64]:
+    """The state of a PCG64 generator as six words."""
+    state: Any = rng.bit_generator.state
+    big, step = state["state"]["state"], state["state"]["inc"]
+    words = [big & _WORD, big >> 64, step & _WORD, step >> 64]
+    return np.array([*words, state["has_uint32"], state["uinteger"]], np.uint64)
+
+
+def _load_rng(rng: np.random.Generator, words: Any) -> None:
+    low, high, step_low, step_high, has_half, half = (int(word) for word in words)
+    rng.bit_generator.state = {
+        "bit_generator": "PCG64",
+        "state": {"state": high << 64 | low, "inc": step_high << 64 | step_low},
+        "has_uint32": has_half,
+        "uinteger": half,
+    }

@@ -1,4 +1,4 @@
-"""Which items a batch is made of.
+"""Which sequences a batch is made of.
 
 A selector draws item numbers from the living range `[low, high)`: `high - 1` is the newest item.
 Items are only ever added at the high end and removed at the low end, so a removed item can never
@@ -7,17 +7,44 @@ be drawn. A draw that does not consume (report, eval) leaves the selector as it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import pairwise
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay.sumtree import Floats, SumTree
+from dreamfleet.replay.config import ReplayConfig
+from dreamfleet.replay.index import SLACK, Items
+from dreamfleet.replay.storage.store import Ints, Piece, Store
 
-Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_NO_ITEM = -1
+_LARGEST = np.finfo(np.float32).max
+
+
+def make_selector(config: ReplayConfig) -> Selector:
+    """The selector that a run's settings describe."""
+    priority = config.priority
+    parts: list[tuple[float, Selector]] = [
+        (config.fractions.uniform, Uniform()),
+        (
+            config.fractions.priority,
+            Prioritized(
+                priority.exponent,
+                priority.max_fraction,
+                math.inf if priority.initial is None else priority.initial,
+                priority.zero_on_sample,
+            ),
+        ),
+        (config.fractions.recency, Recency(config.recency_exponent)),
+    ]
+    used = [(selector, fraction) for fraction, selector in parts if fraction > 0]
+    return used[0][0] if len(used) == 1 else Mixture(*used)
 
 
 @dataclass(frozen=True)
@@ -31,78 +58,31 @@ class Draw:
     consume: bool
 
 
-class Selector(Protocol):
-    """How items are chosen. Subclasses of `SimpleSelector` only need `draw`."""
+class Selector(ABC):
+    """How items are chosen. Most subclasses only need `draw`."""
 
+    @abstractmethod
     def draw(self, request: Draw) -> Ints:
         """As many item numbers as requested, possibly with repeats."""
-        ...
 
-    def bind(self, size: int) -> None:
-        """Called once, before anything else: at most `size` items live at a time."""
-        ...
+    def bind(self, store: Store, items: Items, length: int) -> None:  # noqa: B027 - optional
+        """Called once, before anything else: the steps and items of the replay."""
 
     @property
-    def prioritized(self) -> Sequence[Prioritized]:
-        """The selectors in this one that follow priorities."""
-        ...
-
-    def save(self) -> dict[str, int]:
-        """What must survive a restart: item numbers, by name."""
-        ...
-
-    def load(self, state: Mapping[str, int], shift: int) -> None:
-        """Restore what `save` returned; `shift` is how far item numbers have moved since."""
-        ...
+    def prioritized(self) -> Prioritized | None:
+        """The selector in this one that follows priorities."""
+        return None
 
 
-class SimpleSelector:
-    """What a selector without state of its own answers."""
-
-    def bind(self, size: int) -> None:
-        """Nothing depends on the size."""
-
-    @property
-    def prioritized(self) -> Sequence[Prioritized]:
-        return ()
-
-    def save(self) -> dict[str, int]:
-        return {}
-
-    def load(self, state: Mapping[str, int], shift: int) -> None:
-        """There is nothing to restore."""
-
-
-class Uniform(SimpleSelector):
+class Uniform(Selector):
     """Every living item is equally likely."""
 
     def draw(self, request: Draw) -> Ints:
         return request.rng.integers(request.low, request.high, request.count)
 
 
-class Fifo(SimpleSelector):
-    """Oldest first, each item once; after the newest it starts over with the oldest."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def draw(self, request: Draw) -> Ints:
-        low, high = request.low, request.high
-        first = self._next if low <= self._next < high else low
-        numbers = low + (first - low + np.arange(request.count)) % (high - low)
-        if request.consume and request.count:
-            self._next = int(numbers[-1]) + 1
-        return numbers
-
-    def save(self) -> dict[str, int]:
-        return {"next": self._next}
-
-    def load(self, state: Mapping[str, int], shift: int) -> None:
-        self._next = state.get("next", 0) + shift
-
-
-class Recency(SimpleSelector):
-    """The k-th newest item has a weight of `k ** -exponent`."""
+class Recency(Selector):
+    """An item with n newer ones has the weight `1 / (n + 1) ** exponent`."""
 
     def __init__(self, exponent: float = 1.0) -> None:
         if not 0 <= exponent < np.inf:
@@ -113,103 +93,14 @@ class Recency(SimpleSelector):
     def draw(self, request: Draw) -> Ints:
         living = request.high - request.low
         if living > len(self._sums):
-            ages = np.arange(1, max(1024, 2 * living) + 1, dtype=np.float64)
-            self._sums = np.cumsum(ages**-self.exponent)
+            ages = np.arange(max(1024, 2 * living), dtype=np.float64)
+            self._sums = np.cumsum((ages + 1) ** -self.exponent)
         targets = request.rng.random(request.count) * self._sums[living - 1]
         ages = np.searchsorted(self._sums[:living], targets, side="right")
         return np.asarray(request.high - 1 - np.minimum(ages, living - 1), np.int64)
 
 
-class Prioritized(SimpleSelector):
-    """In proportion to priority: an item's is made of those of its steps.
-
-    `(max_fraction * max + (1 - max_fraction) * mean) ** exponent` over the steps of the item.
-    Steps start with `initial` and change through `Replay.update`. With `zero_on_sample` an item
-    drawn for training drops to zero until one of its steps is updated. When everything is zero the
-    draw is uniform.
-    """
-
-    def __init__(
-        self,
-        exponent: float = 0.8,
-        initial: float = 1.0,
-        max_fraction: float = 0.0,
-        zero_on_sample: bool = False,
-    ) -> None:
-        if not (0 <= exponent < np.inf and 0 <= initial < np.inf and 0 <= max_fraction <= 1):
-            raise ConfigError(
-                "Prioritized needs a finite exponent >= 0, a finite initial >= 0 and max_fraction "
-                f"between 0 and 1, not {exponent}, {initial} and {max_fraction}."
-            )
-        self.exponent = exponent
-        self.initial = initial
-        self.max_fraction = max_fraction
-        self.zero_on_sample = zero_on_sample
-        self._size = 1
-        self._tree = SumTree(1)
-        self._low = self._high = 0
-
-    @property
-    def prioritized(self) -> Sequence[Prioritized]:
-        return (self,)
-
-    @property
-    def nbytes(self) -> int:
-        return self._tree.nbytes
-
-    def bind(self, size: int) -> None:
-        self._size, self._tree = size, SumTree(size)
-
-    def draw(self, request: Draw) -> Ints:
-        self._catch_up(request.low, request.high)
-        numbers = np.empty(request.count, np.int64)
-        missing = np.arange(request.count)
-        while len(missing):
-            if not self._tree.total > 0:
-                numbers[missing] = request.rng.integers(request.low, request.high, len(missing))
-                break
-            leaves = self._tree.draw(request.rng.random(len(missing)))
-            numbers[missing] = request.low + (leaves - request.low) % self._size
-            if not (request.consume and self.zero_on_sample):
-                break
-            # What came up twice is drawn again, now that the first of the two has counted.
-            self._tree.set(leaves, 0.0)
-            missing = np.delete(missing, np.unique(leaves, return_index=True)[1])
-        return numbers
-
-    def taken(self, numbers: Ints, low: int, high: int) -> None:
-        """Living items were handed out for training without a draw."""
-        if self.zero_on_sample:
-            self._catch_up(low, high)
-            self._tree.set(numbers % self._size, 0.0)
-
-    def prioritize(self, numbers: Ints, steps: Floats, low: int, high: int) -> None:
-        """Set items from the priorities of their steps, `[item, step]`; those that are not living
-        are passed over."""
-        self._catch_up(low, high)
-        mixed = np.zeros(len(steps))
-        if self.max_fraction > 0:
-            mixed += self.max_fraction * steps.max(1)
-        if self.max_fraction < 1:
-            mixed += (1 - self.max_fraction) * steps.mean(1)
-        living = (numbers >= low) & (numbers < high)
-        self._tree.set(numbers[living] % self._size, mixed[living] ** self.exponent)
-
-    def _catch_up(self, low: int, high: int) -> None:
-        """Clear items that left and give new ones the initial priority.
-
-        Done when somebody asks rather than at every insert: many inserts are then one change.
-        """
-        for first, last, weight in (
-            (max(self._low, low - self._size), low, 0.0),
-            (max(self._high, low), high, self.initial**self.exponent),
-        ):
-            if last > first:
-                self._tree.set(np.arange(first, last) % self._size, weight)
-        self._low, self._high = low, high
-
-
-class Mixture(SimpleSelector):
+class Mixture(Selector):
     """Each draw comes from one of several selectors, with the given probabilities."""
 
     def __init__(self, *parts: tuple[Selector, float]) -> None:
@@ -221,14 +112,18 @@ class Mixture(SimpleSelector):
             )
         self.parts = [selector for selector, _ in parts]
         self.fractions = fractions / fractions.sum()
+        found = [part.prioritized for part in self.parts if part.prioritized is not None]
+        if len(found) > 1:
+            raise ConfigError("A Mixture can hold one Prioritized, not several.")
+        self._prioritized = found[0] if found else None
 
     @property
-    def prioritized(self) -> Sequence[Prioritized]:
-        return [leaf for part in self.parts for leaf in part.prioritized]
+    def prioritized(self) -> Prioritized | None:
+        return self._prioritized
 
-    def bind(self, size: int) -> None:
+    def bind(self, store: Store, items: Items, length: int) -> None:
         for part in self.parts:
-            part.bind(size)
+            part.bind(store, items, length)
 
     def draw(self, request: Draw) -> Ints:
         choice = request.rng.choice(len(self.parts), request.count, p=self.fractions)
@@ -239,15 +134,259 @@ class Mixture(SimpleSelector):
                 numbers[mine] = part.draw(replace(request, count=len(mine)))
         return numbers
 
-    def save(self) -> dict[str, int]:
-        return {
-            f"{which}/{key}": value
-            for which, part in enumerate(self.parts)
-            for key, value in part.save().items()
-        }
 
-    def load(self, state: Mapping[str, int], shift: int) -> None:
-        for which, part in enumerate(self.parts):
-            prefix = f"{which}/"
-            mine = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            part.load(mine, shift)
+class Prioritized(Selector):
+    """In proportion to weights that follow from the priorities p of an item's steps:
+
+        max_fraction * max(p ** exponent) + (1 - max_fraction) * mean(p ** exponent)
+
+    A step that was never trained on has the priority `initial`. If that is infinite, items with
+    such a step are drawn before all others, each of them equally likely. `Replay.update` sets the
+    priorities of steps, which changes every item that holds one of them. With `zero_on_sample` the
+    steps of an item that is sampled for training get the priority 0. When all weights are 0 the
+    draw is uniform.
+    """
+
+    def __init__(
+        self,
+        exponent: float = 0.8,
+        max_fraction: float = 0.5,
+        initial: float = math.inf,
+        zero_on_sample: bool = True,
+    ) -> None:
+        if not (0 <= exponent < np.inf and initial >= 0 and 0 <= max_fraction <= 1):
+            raise ConfigError(
+                "Prioritized needs a finite exponent >= 0, max_fraction between 0 and 1 and "
+                f"initial >= 0, not {exponent}, {max_fraction} and {initial}."
+            )
+        self.exponent = exponent
+        self.max_fraction = max_fraction
+        self.initial = initial
+        self.zero_on_sample = zero_on_sample
+
+    @property
+    def prioritized(self) -> Prioritized:
+        return self
+
+    def bind(self, store: Store, items: Items, length: int) -> None:
+        self._store, self._items, self._length = store, items, length
+        self._size = items.capacity + SLACK
+        self._tree = SumTree(self._size)
+        self._initial = math.inf
+        if self.initial < math.inf or self.exponent == 0:
+            self._initial = float(_powers(np.array([self.initial]), self.exponent)[0])
+        positions = store.slots * store.steps
+        # Zeroed pages take memory only once they are written.
+        self._values = np.zeros(positions, np.float32)
+        self._numbers = np.zeros(positions, np.int64)
+        self._any_set = False
+        self._low = self._high = 0
+
+    def index_bytes(self, chunks: int) -> int:
+        """Memory used with that many chunks."""
+        each = self._values.itemsize + self._numbers.itemsize
+        return chunks * self._store.steps * each + self._tree.nbytes
+
+    def draw(self, request: Draw) -> Ints:
+        self._catch_up()
+        numbers = np.empty(0, np.int64)
+        while len(numbers) < request.count:
+            missing = request.count - len(numbers)
+            if self._tree.total > 0:
+                leaves = self._tree.draw(request.rng.random(missing))
+                drawn = request.low + (leaves - request.low) % self._size
+                if request.consume and self.zero_on_sample:
+                    drawn = drawn[self._one_by_one(drawn, request.rng)]
+                    self.taken(drawn)
+            else:
+                drawn = request.rng.integers(request.low, request.high, missing)
+            numbers = np.concatenate([numbers, drawn]) if len(numbers) else drawn
+        return numbers
+
+    def _one_by_one(self, numbers: Ints, rng: np.random.Generator) -> NDArray[np.bool_]:
+        """Which draws stay, as if each had seen the steps of those before it at 0.
+
+        A draw that shares steps with earlier ones stays with the probability by which they have
+        lowered its weight. This is rejection sampling, so the distribution is exact.
+        """
+        positions = self._positions(numbers)
+        _, first, which = np.unique(positions, return_index=True, return_inverse=True)
+        rows = np.arange(len(numbers))[:, None]
+        kept: NDArray[np.bool_] = (
+            first[which].reshape(positions.shape) // self._length == rows
+        ).all(1)
+        for row in np.flatnonzero(~kept).tolist():
+            steps = self._values[positions[row]].astype(np.float64)
+            zeroed = np.isin(positions[row], positions[:row][kept[:row]])
+            before, now = self._weights(np.stack([steps, np.where(zeroed, 0.0, steps)])).tolist()
+            kept[row] = now == before or rng.random() < now / before
+        return kept
+
+    def taken(self, numbers: Ints) -> None:
+        """Living items were sampled for training."""
+        if self.zero_on_sample:
+            self._catch_up()
+            pieces = self._store.pieces(*self._items.starts(numbers), self._length)
+            self._set(pieces, 0.0)
+
+    def created(self, slot: int) -> None:
+        """A chunk begins in a slot that another may have used before."""
+        chunk = slice(slot * self._store.steps, (slot + 1) * self._store.steps)
+        self._values[chunk] = self._initial
+        self._numbers[chunk] = _NO_ITEM
+
+    def started(self, slots: Ints, indices: Ints, first: int) -> None:
+        """Items with numbers from `first` on start at these steps."""
+        positions = slots * self._store.steps + indices
+        self._numbers[positions] = np.arange(first, first + len(positions))
+
+    def update(self, runs: Sequence[Piece], priorities: NDArray[np.float32]) -> None:
+        """Set the priorities of runs of steps; runs with a slot of -1 are passed over."""
+        here = [run for run in runs if run.slot >= 0]
+        if here:
+            self._catch_up()
+            self._set(here, _powers(priorities, self.exponent))
+
+    def _set(self, runs: Sequence[Piece], powers: NDArray[np.float32] | float) -> None:
+        """Set p ** exponent of runs of steps, and the weights of all living items that hold one."""
+        self._any_set = True
+        for _, at, slot, start, size in runs:
+            first = slot * self._store.steps + start
+            self._values[first : first + size] = (
+                powers if isinstance(powers, float) else powers[at : at + size]
+            )
+        reach = self._length - 1
+        spans = [self._store.span(run.slot, run.start, reach, run.size - 1 + reach) for run in runs]
+        if sum(map(len, spans)) < self._length:
+            return
+        positions = np.concatenate(spans)
+        numbers = self._numbers[positions]
+        # No item starts so late in a span that it would reach into the span that comes next here.
+        for end in np.cumsum([len(span) for span in spans]).tolist():
+            numbers[max(0, end - reach) : end] = _NO_ITEM
+        # An item that two runs share comes twice, with the same weight both times.
+        windows = sliding_window_view(self._values[positions].astype(np.float64), self._length)
+        numbers = numbers[: len(windows)]
+        living = (numbers >= self._low) & (numbers < self._high)
+        self._tree.set(numbers[living] % self._size, self._weights(windows)[living])
+
+    def _catch_up(self) -> None:
+        """Clear items that left and give weights to new ones.
+
+        Done when somebody asks rather than at every insert: many inserts are then one change.
+        """
+        low, high = self._items.low, self._items.high
+        first = max(self._low, low - self._size)
+        if low > first:
+            self._tree.set(np.arange(first, low) % self._size, 0.0)
+        first = max(self._high, low)
+        self._low, self._high = low, high
+        for start in range(first, high, SLACK):
+            numbers = np.arange(start, min(start + SLACK, high))
+            weights: Floats | float = self._initial
+            if self._any_set:
+                steps = self._values[self._positions(numbers)]
+                weights = self._weights(steps.astype(np.float64))
+            self._tree.set(numbers % self._size, weights)
+
+    def _positions(self, numbers: Ints) -> Ints:
+        """Flat positions of the steps of items: `[item, step]`."""
+        slots, indices = self._items.starts(numbers)
+        slots, indices = self._store.walk(
+            np.repeat(slots[:, None], self._length, 1), indices[:, None] + np.arange(self._length)
+        )
+        return slots * self._store.steps + indices
+
+    def _weights(self, powers: Floats) -> Floats:
+        """Weights of items from p ** exponent of their steps, `[item, step]`."""
+        weights = np.zeros(len(powers))
+        if self.max_fraction > 0:
+            weights += self.max_fraction * powers.max(1)
+        if self.max_fraction < 1:
+            weights += (1 - self.max_fraction) * powers.mean(1)
+        return weights
+
+
+def _powers(priorities: NDArray[np.floating], exponent: float) -> NDArray[np.float32]:
+    """p ** exponent of finite priorities, which stay finite."""
+    with np.errstate(over="ignore"):
+        powers = priorities.astype(np.float64) ** exponent
+    return np.minimum(powers, _LARGEST).astype(np.float32)
+
+
+class SumTree:
+    """`size` weights, all zero at first: change some, draw in proportion, both in O(log n).
+
+    The tree is wide rather than binary: a level is then one vectorised step over the whole batch,
+    and two levels of blocks below the root cover two million weights. A draw adds up the root and
+    one block a level for each of its targets, so it is not wider: 128 draws a quarter faster than
+    the wider one before. Sums are always recomputed from the children, never adjusted, so they do
+    not drift.
+
+    While any weight is infinite, only infinite ones are drawn, all with the same probability. They
+    are stored as a number so large that all finite weights together vanish in its rounding: sums of
+    infinities are then exact, and nothing becomes NaN.
+    """
+
+    _WIDTH = 128
+    _ROOT = 512
+    _INFINITE = 2.0**500
+    # Far above the share that finite weights can have beside one infinite weight, far below 1.
+    _LEAST_SHARE = 2.0**-100
+
+    def __init__(self, size: int) -> None:
+        self._levels: list[Floats] = []
+        while not self._levels or size > self._ROOT:
+            size = -(-size // self._WIDTH)
+            self._levels.append(np.zeros((size, self._WIDTH)))
+        self._root = np.zeros(size)
+
+    @property
+    def total(self) -> float:
+        return float(self._root.sum())
+
+    @property
+    def nbytes(self) -> int:
+        return self._root.nbytes + sum(level.nbytes for level in self._levels)
+
+    def set(self, leaves: Ints, weights: Floats | float) -> None:
+        """Set weights below 2 ** 300, or infinite ones."""
+        self._levels[0].reshape(-1)[leaves] = np.minimum(weights, self._INFINITE)
+        for lower, upper in pairwise([*self._levels, self._root]):
+            leaves = _distinct(leaves // self._WIDTH)
+            upper.reshape(-1)[leaves] = lower[leaves].sum(1)
+
+    def draw(self, fractions: Floats) -> Ints:
+        """The leaf at each fraction in [0, 1) of the total; never one of weight zero."""
+        sums = _sums(self._root)
+        rest = self._clip(fractions * sums[-1], sums[-1])
+        nodes: Ints = np.searchsorted(sums[1:], rest, side="right")
+        rest -= sums[nodes]
+        rows = np.arange(len(fractions))
+        for level in reversed(self._levels):
+            sums = _sums(level[nodes])
+            rest = self._clip(rest, sums[:, -1])
+            child = np.argmax(sums[:, 1:] > rest[:, None], 1)
+            rest -= sums[rows, child]
+            nodes = nodes * self._WIDTH + child
+        return nodes
+
+    def _clip(self, rest: Floats, total: Floats) -> Floats:
+        # Rounding may leave a rest beyond the end; the first sum above a rest is there because of
+        # its own weight, which therefore is not zero. A rest of 0 would lead to a finite weight
+        # that comes before the infinite ones.
+        return np.clip(rest, total * self._LEAST_SHARE, np.nextafter(total, 0.0))
+
+
+def _sums(weights: Floats) -> Floats:
+    """What lies before each weight of the last axis, and the total."""
+    sums = np.zeros((*weights.shape[:-1], weights.shape[-1] + 1))
+    np.cumsum(weights, -1, out=sums[..., 1:])
+    return sums
+
+
+def _distinct(blocks: Ints) -> Ints:
+    """Without those that come again at once: most do, and the sum of one may be taken twice."""
+    new = np.ones(len(blocks), np.bool_)
+    np.not_equal(blocks[1:], blocks[:-1], out=new[1:])
+    return blocks[new]

@@ -7,26 +7,35 @@ and only then does anything old leave.
 
 from __future__ import annotations
 
+import json
+import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
-from dreamfleet.replay.chains import Chains, Places
-from dreamfleet.replay.chunkfile import StreamId
 from dreamfleet.replay.errors import StorageFullError
-from dreamfleet.replay.items import SLACK, Items
-from dreamfleet.replay.journal import Journal, Source
-from dreamfleet.replay.priorities import Priorities
-from dreamfleet.replay.schema import Schema
+from dreamfleet.replay.index import SLACK, Chains, Items, Places
+from dreamfleet.replay.schema import Schema, StreamId
 from dreamfleet.replay.selectors import Selector
-from dreamfleet.replay.store import MAX_SLOTS, Ints, Store
+from dreamfleet.replay.storage.journal import Journal, Source
+from dreamfleet.replay.storage.store import MAX_SLOTS, Ints, Store
 
 _SPARE_SLOTS = 4096
 _LEAST_PATIENCE = 1024
+_INDEX_BYTES_PER_ITEM = 8
+_PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4
+
+
+class SizeEstimate(NamedTuple):
+    """Bytes that a replay takes at full capacity."""
+
+    ram: int
+    disk: int
 
 
 class Table:
@@ -59,10 +68,8 @@ class Table:
         self._swept = 0
         self.journal = journal
         self._before_release = before_release
-        selector.bind(capacity + SLACK)
-        self.priorities = (
-            Priorities(self.store, length, selector.prioritized) if selector.prioritized else None
-        )
+        selector.bind(self.store, self.items, length)
+        self.priorities = selector.prioritized
 
     @property
     def data_bytes(self) -> int:
@@ -70,7 +77,7 @@ class Table:
 
     @property
     def index_bytes(self) -> int:
-        """Memory used beside the steps themselves."""
+        """Memory used in addition to the steps themselves."""
         return (
             self.store.index_bytes
             + self.chains.index_bytes
@@ -92,7 +99,7 @@ class Table:
         """Add one step for each row, all of them or, when anything goes wrong, none."""
         chains, ranks = self.chains.lookup(streams)
         self.make_room(lambda gone: self.chains.chunks_needed(chains, ranks, gone))
-        # Some of the streams may have lost their steps to make room, and start a chain anew.
+        # Some of the streams may have lost their steps to make room, and start a new chain.
         chains, ranks = self.chains.lookup(streams)
         places = self.chains.place(chains, ranks)
         last = self.journal.committed + len(streams)
@@ -226,11 +233,110 @@ class Table:
     def _why_full(self, chunks: int, pinned: int) -> str:
         if self.max_bytes is None:
             return (
-                f"The replay has no place for {chunks} more chunks beside {pinned}: "
+                f"The replay has no place for {chunks} more chunks in addition to {pinned}: "
                 f"raise `chunk` ({self.store.steps} steps) or lower the number of streams."
             )
         return (
             f"max_bytes={self.max_bytes:,} has no room for {chunks} more chunks of "
-            f"{self.store.chunk_bytes:,} bytes beside the {pinned} that streams are "
+            f"{self.store.chunk_bytes:,} bytes in addition to the {pinned} that streams are "
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )
+
+    def size_when_full(self) -> SizeEstimate:
+        """Bytes of RAM and disk at full capacity.
+
+        In addition to the chunks for all items, each stream has a first chunk that is partly used,
+        the one it writes, and those that only the end of an item reaches into.
+        """
+        store, capacity = self.store, self.items.capacity
+        partly_used = len(self.chains.streams) * (2 + (self.length - 1) // store.steps)
+        data = (-(-capacity // store.steps) + partly_used) * store.chunk_bytes
+        if self.max_bytes is not None:
+            data = min(data, self.max_bytes)
+        index = capacity * (
+            _INDEX_BYTES_PER_ITEM + (_PRIORITY_BYTES_PER_ITEM if self.priorities else 0)
+        )
+        if store.directory is None:
+            return SizeEstimate(ram=index + data, disk=0)
+        return SizeEstimate(ram=index, disk=data)
+
+    def shortages(self) -> list[str]:
+        """One sentence for each bound, or resource of the machine, that is too small for the
+        capacity."""
+        store, capacity, streams = self.store, self.items.capacity, len(self.chains.streams)
+        full, problems = self.size_when_full(), []
+        most, most_bytes = store.slots * store.steps, store.slots * store.chunk_bytes
+        if capacity > most and (self.max_bytes is None or self.max_bytes > most_bytes):
+            problems.append(
+                f"The replay can hold about {most:,} sequences in {store.slots:,} chunks, not its "
+                f"capacity of {capacity:,}: lower it, or raise `chunk` ({store.steps} steps) where "
+                "chunks are small."
+            )
+        if self.max_bytes is not None and self.max_bytes < 2 * streams * store.chunk_bytes:
+            problems.append(
+                f"max_bytes={self.max_bytes:,} holds fewer than two chunks of "
+                f"{store.chunk_bytes:,} bytes for each of {streams} streams, so few sequences will "
+                f"last: raise max_bytes, or lower `chunk` ({store.steps} steps)."
+            )
+        on_disk = store.directory is not None
+        free = psutil.virtual_memory().available + (0 if on_disk else self.data_bytes)
+        if full.ram > free:
+            problems.append(
+                f"The replay needs {_readable(full.ram)} of memory when full, but the machine has "
+                f"{_readable(free)} free: lower its capacity"
+                + ("." if on_disk else ", or give it a directory.")
+            )
+        if store.directory is not None:
+            try:
+                free = shutil.disk_usage(store.directory).free + self.data_bytes
+            except FileNotFoundError:
+                return problems  # Whoever writes next is told that the directory is gone.
+            if full.disk > free:
+                problems.append(
+                    f"The replay needs {_readable(full.disk)} of disk when full, but "
+                    f"{store.directory} has {_readable(free)} free: lower its capacity or set "
+                    "max_bytes."
+                )
+        return problems
+
+    def save_position(self) -> dict[str, NDArray[Any]]:
+        """The online queue, and how far each stream's online windows are.
+
+        Items get other numbers when a directory is opened again. The anchor tells by how much: the
+        number that the next item had when a certain tick was the newest.
+        """
+        streams = self.chains.streams
+        names = json.dumps(list(streams)).encode()
+        return {
+            "anchor": np.array([self.journal.committed, self.items.high], np.int64),
+            "online/queue": np.array(self.items.online, np.int64),
+            "online/streams": np.frombuffer(names, np.uint8),
+            "online/started": self.chains.started[list(streams.values())],
+        }
+
+    def load_position(self, state: Mapping[str, Any]) -> None:
+        """Restore the queue, and extend it by the windows that were completed since."""
+        if "anchor" not in state:
+            return
+        tick, number = (int(value) for value in state["anchor"])
+        since = self.items_until(tick)
+        names = json.loads(np.asarray(state["online/streams"], np.uint8).tobytes())
+        started = dict(zip(names, np.asarray(state["online/started"]).tolist(), strict=True))
+        queue = [np.asarray(state["online/queue"], np.int64) + since - number]
+        later = np.arange(since, self.items.high)
+        chains = self.chains.owners()[self.items.starts(later)[0]]
+        for stream, chain in self.chains.streams.items():
+            # A stream that began after the checkpoint is fresh from its first item on.
+            mine = later[chains == chain]
+            ordinals = started.get(stream, 0) + np.arange(len(mine))
+            queue.append(mine[ordinals % self.length == 1 % self.length])
+            self.chains.started[chain] = started.get(stream, 0) + len(mine)
+        self.items.requeue(np.concatenate(queue))
+
+
+def _readable(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,11 +1,11 @@
-"""Traces of the reference: limiter, replay and train ratio, which must match exactly."""
+"""Traces of the reference: limiter and replay, which must match exactly."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dreamfleet.replay import RateLimitedError, Replay, SamplesPerInsert, TrainRatio
+from dreamfleet.replay import RateLimitedError, Replay, SamplesPerInsert
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -66,11 +66,3 @@ def test_replay_trace(chunk: int) -> None:
         strict=True,
     ):
         assert found[tuple(tags)] == (first, last)
-
-
-@pytest.mark.parametrize("trace", range(4))
-def test_train_ratio_trace(trace: int) -> None:
-    with np.load(GOLDEN / "18_train_ratio.npz") as file:
-        data = {k.removeprefix(f"trace{trace}/"): file[k] for k in file if f"trace{trace}/" in k}
-    ratio = TrainRatio(float(data["train_ratio"]) / int(data["batch_steps"]))
-    assert [ratio(int(step)) for step in data["step"]] == data["updates"].tolist()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay import RateLimitedError, SamplesPerInsert, TrainRatio
+from dreamfleet.replay import RateLimitedError, SamplesPerInsert
 
 
 def started(ratio: float = 2.0, tolerance: float = 4.0, minsize: int = 3) -> SamplesPerInsert:
@@ -19,33 +19,32 @@ def started(ratio: float = 2.0, tolerance: float = 4.0, minsize: int = 3) -> Sam
     return limiter
 
 
-def test_who_waits_for_what_and_how_far_off() -> None:
+def test_the_error_says_who_waits_for_how_many() -> None:
     limiter = SamplesPerInsert(0.5, 4.0, 10)
     limiter.insert(7)
     with pytest.raises(RateLimitedError) as caught:
         limiter.sample(timeout=0, who="learner 0")
-    assert str(caught.value) == (
-        "learner 0 waited 0 s to sample: the writers have inserted 7 of the 10 steps that have to "
-        "come first."
-    )
+    error = caught.value
+    assert str(error) == "learner 0 waits for the first steps: 7 of 10 were collected."
+    assert (error.who, error.missing, error.unit) == ("learner 0", 3, "steps")
+
     limiter = started(ratio=0.5)
     limiter.sample(4)
     with pytest.raises(RateLimitedError) as caught:
-        limiter.sample(timeout=0)
-    assert str(caught.value) == (
-        "sampler waited 0 s to sample: the writers are behind and have to insert 1 more steps "
-        "first (avail -4, samples need it above -4)."
-    )
+        limiter.sample(timeout=0, who="learner")
+    error = caught.value
+    assert str(error) == "learner is ahead of collecting and waits for 1 more step."
+    assert (error.who, error.missing, error.unit) == ("learner", 1, "steps")
     limiter.insert()
     limiter.sample(timeout=0)
+
     limiter = started(ratio=2.0)
     limiter.insert(5)
     with pytest.raises(RateLimitedError) as caught:
         limiter.insert(timeout=0, who="actor")
-    assert str(caught.value) == (
-        "actor waited 0 s to insert: the sampler is behind and has to take 3 more sequences first "
-        "(avail 10, inserts need it below 8)."
-    )
+    error = caught.value
+    assert str(error) == "actor is ahead of training and waits until 3 more sequences are sampled."
+    assert (error.who, error.missing, error.unit) == ("actor", 3, "sequences")
     limiter.sample(3)
     limiter.insert(timeout=0)
 
@@ -170,14 +169,3 @@ def test_prefilled_data_can_be_sampled_at_once() -> None:
     offline.prefill(100)
     for _ in range(1000):
         offline.sample(timeout=0)
-
-
-def test_train_ratio_is_saved_and_loaded() -> None:
-    ratio = TrainRatio(0.25)
-    assert [ratio(step) for step in (10, 11, 14, 30)] == [1, 0, 1, 4]
-    other = TrainRatio(0.25)
-    other.load(ratio.save())
-    assert [other(step) for step in (31, 34)] == [ratio(step) for step in (31, 34)]
-    assert TrainRatio(0)(100) == 0
-    with pytest.raises(ConfigError):
-        TrainRatio(-1)

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from dreamfleet.replay import Replay
-from dreamfleet.replay.buffers import BufferPool
-from dreamfleet.replay.prefault import AHEAD
-from dreamfleet.replay.store import _pages
+from dreamfleet.replay.storage.memory import _AHEAD, BufferPool
+from dreamfleet.replay.storage.store import _pages
 
 WIDE = 4096
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -39,9 +38,9 @@ def test_pages_asked_for_early_change_nothing(
     if how != "at once":
         monkeypatch.setattr(os, "pidfd_open", _refuse, raising=False)
     if how == "not at all":
-        monkeypatch.setattr("dreamfleet.replay.arena._MADV_POPULATE_WRITE", 9999)
-    with Replay(5, 1000, tmp_path, chunk=3 * AHEAD) as replay:
-        fill(replay, 10 * AHEAD)
+        monkeypatch.setattr("dreamfleet.replay.storage.memory._MADV_POPULATE_WRITE", 9999)
+    with Replay(5, 1000, tmp_path, chunk=3 * _AHEAD) as replay:
+        fill(replay, 10 * _AHEAD)
         data = replay.sample(200, "eval")
         assert (data["wide"] == (data["tag"] % 251)[..., None]).all()
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_model import batch, step
+from replay_model import InOrder, batch, step
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay import Fifo, Replay, ReplayError, SchemaError, StorageFullError
-from dreamfleet.replay.arena import Arena
+from dreamfleet.replay import Replay, ReplayError, SchemaError, StorageFullError
+from dreamfleet.replay.storage.memory import Arena
 
 BYTES = 16384
 """Size of a chunk of sixteen steps."""
@@ -91,7 +91,7 @@ def test_flags_are_bools(dtype: Any) -> None:
 
 
 def test_bytes_in_another_order() -> None:
-    with Replay(1, 10, selector=Fifo()) as replay:
+    with Replay(1, 10, selector=InOrder()) as replay:
         for value in (1, 2):
             replay.add_batch({"x": np.array([value], ">f4")}, [0])
         replay.add_batch({"x": np.array([3], "<f4")}, [0])

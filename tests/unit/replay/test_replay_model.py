@@ -15,9 +15,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from replay_model import ModelReplay, all_items, batch, check_sequences, step
+from replay_model import InOrder, ModelReplay, all_items, batch, check_sequences, step
 
-from dreamfleet.replay import Fifo, Replay
+from dreamfleet.replay import Replay
 
 
 class ReplayMachine(RuleBasedStateMachine):
@@ -43,7 +43,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.open(capacity)
 
     def open(self, capacity: int) -> None:
-        options = self.options | {"selector": Fifo(), "capacity": capacity}
+        options = self.options | {"selector": InOrder(), "capacity": capacity}
         self.replay = Replay(directory=self.directory, **options)
 
     @rule(streams=st.lists(st.integers(0, 3), min_size=1, max_size=12), again=st.booleans())
@@ -129,7 +129,7 @@ TestReplayAgainstModel.settings = settings(
 
 
 def test_items_are_listed_in_order() -> None:
-    replay = Replay(3, 10, chunk=4, selector=Fifo())
+    replay = Replay(3, 10, chunk=4, selector=InOrder())
     model = ModelReplay(3, 10)
     for tag in range(30):
         replay.add(step(tag, tag % 2), tag % 2)

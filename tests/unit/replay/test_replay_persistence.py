@@ -15,13 +15,12 @@ import numpy as np
 import psutil
 import pytest
 from replay_history import CAPACITY, CHUNK, LENGTH, History, add, open_replay
-from replay_model import ModelReplay, all_items, batch, check_sequences, step
+from replay_model import InOrder, ModelReplay, all_items, batch, check_sequences, step
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay import (
     BatchOrderError,
     DirectoryInUseError,
-    Fifo,
     Replay,
     ReplayError,
     SamplesPerInsert,
@@ -53,7 +52,7 @@ def test_another_capacity_and_another_length(directory: Path, capacity: int, len
     for steps, streams in history.batches:
         for tag, stream in zip(steps["tag"].tolist(), streams, strict=True):
             model.add(tag, stream)
-    with Replay(length, capacity, directory, chunk=CHUNK, selector=Fifo()) as replay:
+    with Replay(length, capacity, directory, chunk=CHUNK, selector=InOrder()) as replay:
         items = all_items(replay) if len(replay) else []
         # A smaller replay lived here before, so only the newest items are certain to be there.
         sure = min(capacity, CAPACITY // 2)
@@ -65,7 +64,7 @@ def test_another_capacity_and_another_length(directory: Path, capacity: int, len
 def test_streams_go_on_after_a_restart(directory: Path) -> None:
     model = ModelReplay(6, 100)
     for tag in range(50):
-        with Replay(6, 100, directory, chunk=4, selector=Fifo()) as replay:
+        with Replay(6, 100, directory, chunk=4, selector=InOrder()) as replay:
             replay.add(step(tag, tag % 2), tag % 2)
             model.add(tag, tag % 2)
             assert (all_items(replay) if len(replay) else []) == model.items
@@ -136,7 +135,7 @@ def test_a_missing_chunk_breaks_a_sequence_and_mixes_nothing(directory: Path) ->
         data = replay.sample(400, "eval")
     ids = dict(zip(data["tag"].flat, data["stepid"].reshape(-1, 20), strict=True))
     (directory / f"{ids[10][:16].tobytes().hex()}.chunk").unlink()
-    with Replay(4, 1000, directory, chunk=5, selector=Fifo()) as replay:
+    with Replay(4, 1000, directory, chunk=5, selector=InOrder()) as replay:
         expected = [tuple(range(start, start + 4)) for start in [*range(7), *range(15, 27)]]
         assert all_items(replay) == expected
 
@@ -203,7 +202,7 @@ def test_other_keys_need_another_directory(directory: Path) -> None:
 
 
 def test_max_bytes_bounds_the_disk(directory: Path) -> None:
-    options: dict[str, Any] = {"chunk": 16, "selector": Fifo()}
+    options: dict[str, Any] = {"chunk": 16, "selector": InOrder()}
     with Replay(3, 10**6, directory, max_bytes=10 * 16384, **options) as replay:
         model = ModelReplay(3, 10**6)
         for tag in range(1000):
@@ -322,7 +321,7 @@ def test_another_run_as_extra_data(directory: Path, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     extra = history.items(60)
     for target in (None, tmp_path / "mine"):
-        replay = Replay(LENGTH, 1000, target, chunk=CHUNK, selector=Fifo())
+        replay = Replay(LENGTH, 1000, target, chunk=CHUNK, selector=InOrder())
         steps = replay.load_directory(directory)
         assert steps >= len(extra)
         assert all_items(replay)[-len(extra) :] == extra
@@ -338,17 +337,17 @@ def test_another_run_as_extra_data(directory: Path, tmp_path: Path) -> None:
         assert replay.update({"stepid": data["stepid"], "state": data["state"] - 1}) == 5 * LENGTH
         replay.close()
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-    with Replay(LENGTH, 1000, tmp_path / "mine", selector=Fifo()) as replay:
+    with Replay(LENGTH, 1000, tmp_path / "mine", selector=InOrder()) as replay:
         assert len(replay) == loaded + 4
         assert replay.load_directory(directory) == 0
 
 
 def test_extra_data_is_not_continued_after_a_restart(directory: Path, tmp_path: Path) -> None:
     write_history(directory, 60)
-    with Replay(LENGTH, 1000, tmp_path / "mine", selector=Fifo()) as replay:
+    with Replay(LENGTH, 1000, tmp_path / "mine", selector=InOrder()) as replay:
         replay.load_directory(directory)
         loaded = all_items(replay)
-    with Replay(LENGTH, 1000, tmp_path / "mine", selector=Fifo()) as replay:
+    with Replay(LENGTH, 1000, tmp_path / "mine", selector=InOrder()) as replay:
         for tag in range(10_000, 10_004):
             replay.add(step(tag, 0), 0)
         assert all_items(replay) == loaded, "four steps of a new chain are no item of five"
@@ -356,7 +355,7 @@ def test_extra_data_is_not_continued_after_a_restart(directory: Path, tmp_path: 
 
 def test_extra_data_from_a_run_that_is_still_writing(directory: Path) -> None:
     history = History()
-    with open_replay(directory) as writer, Replay(LENGTH, 1000, selector=Fifo()) as reader:
+    with open_replay(directory) as writer, Replay(LENGTH, 1000, selector=InOrder()) as reader:
         for number in range(30):
             add(writer, history, number)
         reader.load_directory(directory)
@@ -365,7 +364,7 @@ def test_extra_data_from_a_run_that_is_still_writing(directory: Path) -> None:
 
 def test_extra_data_larger_than_the_capacity(directory: Path) -> None:
     history = write_history(directory, 60)
-    with Replay(LENGTH, 20, chunk=CHUNK, selector=Fifo()) as replay:
+    with Replay(LENGTH, 20, chunk=CHUNK, selector=InOrder()) as replay:
         replay.load_directory(directory)
         assert all_items(replay) == history.items(60)[-20:]
 
@@ -414,7 +413,7 @@ def test_it_warns_when_the_machine_cannot_hold_it(
     wide = {"x": np.zeros(10_000, np.float32)}
     with Replay(4, 10**9, chunk=2**16) as replay:
         replay.add(wide)
-        expected = replay.forecast()
+        expected = replay.size_when_full()
         assert expected is not None
         assert expected.disk == 0
         assert expected.ram > 4 * 10**13
@@ -424,25 +423,27 @@ def test_it_warns_when_the_machine_cannot_hold_it(
     caplog.clear()
     with Replay(4, 10**9, directory, chunk=2**16) as replay:
         replay.add({"x": np.zeros(1000, np.float32)})
-        expected = replay.forecast()
+        expected = replay.size_when_full()
         assert expected is not None
         assert expected.disk > 4 * 10**12
     assert "of disk when full" in caplog.text
     caplog.clear()
     with Replay(4, 10**9, directory, max_bytes=10**9) as replay:
-        assert replay.forecast() is not None
-        assert replay.forecast().disk == 10**9  # type: ignore[union-attr]
+        assert replay.size_when_full() is not None
+        assert replay.size_when_full().disk == 10**9  # type: ignore[union-attr]
     assert "of disk when full" not in caplog.text
 
 
 @pytest.mark.parametrize(("streams", "capacity", "chunk"), [(3, 100, 16), (16, 1000, 64)])
-def test_the_forecast_is_right(directory: Path, streams: int, capacity: int, chunk: int) -> None:
+def test_the_estimated_size_is_right(
+    directory: Path, streams: int, capacity: int, chunk: int
+) -> None:
     with Replay(3, capacity, directory, chunk=chunk) as replay:
         peak = 0.0
         for tag in range(3 * max(chunk, capacity // streams)):
             replay.add_batch(batch([step(tag, s) for s in range(streams)]), list(range(streams)))
             peak = max(peak, replay.stats()["disk_bytes"])
-        expected = replay.forecast()
+        expected = replay.size_when_full()
         assert expected is not None
         assert peak <= expected.disk <= 1.5 * peak
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from replay_history import History, add, open_replay
-from replay_model import all_items, batch, step
+from replay_model import InOrder, all_items, batch, step
 
-from dreamfleet.replay import Fifo, Replay, ReplayError, SchemaError, StorageFullError, extra
-from dreamfleet.replay.journal import Journal
+from dreamfleet.replay import Replay, ReplayError, SchemaError, StorageFullError, loading
+from dreamfleet.replay.storage.journal import Journal
 
 
 def tags(numbers: range) -> tuple[dict[str, Any], list[int]]:
@@ -31,7 +31,7 @@ def holding(directory: Path, tag: int) -> Path:
 def test_many_more_chunks_than_the_capacity_needs(tmp_path: Path) -> None:
     with Replay(1, 5000, tmp_path, chunk=1) as replay:
         replay.add_batch({"tag": np.arange(4500)}, [0] * 4500)
-    with Replay(1, 10, tmp_path, selector=Fifo()) as replay:
+    with Replay(1, 10, tmp_path, selector=InOrder()) as replay:
         assert replay.skipped_files == {}
         assert replay.sample(10, "report")["tag"].ravel().tolist() == list(range(4490, 4500))
     assert len(list(tmp_path.glob("*.chunk"))) == 10
@@ -50,7 +50,7 @@ def test_chunks_of_another_replay_are_left_alone(tmp_path: Path, journal: str) -
     if journal == "lost":
         (mine / "journal").unlink()
     for _ in range(2):
-        with Replay(1, 1000, mine, chunk=16, selector=Fifo()) as replay:
+        with Replay(1, 1000, mine, chunk=16, selector=InOrder()) as replay:
             assert set(replay.skipped_files) == foreign
             assert all("another replay" in reason for reason in replay.skipped_files.values())
             assert all_items(replay) == [(tag,) for tag in range(40)]
@@ -73,7 +73,7 @@ def test_no_stream_goes_on_where_steps_are_missing(tmp_path: Path, damage: str) 
         eleventh = data.index(np.int64(11).tobytes(), 4096)
         path.write_bytes(data[:eleventh] + bytes(8) + data[eleventh + 8 :])
     for first in (13, 18):
-        with Replay(4, 1000, tmp_path, chunk=5, selector=Fifo()) as replay:
+        with Replay(4, 1000, tmp_path, chunk=5, selector=InOrder()) as replay:
             replay.add_batch(*tags(range(first, first + 5)))
             assert all((np.diff(item) == 1).all() for item in all_items(replay))
             assert all_items(replay)[-1] == tuple(range(first + 1, first + 5))
@@ -106,7 +106,7 @@ BYTES = 16384
 
 
 def test_a_batch_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
-    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=Fifo()) as replay:
+    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=InOrder()) as replay:
         for tag in range(16):
             replay.add_batch(batch([step(tag, s) for s in range(4)]), list(range(4)))
         before = all_items(replay)
@@ -120,7 +120,7 @@ def test_a_batch_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
 def test_extra_data_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
     with Replay(4, 10**6, tmp_path, chunk=16) as other:
         other.add_batch(*tags(range(60)))
-    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=Fifo()) as replay:
+    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=InOrder()) as replay:
         for tag in range(10):
             replay.add_batch(batch([step(tag, s) for s in range(2)]), [0, 1])
         before = all_items(replay)
@@ -132,7 +132,7 @@ def test_extra_data_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
 def test_a_smaller_max_bytes_than_open_streams_need(tmp_path: Path) -> None:
     with Replay(2, 1000, tmp_path, chunk=16) as replay:
         replay.add_batch(batch([step(s, s) for s in range(6)]), list(range(6)))
-    with Replay(2, 1000, tmp_path, max_bytes=3 * BYTES, selector=Fifo()) as replay:
+    with Replay(2, 1000, tmp_path, max_bytes=3 * BYTES, selector=InOrder()) as replay:
         assert len(list(tmp_path.glob("*.chunk"))) == 3
         replay.add_batch(batch([step(10 + s, s) for s in range(3, 6)]), [3, 4, 5])
         assert all_items(replay) == [(3, 13), (4, 14), (5, 15)]
@@ -144,15 +144,15 @@ def test_a_run_that_lets_chunks_go_while_they_are_loaded(
 ) -> None:
     with Replay(1, 100, tmp_path, chunk=4) as other:
         other.add_batch(*tags(range(40)))
-        original = getattr(extra, moment)
+        original = getattr(loading, moment)
 
         def evict_first(*arguments: Any) -> Any:
-            monkeypatch.setattr(extra, moment, original)
+            monkeypatch.setattr(loading, moment, original)
             other.add_batch(*tags(range(40, 120)))
             return original(*arguments)
 
-        with Replay(1, 100, selector=Fifo()) as replay:
-            monkeypatch.setattr(extra, moment, evict_first)
+        with Replay(1, 100, selector=InOrder()) as replay:
+            monkeypatch.setattr(loading, moment, evict_first)
             replay.load_directory(tmp_path)
             assert all_items(replay) == [(tag,) for tag in range(20, 40)]
             assert replay.stats()["chunks"] == 5
@@ -196,7 +196,7 @@ def test_the_longest_stream_names_survive(tmp_path: Path, name: Any) -> None:
 
 def test_streams_that_ended_leave_with_their_items() -> None:
     """Three steps each, in chunks of sixteen: none is ever filled, and all would stay."""
-    with Replay(2, 50, chunk=16, selector=Fifo()) as replay:
+    with Replay(2, 50, chunk=16, selector=InOrder()) as replay:
         for tag in range(0, 9000, 3):
             replay.add_batch(batch([step(tag + k, tag) for k in range(3)]), [tag] * 3)
         assert replay.stats()["chunks"] < 800
@@ -221,7 +221,7 @@ def test_the_newest_chunk_of_one_stream_is_gone_and_others_wrote_later(
     if journal == "lost":
         (tmp_path / "journal").unlink()
     for tag, after in ((8, 120), (12, 124)):
-        with Replay(3, 1000, tmp_path, selector=Fifo()) as replay:
+        with Replay(3, 1000, tmp_path, selector=InOrder()) as replay:
             for more in range(4):
                 replay.add_batch(batch([step(tag + more, 0), step(after + more, 1)]), [0, 1])
             items = all_items(replay)
@@ -233,11 +233,11 @@ def test_the_newest_chunk_of_one_stream_is_gone_and_others_wrote_later(
 
 def test_a_stream_that_paused_goes_on_after_a_restart(tmp_path: Path) -> None:
     """What others evicted meanwhile is no gap."""
-    with Replay(3, 50, tmp_path, chunk=5, selector=Fifo()) as replay:
+    with Replay(3, 50, tmp_path, chunk=5, selector=InOrder()) as replay:
         replay.add_batch(*tags(range(2)))
         for tag in range(1000, 1200):
             replay.add(step(tag, 1), 1)
-    with Replay(3, 50, tmp_path, selector=Fifo()) as replay:
+    with Replay(3, 50, tmp_path, selector=InOrder()) as replay:
         replay.add(step(2))
         assert all_items(replay)[-1] == (0, 1, 2)
 
@@ -247,7 +247,7 @@ def test_a_stream_that_paused_goes_on_after_a_restart(tmp_path: Path) -> None:
 def test_loading_again_brings_what_is_new(tmp_path: Path, on_disk: bool, restart: bool) -> None:
     """Rows of a chunk that is here already, chunks that continue it, and streams that are new."""
     history, mine = History(), tmp_path / "mine" if on_disk else None
-    reader = Replay(5, 1000, mine, chunk=8, selector=Fifo())
+    reader = Replay(5, 1000, mine, chunk=8, selector=InOrder())
     with open_replay(tmp_path / "other") as other:
         for number in range(40):
             steps, streams = history.batch(number)
@@ -260,7 +260,7 @@ def test_loading_again_brings_what_is_new(tmp_path: Path, on_disk: bool, restart
             assert reader.load_directory(other.directory or "") == 0
             if restart and on_disk:
                 reader.close()
-                reader = Replay(5, 1000, mine, selector=Fifo())
+                reader = Replay(5, 1000, mine, selector=InOrder())
         assert reader.stats()["chunks"] == other.stats()["chunks"], "none was copied twice"
     assert len(history.items(40)) > 100
     reader.close()
@@ -270,7 +270,7 @@ def test_loading_again_when_the_copy_has_left(tmp_path: Path) -> None:
     """The chunk that grew makes room for the ones that continue it, and comes back whole."""
     with (
         Replay(2, 1000, tmp_path, chunk=16) as other,
-        Replay(2, 1000, chunk=16, max_bytes=3 * BYTES, selector=Fifo()) as replay,
+        Replay(2, 1000, chunk=16, max_bytes=3 * BYTES, selector=InOrder()) as replay,
     ):
         other.add_batch(*tags(range(10)))
         replay.load_directory(tmp_path)
@@ -286,7 +286,7 @@ def test_loading_again_that_fails_leaves_what_was_there(
 ) -> None:
     with Replay(1, 100, tmp_path / "other", chunk=4) as other:
         other.add_batch(*tags(range(6)))
-        replay = Replay(1, 100, tmp_path / "mine", chunk=4, selector=Fifo())
+        replay = Replay(1, 100, tmp_path / "mine", chunk=4, selector=InOrder())
         replay.load_directory(tmp_path / "other")
         other.add_batch(*tags(range(6, 10)))
         with monkeypatch.context() as patch:
@@ -297,7 +297,7 @@ def test_loading_again_that_fails_leaves_what_was_there(
         for tag in range(1000, 1010):
             replay.add(step(tag, 1), 1)
         replay.close()
-    with Replay(1, 100, tmp_path / "mine", selector=Fifo()) as replay:
+    with Replay(1, 100, tmp_path / "mine", selector=InOrder()) as replay:
         mine = [(tag,) for tag in range(1000, 1010)]
         assert all_items(replay) == [*((tag,) for tag in range(6)), *mine]
         assert replay.load_directory(tmp_path / "other") == 4
@@ -349,7 +349,7 @@ def test_a_chunk_that_lost_its_end_is_not_followed_by_the_next(tmp_path: Path, t
     data = path.read_bytes()
     eighth = data.index(np.int64(8).tobytes(), 4096)
     path.write_bytes(data[:eighth] + np.int64(tick).tobytes() + data[eighth + 8 :])
-    with Replay(3, 1000, tmp_path, selector=Fifo()) as replay:
+    with Replay(3, 1000, tmp_path, selector=InOrder()) as replay:
         starts = [*range(5), *range(10, 13)]
         assert all_items(replay) == [tuple(range(start, start + 3)) for start in starts]
 
@@ -362,7 +362,7 @@ def test_the_original_of_a_copied_directory_as_extra_data(tmp_path: Path) -> Non
         original.sync()
         shutil.copytree(other, mine)
         original.add_batch(*tags(range(6, 10)))
-        with Replay(2, 100, mine, selector=Fifo()) as replay:
+        with Replay(2, 100, mine, selector=InOrder()) as replay:
             replay.load_directory(other)
             replay.add_batch(*tags(range(1000, 1002)))
             items = all_items(replay)

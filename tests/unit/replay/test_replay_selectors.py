@@ -1,4 +1,4 @@
-"""The draws: distributions, removal, priorities."""
+"""Selectors: distributions of draws, priorities of steps, infinite priorities, the sum tree."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from replay_model import step
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay import (
     Draw,
-    Fifo,
+    Fractions,
     Mixture,
     Prioritized,
+    PriorityConfig,
     Recency,
     Replay,
+    ReplayConfig,
     SchemaError,
     Selector,
     Uniform,
+    make_selector,
 )
-from dreamfleet.replay.sumtree import SumTree
+from dreamfleet.replay.selectors import SumTree
 
 DRAWS = 200_000
 
@@ -52,66 +55,21 @@ def test_recency(exponent: float) -> None:
     assert_matches(found, np.arange(40, 0, -1.0) ** -exponent)
 
 
+def test_recency_of_four_items_by_hand() -> None:
+    """Ages 0 to 3 have the weights 1, 1/2, 1/3 and 1/4; the newest item has age 0."""
+    assert_matches(frequencies(Recency(), 0, 4), np.array([1 / 4, 1 / 3, 1 / 2, 1]))
+
+
 def test_recency_follows_growth() -> None:
     selector = Recency(1.0)
     frequencies(selector, 0, 10)
     assert_matches(frequencies(selector, 0, 3000), np.arange(3000, 0, -1.0) ** -1.0)
 
 
-def test_prioritized_by_item() -> None:
-    selector = Prioritized(exponent=0.5)
-    selector.bind(64)
-    priorities = np.arange(20.0)
-    selector.prioritize(np.arange(100, 120), priorities[:, None], 100, 120)
-    found = frequencies(selector, 100, 120)
-    assert found[0] == 0, "an item of no priority is never drawn"
-    assert_matches(found[1:], priorities[1:] ** 0.5)
-
-
-def test_prioritized_mixes_maximum_and_mean() -> None:
-    selector = Prioritized(exponent=1.0, max_fraction=0.25)
-    selector.bind(4)
-    steps = np.array([[1.0, 1, 1, 1], [0, 0, 0, 8]])
-    selector.prioritize(np.array([0, 1]), steps, 0, 2)
-    assert_matches(frequencies(selector, 0, 2), np.array([1.0, 0.25 * 8 + 0.75 * 2]))
-
-
-def test_new_items_have_the_initial_priority_and_removed_ones_none() -> None:
-    selector = Prioritized(exponent=1.0, initial=3.0)
-    selector.bind(8)
-    selector.prioritize(np.array([0, 1]), np.array([[1.0], [2.0]]), 0, 2)
-    assert_matches(frequencies(selector, 0, 3), np.array([1.0, 2.0, 3.0]))
-    assert_matches(frequencies(selector, 1, 4), np.array([2.0, 3.0, 3.0]))
-    # Numbers go on while the ring of leaves wraps around.
-    assert_matches(frequencies(selector, 6, 14), np.ones(8))
-
-
-def test_zero_on_sample_and_nothing_left() -> None:
-    selector = Prioritized(zero_on_sample=True)
-    selector.bind(8)
-    rng = np.random.default_rng(0)
-    drawn = [int(selector.draw(Draw(rng, 1, 0, 8, consume=True))[0]) for _ in range(8)]
-    assert sorted(drawn) == list(range(8))
-    assert_matches(frequencies(selector, 0, 8), np.ones(8))
-    selector.prioritize(np.array([3]), np.ones((1, 1)), 0, 8)
-    numbers = selector.draw(Draw(rng, 50, 0, 8, consume=False))
-    assert set(numbers.tolist()) == {3}
-
-
 def test_mixture() -> None:
     selector = Mixture((Uniform(), 0.25), (Recency(2.0), 0.75))
-    selector.bind(32)
     recent = np.arange(20, 0, -1.0) ** -2
     assert_matches(frequencies(selector, 5, 25), 0.25 / 20 + 0.75 * recent / recent.sum())
-
-
-def test_fifo_goes_round() -> None:
-    selector = Fifo()
-    rng = np.random.default_rng(0)
-    assert selector.draw(Draw(rng, 3, 10, 14, consume=True)).tolist() == [10, 11, 12]
-    assert selector.draw(Draw(rng, 2, 10, 14, consume=False)).tolist() == [13, 10]
-    assert selector.draw(Draw(rng, 2, 10, 14, consume=True)).tolist() == [13, 10]
-    assert selector.draw(Draw(rng, 2, 12, 16, consume=True)).tolist() == [12, 13]
 
 
 @pytest.mark.parametrize(
@@ -119,16 +77,289 @@ def test_fifo_goes_round() -> None:
     [
         lambda: Recency(-1),
         lambda: Prioritized(exponent=-1),
-        lambda: Prioritized(initial=np.inf),
+        lambda: Prioritized(initial=-1),
+        lambda: Prioritized(initial=np.nan),
         lambda: Prioritized(max_fraction=2),
         lambda: Mixture(),
         lambda: Mixture((Uniform(), 0.5)),
-        lambda: Mixture((Uniform(), 1.5), (Fifo(), -0.5)),
+        lambda: Mixture((Uniform(), 1.5), (Recency(), -0.5)),
+        lambda: Mixture((Prioritized(), 0.5), (Prioritized(), 0.5)),
     ],
 )
-def test_settings_that_make_no_sense(make: object) -> None:
+def test_settings_that_make_no_sense_are_refused(make: object) -> None:
     with pytest.raises(ConfigError):
         make()  # type: ignore[operator]
+
+
+def test_settings_describe_the_selector() -> None:
+    assert isinstance(make_selector(ReplayConfig()), Uniform)
+    only = make_selector(ReplayConfig(fractions=Fractions(0, 1, 0)))
+    assert isinstance(only, Prioritized)
+    assert vars(only) == vars(Prioritized(0.8, 0.5, np.inf, True))
+    mixed = make_selector(
+        ReplayConfig(
+            fractions=Fractions(0.2, 0.3, 0.5),
+            priority=PriorityConfig(1.0, 0.25, 2.0, False),
+            recency_exponent=0.5,
+        )
+    )
+    assert isinstance(mixed, Mixture)
+    assert mixed.fractions.tolist() == [0.2, 0.3, 0.5]
+    assert [type(part) for part in mixed.parts] == [Uniform, Prioritized, Recency]
+    assert vars(mixed.parts[1]) == vars(Prioritized(1.0, 0.25, 2.0, False))
+    assert isinstance(mixed.parts[2], Recency)
+    assert mixed.parts[2].exponent == 0.5
+
+
+def filled(selector: Selector, length: int = 3, steps: int = 40) -> Replay:
+    replay = Replay(length, 50, chunk=4, selector=selector, online=False)
+    for tag in range(steps):
+        replay.add(step(tag))
+    return replay
+
+
+def drawn_starts(replay: Replay, count: int = 20_000) -> np.ndarray:
+    starts = replay.sample(count, "eval")["tag"][:, 0]
+    return np.bincount(starts, minlength=len(replay)) / count
+
+
+def steps_by_tag(replay: Replay) -> dict[int, np.ndarray]:
+    """Stepids of all stored steps."""
+    table = replay._table
+    assert table is not None
+    slots, indices = table.items.starts(np.arange(table.items.low, table.items.high))
+    data = table.store.gather(
+        table.store.pieces(slots, indices, replay.length), len(slots), replay.length
+    )
+    return {
+        int(tag): stepid
+        for tag, stepid in zip(data["tag"].flat, data["stepid"].reshape(-1, 20), strict=True)
+    }
+
+
+def prioritize(replay: Replay, priorities: dict[int, float]) -> None:
+    ids = steps_by_tag(replay)
+    stepid = np.stack([ids[tag] for tag in priorities])
+    values = np.array(list(priorities.values()), np.float32)
+    assert replay.update({"stepid": stepid, "priority": values}) == len(priorities)
+
+
+def weights(replay: Replay) -> list[float]:
+    """The weights of all living items, as the tree holds them."""
+    table = replay._table
+    assert table is not None
+    selector = table.priorities
+    assert selector is not None
+    selector._catch_up()
+    numbers = np.arange(table.items.low, table.items.high)
+    leaves = selector._tree._levels[0].reshape(-1)[numbers % selector._size]
+    return np.where(leaves >= SumTree._INFINITE, np.inf, leaves).tolist()
+
+
+def test_weights_by_hand() -> None:
+    """Priorities 1, 32, 0, 243, 1024 to the power of 0.8 are 1, 16, 0, 81, 256.
+
+    Steps 0 to 3: the maximum is 81, the mean 24.5. Steps 1 to 4: 256 and 88.25.
+    """
+    replay = filled(Prioritized(), length=4, steps=5)
+    prioritize(replay, {0: 1.0, 1: 32.0, 2: 0.0, 3: 243.0, 4: 1024.0})
+    assert weights(replay) == pytest.approx(
+        [0.5 * 81 + 0.5 * 24.5, 0.5 * 256 + 0.5 * 88.25], rel=1e-6
+    )
+    assert_matches(drawn_starts(replay), np.array([52.75, 172.125]), 20_000)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "max_fraction", "expected"),
+    [
+        (1.0, 0.0, [5.0, 7.0]),
+        (1.0, 1.0, [9.0, 9.0]),
+        (1.0, 0.25, [0.25 * 9 + 0.75 * 5, 0.25 * 9 + 0.75 * 7]),
+        (0.5, 0.0, [2.0, 2.5]),
+        (0.0, 0.5, [1.0, 1.0]),
+    ],
+)
+def test_exponent_and_share_of_the_maximum(
+    exponent: float, max_fraction: float, expected: list[float]
+) -> None:
+    """The power is applied to each step, before maximum and mean."""
+    replay = filled(Prioritized(exponent, max_fraction), length=2, steps=3)
+    prioritize(replay, {0: 1.0, 1: 9.0, 2: 5.0 if exponent == 1 else 4.0})
+    assert weights(replay) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("max_fraction", [0.0, 0.5, 1.0])
+def test_sequences_with_steps_never_trained_on_come_first(max_fraction: float) -> None:
+    """Items 3 and 4 hold step 4 or 5, which have no priority yet."""
+    replay = filled(Prioritized(max_fraction=max_fraction), length=2, steps=6)
+    assert weights(replay) == [np.inf] * 5
+    prioritize(replay, {0: 1.0, 1: 1e38, 2: 1e38, 3: 1.0})
+    assert [weight < np.inf for weight in weights(replay)] == [True, True, True, False, False]
+    found = drawn_starts(replay)
+    assert found[:3].tolist() == [0, 0, 0]
+    assert_matches(found[3:], np.ones(2), 20_000)
+    prioritize(replay, {4: 0.0, 5: 0.0})
+    assert drawn_starts(replay)[4] == 0
+    replay.add(step(6))
+    assert replay.sample(20, "eval")["tag"][:, 0].tolist() == [5] * 20, "the new sequence"
+
+
+def test_an_infinite_priority_to_the_power_of_zero_is_one() -> None:
+    assert weights(filled(Prioritized(exponent=0.0), length=2, steps=4)) == [1.0, 1.0, 1.0]
+
+
+def test_priorities_too_large_for_the_power_stay_finite() -> None:
+    replay = filled(Prioritized(exponent=4.0), length=1, steps=2)
+    prioritize(replay, {0: 3e38})
+    assert weights(replay)[0] < np.inf
+    assert drawn_starts(replay).tolist() == [0.0, 1.0]
+
+
+def test_sampled_steps_have_no_priority_until_new_ones_come() -> None:
+    """Items of two steps 0..3 with the priorities 1, 2, 3 and 4, drawn by their mean."""
+    replay = filled(Prioritized(1.0, 0.0), length=2, steps=4)
+    prioritize(replay, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+    assert weights(replay) == [1.5, 2.5, 3.5]
+    replay.sample(10, "report")
+    assert weights(replay) == [1.5, 2.5, 3.5], "only training changes priorities"
+    start = replay.sample(1)["tag"][0, 0]
+    assert weights(replay) == [[0, 1.5, 3.5], [0.5, 0, 2], [1.5, 1, 0]][start]
+    prioritize(replay, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0})
+    assert weights(replay) == [1, 1, 1]
+
+
+def test_when_all_priorities_are_zero_the_draw_is_uniform() -> None:
+    replay = filled(Prioritized())
+    prioritize(replay, dict.fromkeys(range(40), 0.0))
+    assert_matches(drawn_starts(replay), np.ones(38), 20_000)
+    starts = replay.sample(20_000)["tag"][:, 0]
+    assert_matches(np.bincount(starts) / 20_000, np.ones(38), 20_000)
+
+
+def test_a_batch_is_drawn_as_if_one_after_the_other() -> None:
+    """The second draw of a batch sees the steps of the first at zero.
+
+    Priorities 1 to 5, items of two steps, drawn by their sum: 3, 5, 7 and 9 of 24. After item 0
+    the weights are 0, 3, 7, 9; after 1: 1, 0, 4, 9; after 2: 3, 2, 0, 5; after 3: 3, 5, 3, 0.
+    """
+    after = np.array([[0, 3, 7, 9], [1, 0, 4, 9], [3, 2, 0, 5], [3, 5, 3, 0]], np.float64)
+    expected = np.array([3, 5, 7, 9])[:, None] / 24 * after / after.sum(1, keepdims=True)
+    replay = filled(Prioritized(1.0, 0.0), length=2, steps=5)
+    count, found = 5000, np.zeros((4, 4))
+    for _ in range(count):
+        prioritize(replay, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0})
+        first, second = replay.sample(2)["tag"][:, 0]
+        found[first, second] += 1
+    assert found.trace() == 0
+    assert_matches(found[expected > 0] / count, expected[expected > 0], count)
+
+
+def test_each_new_step_is_trained_on_before_any_is_repeated() -> None:
+    """Items that still hold a step never trained on come before those that do not."""
+    replay = filled(Prioritized(), length=3, steps=12)
+    seen: set[int] = set()
+    while len(seen) < 12:
+        tags = set(replay.sample(1)["tag"].flat)
+        assert tags - seen, "a sequence without a new step was drawn too early"
+        seen |= tags
+
+
+def test_sequences_of_the_online_queue_count_as_sampled() -> None:
+    replay = Replay(2, 100, selector=Prioritized())
+    for tag in range(3):
+        replay.add(step(tag))
+    assert replay.sample(1)["tag"].tolist() == [[1, 2]], "the one online sequence"
+    assert weights(replay) == [np.inf, 0.0]
+    assert replay.sample(1)["tag"].tolist() == [[0, 1]], "the one with a step that is new"
+
+
+def test_removed_items_are_never_drawn() -> None:
+    """Also when the ring of leaves wraps around."""
+    replay = Replay(1, 8, chunk=4, selector=Prioritized(initial=1.0), online=False)
+    for tag in range(10_000):
+        replay.add(step(tag))
+        if tag % 999 == 0:
+            starts = replay.sample(50, "eval")["tag"][:, 0]
+            assert starts.min() > tag - 8
+    assert weights(replay) == [1.0] * 8
+
+
+def test_updated_priorities_change_the_draw() -> None:
+    """The priority of each step is its tag; an item's is the mean of its three."""
+    replay = filled(Prioritized(exponent=1.0, initial=0.5, max_fraction=0.0))
+    ids = steps_by_tag(replay)
+    assert len(ids) == 40
+    for tag, stepid in ids.items():
+        priority = np.array([tag], np.float32)
+        assert replay.update({"stepid": stepid[None], "priority": priority}) == 1
+    assert_matches(drawn_starts(replay), np.arange(38) + 1.0, 20_000)
+
+
+def test_one_priority_reaches_every_item_with_the_step_and_no_other() -> None:
+    """Also across the border of a chunk: step 12 begins one, item 10 begins in the one before."""
+    replay = filled(Prioritized(exponent=1.0, initial=0.0, max_fraction=1.0))
+    stepid = steps_by_tag(replay)[12]
+    replay.update({"stepid": stepid[None], "priority": np.ones(1)})
+    found = drawn_starts(replay)
+    assert np.flatnonzero(found).tolist() == [10, 11, 12]
+    # A sequence of priorities at once, as a training step would send them.
+    data = replay.sample(1, "eval")
+    replay.update({"stepid": data["stepid"], "priority": np.zeros((1, 3), np.float32)})
+    start = int(data["tag"][0, 0])
+    expected = [] if start <= 12 <= start + 2 else [10, 11, 12]
+    left = drawn_starts(replay)
+    assert (np.flatnonzero(left).tolist() == expected) or (not expected and (left > 0).all())
+
+
+def test_steps_updated_together_do_not_reach_items_of_each_other() -> None:
+    replay = filled(Prioritized(exponent=1.0, initial=0.0, max_fraction=1.0))
+    stepids = steps_by_tag(replay)
+    replay.update({"stepid": stepids[13][None], "priority": np.ones(1)})
+    both = np.stack([stepids[5], stepids[15]])
+    replay.update({"stepid": both, "priority": np.ones(2)})
+    assert np.flatnonzero(drawn_starts(replay)).tolist() == [3, 4, 5, 11, 12, 13, 14, 15]
+
+
+def test_priorities_of_a_reused_slot_do_not_leak() -> None:
+    replay = Replay(2, 6, chunk=2, selector=Prioritized(1.0, 0.0, 1.0), online=False)
+    for tag in range(200):
+        replay.add(step(tag))
+        if len(replay) > 1:
+            data = replay.sample(4, "eval")
+            replay.update({"stepid": data["stepid"], "priority": np.full((4, 2), 1000.0)})
+    for tag in range(200, 230):
+        replay.add(step(tag))
+    # An update makes the items around it look at their steps again, and they know nothing.
+    for _ in range(20):
+        stepid = replay.sample(1, "eval")["stepid"][0, :1]
+        replay.update({"stepid": stepid, "priority": np.ones(1)})
+    starts = replay.sample(DRAWS // 10, "eval")["tag"][:, 0]
+    assert_matches(np.bincount(starts - 223, minlength=6) / len(starts), np.ones(6), len(starts))
+
+
+def test_priorities_that_make_no_sense() -> None:
+    replay = filled(Prioritized())
+    stepid = replay.sample(1)["stepid"]
+    for priority in (np.full((1, 3), np.nan), np.full((1, 3), -1.0), np.ones((1, 2))):
+        with pytest.raises(SchemaError, match="priority"):
+            replay.update({"stepid": stepid, "priority": priority})
+
+
+def test_uniform_draws_from_the_replay_are_uniform() -> None:
+    replay = filled(Uniform())
+    assert_matches(drawn_starts(replay), np.ones(38), 20_000)
+
+
+def test_new_items_know_the_priorities_of_steps_they_share() -> None:
+    selector = Prioritized(exponent=1.0, initial=1.0, max_fraction=0.0)
+    replay = Replay(4, 100, chunk=8, online=False, selector=selector)
+    for tag in range(20):
+        replay.add(step(tag))
+    replay.update(replay.sample(500, "eval") | {"priority": np.zeros((500, 4))})
+    replay.add(step(20))
+    # Of all items only the newest has a step that was never updated, and so any weight.
+    assert (replay.sample(50, "eval")["tag"] == np.arange(17, 21)).all()
+    assert selector._tree.total == pytest.approx(1 / 4)
 
 
 @given(
@@ -177,122 +408,17 @@ def test_sum_tree_takes_leaves_in_any_order() -> None:
     assert tree.total == 0
 
 
-def filled(selector: Selector, length: int = 3) -> Replay:
-    replay = Replay(length, 50, chunk=4, selector=selector, online=False)
-    for tag in range(40):
-        replay.add(step(tag))
-    return replay
-
-
-def drawn_starts(replay: Replay, count: int = 20_000) -> np.ndarray:
-    starts = replay.sample(count, "eval")["tag"][:, 0]
-    return np.bincount(starts, minlength=38) / count
-
-
-def steps_by_tag(replay: Replay) -> dict[int, np.ndarray]:
-    data = replay.sample(2000, "eval")
-    return {
-        int(tag): stepid
-        for tag, stepid in zip(data["tag"].flat, data["stepid"].reshape(-1, 20), strict=True)
-    }
-
-
-def test_updated_priorities_change_the_draw() -> None:
-    """The priority of each step is its tag; an item's is the mean of its three."""
-    replay = filled(Prioritized(exponent=1.0, initial=0.5))
-    ids = steps_by_tag(replay)
-    assert len(ids) == 40
-    for tag, stepid in ids.items():
-        priority = np.array([tag], np.float32)
-        assert replay.update({"stepid": stepid[None], "priority": priority}) == 1
-    assert_matches(drawn_starts(replay), np.arange(38) + 1.0, 20_000)
-
-
-def test_one_priority_reaches_every_item_with_the_step_and_no_other() -> None:
-    """Also across the border of a chunk: step 12 begins one, item 10 begins in the one before."""
-    replay = filled(Prioritized(exponent=1.0, initial=0.0, max_fraction=1.0))
-    stepid = steps_by_tag(replay)[12]
-    replay.update({"stepid": stepid[None], "priority": np.ones(1)})
-    found = drawn_starts(replay)
-    assert np.flatnonzero(found).tolist() == [10, 11, 12]
-    # A sequence of priorities at once, as a training step would send them.
-    data = replay.sample(1, "eval")
-    replay.update({"stepid": data["stepid"], "priority": np.zeros((1, 3), np.float32)})
-    start = int(data["tag"][0, 0])
-    expected = [] if start <= 12 <= start + 2 else [10, 11, 12]
-    left = drawn_starts(replay)
-    assert (np.flatnonzero(left).tolist() == expected) or (not expected and (left > 0).all())
-
-
-def test_steps_updated_together_do_not_reach_items_of_each_other() -> None:
-    replay = filled(Prioritized(exponent=1.0, initial=0.0, max_fraction=1.0))
-    stepids = steps_by_tag(replay)
-    replay.update({"stepid": stepids[13][None], "priority": np.ones(1)})
-    both = np.stack([stepids[5], stepids[15]])
-    replay.update({"stepid": both, "priority": np.ones(2)})
-    assert np.flatnonzero(drawn_starts(replay)).tolist() == [3, 4, 5, 11, 12, 13, 14, 15]
-
-
-def test_priorities_of_a_reused_slot_do_not_leak() -> None:
-    replay = Replay(2, 6, chunk=2, selector=Prioritized(exponent=1.0), online=False)
-    for tag in range(200):
-        replay.add(step(tag))
-        if len(replay) > 1:
-            data = replay.sample(4, "eval")
-            replay.update({"stepid": data["stepid"], "priority": np.full((4, 2), 1000.0)})
-    for tag in range(200, 230):
-        replay.add(step(tag))
-    # An update makes the items around it look at their steps again, and they know nothing.
-    for _ in range(20):
-        stepid = replay.sample(1, "eval")["stepid"][0, :1]
-        replay.update({"stepid": stepid, "priority": np.ones(1)})
-    starts = replay.sample(DRAWS // 10, "eval")["tag"][:, 0]
-    assert_matches(np.bincount(starts - 223, minlength=6) / len(starts), np.ones(6), len(starts))
-
-
-def test_priorities_that_make_no_sense() -> None:
-    replay = filled(Prioritized())
-    stepid = replay.sample(1)["stepid"]
-    for priority in (np.full((1, 3), np.nan), np.full((1, 3), -1.0), np.ones((1, 2))):
-        with pytest.raises(SchemaError, match="priority"):
-            replay.update({"stepid": stepid, "priority": priority})
-
-
-def test_uniform_draws_from_the_replay_are_uniform() -> None:
-    replay = filled(Uniform())
-    assert_matches(drawn_starts(replay), np.ones(38), 20_000)
-
-
-def test_new_items_know_the_priorities_of_steps_they_share() -> None:
-    selector = Prioritized(exponent=1.0, initial=1.0)
-    replay = Replay(4, 100, chunk=8, online=False, selector=selector)
-    for tag in range(20):
-        replay.add(step(tag))
-    replay.update(replay.sample(500, "eval") | {"priority": np.zeros((500, 4))})
-    replay.add(step(20))
-    # Of all items only the newest has a step that was never updated, and so any weight.
-    assert (replay.sample(50)["tag"] == np.arange(17, 21)).all()
-    assert selector._tree.total == pytest.approx(1 / 4)
-
-
-def test_zero_on_sample_gives_each_item_once_in_a_batch() -> None:
-    selector = Prioritized(exponent=1.0, zero_on_sample=True)
-    selector.bind(100)
-    steps = np.full((50, 1), 1.0)
-    steps[7] = 1e6
-    selector.prioritize(np.arange(50), steps, 0, 50)
-    numbers = selector.draw(Draw(np.random.default_rng(0), 50, 0, 50, consume=True))
-    assert sorted(numbers.tolist()) == list(range(50))
-    assert numbers[0] == 7
-    assert selector._tree.total == 0
-
-
-def test_zero_on_sample_counts_online_sequences() -> None:
-    replay = Replay(2, 100, selector=Prioritized(zero_on_sample=True))
-    for tag in range(3):
-        replay.add(step(tag))
-    assert replay.sample(1)["tag"].tolist() == [[1, 2]], "the one online sequence"
-    assert replay.sample(1)["tag"].tolist() == [[0, 1]], "the one that is left"
+def test_infinite_weights_of_a_sum_tree_are_equally_likely() -> None:
+    """However many lie in a block, and whatever finite weights lie between them."""
+    tree = SumTree(3_000_000)
+    leaves = np.array([5, 6, 7, 300, 2_000_000, 2_999_999])
+    tree.set(np.arange(1000), np.full(1000, 1e38))
+    tree.set(leaves, np.full(6, np.inf))
+    drawn = tree.draw(np.random.default_rng(0).random(DRAWS))
+    assert_matches(np.array([(drawn == leaf).mean() for leaf in leaves]), np.ones(6))
+    assert tree.draw(np.zeros(1)).tolist() == [5]
+    tree.set(leaves, np.zeros(6))
+    assert tree.total == pytest.approx(996 * 1e38), "nothing is left of the infinite weights"
 
 
 def test_rounding_never_leads_beyond_the_last_weight() -> None:

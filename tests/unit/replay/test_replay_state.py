@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from replay_model import ModelReplay, check_sequences, step
 
-from dreamfleet.replay import Fifo, Replay
+from dreamfleet.replay import Replay
 
 
 def add(replay: Replay, model: ModelReplay, tags: range) -> None:
@@ -59,20 +59,6 @@ def test_draws_and_counters_go_on(tmp_path: Path) -> None:
         np.testing.assert_array_equal(replay.sample(50)["tag"], expected)
         stats = replay.stats()
         assert (stats["inserts"], stats["samples"]) == (100, 57)
-
-
-def test_a_fifo_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Also when the oldest items were evicted in between and all numbers have changed."""
-    model = ModelReplay(4, 60)
-    with Replay(4, 60, tmp_path, chunk=8, online=False, selector=Fifo()) as replay:
-        add(replay, model, range(100))
-        replay.sample(25)
-        following = model.items[25]
-        state = replay.save()
-        add(replay, model, range(100, 110))
-    with Replay(4, 60, tmp_path, chunk=8, online=False, selector=Fifo()) as replay:
-        replay.load(state)
-        assert check_sequences(replay.sample(1), 4) == [following]
 
 
 def test_loading_into_an_empty_replay(tmp_path: Path) -> None:

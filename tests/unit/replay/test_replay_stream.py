@@ -1,4 +1,4 @@
-"""Streams: consecutive batches with a context, saved and loaded anywhere."""
+"""Streams: batches with a context, cut from sampled windows."""
 
 from __future__ import annotations
 
@@ -25,69 +25,33 @@ def windows(steps: int) -> Callable[[], dict[str, Any]]:
     return source
 
 
-def test_consecutive_batches_overlap_by_the_context() -> None:
-    stream = Stream(windows(7), length=2, consec=3, context=1)
-    batches = [next(stream) for _ in range(4)]
-    assert [b["time"][0].tolist() for b in batches] == [
-        [0, 1, 2],
-        [2, 3, 4],
-        [4, 5, 6],
-        [1000, 1001, 1002],
+@pytest.mark.parametrize("steps", [3, 7], ids=["whole window", "first part of a window"])
+def test_a_batch_is_the_context_and_the_steps_after_it(steps: int) -> None:
+    stream = Stream(windows(steps), length=2, context=1)
+    batches = [next(stream) for _ in range(2)]
+    assert [b["time"].tolist() for b in batches] == [
+        [[0, 1, 2], [500, 501, 502]],
+        [[1000, 1001, 1002], [1500, 1501, 1502]],
     ]
-    assert [b["consec"].tolist() for b in batches] == [[[n] * 3] * 2 for n in (0, 1, 2, 0)]
     assert batches[0]["consec"].dtype == np.int32
+    assert batches[0]["consec"].tolist() == [[0, 0, 0], [0, 0, 0]]
     assert all(array.flags.c_contiguous for b in batches for array in b.values())
 
 
-def test_a_report_uses_the_first_part_of_a_window() -> None:
-    stream = Stream(windows(65), length=32, context=1)
-    assert next(stream)["time"][1].tolist() == list(range(500, 533))
-    assert next(stream)["time"][1].tolist() == list(range(1500, 1533))
-
-
-@pytest.mark.parametrize("taken", range(7))
-def test_a_stream_continues_where_it_was_saved(taken: int) -> None:
-    source = windows(7)
-    stream = Stream(source, length=2, consec=3, context=1)
-    for _ in range(taken):
-        next(stream)
-    state = stream.save()
-    assert all(isinstance(value, int | np.ndarray) for value in state.values())
-    other = Stream(source, length=2, consec=3, context=1)
-    other.load(state)
-    expected = taken // 3 * 1000 + taken % 3 * 2
-    assert next(other)["time"][0, 0] == expected
-
-
-def test_windows_that_are_too_short() -> None:
-    stream = Stream(windows(6), length=2, consec=3, context=1)
+def test_windows_that_are_too_short_are_refused() -> None:
+    stream = Stream(windows(6), length=6, context=1)
     with pytest.raises(ConfigError, match="length=7"):
         next(stream)
     with pytest.raises(ConfigError, match="length >= 1"):
         Stream(windows(6), length=0)
-    assert Stream.window(64, 1, 1) == 65
+    assert Stream(windows(6), 64, context=1).window == 65
 
 
 def test_a_stream_from_a_replay() -> None:
-    replay = Replay(Stream.window(2, 2, 1), 100)
+    replay = Replay(5, 100)
     for tag in range(30):
         replay.add(step(tag))
-    stream = Stream(partial(replay.sample, 4, mode="train"), length=2, consec=2, context=1)
-    first, second = next(stream), next(stream)
-    np.testing.assert_array_equal(first["tag"][:, -1], second["tag"][:, 0])
-    assert first["stepid"].shape == (4, 3, 20)
-    # The forced first step lies in the context of the first batch, and not in the second.
-    assert first["is_first"][:, 0].all()
-    assert not second["is_first"].any()
-
-
-def test_a_window_with_more_parts_than_the_stream_has_now() -> None:
-    stream = Stream(windows(9), length=2, consec=4, context=1)
-    for _ in range(3):
-        next(stream)
-    other = Stream(windows(9), length=2, consec=2, context=1)
-    other.load(stream.save())
-    for part in (0, 1, 0):
-        batch = next(other)
-        assert batch["time"].shape[1] == 3
-        assert (batch["consec"] == part).all()
+    batch = next(Stream(partial(replay.sample, 4, mode="train"), length=2, context=1))
+    assert batch["stepid"].shape == (4, 3, 20)
+    # The forced first step lies in the context.
+    assert batch["is_first"].tolist() == [[True, False, False]] * 4

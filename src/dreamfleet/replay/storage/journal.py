@@ -3,8 +3,9 @@
 Every step carries a tick, a number that grows by one a step. A batch may touch many chunk files;
 it becomes valid, all of it, when the committed tick here moves past it, which is one store of
 eight bytes. Killed before that store the batch never happened; killed after it the batch is
-whole. Nothing has to be flushed for this: pages of a killed process stay with the kernel. Only
-the machine itself going down can lose what was not synced (`Replay.sync`, and every checkpoint).
+whole. Nothing has to be flushed for this: pages of a killed process stay with the kernel, so a
+commit costs no system call. Only a power failure can lose what was not synced (`Replay.sync`, and
+every checkpoint).
 
 The journal also remembers, for each source of numbered batches, which numbers were added. A
 record has two copies: the one not in use is overwritten and carries the tick its batch will be

@@ -1,25 +1,83 @@
-"""Another run's chunk files as extra data: copied in, and never appended to by this run.
+"""Chunk files become sequences: this run's own after a restart, and those of other runs.
 
-The other run may go on meanwhile. Loading it again brings what is new: rows that came into a chunk
-which is here already, and the chunks that continue it.
+`reopen` takes in the chunks of the replay's own directory, whose streams are continued. `look` and
+`copy_in` copy the chunks of another run, which this run never appends to. The other run may still
+be writing; copying from it again brings what is new: rows that came into a chunk which is here
+already, and the chunks that continue it.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay import chunkfile
-from dreamfleet.replay.chunkfile import StreamId
-from dreamfleet.replay.directory import Found, scan
 from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
-from dreamfleet.replay.journal import Journal, Source, read_committed
-from dreamfleet.replay.links import NO_TICKS, Ticks, linked, oldest_kept, valid
-from dreamfleet.replay.store import Store
+from dreamfleet.replay.schema import StreamId
+from dreamfleet.replay.storage.files import Found, header_bytes, scan
+from dreamfleet.replay.storage.journal import Journal, Source, read_committed
+from dreamfleet.replay.storage.store import Store
 from dreamfleet.replay.table import Table
+
+log = logging.getLogger(__name__)
+
+Ticks = NDArray[np.int64]
+
+_NO_TICKS: Ticks = np.zeros(0, np.int64)
+
+
+def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
+    """Take in the chunks of the table's own directory, and clear what was never committed.
+
+    Returns the files that could not be used, with the reason.
+    """
+    store, journal = table.store, table.journal
+    chunks, skipped = {}, {}
+    for item in found:
+        try:
+            store.attach(item.path, item.info)
+            chunks[item.info.id] = item.info
+        except OSError as error:
+            skipped[item.path.name] = f"cannot be mapped: {error}"
+            log.warning("Skipping replay chunk %s: %s.", item.path, error)
+    slots = {chunk: store.slot_of[chunk] for chunk in chunks}
+    if journal.is_new and slots:
+        log.warning("The replay's journal is lost: every step found in its chunks is kept.")
+        journal.begin(max(int(store.ticks[slot].max()) for slot in slots.values()))
+    for slot in slots.values():
+        ticks = store.ticks[slot]
+        store.lengths[slot] = count = _valid(ticks, journal.committed)
+        if ticks[count:].any():
+            ticks[count:] = 0
+    store.release([slot for slot in slots.values() if not store.lengths[slot]])
+    journal.forget_uncommitted()
+    sizes = {c: int(store.lengths[s]) for c, s in slots.items() if store.lengths[s]}
+    chains = _linked({c: chunks[c].previous for c in sizes}, sizes, store.steps)
+    ticks_of = [
+        np.concatenate([store.ticks[slots[c], : sizes[c]] for c in chain]) for chain in chains
+    ]
+    # Ticks are given out without gaps, and what was evicted is older than the oldest item. If later
+    # ones are missing, the last steps of some stream are lost. Only streams that wrote after them
+    # are continued, because a sequence with a hole in it would look like any other.
+    hole = _newest_missing(ticks_of, journal.committed)
+    if hole <= _oldest_kept(ticks_of, table.length, table.items.capacity):
+        hole = 0
+    # A stream continues behind its newest step; older chains of it only lost their continuation.
+    streams: list[StreamId | None] = [None] * len(chains)
+    newest: dict[StreamId | None, int] = {None: journal.committed}
+    for which in sorted(range(len(chains)), key=lambda k: -int(ticks_of[k][-1])):
+        stream, end = chunks[chains[which][-1]].stream, int(ticks_of[which][-1])
+        if stream not in newest and end > hole:
+            streams[which] = stream
+        newest.setdefault(stream, end)
+    table.take_in_chains(
+        [([slots[c] for c in chain], stream) for chain, stream in zip(chains, streams, strict=True)]
+    )
+    return skipped
 
 
 class _Chunk(NamedTuple):
@@ -64,7 +122,7 @@ def look(path: Path, journal: Journal) -> Other:
     return Other(path, source, committed, *scan(path, run))
 
 
-def adopt(table: Table, other: Other) -> int:
+def copy_in(table: Table, other: Other) -> int:
     """Copy what is new of another run's committed steps; how many that is."""
     store, journal = table.store, table.journal
     _check_fits(store, other)
@@ -75,7 +133,7 @@ def adopt(table: Table, other: Other) -> int:
     ]
     if table.max_bytes is not None and len(wanted) * store.chunk_bytes > table.max_bytes:
         raise StorageFullError(
-            f"The extra data needs {len(wanted) * store.chunk_bytes:,} bytes, more than "
+            f"The steps of {other.path} need {len(wanted) * store.chunk_bytes:,} bytes, more than "
             f"max_bytes={table.max_bytes:,}: raise max_bytes, or lower the replay's capacity."
         )
 
@@ -95,7 +153,7 @@ def adopt(table: Table, other: Other) -> int:
             _copy(table, chunk, copies)
         last = journal.committed + sum(len(c.chunk.ticks) - c.first for c in copies)
         # New ticks in the old order: to this replay the steps are as old as their arrival.
-        order = np.argsort(np.concatenate([NO_TICKS, *(c.chunk.ticks[c.first :] for c in copies)]))
+        order = np.argsort(np.concatenate([_NO_TICKS, *(c.chunk.ticks[c.first :] for c in copies)]))
         ticks = np.empty(len(order), np.int64)
         ticks[order] = np.arange(journal.committed + 1, last + 1)
         start = 0
@@ -130,7 +188,7 @@ def _take_in(table: Table, copies: list[_Copy]) -> None:
     sizes = {name: len(chunk.ticks) for name, (chunk, _) in new.items()}
     previous = {name: chunk.found.info.previous for name, (chunk, _) in new.items()}
     chains: list[tuple[list[int], StreamId | None]] = []
-    for chain in linked(previous, sizes, store.steps):
+    for chain in _linked(previous, sizes, store.steps):
         slots = [new[name][1] for name in chain]
         before = store.slot_of.get(previous[chain[0]] or b"", -1)
         longer = table.chains.lengthen(before, slots)
@@ -178,14 +236,14 @@ def _newest(other: Other, length: int, capacity: int) -> list[_Chunk]:
             ticks = _read_ticks(item)
         except FileNotFoundError:
             continue  # The other run let it go meanwhile, as it is older than all it keeps.
-        ticks = ticks[: valid(ticks, other.committed)]
+        ticks = ticks[: _valid(ticks, other.committed)]
         if len(ticks):
             chunks[item.info.id] = _Chunk(item, ticks)
     steps = other.found[0].info.steps
     sizes = {name: len(chunk.ticks) for name, chunk in chunks.items()}
-    chains = linked({name: c.found.info.previous for name, c in chunks.items()}, sizes, steps)
+    chains = _linked({name: c.found.info.previous for name, c in chunks.items()}, sizes, steps)
     ticks_of = [np.concatenate([chunks[name].ticks for name in chain]) for chain in chains]
-    oldest = oldest_kept(ticks_of, length, capacity)
+    oldest = _oldest_kept(ticks_of, length, capacity)
     wanted = []
     for chain, ticks in zip(chains, ticks_of, strict=True):
         completed = ticks[length - 1 :]
@@ -197,8 +255,52 @@ def _newest(other: Other, length: int, capacity: int) -> list[_Chunk]:
 
 def _read_ticks(found: Found) -> Ticks:
     with found.path.open("rb") as file:
-        file.seek(chunkfile.header_bytes(found.info.schema))
+        file.seek(header_bytes(found.info.schema))
         ticks = np.fromfile(file, np.int64, found.info.steps)
     if len(ticks) < found.info.steps:
         raise ReplayError(f"{found.path} became shorter while it was read: load it again.")
     return ticks
+
+
+def _valid(ticks: Ticks, committed: int) -> int:
+    """Length of the leading run of growing ticks up to the committed one."""
+    good = (ticks > 0) & (ticks <= committed)
+    good[1:] &= ticks[1:] > ticks[:-1]
+    return len(good) if good.all() else int(good.argmin())
+
+
+def _linked(
+    previous: Mapping[bytes, bytes | None], sizes: Mapping[bytes, int], steps: int
+) -> list[list[bytes]]:
+    """Chunks in chains: each follows the one it names, if that is here and full."""
+    after: dict[bytes, bytes] = {}
+    starts = []
+    for chunk, before in previous.items():
+        if before is None or sizes.get(before) != steps or before in after:
+            starts.append(chunk)
+        else:
+            after[before] = chunk
+    chains = []
+    for chunk in starts:
+        chain = [chunk]
+        while chain[-1] in after:
+            chain.append(after[chain[-1]])
+        chains.append(chain)
+    return chains
+
+
+def _oldest_kept(chains: Sequence[Ticks], length: int, capacity: int) -> int:
+    """The tick that completed the oldest of the newest `capacity` items; 0 if there is none."""
+    completed = np.concatenate([_NO_TICKS, *(ticks[length - 1 :] for ticks in chains)])
+    if len(completed) > capacity:
+        return int(np.partition(completed, -capacity)[-capacity])
+    return int(completed.min()) if len(completed) else 0
+
+
+def _newest_missing(chains: Sequence[Ticks], committed: int) -> int:
+    """The newest committed tick that no step has; 0 if every one is here."""
+    every = np.sort(np.concatenate([np.zeros(1, np.int64), *chains]))
+    if every[-1] < committed:
+        return committed
+    gaps = np.flatnonzero(np.diff(every) > 1)
+    return int(every[gaps[-1] + 1]) - 1 if len(gaps) else 0

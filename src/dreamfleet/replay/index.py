@@ -1,12 +1,17 @@
-"""Where each stream writes next, and where its next item starts.
+"""The index: where each stream writes next, and where each sequence starts.
 
 A chain is an unbroken run of a stream's steps, from chunk to chunk. Its head is the place of the
-next step; its tail is the first step of the next item, `length - 1` steps behind. All of it is
-kept in arrays indexed by chain, so that a batch is handled without a loop over its rows.
+next step; its tail is the first step of the next item, `length - 1` steps behind. `Chains` keeps
+all of it in arrays indexed by chain, so a batch is handled without a loop over its rows.
+
+An item is a sequence that can be sampled. It is numbered when its last step arrives, and items
+leave from the old end, so the living ones are always one range of numbers `[low, high)`. Selectors
+draw numbers; `Items` maps a number to the step the item starts at, in eight bytes an item.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,11 +19,77 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay.chunkfile import StreamId
-from dreamfleet.replay.store import Ints, Store
+from dreamfleet.replay.schema import StreamId
+from dreamfleet.replay.storage.store import Ints, Store
 
+SLACK = 4096
+"""Items that may be pushed before old ones have to leave."""
 _NONE = -1
 _FIELDS = ("head_slot", "head_len", "tail_slot", "tail_index", "pending", "started", "last_tick")
+
+
+class Items:
+    """A ring of item starts and the queue of online windows."""
+
+    def __init__(self, capacity: int, steps: int) -> None:
+        self.capacity = capacity
+        self.low = 0
+        self.high = 0
+        self.online: deque[int] = deque()
+        self._steps = steps
+        self._size = capacity + SLACK
+        # Zeroed pages of a large array take memory only once they are written.
+        self._ring = np.zeros(self._size, np.int64)
+
+    def __len__(self) -> int:
+        return self.high - self.low
+
+    @property
+    def index_bytes(self) -> int:
+        return 8 * min(self.high, self._size)
+
+    def push(self, slots: Ints, indices: Ints, online: Ints) -> None:
+        """Append items (at most `SLACK` before the next `pop`); `online` are positions in them."""
+        count = len(slots)
+        first = self.high
+        at = (first + np.arange(count)) % self._size
+        self._ring[at] = slots * self._steps + indices
+        self.high += count
+        self.online.extend((first + online).tolist())
+
+    def starts(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """Slot and index of the first step of items."""
+        return np.divmod(self._ring[numbers % self._size], self._steps)
+
+    def pop(self, count: int) -> list[int]:
+        """Let the oldest items go; slots in which no living item starts any more."""
+        count = min(count, len(self))
+        if count <= 0:
+            return []
+        slots, indices = self.starts(np.arange(self.low, self.low + count))
+        self.low += count
+        while self.online and self.online[0] < self.low:
+            self.online.popleft()
+        # Items of a chain leave in order, so the last start in a chunk is the last of them all.
+        return [int(slot) for slot in slots[indices == self._steps - 1]]
+
+    def until_chunk_end(self) -> int:
+        """How many of the oldest items have to go before a chunk becomes free."""
+        for first in range(self.low, self.high, SLACK):
+            last = min(first + SLACK, self.high)
+            _, indices = self.starts(np.arange(first, last))
+            ends = np.flatnonzero(indices == self._steps - 1)
+            if len(ends):
+                return first + int(ends[0]) + 1 - self.low
+        return len(self)
+
+    def requeue(self, numbers: Ints) -> None:
+        """Replace the online queue."""
+        self.online = deque(np.unique(numbers[numbers >= self.low]).tolist())
+
+    def take_online(self, count: int) -> list[int]:
+        """Up to `count` windows that were never handed out, oldest first."""
+        return [self.online.popleft() for _ in range(min(count, len(self.online)))]
 
 
 class Places(NamedTuple):
