@@ -89,7 +89,7 @@ def test_observations_lie_in_their_spaces(env: Env) -> None:
             assert space.contains(obs[key]), (key, obs[key], space)
 
 
-def test_flags_tell_the_story_of_episodes(env: Env) -> None:
+def test_flags_are_consistent(env: Env) -> None:
     trajectory = play(env, STEPS)
     assert trajectory[0]["is_first"]
     assert any(obs["is_last"] for obs in trajectory), "no episode ended: give it a time limit"
@@ -109,7 +109,7 @@ def test_a_reset_may_come_at_any_time(env: Env) -> None:
     assert obs["reward"] == 0
 
 
-def test_a_forgotten_reset_begins_an_episode_anyway(env: Env) -> None:
+def test_a_missing_reset_starts_an_episode_anyway(env: Env) -> None:
     rng = np.random.default_rng(0)
     obs = env.step(sample_action(env.act_space, rng))
     assert obs["is_first"]
@@ -146,7 +146,7 @@ def test_another_seed_gives_another_run(task: tuple[str, dict]) -> None:
 
 
 def test_observations_are_not_overwritten_later(env: Env) -> None:
-    """Whoever sends an observation asynchronously must be able to rely on it."""
+    """Observations are sent asynchronously."""
     rng = np.random.default_rng(0)
     kept, copies = [], []
     for n in range(20):
@@ -172,11 +172,11 @@ def test_actions_out_of_bounds_are_clipped(env: Env) -> None:
         env.step(action)
 
 
-def test_frames_can_be_looked_at(env: Env) -> None:
+def test_frames_are_images(env: Env) -> None:
     env.step(noop(env.act_space))
     frame = env.render()
     if frame is None:
-        pytest.skip("nothing to see without the option render")
+        pytest.skip("nothing is rendered without the option")
     assert frame.dtype == np.uint8
     assert frame.ndim == 3
 

@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_skipped(
     assert newest.name in caplog.text
 
 
-def test_if_all_are_damaged_nobody_starts_from_nothing(tmp_path: Path) -> None:
+def test_if_all_are_damaged_a_run_does_not_start_from_scratch(tmp_path: Path) -> None:
     ckpt = Checkpoint(tmp_path)
     flip(ckpt.save({"agent": {"w": np.ones(3)}}, step=1) / "agent.safetensors", -1)
     with pytest.raises(CheckpointError, match=r"Every checkpoint.*Remove the directory"):
@@ -251,7 +251,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
             file.write_bytes(whole)
 
 
-def test_a_newer_format_is_refused_with_the_way_out(tmp_path: Path, monkeypatch) -> None:
+def test_a_newer_format_is_refused_with_the_fix(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("dreamfleet.checkpoint._FORMAT", 2)
     path = Checkpoint(tmp_path).save({"agent": {}}, step=1)
     monkeypatch.undo()

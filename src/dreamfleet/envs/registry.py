@@ -2,7 +2,7 @@
 
 A task is `SUITE:NAME`, or `package.module:factory` for any callable that returns a Gymnasium or
 native environment. A suite is imported when one of its tasks is made, so that an environment
-process loads only what it needs.
+process loads only what it needs. A new suite is one module (see `Suite`) and a line in `SUITES`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_the_point_mass_goes_where_it_is_pushed() -> None:
     assert drifting < 30
 
 
-def test_the_dummy_says_where_a_step_came_from() -> None:
+def test_the_dummy_identifies_every_step() -> None:
     env = make_env("bundled:dummy", seed=42, length=3)
     seen = []
     obs = env.step(noop(env.act_space))
@@ -95,12 +95,12 @@ def test_the_dummy_says_where_a_step_came_from() -> None:
     assert seen == [[42, episode, step] for episode in range(3) for step in range(4)][:9]
 
 
-def test_the_dummys_frames_cannot_be_spoiled() -> None:
+def test_the_dummys_frames_are_read_only() -> None:
     obs = make_env("bundled:dummy").step({"action": np.int32(0), "reset": np.array(True)})
     with pytest.raises(ValueError, match="read-only"):
         obs["image"][0] = 0
 
 
-def test_the_dummy_refuses_to_lose_its_origin() -> None:
+def test_the_dummy_needs_room_for_its_origin() -> None:
     with pytest.raises(ConfigError, match="vector >= 3"):
         Dummy(vector=2)

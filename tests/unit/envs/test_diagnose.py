@@ -118,7 +118,7 @@ def look(kind: type[Sound], steps: int = 100) -> Diagnosis:
 
 
 @pytest.mark.parametrize(("each", "once", "slow"), [(0.011, 0.0, True), (0.0005, 5.0, False)])
-def test_slow_steps_are_told_but_not_a_busy_machine(
+def test_slow_steps_are_a_hint_and_a_single_slow_one_is_not(
     monkeypatch: pytest.MonkeyPatch, each: float, once: float, slow: bool
 ) -> None:
     now = 0.0
@@ -162,7 +162,7 @@ def test_hints_are_given(name: str) -> None:
     assert re.search(words, said(result.hints)), said(result.hints)
 
 
-def test_what_the_checks_refuse_is_a_problem_and_no_crash() -> None:
+def test_a_refused_observation_is_a_problem_and_no_crash() -> None:
     def make(seed: int):
         env = make_env("bundled:pointmass", seed=seed)
         env.env.env.env._observe = lambda: {"position": np.zeros(2)}
@@ -177,7 +177,7 @@ def test_frames_are_rendered_where_no_observation_is_an_image() -> None:
     assert result.frames[0].shape == (64, 64, 3)
 
 
-def test_what_shows_frames_only_when_asked_is_asked() -> None:
+def test_an_environment_with_the_option_render_is_rendered() -> None:
     def make(seed: int) -> Any:
         return make_env("gym:CartPole-v1", seed=seed)
 
@@ -196,7 +196,7 @@ def test_what_shows_frames_only_when_asked_is_asked() -> None:
     assert "cannot be rendered: There is no screen. Training needs no" in said(result.hints)
 
 
-def test_a_mistake_of_the_person_is_no_problem_of_the_environment() -> None:
+def test_a_wrong_task_or_option_is_no_problem_of_the_environment() -> None:
     for task, options, error in (
         ("gym:CartPol-v1", {}, UnknownTaskError),
         ("gym:CartPole-v1", {"hats": 3}, ConfigError),

@@ -119,7 +119,7 @@ def test_names_may_hold_slashes() -> None:
     ids=str,
 )
 def test_floats_where_integers_were_declared_are_refused(space: Any, dtype: str) -> None:
-    """Cast in silence, an image from 0 to 1 would be black."""
+    """Cast silently, an image from 0 to 1 would be black."""
     inner = Scripted(space, BOX)
     env = make_env(lambda: inner)
     env.step(noop(env.act_space))
@@ -207,12 +207,12 @@ def test_only_the_first_episode_is_seeded() -> None:
         (spaces.Dict({"reward": BOX}), BOX, "'reward'.*rename"),
     ],
 )
-def test_what_no_agent_can_take_is_refused(obs: Any, act: Any, words: str) -> None:
+def test_unsupported_spaces_are_refused(obs: Any, act: Any, words: str) -> None:
     with pytest.raises(SpaceError, match=words):
         GymEnv(Scripted(obs, act))
 
 
-def test_frames_instead_of_or_beside_the_state() -> None:
+def test_frames_instead_of_or_with_the_state() -> None:
     pixels = make_env("gym:CartPole-v1", obs="pixels", size=(48, 64))
     both = make_env("gym:CartPole-v1", obs="both", seed=3)
     assert "vector" not in pixels.obs_space
@@ -227,7 +227,7 @@ def test_frames_instead_of_or_beside_the_state() -> None:
     assert (obs["image"] != before).any(), "it moves"
 
 
-def test_rendering_has_to_be_asked_for() -> None:
+def test_rendering_is_an_option() -> None:
     env = make_env("gym:CartPole-v1")
     env.step(noop(env.act_space))
     assert env.render() is None
@@ -238,7 +238,7 @@ def test_rendering_has_to_be_asked_for() -> None:
         GymEnv(gymnasium.make("CartPole-v1"), obs="pixels")
 
 
-def test_what_drawing_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_for_rendering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pygame", None)
     env = make_env("gym:CartPole-v1", render=True)
     env.step(noop(env.act_space))

@@ -114,7 +114,7 @@ def test_a_factory_may_take_no_seed_and_lie_in_a_class(module: str) -> None:
     make_env(f"{module}:nested.make")
 
 
-def test_a_factory_that_passes_everything_on_is_given_what_was_asked_for_and_no_more(
+def test_a_factory_that_passes_everything_on_gets_the_given_options_only(
     module: str,
 ) -> None:
     env = make_env(f"{module}:anything", seed=5, max_episode_steps=3)
@@ -128,7 +128,7 @@ def test_a_factory_that_passes_everything_on_is_given_what_was_asked_for_and_no_
         make_env(f"{module}:buggy")
 
 
-def test_frames_are_asked_for_where_that_is_needed(module: str) -> None:
+def test_a_visible_environment_renders(module: str) -> None:
     env = make_visible_env("gym:CartPole-v1")
     env.step(noop(env.act_space))
     assert np.shape(env.render()) == (400, 600, 3)
@@ -173,7 +173,7 @@ def test_a_repeat_of_one_is_one() -> None:
         ("my_lab.needy:make", EnvError, "cannot be imported: No module named 'a_package"),
     ],
 )
-def test_wrong_tasks_are_answered_with_the_way_out(
+def test_wrong_tasks_are_refused_with_the_fix(
     module: str, task: str, error: type, words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
@@ -235,7 +235,7 @@ def test_wrong_options_are_refused(options: dict, words: str) -> None:
         ("dmc:walker_walk", {"camera": "side"}, "camera=side does not fit"),
     ],
 )
-def test_suites_refuse_what_is_none_of_their_choices(task: str, option: dict, words: str) -> None:
+def test_suites_refuse_wrong_values(task: str, option: dict, words: str) -> None:
     pytest.importorskip({"atari": "ale_py", "dmc": "dm_control"}.get(task[:-5], "minigrid"))
     with pytest.raises(ConfigError, match=words):
         make_env(task, **option)

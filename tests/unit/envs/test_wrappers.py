@@ -203,7 +203,7 @@ class Faulty(Recorder):
         self.closed = True
 
 
-def test_a_restart_while_an_action_is_repeated_is_seen() -> None:
+def test_a_restart_while_an_action_is_repeated_is_noticed() -> None:
     inner = RestartOnException(lambda count: Faulty(99 if count else 3), restarts=1)
     env = ActionRepeat(inner, 4)
     begin(env)
@@ -213,7 +213,7 @@ def test_a_restart_while_an_action_is_repeated_is_seen() -> None:
     assert inner.env.taken == 0
 
 
-def test_a_failure_begins_a_new_episode_in_a_new_environment() -> None:
+def test_a_failure_starts_a_new_episode_in_a_new_environment() -> None:
     made: list[Faulty] = []
 
     def make(count: int) -> Faulty:
@@ -231,7 +231,7 @@ def test_a_failure_begins_a_new_episode_in_a_new_environment() -> None:
     assert env.env is made[1]
 
 
-def test_an_environment_that_keeps_failing_is_given_up() -> None:
+def test_an_environment_that_keeps_failing_raises() -> None:
     env = RestartOnException(lambda count: Faulty(fails_at=1), restarts=2)
     begin(env)
     assert act(env)["is_first"]
@@ -240,7 +240,7 @@ def test_an_environment_that_keeps_failing_is_given_up() -> None:
         act(env)
 
 
-def test_a_finished_episode_earns_new_restarts() -> None:
+def test_a_finished_episode_resets_the_restarts() -> None:
     env = RestartOnException(lambda count: Faulty(fails_at=99), restarts=1)
     for episode in range(3):
         begin(env)
@@ -250,7 +250,7 @@ def test_a_finished_episode_earns_new_restarts() -> None:
         assert env._total == episode + 1
 
 
-def test_an_environment_that_cannot_be_made_again_is_given_up() -> None:
+def test_an_environment_that_cannot_be_rebuilt_raises() -> None:
     def make(count: int) -> Faulty:
         if count:
             raise OSError("no such simulator")
@@ -302,7 +302,7 @@ def test_minus_infinity_marks_a_missing_value() -> None:
     begin(CheckSpaces(Wrong(x=np.full(2, -np.inf, np.float32))))
 
 
-def test_bounds_are_only_checked_in_the_beginning() -> None:
+def test_bounds_are_only_checked_at_the_start() -> None:
     inner = Wrong()
     env = CheckSpaces(inner, bounds_for=2)
     begin(env)

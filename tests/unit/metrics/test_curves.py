@@ -31,7 +31,7 @@ def test_bins_have_round_widths(longest: float, most: int, width: float) -> None
     assert bin_width(longest, most) == pytest.approx(width)
 
 
-def test_a_bin_is_the_mean_of_its_episodes_and_holds_on() -> None:
+def test_a_bin_is_the_mean_of_its_episodes_and_is_held() -> None:
     curve = combine([scores((5, 1), (10, 3), (31, 8), (40, 10))], 10)
     assert curve.at.tolist() == [10, 20, 30, 40]
     assert curve.mean.tolist() == [2, 2, 2, 9]
@@ -65,7 +65,7 @@ def test_scores_are_read_in_order_and_in_frames(tmp_path: Path) -> None:
     assert read.score.tolist() == [1, 2]
 
 
-def test_a_run_without_episodes_is_said(tmp_path: Path) -> None:
+def test_a_run_without_episodes_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MetricsError, match="holds no scores"):
         read_scores(tmp_path)
     (tmp_path / "scores.jsonl").touch()

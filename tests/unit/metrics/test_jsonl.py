@@ -88,7 +88,7 @@ def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_a_damaged_line_is_reported_and_passed_over(
+def test_a_damaged_line_is_reported_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "f.jsonl"
@@ -129,7 +129,7 @@ def test_a_killed_writer_loses_nothing_it_finished(tmp_path: Path) -> None:
     assert len(rows) > last
 
 
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_leaves_complete_lines(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "f.jsonl"
     file = JsonlFile(path)
     file.append({"n": 1})

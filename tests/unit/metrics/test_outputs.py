@@ -73,7 +73,7 @@ def test_tensorboard_files_hold_every_kind(tmp_path: Path) -> None:
         ("wandb", lambda path: WandbOutput(), "wandb"),
     ],
 )
-def test_a_missing_package_is_one_sentence(
+def test_a_missing_package_is_one_sentence_with_the_command(
     tmp_path: Path, monkeypatch, package: str, make, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -108,7 +108,7 @@ def wandb(monkeypatch) -> FakeRun:
     return run
 
 
-def test_wandb_is_given_every_kind(wandb: FakeRun) -> None:
+def test_wandb_gets_every_kind(wandb: FakeRun) -> None:
     output = WandbOutput(project="p", name="n")
     output.write(7, EVERYTHING)
     output.write(8, {"strange": np.zeros((2, 2, 2))})

@@ -1,4 +1,5 @@
-"""Outputs: JSON lines, media files, TensorBoard, Weights & Biases."""
+"""Outputs: JSON lines, media files, TensorBoard, Weights & Biases. A new one is a class (see
+`Output`) in a module of its own."""
 
 from dreamfleet.metrics.outputs.base import Kind, Output, Outputs, kind_of
 from dreamfleet.metrics.outputs.jsonl import JsonlFile, JsonlOutput, ScoresFile, read_jsonl
