@@ -18,7 +18,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.fleet.factories import factories
 from dreamfleet.replay import Replay, ReplayConfig
-from dreamfleet.roles.common import stop_event
+from dreamfleet.roles.runtime import stop_event
 from dreamfleet.spaces import Space
 
 EVERY_STEP = {"length": 25, "size": (8, 8)}

@@ -9,16 +9,29 @@
     parallel_env      one environment, or several that are stepped together
     parallel_envs     all environments of one machine
 
-Each role may run anywhere: all it needs are its factories and a `RunConfig` with addresses.
+Each role may run anywhere: all it needs are its factories and a `RunConfig`.
 """
 
-from dreamfleet.fleet.local import combined, parallel_envs
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.files import atomic_write
+from dreamfleet.fleet.launchers import Launcher, find_launcher
+from dreamfleet.fleet.status import StatusLines, Watcher
+from dreamfleet.fleet.supervisor import Say, Supervisor, silent
+from dreamfleet.fleet.workers import env_workers, fleet_workers
 from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
+from dreamfleet.roles.runtime import SERVERS, Factory, listen_address, remove_addresses
+from dreamfleet.transport import Keys
 
 __all__ = [
     "combined",
@@ -30,3 +43,98 @@ __all__ = [
     "parallel_logger",
     "parallel_replay",
 ]
+
+
+def combined(
+    make_agent: Factory,
+    make_replay_train: Factory,
+    make_replay_eval: Factory,
+    make_env_train: Factory,
+    make_env_eval: Factory,
+    make_stream: Factory,
+    make_logger: Factory,
+    args: RunConfig,
+    say: Say = silent,
+    progress: Say | None = None,
+) -> None:
+    """Run the whole fleet under the supervisor; returns when the run is over.
+
+    Args:
+        make_agent: Returns the agent.
+        make_replay_train, make_replay_eval: Return the buffers.
+        make_env_train, make_env_eval: Called with an environment's id.
+        make_stream: Called with a buffer and a mode, returns an iterator of batches.
+        make_logger: Returns the output of metrics.
+        args: The run.
+        say: Takes lines for the person.
+        progress: Takes the lines that tell now and then how far the run is; None for `say`.
+
+    Raises:
+        FleetError: A worker failed, and the run ended because of it.
+        KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
+    """
+    launcher = find_launcher(args.launcher)(args.logdir)
+    run = _prepared(args, launcher)
+    buffers = make_replay_train, make_replay_eval
+    envs = make_env_train, make_env_eval
+    workers = fleet_workers(make_agent, *buffers, *envs, make_stream, make_logger, run)
+    supervisor = Supervisor(
+        workers,
+        launcher,
+        logdir=run.logdir,
+        launcher_name=run.launcher,
+        duration=run.duration,
+        say=say,
+    )
+    try:
+        with launcher, Watcher(run.logdir) as watcher:
+            supervisor.run(StatusLines(watcher, progress or say).show, run.log_every)
+    finally:
+        remove_addresses(run.logdir)
+
+
+def parallel_envs(
+    make_env_train: Factory,
+    make_env_eval: Factory,
+    args: RunConfig,
+    say: Say = silent,
+    ids: range | None = None,
+) -> None:
+    """Run environments of a run on this machine, for an agent that is elsewhere, until stopped.
+
+    Args:
+        make_env_train, make_env_eval: Called with an environment's id.
+        args: The run.
+        say: Takes lines for the person.
+        ids: Which of the run's environments; None for all.
+    """
+    workers = env_workers(make_env_train, make_env_eval, args, ids)
+    if not workers:
+        raise ConfigError(
+            f"None of the environments asked for is one of the run's {args.all_envs}, which are "
+            "numbered from 0."
+        )
+    with find_launcher(args.launcher)(args.logdir) as launcher:
+        Supervisor(workers, launcher, say=say).run()
+
+
+def _prepared(args: RunConfig, launcher: Launcher) -> RunConfig:
+    """The run as its workers see it: with addresses, a key if it uses tcp, and its configuration
+    in its directory, where others find it."""
+    args.logdir.mkdir(parents=True, exist_ok=True)
+    remove_addresses(args.logdir)  # of a run that was killed
+    fields = {role: f"{role}_addr" for role in SERVERS}
+    default = RunConfig.__dataclass_fields__["actor_addr"].default
+    changes: dict[str, Any] = {
+        field: launcher.default_address
+        for role, field in fields.items()
+        if listen_address(args, role) == default
+    }
+    run = replace(args, **changes)
+    if not run.keys and any("tcp://" in listen_address(run, role) for role in SERVERS):
+        path = run.logdir / "keys"
+        if not path.exists():
+            Keys.generate().save(path)
+        run = replace(run, keys=str(path))
+    atomic_write(run.logdir / "config.json", run.to_json())
+    return run

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from fleet_parts import note_start, parts, processes_by_title, small_run
 
-from dreamfleet.fleet import Process
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import combined, parallel_env, parallel_logger, parallel_replay
 from dreamfleet.replay import ReplayConfig
 
@@ -77,7 +78,9 @@ def test_a_process_starts_within_two_seconds(
 ) -> None:
     """Seconds of the processor: they do not depend on who else uses the machine."""
     make = partial(parts(small_run(tmp_path))[factory], *args)
-    process = Process("started", partial(note_start, role, make, tmp_path / "seconds"), tmp_path)
-    process.start()
-    assert process.wait(60) == 0, process.last_words()
+    worker = Worker("started", "env", partial(note_start, role, make, tmp_path / "seconds"))
+    with LocalLauncher(tmp_path) as launcher:
+        launcher.prepare([worker])
+        process = launcher.start(worker)
+        assert process.wait(60) == 0, process.output()
     assert float((tmp_path / "seconds").read_text()) < 2.0

@@ -20,8 +20,8 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import replay as make_replay
-from dreamfleet.fleet.local import role_names
-from dreamfleet.fleet.offline import AdoptedReplay, find_source
+from dreamfleet.fleet.workers import worker_names
+from dreamfleet.offline import AdoptedReplay, find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, read_blueprint
 
@@ -162,4 +162,4 @@ def test_the_command_trains_offline(
     assert blueprint is not None
     assert blueprint.config.offline == (str(collected), str(tmp_path / "copy"))
     assert blueprint.config.env_options == {"length": 25, "size": (8, 8)}
-    assert role_names(blueprint.config) == ["agent", "replay", "logger"]
+    assert worker_names(blueprint.config) == ["agent", "replay", "logger"]

@@ -16,7 +16,8 @@ from fleet_parts import (
     stored_streams,
 )
 
-from dreamfleet.fleet import Process
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import combined, parallel_envs, parallel_replay
 
 
@@ -38,15 +39,16 @@ def test_a_run_works_with_environments_and_replay_started_elsewhere(tmp_path: Pa
             config,
         )
         envs = partial(parallel_envs, fleet["make_env_train"], fleet["make_env_eval"], config)
-        others = [Process("envs", envs, tmp_path), Process("replay", replay, tmp_path)]
-        for process in others:
-            process.start()
-        try:
-            combined(**fleet, args=config)
-        finally:
-            for process in others:
-                process.terminate()
-                assert process.wait(60) is not None
+        others = [Worker("envs", "env", envs), Worker("replay", "replay", replay)]
+        with LocalLauncher(tmp_path / "elsewhere") as launcher:
+            launcher.prepare(others)
+            running = [launcher.start(worker) for worker in others]
+            try:
+                combined(**fleet, args=config)
+            finally:
+                for process in running:
+                    process.terminate()
+                    assert process.wait(60) is not None
     assert left_behind() == []
     found = stored_streams(tmp_path / "replay")
     assert sorted(found) == [0, 1, 2, 3]

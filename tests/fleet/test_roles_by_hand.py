@@ -14,6 +14,7 @@ from fleet_parts import dummy_with_its_id, left_behind, parts, small_run, stored
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.parallel import combined
+from dreamfleet.roles.runtime import find_server
 from dreamfleet.transport import Client, Disconnected, Keys, resolve
 
 ROLE = [str(Path(sys.executable).with_name("dreamfleet")), "role"]
@@ -84,7 +85,7 @@ def test_a_stranger_gets_nothing_from_a_run_with_a_key(tmp_path: Path) -> None:
             return
         run = RunConfig.from_json((tmp_path / "config.json").read_text())
         for keys in (None, Keys.generate(), Keys.load(run.keys)):
-            with Client(run.logger_addr, keys=keys, patience=1.0) as client:
+            with Client(find_server(run, "logger"), keys=keys, patience=1.0) as client:
                 try:
                     seen.append(client.status().result(20)["step"] >= 0)
                 except Disconnected as error:

@@ -20,7 +20,7 @@ from fleet_parts import (
 )
 
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.fleet import FleetError
+from dreamfleet.fleet.supervisor import FleetError
 from dreamfleet.parallel import combined
 
 LENGTH = 25

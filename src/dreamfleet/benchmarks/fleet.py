@@ -21,9 +21,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
-from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import factories
 from dreamfleet.metrics import read_jsonl
+from dreamfleet.parallel import combined
 from dreamfleet.replay import ReplayConfig
 
 _ENVS = 8

@@ -14,8 +14,8 @@ import psutil
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.local import role_names
-from dreamfleet.fleet.offline import check_sources, find_source
+from dreamfleet.fleet.workers import worker_names
+from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint
 from dreamfleet.roles.replay import limiter_for
 
@@ -117,7 +117,7 @@ def check_memory(
         further_bytes: Of every other one.
         available: Memory there is; None to ask the machine.
     """
-    processes = sum(name.startswith("env-") for name in role_names(config))
+    processes = sum(name.startswith("env-") for name in worker_names(config))
     if not processes:
         return
     needed = processes * (_PROCESS_BYTES + env_bytes)
@@ -133,7 +133,7 @@ def check_memory(
 
 def check_files(config: RunConfig, limit: int | None = None) -> None:
     """Every process is a few sockets and pipes of those it talks with."""
-    processes = len(role_names(config))
+    processes = len(worker_names(config))
     needed = _FILES_PER_PROCESS * processes + _FILES_BESIDE
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if 0 <= allowed < needed:

@@ -14,8 +14,8 @@ import tyro
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet import parallel_envs
 from dreamfleet.fleet.factories import factories
+from dreamfleet.parallel import parallel_envs
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay

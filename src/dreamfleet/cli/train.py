@@ -19,10 +19,10 @@ from dreamfleet.cli.options import parse_settings
 from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import OutputName, RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError, install_command
-from dreamfleet.fleet import combined
 from dreamfleet.fleet.factories import environment, factories
-from dreamfleet.fleet.offline import find_source
 from dreamfleet.fleet.record import claim_directory
+from dreamfleet.offline import find_source
+from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
 

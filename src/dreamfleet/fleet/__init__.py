@@ -1,8 +1,4 @@
-"""Starting, watching and ending the processes of a fleet."""
+"""The fleet as data (`workers`), who starts it (`launchers`) and who watches it (`supervisor`).
 
-from dreamfleet.fleet.errors import FleetError
-from dreamfleet.fleet.local import combined, parallel_envs
-from dreamfleet.fleet.process import Process
-from dreamfleet.fleet.supervisor import Supervisor
-
-__all__ = ["FleetError", "Process", "Supervisor", "combined", "parallel_envs"]
+Nothing is imported here: every process of a fleet passes through this package when it starts.
+"""

@@ -15,7 +15,6 @@ from typing import Any
 from dreamfleet.agents.api import Agent
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
-from dreamfleet.fleet.offline import AdoptedReplay, copy_steps, find_source
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
@@ -24,6 +23,7 @@ from dreamfleet.metrics import (
     TensorBoardOutput,
     WandbOutput,
 )
+from dreamfleet.offline import AdoptedReplay, find_source
 from dreamfleet.replay import Replay, Stream, make_selector
 
 
@@ -61,7 +61,7 @@ def replay(config: RunConfig, name: str) -> Replay:
     make: Callable[..., Replay] = Replay
     if config.offline and name == "replay":
         make = partial(AdoptedReplay, find_source(config.offline[0]).blueprint, config)
-    made = make(
+    return make(
         config.window,
         config.replay.capacity,
         config.logdir / name,
@@ -71,9 +71,6 @@ def replay(config: RunConfig, name: str) -> Replay:
         seed=config.seed,
         max_bytes=config.replay.max_bytes,
     )
-    if name == "replay":
-        copy_steps(made, config)
-    return made
 
 
 def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:

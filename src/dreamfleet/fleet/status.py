@@ -4,7 +4,8 @@ The lines of a run without a terminal, its live display, `dreamfleet status` and
 show a `RunStatus`. It is found out from the run's directory alone, so another terminal sees the
 same as the one that started the run:
 
-    config.json     the settings, and where the logger listens
+    config.json     the settings
+    addresses/      where the logger listens
     fleet.json      the supervisor and its workers
     the logger      steps, scores, the newest metrics
     the system      what each process uses
@@ -37,6 +38,7 @@ from dreamfleet.fleet.record import (
 )
 from dreamfleet.fleet.stall import late_after, restarting, why_waiting
 from dreamfleet.formatting import clock, readable
+from dreamfleet.roles.runtime import find_server
 from dreamfleet.transport import Client, Future, TransportError
 from dreamfleet.transport.address import parse
 
@@ -393,7 +395,7 @@ def _can_ask(config: RunConfig, record: FleetRecord | None) -> bool:
 
 
 def _logger_client(config: RunConfig) -> Client:
-    return Client(config.logger_addr, "watcher", keys=config.run_keys)
+    return Client(find_server(config, "logger"), "watcher", keys=config.run_keys)
 
 
 class _LoggerQuestions:

@@ -1,4 +1,4 @@
-"""Watches the processes of a fleet, and ends all of them together."""
+"""Watches the workers of a fleet: restarts those that fail, and stops all of them together."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-from dreamfleet.fleet.errors import FleetError
-from dreamfleet.fleet.process import Process
-from dreamfleet.fleet.record import FleetRecord, FleetState, WorkerRecord, write_record
-from dreamfleet.fleet.restarts import Restarts
+from dreamfleet.errors import DreamfleetError
+from dreamfleet.fleet.launchers import Launcher, RestartPolicy, RunningWorker, Worker
+from dreamfleet.fleet.record import FleetRecord, FleetState, WorkerRecord, WorkerState, write_record
 
 Say = Callable[[str], None]
+
+_SAVE_SECONDS = 90.0
+_FAILED_SECONDS = 20.0
+_STOP_SECONDS = 20.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
+_REASON_LENGTH = 200
+_HUNG = "Timeout ("  # what faulthandler writes before it ends a process that took too long
+
+
+class FleetError(DreamfleetError):
+    """A worker failed, and the run ended because of it; the message shows the first error."""
 
 
 def silent(line: str) -> None:
@@ -25,97 +37,71 @@ def silent(line: str) -> None:
     del line
 
 
-_SAVE_SECONDS = 90.0
-_FAILED_SECONDS = 20.0
-_END_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class _Exited:
-    process: Process
-    code: int
-
-
-@dataclass(frozen=True)
-class _Restart:
-    process: Process
-
-
-@dataclass(frozen=True)
-class _Stop:
-    reason: str
-
-
 class Supervisor:
-    """Runs a fleet until its leading process has ended well.
+    """Runs a fleet until a worker that ends the run has returned, or until it is stopped.
 
-    Processes are ended in the order they are given: whoever comes earlier may still need those
-    that come later.
+    A worker that ends without having been asked to is started again, as its restart policy says;
+    what it returned does not matter, unless its end is the end of the run.
 
     Args:
-        processes: In the order in which they end; the first one leads. When it returns, the run is
-            over.
-        on_failure: Whether a process that fails ends the run, or is started again after a while
-            that doubles each time.
-        max_restarts: Restarts of one process within `restart_window` seconds after which the run
-            ends all the same.
-        restart_window: Seconds after which a restart is forgotten.
-        duration: Seconds after which the run is ended; 0 for never.
+        workers: In the order in which they are stopped; they are started in the opposite order.
+        launcher: Starts them.
+        logdir: Where `fleet.json` is written, the record of the fleet; None for nowhere.
+        launcher_name: For the record.
+        duration: Seconds after which the run is stopped; 0 for never.
         say: Takes lines for the person.
-        logdir: Where the record of the fleet is written; None for nowhere.
-        launcher: What the record says about who started the processes.
     """
 
     def __init__(
         self,
-        processes: Sequence[Process],
+        workers: Sequence[Worker],
+        launcher: Launcher,
         *,
-        on_failure: Literal["restart", "stop"] = "stop",
-        max_restarts: int = 10,
-        restart_window: float = 3600.0,
+        logdir: Path | None = None,
+        launcher_name: str = "",
         duration: float = 0.0,
         say: Say = silent,
-        logdir: Path | None = None,
-        launcher: str = "",
     ) -> None:
-        self._processes = list(processes)
-        self._on_failure = on_failure
-        self._restarts = Restarts(max_restarts, restart_window)
+        self._members = [_Member(worker, launcher) for worker in workers]
+        self._launcher = launcher
+        self._failures = Failures()
         self._duration, self._say = duration, say
         self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
-        self._record = FleetRecord.of_this_process(launcher)
+        self._record = FleetRecord.of_this_process(launcher_name)
         self._logdir = logdir
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
-        """Start everything and return when the run is over and every process has ended.
+        """Start everything and return when the run is over and every worker has ended.
 
         Args:
             tick: Called every so often, to show progress.
             every: Seconds between two ticks.
 
         Raises:
-            FleetError: A process failed, and the run ended because of it.
-            KeyboardInterrupt: The person ended the run; everything is saved.
+            FleetError: A worker failed, and the run ended because of it.
+            KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
         """
-        patience = _FAILED_SECONDS
+        save_seconds = _FAILED_SECONDS
+        self._launcher.prepare([member.worker for member in self._members])
         with self._signals():
             try:
-                for process in reversed(self._processes):
-                    self._start(process)
+                for member in reversed(self._members):
+                    self._start(member)
                 stopped = self._watch(tick, every)
-                patience = _SAVE_SECONDS
+                save_seconds = _SAVE_SECONDS
             finally:
                 self._write_record("ending")
-                self._end(patience)
-                self._write_record("failed" if patience == _FAILED_SECONDS else "ended")
+                self._stop_all(save_seconds)
+                self._write_record("failed" if save_seconds == _FAILED_SECONDS else "ended")
         if stopped in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
 
     def stop(self, reason: str = "stop") -> None:
-        """End the run in an orderly way; may be called from any thread and from signals."""
+        """End the run in order; may be called from any thread and from signal handlers."""
         self._events.put(_Stop(reason))
 
     def _watch(self, tick: Callable[[], None], every: float) -> str:
+        """Handle events until the run is over; returns why it is."""
         end = time.monotonic() + self._duration if self._duration else float("inf")
         next_tick = time.monotonic() + every
         while True:
@@ -132,75 +118,61 @@ class Supervisor:
             if isinstance(event, _Stop):
                 return event.reason
             if isinstance(event, _Restart):
-                self._start(event.process)
-            elif event.process is self._processes[0] and event.code == 0:
+                self._start(event.member)
+            elif event.member.worker.ends_run and event.code == 0:
                 return "done"
             else:
-                self._on_exit(event.process, event.code)
+                self._on_exit(event.member, event.code)
 
-    def _on_exit(self, process: Process, code: int) -> None:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        error = f"{process.name} {how}. The end of {process.log_file}:\n{process.last_words()}"
-        reason = process.reason() if code > 0 else ""
-        process.failure = reason or how
-        if self._on_failure == "stop":
-            raise FleetError(error) from process.error
-        delay = self._restarts.after(process.name, error)
-        self._say(
-            f"{process.name} {how}{f' ({reason})' if reason else ''} and is started again in "
-            f"{delay:g} s; see {process.log_file}"
-        )
-        process.restarts += 1
-        self._write_record()
-        timer = threading.Timer(delay, self._events.put, [_Restart(process)])
-        timer.daemon = True
-        timer.start()
-
-    def _start(self, process: Process) -> None:
-        process.start()
-        process.started = time.time()
+    def _start(self, member: _Member) -> None:
+        running = member.start()
         self._write_record()
 
         def wait() -> None:
-            code = process.wait()
+            code = running.wait()
             assert code is not None
-            self._events.put(_Exited(process, code))
+            self._events.put(_Exited(member, code))
 
-        threading.Thread(target=wait, name=f"wait-{process.name}", daemon=True).start()
+        threading.Thread(target=wait, name=f"wait-{member.name}", daemon=True).start()
+
+    def _on_exit(self, member: _Member, code: int) -> None:
+        """Decide what follows the end of a worker that nobody here has asked to stop."""
+        how, reason = member.describe_exit(code)
+        member.failure = reason or how
+        error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
+        policy = member.worker.restart
+        if policy.on_failure == "stop":
+            raise FleetError(error) from member.error
+        delay = self._failures.add(member.name, error, policy)
+        self._say(
+            f"{member.name} {how}{f' ({reason})' if reason else ''} and is started again in "
+            f"{delay:g} s; see {member.log_file}"
+        )
+        member.restarts += 1
+        self._write_record()
+        timer = threading.Timer(delay, self._events.put, [_Restart(member)])
+        timer.daemon = True
+        timer.start()
+
+    def _stop_all(self, save_seconds: float) -> None:
+        """Stop role after role, so that the agent sends and saves while the others still serve.
+        After a failure one of them may be gone for good, so the agent gets less time."""
+        for index, (_, group) in enumerate(groupby(self._members, lambda m: m.worker.role)):
+            members = list(group)
+            deadline = time.monotonic() + (_STOP_SECONDS if index else save_seconds)
+            for member in members:
+                member.terminate()
+            for member in members:
+                member.wait_or_kill(max(0.0, deadline - time.monotonic()))
 
     def _write_record(self, state: FleetState = "running") -> None:
-        if self._logdir is None:
-            return
-        host = self._record.host
-        workers = tuple(
-            WorkerRecord(
-                name=each.name,
-                role=each.name.split("-")[0],
-                state=each.state if state == "running" or each.alive else "ended",
-                pid=each.pid if each.alive else None,
-                host=host,
-                started=each.started,
-                restarts=each.restarts,
-                error=each.failure,
-            )
-            for each in self._processes
-        )
-        write_record(self._logdir, replace(self._record, workers=workers, state=state))
-
-    def _end(self, patience: float) -> None:
-        """Ask the leader first, so that it hands over and saves while the others still serve. After
-        a failure one of them may be gone for good, so it is not waited for as long."""
-        leader, *others = self._processes
-        _end_all([leader], patience)
-        roles: dict[str, list[Process]] = {}
-        for process in others:
-            roles.setdefault(process.name.split("-")[0], []).append(process)
-        for group in roles.values():
-            _end_all(group, _END_SECONDS)
+        if self._logdir is not None:
+            workers = tuple(member.record(state) for member in self._members)
+            write_record(self._logdir, replace(self._record, workers=workers, state=state))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run in an orderly way; a second one at once."""
+        """SIGINT and SIGTERM end the run in order; a second one ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -209,8 +181,8 @@ class Supervisor:
         def handle(number: int, _frame: Any) -> None:
             name = signal.Signals(number).name
             if seen:
-                for process in self._processes:
-                    process.kill()
+                for member in self._members:
+                    member.kill()
             else:
                 self._say("Saving and ending; once more ends at once.")
             seen.append(name)
@@ -224,11 +196,133 @@ class Supervisor:
                 signal.signal(each, handler)
 
 
-def _end_all(processes: Sequence[Process], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        if process.alive and process.wait(max(0.0, deadline - time.monotonic())) is None:
-            process.kill()
-            process.wait()
+class _Member:
+    """A worker, and what became of it so far."""
+
+    def __init__(self, worker: Worker, launcher: Launcher) -> None:
+        self.worker, self.name = worker, worker.name
+        self.restarts = 0
+        self.failure = ""
+        self._launcher = launcher
+        self._running: RunningWorker | None = None
+        self._started = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self._running is not None and self._running.wait(0) is None
+
+    @property
+    def log_file(self) -> Path:
+        return self._launcher.log_file(self.worker)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._running.error if self._running else None
+
+    def start(self) -> RunningWorker:
+        self._running = self._launcher.start(self.worker)
+        self._started = time.time()
+        return self._running
+
+    def terminate(self) -> None:
+        if self._running:
+            self._running.terminate()
+
+    def kill(self) -> None:
+        if self._running:
+            self._running.kill()
+
+    def wait_or_kill(self, seconds: float) -> None:
+        if self._running and self._running.wait(seconds) is None:
+            self._running.kill()
+            self._running.wait()
+
+    def output(self) -> str:
+        return self._running.output() if self._running else ""
+
+    def describe_exit(self, code: int) -> tuple[str, str]:
+        """How it ended, and one line on why: its exception, or that it hung; empty if it did not
+        say."""
+        if code < 0:
+            return f"was killed by signal {-code}", ""
+        how = f"ended with code {code}"
+        lines = self.output().splitlines()
+        if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
+            return how, f"it hung for {hung.removeprefix(_HUNG).rstrip(')!')}"
+        if not any(line.startswith("Traceback") for line in lines):
+            return how, ""
+        return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
+
+    def record(self, fleet: FleetState) -> WorkerRecord:
+        running = self._running if self.alive else None
+        state: WorkerState = "starting"
+        if running is not None:
+            state = "running"
+        elif fleet != "running":
+            state = "ended"
+        elif self.restarts:
+            state = "restarting"
+        return WorkerRecord(
+            name=self.name,
+            role=self.worker.role,
+            state=state,
+            pid=running.pid if running else None,
+            host=running.host if running else "",
+            started=self._started,
+            restarts=self.restarts,
+            error=self.failure,
+        )
+
+
+class _Failure(NamedTuple):
+    time: float
+    name: str
+    error: str
+
+
+class Failures:
+    """The failures of the last while. Older ones are forgotten, so a run of a month survives a
+    crash a day, and one that fails at every start ends soon.
+
+    Args:
+        clock: Seconds, rising.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures: deque[_Failure] = deque()
+
+    def add(self, name: str, error: str, policy: RestartPolicy) -> float:
+        """Seconds until the worker that failed is started again, doubling with each failure.
+
+        Raises:
+            FleetError: It has failed too often; shows the first error of any worker in the window,
+                because one failure often brings others along.
+        """
+        now = self._clock()
+        while self._failures and self._failures[0].time <= now - policy.window:
+            self._failures.popleft()
+        count = sum(failure.name == name for failure in self._failures)
+        self._failures.append(_Failure(now, name, error))
+        if count >= policy.max_restarts:
+            raise FleetError(
+                f"{name} failed again after {count} restarts within {policy.window:g} s; the run "
+                f"ends. The first error was: {self._failures[0].error}"
+            )
+        return min(_FIRST_DELAY * 2.0**count, _LONGEST_DELAY)
+
+
+@dataclass(frozen=True)
+class _Exited:
+    member: _Member
+    code: int
+
+
+@dataclass(frozen=True)
+class _Restart:
+    member: _Member
+
+
+@dataclass(frozen=True)
+class _Stop:
+    reason: str

@@ -46,8 +46,8 @@ class SamplesPerInsert:
         self.tolerance = tolerance
         self.minsize = minsize
         self._size = 0
-        self._debt = float(minsize if debt is None else debt)
-        self._avail = -self._debt
+        self.debt = float(minsize if debt is None else debt)
+        self._avail = -self.debt
         self._changed = threading.Condition()
 
     @property
@@ -114,9 +114,9 @@ class SamplesPerInsert:
             self._restore(size, self._avail + self.ratio * earning - samples)
 
     def _restore(self, size: int, avail: float) -> None:
-        least, most = -max(self._debt, self.tolerance), self.tolerance * self.ratio
+        least, most = -max(self.debt, self.tolerance), self.tolerance * self.ratio
         if size < self.minsize:
-            avail = -self._debt
+            avail = -self.debt
         elif self.ratio > 0:
             avail = min(max(avail, least), most)
         self._size, self._avail = size, avail

@@ -104,6 +104,11 @@ class Replay:
         """Sequences that can be sampled."""
         return len(self._table.items) if self._table else 0
 
+    @property
+    def tick(self) -> int:
+        """All steps that ever came in, by the count that a killed process does not forget."""
+        return self._journal.committed
+
     def __enter__(self) -> Replay:
         return self
 

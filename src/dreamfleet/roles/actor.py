@@ -1,30 +1,37 @@
-"""The actor role: answers observations with actions, and passes transitions on."""
+"""The actor role: replies to observations with actions, and passes transitions on."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+import uuid
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Arrays, Mode
+from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, pad_rows, put_rows, take_rows
+from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.roles.camera import Camera
-from dreamfleet.roles.carries import Carries
-from dreamfleet.roles.outbox import IN_FLIGHT, Outbox, Transitions
-from dreamfleet.roles.padding import padded_policy, policy_sizes
+from dreamfleet.roles.logger import VIDEO_ENV
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.runtime import find_server, listen_address, publish_address
 from dreamfleet.roles.waiting import actor_waits
-from dreamfleet.transport import BatchServer, Client
+from dreamfleet.slots import SlotTable
+from dreamfleet.spaces import FLAGS, LOG_PREFIX, is_image, without_logs
+from dreamfleet.transport import BatchServer, Client, Future
 
 log = logging.getLogger(__name__)
 
-_HAND_OVER_SECONDS = {"restart": 60.0, "stop": 1.0}
-_LOGGED = ("reward", "is_first", "is_last", "is_terminal")
+_GATHER_SECONDS = 0.01
+_IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
+_FLUSH_SECONDS = {"restart": 60.0, "stop": 1.0}
 
 
 class ActorFailed(DreamfleetError):
@@ -34,42 +41,92 @@ class ActorFailed(DreamfleetError):
 def parallel_actor(
     agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
 ) -> None:
-    """Serve actions until the run is finished, then hand over what was collected.
+    """Serve actions until the run is finished, then send what was collected.
 
     Args:
-        agent: Shared with the learner, which makes its parameters newer meanwhile.
+        agent: Shared with the learner, which publishes newer parameters meanwhile.
         barrier: Passed when the learner has restored the checkpoint.
         args: Addresses, batch and waiting time.
         progress: Shared with the learner; None if there is none.
     """
     progress = progress or Progress(args.steps)
     barrier.wait()
+    keys = args.run_keys
     with (
-        Client(args.replay_addr, "actor-replay", IN_FLIGHT, keys=args.run_keys) as replay,
-        Client(args.logger_addr, "actor-logger", 8, keys=args.run_keys) as logger,
+        Client(find_server(args, "replay"), "actor-replay", _IN_FLIGHT, keys=keys) as replay,
+        Client(find_server(args, "logger"), "actor-logger", 8, keys=keys) as logger,
     ):
-        acting = Acting(agent, args, progress, replay, logger)
-        server = BatchServer(args.actor_addr, "actor", args.run_keys)
+        actor = Actor(agent, args, progress, replay, logger)
+        server = BatchServer(listen_address(args, "actor"), "actor", keys)
         server.bind(
             "act",
-            acting.work,
+            actor.act,
+            actor.send,
             batch=args.policy_batch,
             wait=args.actor_wait,
             workers=args.actor_threads,
+            gather=_GATHER_SECONDS,
+            # No more than the replay's limiter tolerates at once, so that it can hold acting and
+            # learning in step.
+            post_rows=args.limiter_tolerance,
+            backlog=args.limiter_tolerance,
+            on_post_error=progress.fail,
         )
-        with server:
+        server.start(block=False)
+        try:
+            publish_address(args, "actor", server.address)
             while not progress.finished.wait(args.log_every):
-                acting.housekeeping(server)
+                actor.log_metrics(server)
             if progress.error is None:
-                acting.housekeeping(server)
-            else:
-                acting.drop()
+                actor.log_metrics(server)
+        finally:
+            # After a failure nobody waits for the replay or the logger any longer.
+            flush = actor.flush_seconds if progress.error is None else 0.0
+            server.close(flush=flush)
         if progress.error is None:
-            acting.hand_over()
+            actor.wait_for_replies(flush)
 
 
-class Acting:
-    """Policy calls, with the memory of each environment before them and what follows them."""
+@dataclass(frozen=True, slots=True)
+class Transitions:
+    """What follows a batch of actions: a row for each environment."""
+
+    envids: NDArray[np.int64]
+    is_eval: NDArray[np.bool_]
+    steps: Arrays
+    """What the replay stores."""
+    logs: Arrays
+    """What the logger follows episodes by."""
+
+    def __len__(self) -> int:
+        return len(self.envids)
+
+    def where(self, rows: NDArray[np.bool_]) -> Transitions:
+        """Some of the rows."""
+        return Transitions(
+            self.envids[rows],
+            self.is_eval[rows],
+            {key: value[rows] for key, value in self.steps.items()},
+            {key: value[rows] for key, value in self.logs.items()},
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Transitions]) -> Transitions:
+        """The rows of all parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        return Transitions(
+            np.concatenate([part.envids for part in parts]),
+            np.concatenate([part.is_eval for part in parts]),
+            {key: np.concatenate([part.steps[key] for part in parts]) for key in first.steps},
+            {key: np.concatenate([part.logs[key] for part in parts]) for key in first.logs},
+        )
+
+
+class Actor:
+    """Policy calls (`act`), with the carry of each environment before them and the transitions that
+    follow them (`send`)."""
 
     def __init__(
         self, agent: Agent, args: RunConfig, progress: Progress, replay: Client, logger: Client
@@ -79,45 +136,42 @@ class Acting:
         self._carries = Carries(agent, max(16, 2 * args.all_envs))
         self._policy_lock = threading.Lock()
         self._sizes = policy_sizes(args)
-        self._outbox = Outbox(
-            replay,
-            logger,
-            Camera(args.report_every),
-            rows=args.limiter_tolerance,
-            step=lambda: progress.step,
-            heard=self._heard,
-            failed=progress.fail,
-        )
+        self._video = VideoFrames(args.report_every)
+        # A new name for each start: a resend is recognised, a successor's batch never is.
+        self._source = f"actor-{uuid.uuid4().hex}"
+        self._sequence = 0
+        self._stored: deque[Future] = deque()
+        self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
 
-    def work(self, obs: dict[str, Any]) -> tuple[Arrays, None]:
-        """Actions for a batch of observations. What follows is put into the outbox, which is as
-        good as nothing to wait for while replay and logger keep up."""
+    # --- acting: before the reply ----------------------------------------------------------------
+
+    def act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
+        """Actions for a batch of observations, and the transitions for `send`."""
         try:
-            return self._work(obs), None
+            return self._act(obs)
         except Exception as error:
             self._progress.fail(error)
             raise ActorFailed(f"The policy failed: {error!r}.") from error
 
-    def _work(self, obs: dict[str, Any]) -> Arrays:
+    def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         envids, is_eval = obs.pop("envid"), obs.pop("is_eval")
         evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
-        seen = {key: value for key, value in obs.items() if not key.startswith("log/")}
+        inputs = without_logs(obs)
         with self._policy_lock:
-            # Of an episode whose beginning this actor has not seen it knows no state, and what came
-            # before may not be stored: nothing of it is kept, and a new one is begun.
-            missed = ~obs["is_first"] & ~self._carries.known(envids)
+            # An episode that began before this actor started has no carry: it is reset and not
+            # stored.
+            unknown = ~obs["is_first"] & ~self._carries.known(envids)
             if evaluated in (0, count):
-                actions, outs = self._policy(envids, seen, "eval" if evaluated else "train")
+                actions, outs = self._policy(envids, inputs, "eval" if evaluated else "train")
             else:
-                actions, outs = self._mixed_policy(envids, seen, is_eval)
-        logs = {k: v for k, v in obs.items() if k in _LOGGED or k.startswith("log/")}
-        transitions = Transitions(envids, is_eval, {**seen, **actions, **outs}, logs)
-        if missed.any():
-            transitions = transitions.where(~missed)
-        if len(transitions.envids) and self._outbox.put(transitions):
-            self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
-        return {**actions, "reset": obs["is_last"] | missed}
+                actions, outs = self._mixed_policy(envids, inputs, is_eval)
+        logs = {k: v for k, v in obs.items() if k in FLAGS or k.startswith(LOG_PREFIX)}
+        transitions = Transitions(envids, is_eval, {**inputs, **actions, **outs}, logs)
+        if unknown.any():
+            transitions = transitions.where(~unknown)
+        self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
+        return {**actions, "reset": obs["is_last"] | unknown}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
         carry, slots = self._carries.take(envids, obs["is_first"])
@@ -128,7 +182,7 @@ class Acting:
     def _mixed_policy(
         self, envids: NDArray[Any], obs: Arrays, is_eval: NDArray[np.bool_]
     ) -> tuple[Arrays, Arrays]:
-        """Training and evaluation rows, a policy call for each, put together again."""
+        """Training and evaluation rows, a policy call for each, in their order."""
         parts = []
         rows = [np.flatnonzero(~is_eval), np.flatnonzero(is_eval)]
         modes: tuple[Mode, Mode] = ("train", "eval")
@@ -142,22 +196,81 @@ class Acting:
             {k: np.concatenate([v, eval_outs[k]])[order] for k, v in outs.items()},
         )
 
-    def _heard(self, target_reached: bool) -> None:
-        """What the logger answers to transitions."""
+    # --- sending: after the reply ----------------------------------------------------------------
+
+    def send(self, batches: list[Transitions]) -> None:
+        """Send transitions to the replay and the logger, in order; batches that followed each other
+        quickly share a message, because a message costs more than the rows in it."""
+        self._check_replies()
+        for joined, frames in self._messages(batches):
+            is_eval = joined.is_eval
+            if is_eval.all() or not is_eval.any():
+                self._store(joined, bool(is_eval.any()))
+            else:
+                self._store(joined.where(~is_eval), False)
+                self._store(joined.where(is_eval), True)
+            message = (self._progress.step, joined.envids, is_eval, joined.logs, frames)
+            self._logged.append(self._logger.call("tran", *message))
+
+    def _messages(self, batches: Sequence[Transitions]) -> Iterator[tuple[Transitions, Arrays]]:
+        """Transitions for one message each, with the frames of the environment whose video is
+        recorded. A batch with frames goes alone, so that it is clear which row they belong to."""
+        together: list[Transitions] = []
+        for batch in batches:
+            if not len(batch):
+                continue
+            if frames := self._video.frames(batch.envids, batch.steps):
+                if together:
+                    yield Transitions.join(together), {}
+                    together = []
+                yield batch, frames
+            else:
+                together.append(batch)
+        if together:
+            yield Transitions.join(together), {}
+
+    def _store(self, part: Transitions, is_eval: bool) -> None:
+        self._sequence += 1
+        message = (part.steps, part.envids, is_eval, self._source, self._sequence)
+        self._stored.append(self._replay.call("add_batch", *message))
+
+    def _check_replies(self) -> None:
+        while self._stored and self._stored[0].done():
+            self._stored.popleft().result()
+        while self._logged and self._logged[0].done():
+            self._on_logged(self._logged.popleft().result())
+
+    def wait_for_replies(self, timeout: float) -> None:
+        """Wait until the replay and the logger have confirmed everything that was sent."""
+        while self._stored:
+            self._stored.popleft().result(timeout)
+        while self._logged:
+            self._on_logged(self._logged.popleft().result(timeout))
+
+    @property
+    def flush_seconds(self) -> float:
+        """How long the replay and the logger may take nothing before the run's end gives up on
+        them. One that is not connected comes back only if failures are mended."""
+        connected = self._replay.stats()["connected"] and self._logger.stats()["connected"]
+        return _FLUSH_SECONDS["restart" if connected else self._args.on_failure]
+
+    def _on_logged(self, target_reached: bool) -> None:
         if target_reached and not self._progress.finished.is_set():
             log.info("The target score of %g is reached.", self._args.target_score)
             self._progress.finish()
 
-    def housekeeping(self, server: BatchServer) -> None:
+    # --- metrics ---------------------------------------------------------------------------------
+
+    def log_metrics(self, server: BatchServer) -> None:
+        """Forget environments that are gone, and tell the logger how the actor is doing."""
         try:
-            self._housekeeping(server)
+            self._log_metrics(server)
         except Exception as error:
             self._progress.fail(error)
 
-    def _housekeeping(self, server: BatchServer) -> None:
-        """Forget environments that have gone, and tell the logger how the actor is doing."""
+    def _log_metrics(self, server: BatchServer) -> None:
         with self._policy_lock:
-            silent = self._carries.silent()
+            idle = self._carries.idle()
             self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
         replay = self._replay.stats()
@@ -176,19 +289,109 @@ class Acting:
             **{f"actor/replay_client/{k}": v for k, v in replay.items()},
             **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
             "actor/waiting": actor_waits(
-                self._args, silent, int(stats["act/waiting"]), replay, IN_FLIGHT
+                self._args, idle, int(stats["act/waiting"]), replay, _IN_FLIGHT
             ),
         }
         self._logger.call("add", self._progress.step, metrics)
 
-    def hand_over(self) -> None:
-        """Wait until replay and logger have everything that was answered.
 
-        One of them may be away, and comes back only if failures are mended.
-        """
-        here = self._replay.stats()["connected"] and self._logger.stats()["connected"]
-        self._outbox.hand_over(_HAND_OVER_SECONDS["restart" if here else self._args.on_failure])
+class Carries:
+    """The policy's carry of every environment, as rows of arrays.
 
-    def drop(self) -> None:
-        """Let nobody wait for replay or logger any longer: the run has failed."""
-        self._outbox.drop()
+    Args:
+        agent: Makes initial carries.
+        size: Environments there is room for at first; the table grows.
+        clock: Seconds, rising.
+    """
+
+    def __init__(self, agent: Agent, size: int, clock: Callable[[], float] = time.monotonic):
+        self._agent = agent
+        self._rows = agent.init_policy(size)
+        self._initial = agent.init_policy(1)
+        self._slots = SlotTable(size, grow=self._grow, clock=clock)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def known(self, envids: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which of these environments have a carry."""
+        return np.array([envid in self._slots for envid in envids.tolist()], bool)
+
+    def take(self, envids: NDArray[Any], is_first: NDArray[Any]) -> tuple[Carry, NDArray[np.intp]]:
+        """The carries of these environments, initial where an episode begins, and their slots."""
+        # The last owner of a slot must not leak into an episode whose start was missed.
+        fresh = is_first | ~self.known(envids)
+        slots = self._slots.slots(envids.tolist())
+        if fresh.any():
+            put_rows(self._rows, slots[fresh], self._initial)
+        return take_rows(self._rows, slots), slots
+
+    def put(self, slots: NDArray[np.intp], carry: Carry) -> None:
+        put_rows(self._rows, slots, carry)
+
+    def idle(self) -> dict[int, float]:
+        """Seconds since the last observation of each environment."""
+        return self._slots.idle()
+
+    def evict(self, seconds: float) -> int:
+        """Forget environments that sent nothing for so many seconds; returns how many."""
+        return len(self._slots.evict(seconds))
+
+    def _grow(self, size: int) -> None:
+        grown = self._agent.init_policy(size)
+        put_rows(grown, slice(self._slots.size), self._rows)
+        self._rows = grown
+
+
+def policy_sizes(args: RunConfig) -> tuple[int, ...]:
+    """The sizes of policy batches in a run: powers of two, a full batch, and a whole process.
+
+    A compiled policy is compiled for each size it meets, and a batch that was closed by the waiting
+    time may have any. So batches are padded to the next of these sizes.
+    """
+    usual = {args.policy_batch, min(args.envs_per_process, args.all_envs)}
+    powers = {2**power for power in range(max(usual).bit_length())}
+    return tuple(sorted(size for size in usual | powers if size <= max(usual)))
+
+
+def padded_policy(
+    agent: Agent, sizes: tuple[int, ...], carry: Carry, obs: Arrays, mode: Mode
+) -> tuple[Carry, Arrays, Arrays]:
+    """`agent.policy` with a batch of one of these sizes; a larger one stays as it is."""
+    rows = len(obs["is_first"])
+    index = bisect_left(sizes, rows)
+    if index == len(sizes) or sizes[index] == rows:
+        return agent.policy(carry, obs, mode)
+    # Copies of a row are as valid as any other input.
+    missing = sizes[index] - rows
+    results = agent.policy(pad_rows(carry, missing), pad_rows(obs, missing), mode)
+    carry, actions, outs = (take_rows(result, slice(rows)) for result in results)
+    return carry, actions, outs
+
+
+class VideoFrames:
+    """Chooses the frames that the logger gets: whole episodes of one environment, now and then.
+
+    Frames are most of an observation's bytes, so no others are sent.
+
+    Args:
+        every: Seconds between the starts of two videos; 0 for none.
+    """
+
+    def __init__(self, every: float) -> None:
+        self._due = LocalClock(every, first=True)
+        self._recording = False
+
+    def frames(
+        self, envids: NDArray[Any], obs: Mapping[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        """The images of this batch that belong to a video, with a leading axis of one."""
+        rows = (envids == VIDEO_ENV).nonzero()[0]
+        if not rows.size:
+            return {}
+        row = int(rows[0])
+        if obs["is_first"][row]:
+            self._recording = self._due()
+        if not self._recording:
+            return {}
+        return {k: v[row : row + 1] for k, v in obs.items() if is_image(v.dtype, v.shape[1:])}

@@ -8,18 +8,22 @@ from collections.abc import Callable
 
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.actor import parallel_actor
-from dreamfleet.roles.common import Factory, stop_event, unpack
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.runtime import Factory, stop_event, unpack
 
 log = logging.getLogger(__name__)
 
 
 def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
-    """Act and learn until there were enough steps, or until the process is asked to end.
+    """Act and learn until there were enough steps, or until the process is asked to stop.
 
-    Returns when everything collected is in the replay and the agent is saved; raises the first
-    error of either thread.
+    Returns when everything that was collected is in the replay and the agent is saved; raises the
+    first error of either thread.
+
+    Args:
+        make_agent: Returns the agent.
+        args: The run.
     """
     progress = Progress(args.steps)
     stop_event(on_stop=progress.finish)

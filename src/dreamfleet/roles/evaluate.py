@@ -10,8 +10,8 @@ import numpy as np
 from dreamfleet.agents.api import Agent, Mode
 from dreamfleet.envs.base import noop
 from dreamfleet.metrics import Episode, EpisodeStats
-from dreamfleet.roles.carries import Carries
-from dreamfleet.roles.env import Rows
+from dreamfleet.roles.actor import Carries
+from dreamfleet.roles.env import ObservationBlock
 
 
 def evaluate(
@@ -23,7 +23,7 @@ def evaluate(
         noop({k: s for k, s in e.act_space.items() if k != "reset"}) for e in envs
     ]
     carries, stats = Carries(agent, episodes), EpisodeStats()
-    rows = Rows(range(episodes), is_eval=True)
+    rows = ObservationBlock(range(episodes), is_eval=True)
     finished: dict[int, Episode] = {}
     while len(finished) < episodes:
         obs = rows.fill([env.step(action) for env, action in zip(envs, actions, strict=True)])

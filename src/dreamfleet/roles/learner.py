@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,25 @@ from dreamfleet.clock import GlobalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
-from dreamfleet.roles.padding import policy_sizes
+from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.streams import LOOK_AHEAD, RemoteStream
-from dreamfleet.transport import Client, Closed, Disconnected, TransportError
+from dreamfleet.roles.runtime import find_server
+from dreamfleet.transport import Client, Closed, Disconnected, Future, TransportError
 
 log = logging.getLogger(__name__)
 
-_FIRST_PATIENCE = 3600.0
-_CONNECT_SECONDS, _POSITION_SECONDS = 1.0, 10.0
-_NEWS_PATIENCE = 2.0
-_LAST_WORDS_SECONDS = 10.0
+LOOK_AHEAD = 2
+"""Batches that are requested before they are needed."""
+_FIRST_TIMEOUT = 3600.0
+_CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
+_STATE_SECONDS = 2.0
+_FLUSH_SECONDS = 10.0
 
 
 def parallel_learner(
     agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
 ) -> None:
-    """Restore, release the actor, then train until learning is over, and save.
+    """Restore, compile, release the actor, then train until learning is over, and save.
 
     Args:
         agent: Shared with the actor.
@@ -45,61 +47,59 @@ def parallel_learner(
     """
     progress = progress or Progress(args.steps)
     keys = args.run_keys
+    replay, logs = find_server(args, "replay"), find_server(args, "logger")
     with (
-        Client(args.replay_addr, "learner-samples", LOOK_AHEAD, keys=keys) as samples,
-        Client(args.replay_addr, "learner-reports", 2 * LOOK_AHEAD, keys=keys) as reports,
-        Client(args.replay_addr, "learner-updates", 4, keys=keys) as updates,
-        Client(args.logger_addr, "learner-logger", 8, keys=keys) as logger,
+        Client(replay, "learner-samples", LOOK_AHEAD, keys=keys) as samples,
+        Client(replay, "learner-reports", 2 * LOOK_AHEAD, keys=keys) as reports,
+        Client(replay, "learner-updates", 4, keys=keys) as updates,
+        Client(logs, "learner-logger", 8, keys=keys) as logger,
     ):
-        keeper = Keeper(agent, args, progress, updates)
-        learning = Learning(agent, args, progress, keeper, reports, updates, logger)
-        learning.prepare()
+        saver = Saver(agent, args, progress, updates, logger)
+        learner = Learner(agent, args, progress, saver, reports, updates, logger)
+        learner.prepare()
         barrier.wait()
-        progress.when_learning_is_over(samples.close)
-        learning.run(samples)
-        keeper.save()
+        progress.on_learning_over(samples.close)
+        learner.run(samples)
+        saver.save()
 
 
-class Keeper:
-    """Saves and restores the agent, with how far the run is.
+class Saver:
+    """Saves and restores the agent.
 
-    The manifest names the replay's position beside the agent's. Steps that came into the replay
-    after a checkpoint are still there when the agent goes back to it, so they are counted.
+    The replay owns the step counter (see `dreamfleet.positions`): an agent that goes back to a
+    checkpoint resumes at the steps that the replay has stored by now. Updates after the checkpoint
+    are lost with their parameters, and are not made up for.
     """
 
-    def __init__(self, agent: Agent, args: RunConfig, progress: Progress, replay: Client) -> None:
+    def __init__(
+        self, agent: Agent, args: RunConfig, progress: Progress, replay: Client, logger: Client
+    ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
-        self._replay = replay
+        self._replay, self._logger = replay, logger
         self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
         self._position: dict[str, Any] = {}
-        self._offset = 0  # steps of the run that the replay has not counted
         self.updates = 0
 
     def restore(self) -> str:
-        """Load the newest whole checkpoint of this run, or else what the run starts from; returns
-        what was done."""
-        self._find_replay()
-        self._position = self._replay.position().result()
-        step = saved = 0
-        restored = "starting anew"
+        """Load the newest complete checkpoint of this run, or else what the run starts from;
+        returns what was done."""
+        self._connect_to_replay()
+        step = 0
+        restored = "starting from scratch"
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
             step = snapshot.step
-            saved = int(snapshot.parts["replay"]["steps"])
             self.updates = int(snapshot.parts["run"]["updates"])
-            restored = f"going on from {snapshot.path}"
+            restored = f"resuming from {snapshot.path}"
         elif self._args.from_checkpoint:
             restored = self._start_from(Path(self._args.from_checkpoint))
-        since = int(self._position["steps"]) - saved
-        if since < 0:
-            log.warning(
-                "The replay holds %d steps less than this checkpoint has seen; the run goes on "
-                "without them.",
-                -since,
-            )
-        self._progress.restore(step + max(0, since))
-        self._offset = self._progress.step - int(self._position["steps"])
+        if self._args.offline:  # there are no environment steps: updates are counted
+            self._position = self._replay.position().result()
+        else:
+            self._position = self._replay.raise_position(step).result()
+            step = int(self._position["steps"])
+        self._progress.restore(step)
         return restored
 
     def _start_from(self, path: Path) -> str:
@@ -116,9 +116,9 @@ class Keeper:
             f"{_summary(set(loaded))}{rest}"
         )
 
-    def _find_replay(self) -> None:
+    def _connect_to_replay(self) -> None:
         """Wait for the replay, which somebody may start later, unless the run ends before."""
-        deadline = time.monotonic() + _FIRST_PATIENCE
+        deadline = time.monotonic() + _FIRST_TIMEOUT
         while True:
             try:
                 self._replay.connect(_CONNECT_SECONDS)
@@ -128,22 +128,20 @@ class Keeper:
                     raise
 
     def save(self) -> None:
+        """Write a checkpoint, with the evaluation score that tells which one is the best."""
         position = self._newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
-        # Without environments updates are counted, which the replay knows nothing of.
-        stored = self._offset + int(position["steps"])
-        step = self._progress.step if self._args.offline else stored
+        step = self._progress.step if self._args.offline else int(position["steps"])
         parts: dict[str, dict[str, Any]] = {
             "agent": self._agent.save(),
             "run": {"updates": self.updates},
             "replay": position,
-            "logger": {"step": step},
             BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
-        self._checkpoint.save(parts, step=step)
+        self._checkpoint.save(parts, step=step, score=self._evaluation_score())
 
     def _newest_position(self) -> dict[str, Any]:
-        """The replay's position; the one before, if the replay is being started again."""
+        """The replay's position; the last one known, if the replay is restarting."""
         try:
             self._replay.connect(_CONNECT_SECONDS)
             self._position = self._replay.position().result(_POSITION_SECONDS)
@@ -151,8 +149,19 @@ class Keeper:
             log.warning("The checkpoint names an older position of the replay: %s", error)
         return self._position
 
+    def _evaluation_score(self) -> float | None:
+        """The mean score of recent evaluation episodes, if there are any."""
+        if not self._args.eval_envs:
+            return None
+        try:
+            score = self._logger.status().result(_SCORE_SECONDS)["eval_score"]
+        except TransportError as error:
+            log.warning("The checkpoint has no evaluation score: %s", error)
+            return None
+        return None if score is None else float(score)
 
-class Learning:
+
+class Learner:
     """The training loop."""
 
     def __init__(
@@ -160,37 +169,36 @@ class Learning:
         agent: Agent,
         args: RunConfig,
         progress: Progress,
-        keeper: Keeper,
+        saver: Saver,
         reports: Client,
         updates: Client,
         logger: Client,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
-        self._keeper, self._updates, self._logger = keeper, updates, logger
+        self._saver, self._updates, self._logger = saver, updates, logger
         self._aggregate, self._timer, self._usage = Aggregate(), Timer(), Usage()
         self._reports = {mode: RemoteStream(reports, mode) for mode in ("report", "eval")}
         self._since = (time.monotonic(), 0, 0)
 
     def prepare(self) -> None:
         """Restore and compile: all that has to be done before data is collected."""
-        restored = self._keeper.restore()
+        restored = self._saver.restore()
         log.info("The agent is %s", restored)
-        self._tell("learner/start", restored)
-        compiling = getattr(self._agent, "compile", None)
-        if compiling is not None and not self._progress.finished.is_set():
-            self._tell("learner/state", "compiling the agent, which may take minutes")
-            compiling(
+        self._show("learner/start", restored)
+        if not self._progress.finished.is_set():
+            self._show("learner/state", "compiling the agent, which may take minutes")
+            self._agent.compile(
                 batch_size=self._args.batch_size,
                 batch_length=self._args.batch_length,
                 report_length=self._args.report_length if self._args.report_every else None,
                 policy_batches=policy_sizes(self._args),
             )
-        self._tell("learner/state", "waiting for enough data to train on")
-        self._since = (time.monotonic(), self._keeper.updates, self._progress.step)
+        self._show("learner/state", "waiting for enough data to train on")
+        self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 
-    def _tell(self, key: str, text: str) -> None:
-        """News for the person at once, if the logger is there to pass them on."""
-        self._logger.add(self._progress.step, {key: text}).wait(_NEWS_PATIENCE)
+    def _show(self, key: str, text: str) -> None:
+        """Send a text for the person at once, if the logger is there to pass it on."""
+        self._logger.add(self._progress.step, {key: text}).wait(_STATE_SECONDS)
 
     def run(self, samples: Client) -> None:
         args, timer = self._args, self._timer
@@ -207,13 +215,13 @@ class Learning:
                 break
             with timer.section("train"):
                 carry, outs, metrics = self._agent.train(carry, batch)
-                self._keeper.updates += 1
+                self._saver.updates += 1
                 if args.offline:
                     self._progress.advance(1)
                 # Reading results waits for them: those of the step before are done by now, while
                 # this one is under way.
                 if previous is not None:
-                    self._take(*previous)
+                    self._process(*previous)
                 previous = outs, metrics
             if should_log():
                 self._log()
@@ -222,15 +230,15 @@ class Learning:
                     self._report()
             if should_save():
                 with timer.section("save"):
-                    self._keeper.save()
+                    self._saver.save()
         if previous is not None:
-            self._take(*previous)
+            self._process(*previous)
         self._log()
-        # An answer to a later question: the last metrics have arrived before the line is closed.
-        self._logger.status().wait(_LAST_WORDS_SECONDS)
+        # A reply to a later call: the last metrics have arrived before the client is closed.
+        self._logger.status().wait(_FLUSH_SECONDS)
 
     def _batches(self, samples: Client) -> Iterator[dict[str, Any]]:
-        """Training batches from the replay."""
+        """Training batches from the replay, until learning is over."""
         stream = RemoteStream(samples, "train")
         while True:
             try:
@@ -242,15 +250,15 @@ class Learning:
             assert batch is not None, "the replay waits until there is enough to train on"
             yield batch
 
-    def _take(self, outs: dict[str, Any], metrics: dict[str, Any]) -> None:
-        """Send the states of a trained batch back to the replay, and keep its metrics."""
+    def _process(self, outs: dict[str, Any], metrics: dict[str, Any]) -> None:
+        """Send the states of a trained batch back to the replay, and aggregate its metrics."""
         if "replay" in outs:
             states = {key: np.asarray(value) for key, value in outs["replay"].items()}
             self._updates.update(states)
         self._aggregate.add(metrics)
 
     def _log(self) -> None:
-        now, updates, steps = time.monotonic(), self._keeper.updates, self._progress.step
+        now, updates, steps = time.monotonic(), self._saver.updates, self._progress.step
         seconds, trained, collected = (
             new - old for new, old in zip((now, updates, steps), self._since, strict=True)
         )
@@ -267,15 +275,14 @@ class Learning:
             "learner/replay_ratio": updates * batch / max(steps, 1),
             **{f"learner/timer/{key}": value for key, value in self._timer.stats().items()},
             **{f"learner/usage/{key}": value for key, value in self._usage.stats().items()},
+            **{f"actor/{key}": value for key, value in self._agent.metrics().items()},
         }
         if updates:
             metrics["learner/state"] = "training"
-        if age := getattr(self._agent, "metrics", None):
-            metrics |= {f"actor/{key}": value for key, value in age().items()}
         self._logger.add(steps, _sendable(metrics))
 
     def _report(self) -> None:
-        """What the agent says about training and evaluation data, as far as there is any."""
+        """What the agent reports about training and evaluation data, as far as there is any."""
         for mode, stream in self._reports.items():
             carry = self._agent.init_report(self._args.batch_size)
             aggregate = Aggregate()
@@ -286,6 +293,33 @@ class Learning:
                 aggregate.add(metrics)
             if found := aggregate.result(prefix=mode):
                 self._logger.add(self._progress.step, _sendable(found))
+
+
+class RemoteStream:
+    """The batches of one of the replay's streams, requested ahead of their use.
+
+    Nothing is requested before the first batch is wanted: what the replay has then is newer.
+    """
+
+    def __init__(self, client: Client, mode: str) -> None:
+        self._client = client
+        self._method = f"sample_batch_{mode}"
+        self._requested: deque[Future] = deque()
+
+    def take(self) -> dict[str, Any] | None:
+        """The next batch; None if the replay has too little data for one."""
+        while len(self._requested) < LOOK_AHEAD:
+            self._request()
+        batch: dict[str, Any] = self._requested.popleft().result()
+        if not batch:
+            # Those requested at the same time are as empty, and would be stale by the next time.
+            self._requested.clear()
+            return None
+        self._request()
+        return batch
+
+    def _request(self) -> None:
+        self._requested.append(self._client.call(self._method))
 
 
 def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -2,53 +2,71 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.config import RunConfig
-from dreamfleet.metrics import Aggregate, Episode, EpisodeStats, Output, ScoresFile, kind_of
-from dreamfleet.roles.camera import FILMED
-from dreamfleet.roles.common import Factory, stop_event, unpack
-from dreamfleet.roles.writer import Writer
+from dreamfleet.metrics import (
+    Aggregate,
+    Episode,
+    EpisodeStats,
+    Output,
+    Outputs,
+    ScoresFile,
+    kind_of,
+)
+from dreamfleet.roles.runtime import (
+    Factory,
+    listen_address,
+    publish_address,
+    stop_event,
+    unpack,
+)
 from dreamfleet.transport import Server
 
+VIDEO_ENV = 0
+"""The environment whose episodes are recorded as videos; the actor sends no other's frames."""
 RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
 _UNKNOWN = -1
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
-    """Take metrics and transitions until the process is asked to end.
+    """Take metrics and transitions until the process is asked to stop.
 
     Args:
         make_logger: Returns the output, or outputs, that metrics are written to.
         args: Address, intervals, where `scores.jsonl` lies.
     """
     stop = stop_event()
-    keeper = LogKeeper(unpack(make_logger)(), args)
-    server = Server(args.logger_addr, "logger", keys=args.run_keys)
-    server.bind("tran", keeper.tran, repeatable=True)
-    server.bind("add", keeper.add, repeatable=True)
-    server.bind("status", keeper.status, repeatable=True)
+    logger = Logger(unpack(make_logger)(), args)
+    server = Server(listen_address(args, "logger"), "logger", keys=args.run_keys)
+    server.bind("tran", logger.tran, repeatable=True)
+    server.bind("add", logger.add, repeatable=True)
+    server.bind("status", logger.status, repeatable=True)
     with server:
+        publish_address(args, "logger", server.address)
         while not stop.wait(args.log_every):
-            keeper.write()
-    keeper.close()
+            logger.write()
+    logger.close()
 
 
-class LogKeeper:
-    """Counts, episodes and outputs, as methods others call."""
+class Logger:
+    """The step counter, episodes and outputs, as methods that others call."""
 
     def __init__(self, output: Output, args: RunConfig) -> None:
         self._lock = threading.Lock()
-        self._output = Writer(output)
+        self._output = BackgroundOutput(output)
         self._scores = ScoresFile(args.logdir / "scores.jsonl")
-        self._train = EpisodeStats(timeout=args.episode_timeout, video=FILMED)
+        self._train = EpisodeStats(timeout=args.episode_timeout, video=VIDEO_ENV)
         self._eval = EpisodeStats(timeout=args.episode_timeout)
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -56,7 +74,7 @@ class LogKeeper:
         self._target = args.target_score
         self._judged = self._recent_eval if args.eval_envs else self._recent
         self._newest: dict[str, float | str] = {}
-        self._heard: dict[str, float] = {}  # when each role last reported
+        self._reported: dict[str, float] = {}  # when each role last reported
         self._step = _UNKNOWN
 
     def tran(
@@ -69,15 +87,15 @@ class LogKeeper:
     ) -> bool:
         """Take the transitions of a batch, and how many training steps there are by now.
 
-        `frames` holds the images of the filmed environment, a single row, while it is filmed.
+        `frames` holds the images of the environment whose video is recorded, a single row.
         Returns whether the target score is reached.
         """
         with self._lock:
             self._step = max(self._step, step)
-            train, filmed = ~is_eval, envids == FILMED
-            if frames and filmed.any():
-                train &= ~filmed
-                self._follow(self._train, envids, filmed, transitions, frames)
+            train, recorded = ~is_eval, envids == VIDEO_ENV
+            if frames and recorded.any():
+                train &= ~recorded
+                self._follow(self._train, envids, recorded, transitions, frames)
             if train.any():
                 self._follow(self._train, envids, train, transitions)
             if is_eval.any():
@@ -120,14 +138,14 @@ class LogKeeper:
         """Write metrics; a negative step stands for the newest one known."""
         with self._lock:
             self._step = max(self._step, step)
-            self._heard |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
+            self._reported |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
-            if self._step != _UNKNOWN:  # a logger that was started again has yet to hear of it
+            if self._step != _UNKNOWN:  # a logger that was restarted has yet to learn the step
                 self._output.write(self._step, metrics)
 
     def status(self) -> dict[str, Any]:
-        """How the run is doing: the step, the score of recent episodes, the newest metrics, and for
-        how many seconds each role has said nothing (`ROLE/silence`)."""
+        """The step, the score of recent episodes, the newest metrics, and for how many seconds each
+        role has not reported (`ROLE/silence`)."""
         with self._lock:
             now = time.monotonic()
             return {
@@ -136,11 +154,11 @@ class LogKeeper:
                 "score": float(np.mean(self._recent)) if self._recent else None,
                 "eval_score": float(np.mean(self._recent_eval)) if self._recent_eval else None,
                 **self._train.stats(),
-                **{f"{role}/silence": now - then for role, then in self._heard.items()},
+                **{f"{role}/silence": now - then for role, then in self._reported.items()},
             }
 
     def write(self) -> None:
-        """Write what has come together about episodes."""
+        """Write what was aggregated about episodes."""
         with self._lock:
             self._train.expire()
             self._eval.expire()
@@ -148,7 +166,6 @@ class LogKeeper:
                 return
             metrics = self._aggregate.result()
             for name, episodes in (("episodes", self._train), ("eval_episodes", self._eval)):
-                episodes.expire()
                 counts = episodes.stats()
                 if name == "episodes" or any(counts.values()):
                     metrics |= {f"{name}/{key}": value for key, value in counts.items()}
@@ -160,3 +177,35 @@ class LogKeeper:
         self.write()
         self._output.close()
         self._scores.close()
+
+
+class BackgroundOutput:
+    """An output that a thread writes to, in order.
+
+    Encoding a video, a slow disk or a remote service take their time. Those who report metrics do
+    not wait for it, unless so much is waiting that it would fill the memory.
+    """
+
+    _MOST_WAITING = 256
+
+    def __init__(self, output: Output) -> None:
+        self._output = Outputs([output])  # which reports what fails, and goes on
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(self._MOST_WAITING)
+        self._thread = threading.Thread(target=self._work, name="logger-output", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._jobs.put(partial(self._output.write, step, metrics))
+
+    def flush(self) -> None:
+        self._jobs.put(self._output.flush)
+
+    def close(self) -> None:
+        """Write what is waiting, then close the output."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._output.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

@@ -1,4 +1,4 @@
-"""What the actor and the learner of an agent process share besides the agent."""
+"""What the actor and the learner of an agent process share next to the agent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class Progress:
-    """How far the run is, and how it ends.
+    """The step counter, and how the run ends.
 
-    Ending goes in two steps. First `finish`: the actor stops acting and hands over what it has
-    collected, while the learner goes on, because the replay may let nothing in before something
-    was taken out. Then `end_learning`: the learner stops and saves.
+    A run ends in two steps. First `finish`: the actor stops and sends what it has collected, while
+    the learner goes on, because the replay's rate limiter may hold inserts back until something was
+    sampled. Then `end_learning`: the learner stops and saves.
     """
 
     def __init__(self, steps: int = 0) -> None:
@@ -25,7 +25,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Training environment steps, also those of earlier runs in this directory."""
+        """Training environment steps, also those before the run was resumed."""
         return self._step
 
     @property
@@ -33,7 +33,7 @@ class Progress:
         return self._learning_over
 
     def restore(self, step: int) -> None:
-        """Go on from a step; a run that has had enough of them finishes at once."""
+        """Resume at a step; a run that has made all its steps finishes at once."""
         with self._lock:
             self._step = step
         self.advance(0)
@@ -57,7 +57,7 @@ class Progress:
                 self.error = error
         self.finished.set()
 
-    def when_learning_is_over(self, callback: Callable[[], None]) -> None:
+    def on_learning_over(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if not self._learning_over:
                 self._on_learning_over.append(callback)

@@ -1,4 +1,4 @@
-"""The supervisor alone, with processes that do next to nothing."""
+"""The supervisor's policy: when a run ends, and how often a worker may fail."""
 
 from __future__ import annotations
 
@@ -8,35 +8,51 @@ from pathlib import Path
 import pytest
 from fleet_parts import until_stopped
 
-from dreamfleet.fleet import FleetError, Process, Supervisor
+from dreamfleet.fleet.launchers import RestartPolicy, Worker, find_launcher
+from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
+
+DAY = 86_400.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def test_a_run_ends_after_its_duration(tmp_path: Path) -> None:
-    processes = [Process(name, until_stopped, tmp_path) for name in ("agent", "replay")]
+    workers = [Worker("agent", "agent", until_stopped), Worker("replay", "replay", until_stopped)]
     begin = time.monotonic()
-    Supervisor(processes, duration=0.5).run()
+    with find_launcher("serial")(tmp_path) as launcher:
+        Supervisor(workers, launcher, duration=0.5).run()
     assert time.monotonic() - begin >= 0.5
-    assert not any(process.alive for process in processes)
 
 
-def test_the_run_is_over_when_the_leader_returns(tmp_path: Path) -> None:
-    processes = [
-        Process("agent", lambda: None, tmp_path),
-        Process("env-0", until_stopped, tmp_path),
-    ]
-    Supervisor(processes).run()
-    assert not any(process.alive for process in processes)
+def test_the_delay_doubles_up_to_half_a_minute() -> None:
+    failures = Failures(Clock())
+    delays = [failures.add("env-0", "", RestartPolicy()) for _ in range(9)]
+    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert failures.add("env-1", "", RestartPolicy()) == 0.5, "each worker has its own count"
 
 
-def test_a_failure_shows_the_traceback_of_this_life_only(tmp_path: Path) -> None:
-    (tmp_path / "env-0.log").write_text("an older life")
+def test_a_crash_a_day_never_ends_a_run_and_is_always_mended_at_once() -> None:
+    clock = Clock()
+    failures = Failures(clock)
+    for day in range(31):
+        clock.now = day * DAY
+        assert failures.add("agent", "out of luck", RestartPolicy(max_restarts=2)) == 0.5
 
-    def fail() -> None:
-        raise RuntimeError("out of coffee")
 
-    processes = [Process("agent", until_stopped, tmp_path), Process("env-0", fail, tmp_path)]
-    with pytest.raises(FleetError, match="env-0 ended with code 1") as error:
-        Supervisor(processes, on_failure="stop").run()
-    assert "RuntimeError: out of coffee" in str(error.value)
-    assert "an older life" not in str(error.value)
-    assert not any(process.alive for process in processes)
+def test_too_many_in_a_while_end_the_run_with_the_first_error_of_that_while() -> None:
+    clock, policy = Clock(), RestartPolicy(max_restarts=2)
+    failures = Failures(clock)
+    failures.add("env-0", "long ago and forgotten", policy)
+    clock.now = DAY
+    failures.add("replay", "the disk is broken", policy)
+    failures.add("agent", "the replay is gone", policy)
+    failures.add("agent", "the replay is gone again", policy)
+    with pytest.raises(FleetError, match="agent failed again after 2 restarts") as error:
+        failures.add("agent", "and again", policy)
+    assert "The first error was: the disk is broken" in str(error.value)

@@ -1,4 +1,4 @@
-"""How a run is counted, and how it ends."""
+"""The step counter, and how a run ends."""
 
 from dreamfleet.roles.progress import Progress
 
@@ -30,12 +30,12 @@ def test_the_first_error_counts() -> None:
     assert progress.finished.is_set()
 
 
-def test_callbacks_run_once_when_learning_is_over_or_at_once_if_it_is() -> None:
+def test_callbacks_run_once_on_learning_over_or_at_once_if_it_is() -> None:
     progress, called = Progress(), []
-    progress.when_learning_is_over(lambda: called.append(1))
+    progress.on_learning_over(lambda: called.append(1))
     assert called == []
     progress.end_learning()
     progress.end_learning()
     assert called == [1]
-    progress.when_learning_is_over(lambda: called.append(2))
+    progress.on_learning_over(lambda: called.append(2))
     assert called == [1, 2]

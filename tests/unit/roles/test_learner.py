@@ -1,4 +1,4 @@
-"""What a learner starts from, with a small Dreamer."""
+"""What a learner starts from, with a small Dreamer, and how it gets its batches."""
 
 from __future__ import annotations
 
@@ -7,31 +7,54 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fleet_parts import small_run
+from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.agents import Dreamer, DreamerConfig, size_preset
 from dreamfleet.agents.dreamer import agent as dreamer_module
 from dreamfleet.agents.dreamer.acting import Draws
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.envs import make_env
-from dreamfleet.roles.carries import Carries
-from dreamfleet.roles.learner import Keeper
-from dreamfleet.roles.padding import padded_policy
+from dreamfleet.roles.actor import Carries, padded_policy
+from dreamfleet.roles.learner import LOOK_AHEAD, RemoteStream, Saver
 from dreamfleet.roles.progress import Progress
 
 
-class Position:
-    """A client of a replay that has stored so many steps, and the answer to the only question."""
+class ReplayClient:
+    """A client of a replay that has stored so many steps, and the reply to its calls."""
 
     def __init__(self, steps: int = 0) -> None:
-        self._steps = steps
+        self.steps = steps
 
     def connect(self, timeout: float) -> None: ...
 
-    def position(self) -> Position:
+    def position(self) -> ReplayClient:
+        return self
+
+    def raise_position(self, steps: int) -> ReplayClient:
+        self.steps = max(self.steps, steps)
         return self
 
     def result(self, timeout: float | None = None) -> dict[str, float]:
-        return {"steps": self._steps}
+        return {"steps": self.steps}
+
+
+class LoggerClient:
+    """A client of a logger that knows this evaluation score."""
+
+    def __init__(self, score: float | None) -> None:
+        self._score = score
+
+    def status(self) -> LoggerClient:
+        return self
+
+    def result(self, timeout: float | None = None) -> dict[str, float | None]:
+        return {"eval_score": self._score}
+
+
+def saver(
+    agent: Any, config: Any, progress: Progress, steps: int = 0, score: float | None = None
+) -> Saver:
+    return Saver(agent, config, progress, ReplayClient(steps), LoggerClient(score))
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +98,18 @@ def test_a_resumed_agent_is_the_same_to_the_last_bit(
     tmp_path: Path, spaces: Any, trained: Dreamer
 ) -> None:
     config = small_run(tmp_path)
-    keeper = Keeper(trained, config, Progress(), Position(123))
-    keeper.updates = 7
-    keeper.save()
+    first = saver(trained, config, Progress(), 123)
+    first.updates = 7
+    first.save()
     successor, later = make_dreamer(spaces, 99), Progress()
-    restored = Keeper(successor, config, later, Position(130))
-    assert "going on from" in restored.restore()
+    restored = saver(successor, config, later, 130)
+    assert "resuming from" in restored.restore()
     assert restored.updates == 7
     assert later.step == 130  # what came into the replay after the checkpoint counts
     before, after = trained.save(), successor.save()
     assert before.keys() == after.keys()
     assert [key for key in before if not same(before[key], after[key])] == []
-    # The random numbers of its actions go on as well.
+    # The random numbers of its actions continue as well.
     obs = observe(spaces, 4)
     for _ in range(3):
         _, actions, _ = trained.policy(trained.init_policy(4), obs)
@@ -99,7 +122,7 @@ def test_a_run_may_start_from_a_part_of_another_and_says_which(
     tmp_path: Path, spaces: Any, trained: Dreamer, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
     other, mine = tmp_path / "other", tmp_path / "mine"
-    Keeper(trained, small_run(other), Progress(), Position()).save()
+    saver(trained, small_run(other), Progress()).save()
     config = small_run(
         mine,
         from_checkpoint=str(other / place),
@@ -108,7 +131,7 @@ def test_a_run_may_start_from_a_part_of_another_and_says_which(
     agent, progress = make_dreamer(spaces, 5), Progress()
     fresh, theirs = agent.save(), trained.save()
     with caplog.at_level("INFO", logger="dreamfleet.roles.learner"):
-        told = Keeper(agent, config, progress, Position()).restore()
+        told = saver(agent, config, progress).restore()
     state = agent.save()
     taken = {key for key in state if key.startswith(("nets/encoder", "nets/dynamics"))}
     assert all(same(state[key], theirs[key]) for key in taken)
@@ -129,10 +152,10 @@ def test_its_own_checkpoint_comes_before_what_a_run_started_from(
     tmp_path: Path, spaces: Any, trained: Dreamer
 ) -> None:
     config = small_run(tmp_path, from_checkpoint=str(tmp_path / "nowhere"))
-    Keeper(trained, config, Progress(), Position(50)).save()
+    saver(trained, config, Progress(), 50).save()
     again = Progress()
-    keeper = Keeper(make_dreamer(spaces, 3), config, again, Position(50))
-    assert "going on" in keeper.restore()
+    second = saver(make_dreamer(spaces, 3), config, again, 50)
+    assert "resuming" in second.restore()
     assert again.step == 50
 
 
@@ -170,3 +193,66 @@ def test_dreamers_actions_in_a_padded_batch_equal_its_actions_alone(
             assert action["action"][0] == actions["action"][row]
         chosen.append(actions["action"].tolist())
     assert len({action for turn in chosen for action in turn}) == 2
+
+
+def test_steps_that_only_the_checkpoint_knows_of_are_counted(
+    tmp_path: Path, spaces: Any, trained: Dreamer
+) -> None:
+    """The replay's files and counts were removed; the run resumes where its agent was."""
+    config = small_run(tmp_path)
+    saver(trained, config, Progress(), 200).save()
+    progress = Progress()
+    emptied = ReplayClient(0)
+    Saver(make_dreamer(spaces, 3), config, progress, emptied, LoggerClient(None)).restore()
+    assert progress.step == emptied.steps == 200
+
+
+def test_the_best_checkpoint_is_kept_by_evaluation_score(tmp_path: Path) -> None:
+    config = small_run(tmp_path, eval_envs=1)
+    for steps, score in ((10, 1.0), (20, 5.0), (30, 2.0), (40, None), (50, 3.0)):
+        saver(CountingAgent(), config, Progress(), steps, score).save()
+    checkpoint = Checkpoint(tmp_path / "ckpt" / "agent")
+    best, latest = checkpoint.load(which="best"), checkpoint.load()
+    assert best is not None
+    assert latest is not None
+    assert (best.step, latest.step) == (20, 50)
+
+
+class Source:
+    """Stands for a client: replies come from a list of batches, looked up when they are read."""
+
+    def __init__(self) -> None:
+        self.requested: list[str] = []
+        self.batches: list[dict[str, Any]] = []
+
+    def call(self, method: str) -> Any:
+        self.requested.append(method)
+        number = len(self.requested) - 1
+        source = self
+
+        class Reply:
+            def result(self) -> dict[str, Any]:
+                return source.batches[number] if number < len(source.batches) else {}
+
+        return Reply()
+
+
+def test_batches_come_in_order_and_two_are_under_way() -> None:
+    source = Source()
+    source.batches = [{"number": n} for n in range(10)]
+    stream = RemoteStream(source, "report")  # type: ignore[arg-type]
+    assert source.requested == []
+    for number in range(4):
+        assert stream.take() == {"number": number}
+        assert len(source.requested) == number + 1 + LOOK_AHEAD
+    assert set(source.requested) == {"sample_batch_report"}
+
+
+def test_without_data_there_is_no_batch_and_the_next_one_is_requested_again() -> None:
+    source = Source()
+    stream = RemoteStream(source, "eval")  # type: ignore[arg-type]
+    assert stream.take() is None
+    requested = len(source.requested)
+    source.batches = [{}] * requested + [{"fresh": 1}, {"fresh": 2}]
+    assert stream.take() == {"fresh": 1}
+    assert stream.take() == {"fresh": 2}

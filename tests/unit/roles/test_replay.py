@@ -1,4 +1,4 @@
-"""A replay that was killed goes on from the moment it was killed, not from its last save."""
+"""A replay that was killed resumes from the moment it was killed, not from its last save."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from fleet_parts import small_run
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import replay, stream
-from dreamfleet.roles.replay import ReplayKeeper, limiter_for
-from dreamfleet.roles.tally import Tally
+from dreamfleet.roles.replay import ReplayService, limiter_for
 
 ENVS = 4
 
 
-def open_keeper(config: RunConfig) -> ReplayKeeper:
-    keeper = ReplayKeeper(
+def open_service(config: RunConfig) -> ReplayService:
+    return ReplayService(
         replay(config, "replay"),
         replay(config, "eval_replay"),
         partial(stream, config),
@@ -30,8 +29,6 @@ def open_keeper(config: RunConfig) -> ReplayKeeper:
         config,
         threading.Event(),
     )
-    keeper.restore()
-    return keeper
 
 
 def steps(number: int) -> dict[str, Any]:
@@ -42,9 +39,9 @@ def steps(number: int) -> dict[str, Any]:
     }
 
 
-def play(keeper: ReplayKeeper, first: int, last: int) -> None:
+def play(service: ReplayService, first: int, last: int) -> None:
     for number in range(first, last):
-        keeper.add_batch(steps(number), np.arange(ENVS), False, "actor", number)
+        service.add_batch(steps(number), np.arange(ENVS), False, "actor", number)
 
 
 def killed_and_moved(config: RunConfig, to: Path) -> RunConfig:
@@ -55,32 +52,32 @@ def killed_and_moved(config: RunConfig, to: Path) -> RunConfig:
 
 def test_counts_and_limiter_are_those_of_the_kill(tmp_path: Path) -> None:
     config = small_run(tmp_path / "1", train_ratio=2.0)
-    keeper = open_keeper(config)
-    play(keeper, 0, 10)
+    service = open_service(config)
+    play(service, 0, 10)
     for _ in range(4):
-        keeper.sample_batch_train()
-    keeper.save()
-    play(keeper, 10, 14)
+        service.sample_batch_train()
+    service.save()
+    play(service, 10, 14)
     for _ in range(3):
-        keeper.sample_batch_train()
-    before = keeper.position()
+        service.sample_batch_train()
+    before = service.position()
     assert (before["steps"], before["samples"]) == (56, 14)
-    again = open_keeper(killed_and_moved(config, tmp_path / "2"))
+    again = open_service(killed_and_moved(config, tmp_path / "2"))
     assert again.position() == before
     # A batch that is sent again is known, and counted by nobody a second time.
     play(again, 10, 14)
     assert again.position() == before
     again.close()
-    assert open_keeper(small_run(tmp_path / "2", train_ratio=2.0)).position() == before
+    assert open_service(small_run(tmp_path / "2", train_ratio=2.0)).position() == before
 
 
 def test_a_kill_before_the_first_save_loses_no_count(tmp_path: Path) -> None:
     config = small_run(tmp_path / "1", train_ratio=2.0)
-    keeper = open_keeper(config)
-    play(keeper, 0, 9)
-    keeper.sample_batch_train()
-    again = open_keeper(killed_and_moved(config, tmp_path / "2"))
-    assert again.position() == keeper.position()
+    service = open_service(config)
+    play(service, 0, 9)
+    service.sample_batch_train()
+    again = open_service(killed_and_moved(config, tmp_path / "2"))
+    assert again.position() == service.position()
     assert again.position()["steps"] == 36
 
 
@@ -88,19 +85,12 @@ def test_a_replay_that_lost_its_files_is_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = small_run(tmp_path / "1", train_ratio=2.0)
-    keeper = open_keeper(config)
-    play(keeper, 0, 10)
-    keeper.save()
+    service = open_service(config)
+    play(service, 0, 10)
+    service.save()
     moved = killed_and_moved(config, tmp_path / "2")
     shutil.rmtree(moved.logdir / "replay")
     with caplog.at_level(logging.WARNING):
-        again = open_keeper(moved)
+        again = open_service(moved)
     assert "holds 40 steps less" in caplog.text
     assert again.position()["steps"] == 40, "the run has made them all the same"
-
-
-def test_a_tally_is_there_again_without_having_been_closed(tmp_path: Path) -> None:
-    tally = Tally(tmp_path / "deep" / "tally")
-    tally.add(3)
-    tally.add(4)
-    assert Tally(tmp_path / "deep" / "tally").value == tally.value == 7

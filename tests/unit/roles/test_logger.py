@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from fleet_parts import rows, small_run
 
-from dreamfleet.roles.logger import RECENT_EPISODES, LogKeeper
-from dreamfleet.roles.writer import Writer
+from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger
 
 
 class Kept:
@@ -36,13 +35,13 @@ class Kept:
         self.closed = True
 
 
-def keeper(tmp_path: Path, **changes: Any) -> tuple[LogKeeper, Kept]:
+def keeper(tmp_path: Path, **changes: Any) -> tuple[Logger, Kept]:
     output = Kept()
-    return LogKeeper(output, small_run(tmp_path, **changes)), output
+    return Logger(output, small_run(tmp_path, **changes)), output
 
 
 def play(
-    keeper: LogKeeper, step: int, rewards: list[float], *, envid: int = 1, is_eval: bool = False,
+    keeper: Logger, step: int, rewards: list[float], *, envid: int = 1, is_eval: bool = False,
     film: bool = False,
 ) -> bool:  # fmt: skip
     """One episode; returns what the logger answered last."""
@@ -152,7 +151,7 @@ def test_an_output_that_fails_does_not_end_the_writing(tmp_path: Path) -> None:
             super().write(step, metrics)
 
     output = Failing()
-    writer = Writer(output)
+    writer = BackgroundOutput(output)
     writer.write(1, {"bad": 1.0})
     writer.write(2, {"good": 1.0})
     writer.close()

@@ -1,0 +1,134 @@
+"""Launchers: who starts and ends the workers of a fleet, and what they are given.
+
+A launcher is one file that implements `Launcher`; its name stands in `LAUNCHERS`. The policy (when
+to restart, when to give up, in which order to stop) is the supervisor's, the same over all of them.
+`tests/contract/test_launchers.py` is what a launcher has to pass.
+
+A worker that is started again may come up on another machine and listen elsewhere: others find it
+through its published address (`dreamfleet.roles.runtime`), so a launcher need not keep addresses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from dreamfleet.errors import ConfigError
+
+Role = Literal["agent", "env", "replay", "logger"]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a worker asks for; a launcher that places workers on machines goes by it."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    memory: int = 0
+    """Bytes; 0 if it does not matter."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """What happens when a worker ends although nobody asked it to."""
+
+    on_failure: Literal["restart", "stop"] = "restart"
+    """Start it again after a delay that doubles each time, or end the run."""
+    max_restarts: int = 10
+    """Restarts within the window after which the run ends all the same."""
+    window: float = 3600.0
+    """Seconds after which a failure is forgotten."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process of a run, or whatever a launcher makes of it."""
+
+    name: str
+    """Unique in the run; names its log file and its errors."""
+    role: Role
+    function: Callable[[], Any]
+    """What it runs; returns when the worker has done its work or was asked to stop."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables in addition to those of the supervisor."""
+    resources: Resources = field(default_factory=Resources)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    ends_run: bool = False
+    """Whether the run is over when this worker's function has returned."""
+
+
+class RunningWorker(Protocol):
+    """A worker that was started; a restart makes a new one."""
+
+    @property
+    def pid(self) -> int:
+        """The process it runs in."""
+
+    @property
+    def host(self) -> str:
+        """The machine it runs on."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised, where the launcher can know it."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Its exit code, or None if it still runs after `timeout` seconds. 0 if its function has
+        returned, negative for the signal that killed it, 143 if it stopped because somebody asked
+        it to."""
+
+    def terminate(self) -> None:
+        """Ask it to stop; it may save first."""
+
+    def kill(self) -> None:
+        """End it at once, with everything it has started."""
+
+    def output(self) -> str:
+        """The end of what it wrote since it was started: its traceback, if it raised."""
+
+
+class Launcher(Protocol):
+    """Starts workers. Used as a context manager around the whole run."""
+
+    default_address: str
+    """Where a server listens if the settings leave it open."""
+
+    def __init__(self, logdir: Path) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def prepare(self, workers: Sequence[Worker]) -> None:
+        """Called once, before anything is started: whatever cannot be sent fails here."""
+
+    def start(self, worker: Worker) -> RunningWorker:
+        """Start a worker that does not run."""
+
+    def log_file(self, worker: Worker) -> Path:
+        """Where its output goes."""
+
+
+LAUNCHERS = {
+    "local": "dreamfleet.fleet.launchers.local:LocalLauncher",
+    "serial": "dreamfleet.fleet.launchers.serial:SerialLauncher",
+}
+
+
+def find_launcher(name: str) -> type[Launcher]:
+    """The launcher of this name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in LAUNCHERS:
+        close = difflib.get_close_matches(name, LAUNCHERS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(LAUNCHERS)}."
+        raise ConfigError(f"There is no launcher {name!r}: {hint}")
+    module, _, attribute = LAUNCHERS[name].partition(":")
+    launcher: type[Launcher] = getattr(importlib.import_module(module), attribute)
+    return launcher

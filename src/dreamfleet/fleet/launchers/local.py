@@ -1,0 +1,163 @@
+"""The local launcher: every worker is a process of this machine.
+
+A worker runs in a fresh interpreter (`python -m dreamfleet.fleet.launchers.local`). Its standard
+input tells it what to do: a line of JSON (where modules are found, the process title), then a
+function pickled by cloudpickle, from parent to child only. Unlike with `multiprocessing`, a script
+needs no guard around its main code, and a process imports what its own function needs and nothing
+else.
+
+The pipe stays open. When it ends, the parent is gone and the worker stops too, so that nothing is
+left behind even when the parent is killed. Workers have a session of their own: signals to the
+parent's process group (Ctrl-C, `timeout`, a scheduler) reach only the supervisor, which decides who
+stops when.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Self
+
+import cloudpickle
+import setproctitle
+
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.roles.runtime import process_was_asked_to_stop
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a worker that stopped because it was asked to."""
+_TAIL_BYTES, _TAIL_LINES = 20_000, 60
+_ORPHAN_SECONDS = 10.0
+
+
+class LocalLauncher:
+    """Starts processes, with their output in `logs/NAME.log`, which is appended to."""
+
+    default_address = "ipc://{auto}"
+
+    def __init__(self, logdir: Path) -> None:
+        self._logs = logdir / "logs"
+        self._payloads: dict[str, bytes] = {}
+
+    def __enter__(self) -> Self:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def prepare(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self._payloads[worker.name] = cloudpickle.dumps(worker.function)
+
+    def start(self, worker: Worker) -> LocalWorker:
+        return LocalWorker(worker, self._payloads[worker.name], self.log_file(worker))
+
+    def log_file(self, worker: Worker) -> Path:
+        return self._logs / f"{worker.name}.log"
+
+
+class LocalWorker:
+    """A process that runs a worker's function."""
+
+    error = None  # a process leaves only its output
+
+    def __init__(self, worker: Worker, payload: bytes, log_file: Path) -> None:
+        self.host = socket.gethostname()
+        self._log_file = log_file
+        header = {"path": sys.path, "title": f"dreamfleet {worker.name}", "bytes": len(payload)}
+        with log_file.open("ab") as output:
+            self._log_start = output.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dreamfleet.fleet.launchers.local"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **worker.environment},
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died at once; whoever waits for it learns so
+            self._process.stdin.write(json.dumps(header).encode() + b"\n" + payload)
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        return code
+
+    def terminate(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def output(self) -> str:
+        with self._log_file.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
+
+
+def run_worker() -> None:
+    """What the process of a worker does."""
+    faulthandler.enable()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    # Unbuffered: a thread that waits in a buffered reader cannot be left behind at the end.
+    pipe = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
+    header = json.loads(pipe.readline())
+    sys.path[:] = header["path"]
+    setproctitle.setproctitle(header["title"])
+    function = cloudpickle.loads(_read(pipe, header["bytes"]))
+    threading.Thread(target=_stop_with_parent, args=[pipe], name="parent", daemon=True).start()
+    function()
+    if process_was_asked_to_stop():
+        sys.exit(STOPPED)
+
+
+def _read(pipe: FileIO, size: int) -> bytes:
+    parts = []
+    while size:
+        part = pipe.read(size)
+        if not part:
+            sys.exit("The parent was gone before it said what to do.")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _stop_with_parent(pipe: FileIO) -> None:
+    pipe.read(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(_ORPHAN_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    run_worker()

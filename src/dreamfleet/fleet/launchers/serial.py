@@ -1,0 +1,114 @@
+"""The serial launcher: every worker is a thread of this process, for a debugger.
+
+The same roles under the same supervisor, so a breakpoint anywhere is met, and Ctrl-C, resuming and
+the end of a run are as with processes. Python runs one thread at a time: it is slow.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.roles.runtime import StopSignal
+
+log = logging.getLogger(__name__)
+
+_ABANDONED = -9
+
+
+class SerialLauncher:
+    """Starts threads, with what they log in `logs/serial.log`.
+
+    Any function will do: nothing is pickled. Environment variables are not set, because all threads
+    share them.
+    """
+
+    default_address = "inproc://{auto}"
+
+    def __init__(self, logdir: Path) -> None:
+        self._path = logdir / "logs" / "serial.log"
+        self._root = logging.getLogger("dreamfleet")
+        self._level = self._root.level
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = logging.FileHandler(self._path)
+        self._handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
+        )
+        self._root.addHandler(self._handler)
+        self._root.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._root.setLevel(self._level)
+        self._root.removeHandler(self._handler)
+        self._handler.close()
+
+    def prepare(self, workers: Sequence[Worker]) -> None:
+        pass
+
+    def start(self, worker: Worker) -> SerialWorker:
+        return SerialWorker(worker)
+
+    def log_file(self, worker: Worker) -> Path:  # noqa: ARG002 - the protocol's
+        return self._path
+
+
+class SerialWorker:
+    """A thread that runs a worker's function.
+
+    A thread cannot be killed: one that does not stop when it is asked to is abandoned, and ends
+    with the process.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.pid = os.getpid()
+        self.host = socket.gethostname()
+        self.error: BaseException | None = None
+        self._worker = worker
+        self._signal = StopSignal()
+        self._ended = threading.Event()
+        self._code = 0
+        self._thread = threading.Thread(target=self._run, name=worker.name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        code = 0
+        try:
+            self._signal.run(self._worker.function)
+        except BaseException as error:
+            log.exception("%s failed", self._worker.name)
+            code = 1
+            if not self._ended.is_set():
+                self.error = error
+        if not self._ended.is_set():
+            self._code = code
+            self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if not self._ended.wait(timeout):
+            return None
+        if self._code != _ABANDONED:
+            self._thread.join()  # its last instruction was to say that it has ended
+        return self._code
+
+    def terminate(self) -> None:
+        self._signal.stop()
+
+    def kill(self) -> None:
+        if not self._ended.is_set():
+            self._code = _ABANDONED
+            self._ended.set()
+
+    def output(self) -> str:
+        if self.error is None:
+            return ""
+        return "".join(traceback.format_exception(self.error)).rstrip()

@@ -1,0 +1,90 @@
+"""A run as data: the list of its workers.
+
+Whoever starts them (`dreamfleet.fleet.launchers`) needs nothing else, and they do not know who did.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from dreamfleet.agents.registry import find_agent
+from dreamfleet.config import RunConfig
+from dreamfleet.fleet.launchers import RestartPolicy, Worker
+from dreamfleet.roles.agent import parallel_agent
+from dreamfleet.roles.env import parallel_env
+from dreamfleet.roles.logger import parallel_logger
+from dreamfleet.roles.replay import parallel_replay
+from dreamfleet.roles.runtime import Factory
+
+# Their numpy work is small; a pool of threads in each process would fight over the cores.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def fleet_workers(
+    make_agent: Factory,
+    make_replay_train: Factory,
+    make_replay_eval: Factory,
+    make_env_train: Factory,
+    make_env_eval: Factory,
+    make_stream: Factory,
+    make_logger: Factory,
+    args: RunConfig,
+) -> list[Worker]:
+    """The workers of a run on the machine that starts it, in the order in which they are stopped:
+    a worker may need those after it until its own end."""
+    policy = restart_policy(args)
+    workers = [
+        Worker(
+            "agent",
+            "agent",
+            partial(parallel_agent, make_agent, args),
+            find_agent(args.agent).process_environment(args.agent_config, os.environ),
+            restart=policy,
+            ends_run=True,
+        )
+    ]
+    if not args.remote_envs and not args.offline:
+        workers += env_workers(make_env_train, make_env_eval, args)
+    if not args.remote_replay:
+        buffers = make_replay_train, make_replay_eval
+        replay = partial(parallel_replay, *buffers, make_stream, args)
+        workers.append(Worker("replay", "replay", replay, _ONE_THREAD, restart=policy))
+    logger = partial(parallel_logger, make_logger, args)
+    workers.append(Worker("logger", "logger", logger, _ONE_THREAD, restart=policy))
+    return workers
+
+
+def env_workers(
+    make_train: Factory, make_eval: Factory, args: RunConfig, only: range | None = None
+) -> list[Worker]:
+    """Workers for the run's environments, or for `only` some of them.
+
+    Training environments are numbered from 0, evaluation environments after them.
+    """
+    wanted = range(args.all_envs) if only is None else only
+    groups = [
+        (make_train, [n for n in range(args.envs) if n in wanted], False),
+        (make_eval, [n for n in range(args.envs, args.all_envs) if n in wanted], True),
+    ]
+    workers = []
+    for make, ids, is_eval in groups:
+        for start in range(0, len(ids), args.envs_per_process):
+            mine = ids[start : start + args.envs_per_process]
+            function = partial(parallel_env, make, mine, args, is_eval)
+            policy = restart_policy(args)
+            workers.append(Worker(f"env-{mine[0]}", "env", function, _ONE_THREAD, restart=policy))
+    return workers
+
+
+def worker_names(args: RunConfig) -> list[str]:
+    """The names of a run's workers on the machine that starts it."""
+
+    def nothing() -> None: ...
+
+    parts = (nothing,) * 7
+    return [worker.name for worker in fleet_workers(*parts, args)]
+
+
+def restart_policy(args: RunConfig) -> RestartPolicy:
+    return RestartPolicy(args.on_failure, args.max_restarts, args.restart_window)

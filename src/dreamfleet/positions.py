@@ -1,0 +1,206 @@
+"""Where a run is: what is counted, which counts are durable, and how they are recovered.
+
+Three things are counted:
+
+    steps    training environment steps that the replay has stored
+    samples  sequences that were handed out for training
+    updates  training updates; saved in the agent's checkpoint with the parameters they made
+
+`Positions` owns the first two; it lives in the replay's process. Steps need no count of their own:
+the replay's journal commits a *tick* with every step, so `steps = tick + offset`, and the offset
+only changes while the replay is opened. The rate limiter is saved nowhere: what it owes follows
+from steps and samples (`Positions.owed`). All other step numbers of a run (the actor's, the
+logger's, a checkpoint's) are copies of `steps`.
+
+Invariants, wherever the process is killed and however often:
+
+ 1. A stored step is counted exactly once: by the very commit that stores it.
+ 2. `steps` and `samples` never decrease, also when files of the replay are lost or removed.
+ 3. A batch is counted in `samples` before it is handed out.
+ 4. Steps that are copied in from other runs are never counted.
+ 5. With unchanged settings the limiter owes the same after a restart as before it. It never owes
+    more than its tolerance allows, whatever the settings were before.
+
+The counts are words of a mapped file. A word is stored whole or not at all, and its page stays with
+the kernel when the process is killed, so the only question is the order of the stores; each method
+says why its order is right. A power cut may lose what came after the last `flush`.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+_MAGIC = int.from_bytes(b"DFPOSIT\x01", "little")
+# The file's words. Of the last two only the limiter knows: where it began to earn samples, and how
+# many samples it does not count.
+_MAGIC_WORD, _STEPS, _SAMPLES, _OFFSET, _IMPORTING, _START, _UNCOUNTED = range(7)
+_WORDS = 8
+
+
+class Limiter(Protocol):
+    """What decides how far a rate limiter may be out of balance."""
+
+    ratio: float
+    tolerance: float
+    minsize: int
+    debt: float
+
+
+class Positions:
+    """The durable counts of a run. Any thread may call the methods.
+
+    Args:
+        path: The file; None keeps the counts in memory.
+        tick: The replay's committed tick.
+    """
+
+    def __init__(self, path: Path | None, tick: int) -> None:
+        self._lock = threading.Lock()  # a count is read, changed and stored
+        self._map = _map(path)
+        self._words = np.frombuffer(self._map, "<i8")
+        self._floats = np.frombuffer(self._map, "<f8")
+        self._tick = tick
+        stored, copy = tick + self._read(_OFFSET), self._read(_STEPS)
+        if self._read(_MAGIC_WORD) != _MAGIC:
+            # Until the magic word is there, an interrupted first start simply starts over.
+            for word in range(1, _WORDS):
+                self._store(word, 0)
+            self._count_from(tick)
+            self._store(_MAGIC_WORD, _MAGIC)
+        elif self._read(_IMPORTING):
+            # Killed while steps of other runs were copied in: some of the ticks are theirs. Nobody
+            # could store a step meanwhile, so the copy is right.
+            self._end_import(copy)
+        elif stored < copy:
+            log.warning(
+                "The replay holds %d steps less than the run has made; the run resumes without "
+                "them.",
+                copy - stored,
+            )
+            self._count_from(copy)
+        else:
+            self._store(_STEPS, stored)
+
+    @property
+    def steps(self) -> int:
+        """Training steps that the run has made and the replay has stored."""
+        return self._read(_STEPS)
+
+    @property
+    def samples(self) -> int:
+        """Sequences that were handed out for training."""
+        return self._read(_SAMPLES)
+
+    def stored(self, tick: int) -> None:
+        """The replay has committed steps up to this tick.
+
+        The commit itself was what counted them. The copy that is stored here is only needed when
+        the replay's files are lost.
+        """
+        with self._lock:
+            self._tick = tick
+            self._store(_STEPS, tick + self._read(_OFFSET))
+
+    def sampled(self, count: int) -> None:
+        """Sequences are about to be handed out."""
+        with self._lock:
+            self._store(_SAMPLES, self._read(_SAMPLES) + count)
+
+    def raise_to(self, steps: int) -> None:
+        """A checkpoint knows of this many steps; if the replay knows of fewer, its files were lost
+        together with these counts."""
+        with self._lock:
+            if steps > self.steps:
+                self._count_from(steps)
+
+    def import_steps(self, copy: Callable[[], int]) -> None:
+        """Let steps of other runs be copied into the replay, without counting them.
+
+        Args:
+            copy: Copies them, and returns the replay's tick afterwards.
+        """
+        self._store(_IMPORTING, 1)
+        self._tick = copy()
+        self._end_import(self.steps)
+
+    def owed(self, limiter: Limiter, size: int) -> float:
+        """Samples that learning owes, for a limiter that starts now.
+
+            owed = -debt + ratio * (steps since the start of earning) - samples since then
+
+        The start is the step that fills the replay to `minsize`. When steps were lost or copied in,
+        or the settings have changed, the difference is forgiven down to what the limiter tolerates.
+
+        Args:
+            limiter: Its settings.
+            size: Steps in the replay now, from wherever they came.
+        """
+        if limiter.ratio <= 0:  # no limit
+            return -limiter.debt
+        steps, samples = self.steps, self.samples
+        if size < limiter.minsize:
+            # Interrupted between the stores, the next start comes here again.
+            self._store(_START, steps + limiter.minsize - size)
+            self._store_float(_UNCOUNTED, samples)
+            return -limiter.debt
+        start = self._read(_START)
+        if not start:
+            # Full before the run's first step: with steps of other runs, learning may begin.
+            start = steps + 1
+            self._store_float(_UNCOUNTED, samples + limiter.debt)
+            self._store(_START, start)
+        earned = limiter.ratio * max(0, steps - start + 1)
+        owed = -limiter.debt + earned - samples + float(self._floats[_UNCOUNTED])
+        least, most = -max(limiter.debt, limiter.tolerance), limiter.tolerance * limiter.ratio
+        bounded = min(max(owed, least), most)
+        # One message more than tolerated is usual, because a message is let through whole.
+        if not least - 2 * limiter.tolerance <= owed <= 2 * most:
+            self._store_float(_UNCOUNTED, float(self._floats[_UNCOUNTED]) + bounded - owed)
+        return bounded
+
+    def flush(self) -> None:
+        """Make the counts survive a power cut."""
+        self._map.flush()
+
+    def _count_from(self, steps: int) -> None:
+        # In any order: interrupted in between, the next start takes the larger count, this one.
+        self._store(_STEPS, steps)
+        self._store(_OFFSET, steps - self._tick)
+
+    def _end_import(self, steps: int) -> None:
+        # The mark last: while it is there, only the copy of the steps counts.
+        self._store(_OFFSET, steps - self._tick)
+        self._store(_IMPORTING, 0)
+
+    def _read(self, word: int) -> int:
+        return int(self._words[word])
+
+    def _store(self, word: int, value: int) -> None:
+        self._words[word] = value
+
+    def _store_float(self, word: int, value: float) -> None:
+        self._floats[word] = value
+
+
+def _map(path: Path | None) -> mmap.mmap:
+    size = 8 * _WORDS
+    if path is None:
+        return mmap.mmap(-1, size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)

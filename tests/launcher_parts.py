@@ -1,0 +1,64 @@
+"""Functions that workers run in the tests of launchers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from dreamfleet.roles.runtime import stop_event
+
+LONG = 60.0
+
+
+def write(path: Path, text: str = "") -> None:
+    path.write_text(text)
+
+
+def fail(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def fail_once(mark: Path) -> None:
+    if not mark.exists():
+        mark.touch()
+        raise RuntimeError("out of coffee")
+
+
+def save_when_stopped(started: Path, saved: Path) -> None:
+    stop = stop_event()
+    started.touch()
+    stop.wait()
+    saved.write_text("saved")
+
+
+def ignore_the_request(started: Path) -> None:
+    stop_event()
+    started.touch()
+    threading.Event().wait()
+
+
+def appears(path: Path) -> bool:
+    """Whether a file is there; waits for it."""
+    waiting = threading.Event()
+    for _ in range(int(LONG / 0.01)):
+        if path.exists():
+            return True
+        waiting.wait(0.01)
+    return False
+
+
+def count_starts(counts: Path, go: Path, enough: int) -> None:
+    """Return at once, until there were enough starts."""
+    with counts.open("a") as file:
+        file.write("x")
+    if len(counts.read_text()) == enough:
+        go.touch()
+        stop_event().wait()
+
+
+def note_end(order: Path, started: Path, name: str) -> None:
+    stop = stop_event()
+    started.touch()
+    stop.wait()
+    with order.open("a") as file:
+        file.write(f"{name} ")
