@@ -60,7 +60,7 @@ def test_a_run_whose_replay_never_comes_says_so_and_can_be_ended(tmp_path: Path)
         pass
 
     def read(line: str) -> None:
-        if "the agent does not act" in line and "the replay says nothing" in line:
+        if "agent has not reported" in line and "replay has not reported" in line:
             raise Understood
 
     with tempfile.TemporaryDirectory(prefix="fleet-") as sockets:

@@ -107,7 +107,9 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         command("env", logdir=tmp_path)
     (tmp_path / "config.json").write_text('{"envs": "many"}')
-    with pytest.raises(ConfigError, match=r"not the configuration of a run: Expected `int`"):
+    with pytest.raises(
+        ConfigError, match=r"not the configuration of a run: envs=many is not valid"
+    ):
         command("env", logdir=tmp_path)
     (tmp_path / "config.json").write_text(small_run(tmp_path).to_json())
     with pytest.raises(ConfigError, match="None of the environments asked for"):
