@@ -42,7 +42,7 @@ def transport(request: pytest.FixtureRequest) -> tuple[str, Keys | None]:
 
 
 class Gate:
-    """A method that blocks until the test lets it go on, and tells that it was entered."""
+    """A method that blocks until the test opens it, and tells that it was entered."""
 
     def __init__(self) -> None:
         self.entered = threading.Semaphore(0)
@@ -90,7 +90,7 @@ class Plain:
         return client
 
     def restart(self) -> None:
-        """The server goes away, and another one comes at the same address."""
+        """The server is closed, and another one is started at the same address."""
         address = self.server.address
         self.gate.open.set()
         self.server.close()
@@ -226,7 +226,7 @@ def await_answers(client: Client) -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_an_error_reaches_the_caller_with_its_traceback_and_the_server_lives(
+def test_an_error_reaches_the_caller_with_its_traceback_and_the_server_stays_up(
     plain: Plain,
 ) -> None:
     client = plain.client()
@@ -313,7 +313,7 @@ def test_no_more_than_maxinflight_calls_are_under_way(plain: Plain) -> None:
     assert client.gate(3).result(20) == (3,)
 
 
-def test_a_caller_at_the_limit_goes_on_when_an_answer_comes(plain: Plain) -> None:
+def test_a_caller_at_the_limit_continues_when_an_answer_comes(plain: Plain) -> None:
     client = plain.client(maxinflight=1)
     first = client.gate("first")
     assert plain.gate.entered.acquire(timeout=20)
@@ -517,10 +517,26 @@ def test_an_address_that_is_unknown_is_waited_for(
         waiter.join(20)
         futures.append(client.echo(2))
         assert [future.result(20) for future in futures] == [(1,), (2,)]
-        while asked.acquire(blocking=False):
-            pass
-        client.echo(3).result(20)
-        assert not asked.acquire(timeout=0.1)  # and never again while it is connected
+
+
+def test_a_connected_client_does_not_ask_for_the_address(
+    plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dreamfleet.transport.connection._FIRST_RETRY", 0.001)
+    monkeypatch.setattr("dreamfleet.transport.connection._RETRY", 0.001)
+    asked: list[str] = []
+
+    def where() -> str:
+        asked.append(plain.server.address)
+        return asked[-1]
+
+    with Client(where, keys=plain.keys) as client:
+        client.connect(20)
+        before = len(asked)
+        for number in range(50):
+            client.echo(number).result(20)
+        assert not client.gate().wait(0.05)
+        assert len(asked) == before
 
 
 def test_an_unknown_address_is_not_asked_for_all_the_time() -> None:
@@ -776,7 +792,7 @@ def test_plain_numbers_are_stacked_too(transport: tuple[str, Keys | None]) -> No
         ({**item(0), "more": np.zeros(3)}, "more is in this request but not"),
     ],
 )
-def test_an_odd_request_gets_an_error_and_the_batch_goes_on(
+def test_an_odd_request_gets_an_error_and_the_others_an_answer(
     batching: Batching, odd: dict[str, object], words: str
 ) -> None:
     wrong = batching.client().act(odd)
@@ -978,7 +994,7 @@ def test_what_follows_keeps_its_order_with_many_workers_and_clients(
 def test_whatever_was_answered_before_the_end_is_passed_on(
     transport: tuple[str, Keys | None],
 ) -> None:
-    """The server is closed while three workers are busy and clients go on calling."""
+    """The server is closed while three workers are busy and clients keep calling."""
     address, keys = transport
     posted: list[int] = []
     answered: list[list[int]] = [[] for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Whatever is thrown at a server, it goes on answering everyone else, at no cost in memory."""
+"""Whatever a server is sent, it keeps answering everyone else, and its memory does not grow."""
 
 import itertools
 import random

@@ -85,7 +85,7 @@ class Future:
         self._error, self._done, self.request = error, True, None
 
     def __del__(self) -> None:
-        # Nobody can look at this answer any more: if it is an error, somebody must hear of it.
+        # Nobody can look at this answer any more. If it is an error, the client reports it.
         if self._error is not None and not self._seen:
             self._client._on_unseen_error(self.method, self._error)
 
@@ -287,7 +287,7 @@ class Client:
     # --- receiving -------------------------------------------------------------------------------
 
     def _read_events(self) -> None:
-        """Learn of losses and failures that are known by now, before more is sent."""
+        """Handle what has already arrived, so that a lost server is known before more is sent."""
         with self._lock:
             idle = not self._receiving and not self._closed
             if not (idle and self._connection.has_events()):

@@ -9,7 +9,7 @@ bytes, bool, int, float and None. It is split in two:
              as a frame of its own, which the receiver looks at in place
 
 A schema arrives from the network, so it is validated node by node before anything is done with it.
-It says how long everything must be, so a message that lies is recognised by comparing lengths,
+It says how long everything must be, so a malformed message is recognised by comparing lengths,
 before anything is allocated. Received arrays are read-only views of the message.
 """
 

@@ -1,8 +1,8 @@
 """One client's socket: connecting, greeting, noticing loss.
 
 Touched by one thread at a time, under the client's lock; see `client`. What it learns it puts into
-`events`, in order: `Welcome` when a server has greeted back, `Lost` when that server has gone, and
-messages.
+`events`, in order: `Welcome` when a server has greeted back, `Lost` when the connection to it has
+ended, and messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Lost:
-    """The server that had greeted us has gone."""
+    """The connection to the server that had greeted us has ended."""
 
     address: str
 
@@ -257,7 +257,7 @@ class Connection:
     def _lose(self) -> None:
         while message := wire.receive(self._socket):
             self._read(message)  # what the server had answered before it went still counts
-        self.problem = "the server has gone"
+        self.problem = "the connection was lost"
         self._greeted = False
         self.events.append(Lost(self.address))
         # libzmq would connect again by itself. A fresh socket forgets what was queued for the old

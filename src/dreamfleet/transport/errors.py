@@ -40,7 +40,7 @@ class MessageError(TransportError, ValueError):
 
 
 class RemoteError(TransportError):
-    """The method failed on the server, which lives on."""
+    """The method failed on the server, which is still running."""
 
     def __init__(self, message: str, kind: str = "", traceback: str = "") -> None:
         super().__init__(message)

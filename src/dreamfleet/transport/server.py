@@ -410,7 +410,7 @@ class Loop:
         try:
             wire.send(self._socket, [peer, *frames])
         except zmq.ZMQError:
-            # The client has gone, or does not read its answers. Nobody else is affected.
+            # The client has disconnected, or does not read its answers. Nobody else is affected.
             self.counts["undelivered"] += 1
             return
         self.counts["bytes_out"] += sum(map(len, frames))

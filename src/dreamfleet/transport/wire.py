@@ -32,7 +32,7 @@ MAX_HEADER = 4 << 20
 MAX_FRAMES = 4096
 MAX_MESSAGE = 1 << 28  # bytes in one frame; libzmq hangs up on a peer that announces more
 MAX_INFLIGHT = 256  # requests of one client that a server holds
-MAX_HELD = 4096  # requests of all clients, also of those that have gone
+MAX_HELD = 4096  # requests of all clients, also of those that have disconnected
 
 HEARTBEAT = 5_000  # ms between pings, answered by libzmq's own thread however busy Python is
 HEARTBEAT_TIMEOUT = 15_000  # ms of silence after which the other side counts as dead
@@ -147,7 +147,7 @@ def readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 def set_limits(socket: zmq.Socket[bytes]) -> None:
-    """Bound what one peer may cost, and notice a peer that has gone without a word."""
+    """Bound what one peer may cost, and notice a peer that no longer responds."""
     socket.maxmsgsize = MAX_MESSAGE
     socket.sndhwm = socket.rcvhwm = MAX_INFLIGHT + 8
     socket.heartbeat_ivl = HEARTBEAT

@@ -1,4 +1,4 @@
-"""Every value survives the trip, and every lie is found out before it costs anything."""
+"""Every value survives the trip, and malformed data is refused before anything is allocated."""
 
 from typing import Any
 
@@ -173,7 +173,7 @@ def test_the_deepest_allowed_value_survives() -> None:
     assert round_trip(nested(MAX_DEPTH)) == nested(MAX_DEPTH)
 
 
-# --- lies ----------------------------------------------------------------------------------------
+# --- malformed data ------------------------------------------------------------------------------
 
 PLAIN, DICT, LIST, TUPLE, ARRAY, SCALAR, BYTES, STR = range(8)
 

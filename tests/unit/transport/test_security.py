@@ -47,7 +47,7 @@ def test_a_public_server_without_keys_is_refused(host: str) -> None:
         Server(f"tcp://{host}:{{auto}}")
 
 
-def test_a_public_server_needs_keys_or_a_clear_word() -> None:
+def test_a_public_server_needs_keys_or_insecure() -> None:
     Server("tcp://*:{auto}", keys=Keys.generate()).close()
     Server("tcp://*:{auto}", insecure=True).close()
 
