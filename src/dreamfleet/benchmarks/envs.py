@@ -17,6 +17,7 @@ import numpy as np
 
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.envs import Env, MissingExtraError, make_env, noop, sample_action
+from dreamfleet.spaces import RESET
 
 _TASKS = (
     "bundled:dummy",
@@ -76,7 +77,7 @@ def _steps_per_second(env: Env, seconds: float) -> float:
 
     def step() -> None:
         nonlocal obs, count
-        obs = env.step({**actions[count % 64], "reset": obs["is_last"]})
+        obs = env.step({**actions[count % 64], RESET: obs["is_last"]})
         count += 1
 
     return _calls_per_second(step, seconds)

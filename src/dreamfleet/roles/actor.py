@@ -24,7 +24,7 @@ from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import find_server, listen_address, publish_address
 from dreamfleet.roles.waiting import actor_waits
 from dreamfleet.slots import SlotTable
-from dreamfleet.spaces import FLAGS, LOG_PREFIX, is_image, without_logs
+from dreamfleet.spaces import FLAGS, LOG_PREFIX, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
 
 log = logging.getLogger(__name__)
@@ -394,4 +394,4 @@ class VideoFrames:
             self._recording = self._due()
         if not self._recording:
             return {}
-        return {k: v[row : row + 1] for k, v in obs.items() if is_image(v.dtype, v.shape[1:])}
+        return {k: v[row : row + 1] for k, v in obs.items() if is_frame(v.dtype, v.shape[1:])}

@@ -42,7 +42,7 @@ def keeper(tmp_path: Path, **changes: Any) -> tuple[Logger, Kept]:
 
 def play(
     keeper: Logger, step: int, rewards: list[float], *, envid: int = 1, is_eval: bool = False,
-    film: bool = False,
+    video: bool = False,
 ) -> bool:  # fmt: skip
     """One episode; returns what the logger answered last."""
     reached = False
@@ -58,7 +58,7 @@ def play(
                 "is_terminal": np.array([False]),
                 "log/speed": np.array([float(index)]),
             },
-            {"image": np.full((1, 4, 4, 3), index, np.uint8)} if film else {},
+            {"image": np.full((1, 4, 4, 3), index, np.uint8)} if video else {},
         )
     return reached
 
@@ -120,7 +120,7 @@ def test_a_run_without_a_target_never_reaches_it(tmp_path: Path) -> None:
 
 def test_the_filmed_episode_is_written_as_a_video(tmp_path: Path) -> None:
     log, output = keeper(tmp_path)
-    play(log, 5, [1.0, 1.0], envid=0, film=True)
+    play(log, 5, [1.0, 1.0], envid=0, video=True)
     play(log, 6, [1.0, 1.0], envid=0)
     log.close()
     videos = [value for _, metrics in output.rows for k, value in metrics.items() if "video" in k]
