@@ -7,6 +7,7 @@ there, out of order, or with an action that was not the one taken.
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ def kill_one(tmp_path: Path, title: str) -> dict[int, dict[str, Any]]:
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
     assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == total
-    assert snapshot.parts["logger"]["step"] == total
     logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
     assert logged == sorted(logged)
     assert logged[-1] == total
@@ -85,19 +85,36 @@ def test_only_the_running_episodes_are_cut_short_when_a_player_is_killed(
         assert cut <= (title == "agent" or envid in (0, 1))
 
 
-def test_a_damaged_checkpoint_is_skipped_and_the_counts_go_on(tmp_path: Path) -> None:
-    def run(steps: int) -> None:
-        config = small_run(tmp_path, steps=steps, save_every=0)
-        fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
-        combined(**fleet, args=config)
+def run(logdir: Path, steps: int) -> None:
+    config = small_run(logdir, steps=steps, save_every=0)
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+    combined(**fleet, args=config)
 
-    run(200)
-    run(400)
+
+@pytest.mark.parametrize("removed", ["replay", "ckpt/replay", "both"])
+def test_a_run_whose_replay_was_removed_says_so_and_fills_it_again(
+    tmp_path: Path, removed: str
+) -> None:
+    run(tmp_path, 300)
+    for name in ("replay", "ckpt/replay"):
+        if removed in (name, "both"):
+            shutil.rmtree(tmp_path / name)
+    run(tmp_path, 600)
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert 600 <= snapshot.step == snapshot.parts["replay"]["steps"] < 700
+    log = (tmp_path / "logs" / "replay.log").read_text()
+    assert ("steps less than the run has made" in log) == (removed == "replay")
+
+
+def test_a_damaged_checkpoint_is_skipped_and_the_counts_are_right(tmp_path: Path) -> None:
+    run(tmp_path, 200)
+    run(tmp_path, 400)
     newest, older = sorted((tmp_path / "ckpt" / "agent").iterdir(), reverse=True)
     assert read_checkpoint(older).step < 300
     manifest = newest / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-20])
-    run(600)
+    run(tmp_path, 600)
     assert "It is skipped." in (tmp_path / "logs" / "agent.log").read_text()
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
     assert snapshot is not None

@@ -69,7 +69,6 @@ def parallel_actor(
             # No more than the replay's limiter tolerates at once, so that it can hold acting and
             # learning in step.
             post_rows=args.limiter_tolerance,
-            backlog=args.limiter_tolerance,
             on_post_error=progress.fail,
         )
         server.start(block=False)
