@@ -62,8 +62,17 @@ def add(replay: Replay, history: History, number: int) -> int:
     return replay.add_batch(steps, streams, WRITER, number)
 
 
+def write_history(directory: Path, batches: int) -> History:
+    """A directory that holds the first batches."""
+    history = History()
+    with open_replay(directory) as replay:
+        for number in range(batches):
+            add(replay, history, number)
+    return history
+
+
 def audit(replay: Replay, history: History, acknowledged: int) -> int:
-    """That the replay holds the acknowledged batches, perhaps one more, and nothing else.
+    """Check that the replay holds the acknowledged batches, perhaps one more, and nothing else.
 
     Returns how many batches it holds. The next one is sent first, as its sender would: it must be
     new or be recognised, and either way be there exactly once afterwards.

@@ -26,6 +26,11 @@ def batch(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: np.stack([s[key] for s in steps]) for key in steps[0]}
 
 
+def tags(numbers: range) -> tuple[dict[str, Any], list[int]]:
+    """A batch of steps of stream 0, and their streams."""
+    return batch([step(number) for number in numbers]), [0] * len(numbers)
+
+
 class InOrder(Selector):
     """Lists the living items from the oldest to the newest."""
 

@@ -1,4 +1,4 @@
-"""What a replay promises, over every selector and both kinds of storage."""
+"""The contract of a replay, over every selector and both kinds of storage."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_same_seed_same_draws(directory: Path | None, make: Callable[..., Replay
     np.testing.assert_array_equal(drawn, replay.sample(50)["tag"])
 
 
-def test_report_does_not_change_what_training_sees(make: Callable[..., Replay]) -> None:
+def test_reports_do_not_change_training_samples(make: Callable[..., Replay]) -> None:
     """Two replays with the same history, one of them also asked for reports in between."""
     quiet, asked = make(), None
     fill(quiet, 90)
@@ -154,7 +154,7 @@ def test_updates_of_evicted_steps_are_skipped_and_counted(make: Callable[..., Re
     assert before >= 0
 
 
-def test_annotations(make: Callable[..., Replay]) -> None:
+def test_first_and_last_flags_of_a_sequence(make: Callable[..., Replay]) -> None:
     replay = make(length=5)
     for tag in range(5):
         replay.add(step(tag, first=tag in (0, 3), last=tag == 1))
@@ -235,7 +235,7 @@ def test_wrong_steps_are_refused_and_harm_nothing(make: Callable[..., Replay]) -
     assert replay.sample(1)["tag"].item() == 0
 
 
-def test_nothing_to_sample(make: Callable[..., Replay]) -> None:
+def test_sampling_from_an_empty_replay_is_an_error(make: Callable[..., Replay]) -> None:
     replay = make(length=3)
     with pytest.raises(NotEnoughDataError, match="no sequence of 3 steps"):
         replay.sample(1)
@@ -244,7 +244,7 @@ def test_nothing_to_sample(make: Callable[..., Replay]) -> None:
         replay.sample(1)
 
 
-def test_a_closed_replay_says_so(make: Callable[..., Replay]) -> None:
+def test_using_a_closed_replay_is_an_error(make: Callable[..., Replay]) -> None:
     replay = make(length=1)
     replay.add(step(0))
     replay.close()
@@ -254,7 +254,7 @@ def test_a_closed_replay_says_so(make: Callable[..., Replay]) -> None:
             use()
 
 
-def test_batches_are_never_overwritten_while_somebody_holds_them(
+def test_batches_are_never_overwritten_while_they_are_in_use(
     directory: Path | None,
 ) -> None:
     """Large outputs come from a pool; what a caller still holds, even as a view, stays."""

@@ -56,7 +56,7 @@ def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
             audit(again, history, acknowledged + 2)
         shutil.rmtree(copy)
         shutil.copytree(live, copy)
-        audit_with_a_silent_writer(copy, history, acknowledged)
+        audit_without_the_writer(copy, history, acknowledged)
 
     def add_watched(number: int) -> None:
         at_every_change(live, lambda: add(replay, history, number), lambda: reopen(number))
@@ -78,7 +78,7 @@ def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])
 def test_killed_while_it_reopens(tmp_path: Path, journal: str) -> None:
-    """With a batch that was never committed to clear away, and with the journal to make anew."""
+    """Once with a batch that was never committed, once with a journal that has to be replaced."""
     history = History()
     live, copy = tmp_path / "live", tmp_path / "copy"
     moments = 0
@@ -108,7 +108,7 @@ def test_killed_while_it_reopens(tmp_path: Path, journal: str) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 7])
-def test_killed_while_it_loads_another_run(tmp_path: Path, first: int) -> None:
+def test_killed_while_it_copies_another_run(tmp_path: Path, first: int) -> None:
     """All at once, or the rest of it: rows of chunks that are here already, and new chunks."""
     other, live, copy = tmp_path / "other", tmp_path / "live", tmp_path / "copy"
     history = History()
@@ -121,10 +121,10 @@ def test_killed_while_it_loads_another_run(tmp_path: Path, first: int) -> None:
         shutil.copytree(live, copy)
         with open_replay(copy) as reopened:
             assert reopened.skipped_files == {}
-            loaded.append(all_items(reopened) == whole)
+            loaded.append(all_items(reopened) == everything)
             assert loaded[-1] or all_items(reopened) == before
             reopened.load_directory(other)
-            assert all_items(reopened) == whole
+            assert all_items(reopened) == everything
 
     with open_replay(live) as replay, open_replay(other) as source:
         for tag in range(1000, 1003 + LENGTH - 1):
@@ -135,7 +135,7 @@ def test_killed_while_it_loads_another_run(tmp_path: Path, first: int) -> None:
                 assert all_items(replay) == before
                 chunks = {path.name for path in live.glob("*.chunk")}
             add(source, history, number)
-        whole = mine + history.items(11)
+        everything = mine + history.items(11)
         at_every_change(live, lambda: replay.load_directory(other), check)
     assert loaded == sorted(loaded), "all of it at once"
     assert set(loaded) == {False, True}
@@ -143,8 +143,8 @@ def test_killed_while_it_loads_another_run(tmp_path: Path, first: int) -> None:
         assert any(path.name in chunks for path in other.glob("*.chunk")), "some chunks grew"
 
 
-def audit_with_a_silent_writer(directory: Path, history: History, acknowledged: int) -> None:
-    """The killed writer stays away; what it left half done must not come alive through others."""
+def audit_without_the_writer(directory: Path, history: History, acknowledged: int) -> None:
+    """The writer does not return; what it left unfinished never becomes valid through others."""
     with open_replay(directory) as replay:
         before = all_items(replay) if len(replay) else []
         for tag in range(12):

@@ -63,24 +63,20 @@ __all__ = [
     "make_selector",
 ]
 
-_LATER = {
-    "Draw": "selectors",
-    "Mixture": "selectors",
-    "Prioritized": "selectors",
-    "Recency": "selectors",
-    "Replay": "replay",
-    "SamplesPerInsert": "limiter",
-    "Selector": "selectors",
-    "SizeEstimate": "table",
-    "Stream": "stream",
-    "Uniform": "selectors",
-    "make_selector": "selectors",
+_MODULES = {
+    "limiter": ("SamplesPerInsert",),
+    "replay": ("Replay",),
+    "selectors": (
+        *("Draw", "Selector", "Uniform", "Recency", "Prioritized", "Mixture", "make_selector"),
+    ),
+    "stream": ("Stream",),
+    "table": ("SizeEstimate",),
 }
+_LATER = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_LATER[name]}")
-    value = globals()[name] = getattr(module, name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     return value

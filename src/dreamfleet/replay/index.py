@@ -62,7 +62,7 @@ class Items:
         return np.divmod(self._ring[numbers % self._size], self._steps)
 
     def pop(self, count: int) -> list[int]:
-        """Let the oldest items go; slots in which no living item starts any more."""
+        """Remove the oldest items; returns slots in which no living item starts any more."""
         count = min(count, len(self))
         if count <= 0:
             return []
@@ -88,7 +88,7 @@ class Items:
         self.online = deque(np.unique(numbers[numbers >= self.low]).tolist())
 
     def take_online(self, count: int) -> list[int]:
-        """Up to `count` windows that were never handed out, oldest first."""
+        """Up to `count` windows that were never sampled, oldest first."""
         return [self.online.popleft() for _ in range(min(count, len(self.online)))]
 
 
@@ -232,11 +232,11 @@ class Chains:
         )
         slot, first = int(origin[0]), int(offset[0])
         positions, ticks = [], []
-        while slot >= 0:
-            head, size = slot, int(store.lengths[slot])
-            positions.append(slot * store.steps + np.arange(first, size))
-            ticks.append(store.ticks[slot, first:size])
-            slot, first = int(store.next[slot]), 0
+        for head in store.following(slot):
+            size = int(store.lengths[head])
+            positions.append(head * store.steps + np.arange(first, size))
+            ticks.append(store.ticks[head, first:size])
+            first = 0
         flat, completed = np.concatenate(positions), np.concatenate(ticks)
         items = max(0, len(flat) - self.length + 1)
         self.head_slot[chain], self.head_len[chain] = head, size
@@ -249,7 +249,7 @@ class Chains:
         return flat[:items], completed[self.length - 1 :]
 
     def forget(self, slots: set[int]) -> None:
-        """Chunks were let go: a stream whose chain ended in one of them starts a new one."""
+        """Chunks are removed: a stream whose chain ended in one of them starts a new one."""
         for chain in np.flatnonzero(np.isin(self.head_slot, list(slots))).tolist():
             name = self._names[chain]
             if name is not None:
@@ -269,12 +269,8 @@ class Chains:
         open_chains[list(self.streams.values())] = True
         limit = np.where(open_chains, tick - patience, tick)
         idle = np.flatnonzero((self.head_slot[:used] >= 0) & (self.last_tick[:used] < limit))
-        slots = []
-        for slot in self.tail_slot[idle].tolist():
-            while slot >= 0:
-                slots.append(slot)
-                slot = int(self.store.next[slot])
-        return slots
+        tails = self.tail_slot[idle].tolist()
+        return [slot for tail in tails for slot in self.store.following(tail)]
 
     def pinned(self, tick: int) -> tuple[int, NDArray[np.bool_]]:
         """Chunks that would stay if every item left, the newest of which was completed at `tick`,
@@ -287,20 +283,14 @@ class Chains:
             if self.tail_index[chain] >= self.store.steps:
                 slot = int(self.store.next[slot])
             gone[chain] = slot < 0
-            while slot >= 0:
-                count += 1
-                slot = int(self.store.next[slot])
+            count += len(list(self.store.following(slot)))
         return count, gone
 
     def oldest(self) -> list[int]:
         """Slots of the chain that was idle longest."""
         chains = np.flatnonzero(self.head_slot >= 0)
-        slot = int(self.head_slot[chains[self.last_tick[chains].argmin()]])
-        slots = []
-        while slot >= 0:
-            slots.append(slot)
-            slot = int(self.store.previous[slot])
-        return slots
+        head = int(self.head_slot[chains[self.last_tick[chains].argmin()]])
+        return list(self.store.preceding(head))
 
     def oldest_end(self) -> int:
         """The tick at which the chain that was idle longest ends."""
@@ -310,10 +300,7 @@ class Chains:
         """The chain that each slot belongs to, or -1."""
         owner = np.full(self.store.slots, _NONE, np.int64)
         for chain in np.flatnonzero(self.head_slot >= 0):
-            slot = int(self.head_slot[chain])
-            while slot >= 0:
-                owner[slot] = chain
-                slot = int(self.store.previous[slot])
+            owner[list(self.store.preceding(int(self.head_slot[chain])))] = chain
         return owner
 
     @property

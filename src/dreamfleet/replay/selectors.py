@@ -331,7 +331,7 @@ class SumTree:
     _WIDTH = 128
     _ROOT = 512
     _INFINITE = 2.0**500
-    # Far above the share that finite weights can have beside one infinite weight, far below 1.
+    # Far above the share of all finite weights next to one infinite weight, far below 1.
     _LEAST_SHARE = 2.0**-100
 
     def __init__(self, size: int) -> None:

@@ -58,7 +58,7 @@ def test_few_pages_are_taken_early() -> None:
         assert psutil.Process().memory_info().rss - before < 20 << 20
 
 
-def test_the_helping_thread_ends_with_the_replay() -> None:
+def test_the_prefault_thread_ends_with_the_replay() -> None:
     others = helpers()
     replay = Replay(5, 1000)
     fill(replay, 10)
@@ -133,7 +133,7 @@ def _bytes(line: str) -> int:
     return int(last, 16) - int(first, 16)
 
 
-def test_the_pool_forgets_sizes_that_nobody_asks_for() -> None:
+def test_the_pool_drops_sizes_that_are_not_used_any_more() -> None:
     pool = BufferPool()
     dtype = np.dtype(np.uint8)
     first = pool.take((1 << 20,), dtype).ctypes.data

@@ -1,24 +1,35 @@
-"""Directories that changed between two openings: shrunk, damaged, mixed, or read while in use."""
+"""Opening a directory again: what was stored, damaged, lost or mixed, and checkpoints."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from replay_history import History, add, open_replay
-from replay_model import InOrder, all_items, batch, step
+from replay_history import CAPACITY, CHUNK, LENGTH, History, add, open_replay, write_history
+from replay_model import InOrder, ModelReplay, all_items, batch, check_sequences, step, tags
 
-from dreamfleet.replay import Replay, ReplayError, SchemaError, StorageFullError, loading
+from dreamfleet.errors import ConfigError
+from dreamfleet.replay import (
+    BatchOrderError,
+    DirectoryInUseError,
+    Replay,
+    ReplayError,
+    SchemaError,
+)
 from dreamfleet.replay.storage.journal import Journal
 
 
-def tags(numbers: range) -> tuple[dict[str, Any], list[int]]:
-    """A batch of steps of stream 0."""
-    return batch([step(number) for number in numbers]), [0] * len(numbers)
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "replay"
 
 
 def holding(directory: Path, tag: int) -> Path:
@@ -28,6 +39,61 @@ def holding(directory: Path, tag: int) -> Path:
     return path
 
 
+def add_to_both(replay: Replay, model: ModelReplay, tags: range) -> None:
+    for tag in tags:
+        replay.add(step(tag, tag % 3), f"env{tag % 3}")
+        model.add(tag, tag % 3)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 60, 10_000])
+@pytest.mark.parametrize("length", [1, 3, LENGTH, 20])
+def test_another_capacity_and_another_length(directory: Path, capacity: int, length: int) -> None:
+    """Whatever is on disk makes items of the new length; the newest that fit are kept."""
+    history = write_history(directory, 60)
+    model = ModelReplay(length, 10_000)
+    for steps, streams in history.batches:
+        for tag, stream in zip(steps["tag"].tolist(), streams, strict=True):
+            model.add(tag, stream)
+    with Replay(length, capacity, directory, chunk=CHUNK, selector=InOrder()) as replay:
+        items = all_items(replay) if len(replay) else []
+        # A smaller replay lived here before, so only the newest items are certain to be there.
+        sure = min(capacity, CAPACITY // 2)
+        assert items[-sure:] == model.items[-sure:]
+        assert items == model.items[len(model.items) - len(items) :] or capacity > CAPACITY
+        assert len(items) <= capacity
+
+
+def test_streams_continue_after_a_restart(directory: Path) -> None:
+    model = ModelReplay(6, 100)
+    for tag in range(50):
+        with Replay(6, 100, directory, chunk=4, selector=InOrder()) as replay:
+            replay.add(step(tag, tag % 2), tag % 2)
+            model.add(tag, tag % 2)
+            assert (all_items(replay) if len(replay) else []) == model.items
+    assert len(list(directory.glob("*.chunk"))) == 14, "chunks are filled up, not started again"
+
+
+def test_a_stream_that_paused_continues_after_a_restart(tmp_path: Path) -> None:
+    """What others evicted meanwhile is no gap."""
+    with Replay(3, 50, tmp_path, chunk=5, selector=InOrder()) as replay:
+        replay.add_batch(*tags(range(2)))
+        for tag in range(1000, 1200):
+            replay.add(step(tag, 1), 1)
+    with Replay(3, 50, tmp_path, selector=InOrder()) as replay:
+        replay.add(step(2))
+        assert all_items(replay)[-1] == (0, 1, 2)
+
+
+def test_the_size_of_chunks_belongs_to_the_directory(directory: Path) -> None:
+    write_history(directory, 30)
+    with Replay(LENGTH, 100, directory, chunk=512) as replay:
+        assert replay.chunk == CHUNK
+
+
 def test_many_more_chunks_than_the_capacity_needs(tmp_path: Path) -> None:
     with Replay(1, 5000, tmp_path, chunk=1) as replay:
         replay.add_batch({"tag": np.arange(4500)}, [0] * 4500)
@@ -35,6 +101,84 @@ def test_many_more_chunks_than_the_capacity_needs(tmp_path: Path) -> None:
         assert replay.skipped_files == {}
         assert replay.sample(10, "report")["tag"].ravel().tolist() == list(range(4490, 4500))
     assert len(list(tmp_path.glob("*.chunk"))) == 10
+
+
+def test_a_second_writer_is_refused(directory: Path) -> None:
+    with open_replay(directory):
+        with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}"):
+            open_replay(directory)
+        code = (
+            "import sys; from dreamfleet.replay import *\n"
+            "try: Replay(5, 10, sys.argv[1])\n"
+            "except DirectoryInUseError: sys.exit(7)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(directory)], check=False)
+        assert done.returncode == 7
+    open_replay(directory).close()
+
+
+def test_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from dreamfleet.replay import Replay
+replay = Replay(1, 10, sys.argv[1])
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.write(writer, b"x")
+    os.read(0, 1)
+    os._exit(0)
+os.read(reader, 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE
+    ) as process:
+        assert process.wait() == -signal.SIGKILL
+        Replay(1, 10, tmp_path).close()
+        process.communicate(b"x")
+
+
+def test_other_keys_need_another_directory(directory: Path) -> None:
+    write_history(directory, 10)
+    with open_replay(directory) as replay, pytest.raises(SchemaError, match="new directory"):
+        replay.add({"something": np.float32(1)})
+
+
+def test_damaged_and_foreign_files_are_reported_and_skipped(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = write_history(directory, 40)
+    chunks = sorted(directory.glob("*.chunk"))
+    complete = len(chunks)
+    (directory / "notes.txt").write_text("hello")
+    (directory / "folder").mkdir()
+    (directory / "empty.chunk").touch()
+    (directory / f"{7:032x}.partial").write_bytes(b"x" * 100)
+    shutil.copy(chunks[0], directory / "copy.chunk")
+    (directory / "short.chunk").write_bytes(chunks[0].read_bytes()[:5000])
+    flipped = bytearray(chunks[0].read_bytes())
+    flipped[40] ^= 0xFF
+    (directory / "flipped.chunk").write_bytes(flipped)
+    with Replay(1, 10, directory.parent / "other") as other:
+        other.add({"something": np.float32(1)})
+    foreign = next((directory.parent / "other").glob("*.chunk"))
+    shutil.copy(foreign, directory)
+    with caplog.at_level(logging.WARNING), open_replay(directory) as replay:
+        assert set(replay.skipped_files) == {
+            "notes.txt",
+            "folder",
+            "empty.chunk",
+            "copy.chunk",
+            "short.chunk",
+            "flipped.chunk",
+            foreign.name,
+        }
+        assert all_items(replay) == history.items(40)
+        assert replay.stats()["chunks"] == complete
+    for name in replay.skipped_files:
+        assert name in caplog.text
+    assert not list(directory.glob("*.partial"))
+    assert (directory / "notes.txt").exists(), "what is not ours is left alone"
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])
@@ -57,15 +201,56 @@ def test_chunks_of_another_replay_are_left_alone(tmp_path: Path, journal: str) -
     assert all((mine / n).read_bytes() == (other / n).read_bytes() for n in foreign)
 
 
-@pytest.mark.parametrize("damage", ["torn", "missing", "unticked"])
-def test_no_stream_goes_on_where_steps_are_missing(tmp_path: Path, damage: str) -> None:
+def test_only_partial_files_of_the_replay_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.partial").write_text("mine")
+    with Replay(1, 10, tmp_path) as replay:
+        assert set(replay.skipped_files) == {"thesis.partial"}
+    assert (tmp_path / "thesis.partial").read_text() == "mine"
+
+
+def test_a_changed_header_is_detected_by_its_checksum(directory: Path) -> None:
+    """A stream's number that became another: sensible to read, and only the checksum knows."""
+    write_history(directory, 40)
+    chunk = next(p for p in directory.glob("*.chunk") if b'"stream": 0' in p.read_bytes())
+    chunk.write_bytes(chunk.read_bytes().replace(b'"stream": 0', b'"stream": 3', 1))
+    with open_replay(directory) as replay:
+        assert replay.skipped_files == {chunk.name: "has a damaged header"}
+
+
+def test_a_missing_chunk_breaks_a_sequence_and_mixes_nothing(directory: Path) -> None:
+    with Replay(4, 1000, directory, chunk=5) as replay:
+        for tag in range(30):
+            replay.add(step(tag))
+        data = replay.sample(400, "eval")
+    ids = dict(zip(data["tag"].flat, data["stepid"].reshape(-1, 20), strict=True))
+    (directory / f"{ids[10][:16].tobytes().hex()}.chunk").unlink()
+    with Replay(4, 1000, directory, chunk=5, selector=InOrder()) as replay:
+        expected = [tuple(range(start, start + 4)) for start in [*range(7), *range(15, 27)]]
+        assert all_items(replay) == expected
+
+
+@pytest.mark.parametrize("tick", [0, 2], ids=["cleared", "older"])
+def test_a_chunk_that_lost_its_end_is_not_followed_by_the_next(tmp_path: Path, tick: int) -> None:
+    with Replay(3, 1000, tmp_path, chunk=5) as replay:
+        replay.add_batch(*tags(range(15)))
+    path = holding(tmp_path, 6)
+    data = path.read_bytes()
+    eighth = data.index(np.int64(8).tobytes(), 4096)
+    path.write_bytes(data[:eighth] + np.int64(tick).tobytes() + data[eighth + 8 :])
+    with Replay(3, 1000, tmp_path, selector=InOrder()) as replay:
+        starts = [*range(5), *range(10, 13)]
+        assert all_items(replay) == [tuple(range(start, start + 3)) for start in starts]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unticked"])
+def test_no_stream_continues_where_steps_are_missing(tmp_path: Path, damage: str) -> None:
     with Replay(4, 1000, tmp_path, chunk=5) as replay:
         replay.add_batch(*tags(range(13)))
-        if damage == "torn":
+        if damage == "truncated":
             replay.add(step(1000, 1), 1)
     path = holding(tmp_path, 12)
     data = path.read_bytes()
-    if damage == "torn":
+    if damage == "truncated":
         path.write_bytes(data[:5000])
     elif damage == "missing":
         path.unlink()
@@ -79,7 +264,49 @@ def test_no_stream_goes_on_where_steps_are_missing(tmp_path: Path, damage: str) 
             assert all_items(replay)[-1] == tuple(range(first + 1, first + 5))
 
 
-def test_killed_while_a_lost_journal_is_made_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("journal", ["kept", "lost"])
+def test_a_lost_chunk_is_noticed_when_other_streams_wrote_later(
+    tmp_path: Path, journal: str
+) -> None:
+    """No file is damaged and the newest tick is there: only the gap in the ticks tells."""
+    with Replay(3, 1000, tmp_path, chunk=5) as replay:
+        for tag in range(8):
+            replay.add_batch(batch([step(tag, 0), step(100 + tag, 1)]), [0, 1])
+        for tag in range(108, 120):
+            replay.add(step(tag, 1), 1)
+    holding(tmp_path, 7).unlink()
+    if journal == "lost":
+        (tmp_path / "journal").unlink()
+    for tag, after in ((8, 120), (12, 124)):
+        with Replay(3, 1000, tmp_path, selector=InOrder()) as replay:
+            for more in range(4):
+                replay.add_batch(batch([step(tag + more, 0), step(after + more, 1)]), [0, 1])
+            items = all_items(replay)
+            assert all((np.diff(item) == 1).all() for item in items)
+            # The other stream continued all the time; the first does where no step is missing.
+            assert (after - 2, after - 1, after) in items
+            assert ((tag - 2, tag - 1, tag) in items) == (tag == 12)
+
+
+@pytest.mark.parametrize("damage", ["missing", "zeros", "garbage", "short"])
+def test_without_a_journal_every_step_is_kept(directory: Path, damage: str) -> None:
+    history = write_history(directory, 40)
+    journal = directory / "journal"
+    size = journal.stat().st_size
+    if damage == "missing":
+        journal.unlink()
+    else:
+        data = {"zeros": bytes(size), "garbage": b"\x5a" * size, "short": b"abc"}[damage]
+        journal.write_bytes(data)
+    with open_replay(directory) as replay:
+        assert all_items(replay) == history.items(40)
+        replay.add_batch(*history.batch(40))
+        assert all_items(replay) == history.items(41)
+    with open_replay(directory) as replay:
+        assert all_items(replay) == history.items(41)
+
+
+def test_killed_while_a_lost_journal_is_replaced(tmp_path: Path) -> None:
     history = History()
     with open_replay(tmp_path) as replay:
         for number in range(40):
@@ -101,85 +328,32 @@ def test_a_journal_of_another_version_is_refused_and_kept(tmp_path: Path) -> Non
     assert journal.read_bytes() == data
 
 
-BYTES = 16384
-"""Size of a chunk of sixteen such steps."""
+def test_batch_numbers_survive_a_restart(directory: Path) -> None:
+    data = batch([step(0)])
+    with Replay(1, 5000, directory) as replay:
+        for seq in (0, 1, 5, 3):
+            assert replay.add_batch(data, [0], "a", seq) == 1
+        assert replay.add_batch(data, [0], b"a", 0) == 1, "bytes and text are different sources"
+    with Replay(1, 5000, directory) as replay:
+        seen = [replay.add_batch(data, [0], "a", seq) for seq in range(7)]
+        assert seen == [0, 0, 1, 0, 1, 0, 1]
+        assert replay.add_batch(data, [0], "a", 1000) == 1
+        assert replay.add_batch(data, [0], "a", 937) == 1
+        with pytest.raises(BatchOrderError, match="at most 63 numbers late"):
+            replay.add_batch(data, [0], "a", 936)
+        with pytest.raises(ConfigError):
+            replay.add_batch(data, [0], "a")
 
 
-def test_a_batch_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
-    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=InOrder()) as replay:
-        for tag in range(16):
-            replay.add_batch(batch([step(tag, s) for s in range(4)]), list(range(4)))
-        before = all_items(replay)
-        with pytest.raises(StorageFullError, match="no room for 5 more"):
-            replay.add_batch(batch([step(0, s) for s in range(4, 9)]), list(range(4, 9)))
-        assert all_items(replay) == before
-        # Four new streams fit, once the four before have gone.
-        replay.add_batch(batch([step(0, s) for s in range(4, 7)]), list(range(4, 7)))
-
-
-def test_extra_data_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
-    with Replay(4, 10**6, tmp_path, chunk=16) as other:
-        other.add_batch(*tags(range(60)))
-    with Replay(4, 10**6, chunk=16, max_bytes=4 * BYTES, selector=InOrder()) as replay:
-        for tag in range(10):
-            replay.add_batch(batch([step(tag, s) for s in range(2)]), [0, 1])
-        before = all_items(replay)
-        with pytest.raises(StorageFullError, match="no room for 4 more"):
-            replay.load_directory(tmp_path)
-        assert all_items(replay) == before
-
-
-def test_a_smaller_max_bytes_than_open_streams_need(tmp_path: Path) -> None:
-    with Replay(2, 1000, tmp_path, chunk=16) as replay:
-        replay.add_batch(batch([step(s, s) for s in range(6)]), list(range(6)))
-    with Replay(2, 1000, tmp_path, max_bytes=3 * BYTES, selector=InOrder()) as replay:
-        assert len(list(tmp_path.glob("*.chunk"))) == 3
-        replay.add_batch(batch([step(10 + s, s) for s in range(3, 6)]), [3, 4, 5])
-        assert all_items(replay) == [(3, 13), (4, 14), (5, 15)]
-
-
-@pytest.mark.parametrize("moment", ["_read_ticks", "_copy"])
-def test_a_run_that_lets_chunks_go_while_they_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    with Replay(1, 100, tmp_path, chunk=4) as other:
-        other.add_batch(*tags(range(40)))
-        original = getattr(loading, moment)
-
-        def evict_first(*arguments: Any) -> Any:
-            monkeypatch.setattr(loading, moment, original)
-            other.add_batch(*tags(range(40, 120)))
-            return original(*arguments)
-
-        with Replay(1, 100, selector=InOrder()) as replay:
-            monkeypatch.setattr(loading, moment, evict_first)
-            replay.load_directory(tmp_path)
-            assert all_items(replay) == [(tag,) for tag in range(20, 40)]
-            assert replay.stats()["chunks"] == 5
-
-
-def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other = tmp_path / "mine", tmp_path / "other"
-    with Replay(1, 100, other, chunk=4) as replay:
-        replay.add_batch(*tags(range(10)))
-    with Replay(1, 100, mine, chunk=4) as replay:
-        monkeypatch.setattr(os, "preadv", lambda *_: 0)
-        with pytest.raises(ReplayError, match="shorter"):
-            replay.load_directory(other)
-        assert replay.stats()["chunks"] == 0
-        assert not list(mine.glob("*.chunk"))
-        monkeypatch.undo()
-        assert replay.load_directory(other) == 10
-
-
-@pytest.mark.parametrize(
-    "name",
-    [10**4000, 1 << 63, -(1 << 63) - 1, np.uint64(1 << 63), "\U0001f600" * 100],
-    ids=range(5),
-)
-def test_stream_names_that_no_header_could_hold(name: Any) -> None:
-    with Replay(1, 10) as replay, pytest.raises(SchemaError, match="cannot name a stream"):
-        replay.add(step(0), name)
+def test_more_sources_than_the_journal_remembers(directory: Path) -> None:
+    data = batch([step(0)])
+    with Replay(1, 10_000, directory) as replay:
+        for source in range(4096 + 10):
+            assert replay.add_batch(data, [0], source, 0) == 1
+    with Replay(1, 10_000, directory) as replay:
+        assert replay.add_batch(data, [0], 4096 + 9, 0) == 0
+        assert replay.add_batch(data, [0], 10, 0) == 0
+        assert replay.add_batch(data, [0], 9, 0) == 1, "the one longest unused gave way"
 
 
 @pytest.mark.parametrize(
@@ -194,177 +368,89 @@ def test_the_longest_stream_names_survive(tmp_path: Path, name: Any) -> None:
             assert len(replay) == 1
 
 
-def test_streams_that_ended_leave_with_their_items() -> None:
-    """Three steps each, in chunks of sixteen: none is ever filled, and all would stay."""
-    with Replay(2, 50, chunk=16, selector=InOrder()) as replay:
-        for tag in range(0, 9000, 3):
-            replay.add_batch(batch([step(tag + k, tag) for k in range(3)]), [tag] * 3)
-        assert replay.stats()["chunks"] < 800
-        assert replay.stats()["streams"] < 800
-        assert all_items(replay)[-1] == (8998, 8999)
-        # A stream that comes back starts a chain anew, and mixes with nothing.
-        replay.add_batch(batch([step(k, 0) for k in range(3)]), [0] * 3)
-        assert all_items(replay)[-3:] == [(8998, 8999), (0, 1), (1, 2)]
-
-
-@pytest.mark.parametrize("journal", ["kept", "lost"])
-def test_the_newest_chunk_of_one_stream_is_gone_and_others_wrote_later(
-    tmp_path: Path, journal: str
+def test_an_error_in_the_middle_of_a_write_leaves_no_trace(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file is torn and the newest tick is there: only the gap in the ticks tells."""
-    with Replay(3, 1000, tmp_path, chunk=5) as replay:
-        for tag in range(8):
-            replay.add_batch(batch([step(tag, 0), step(100 + tag, 1)]), [0, 1])
-        for tag in range(108, 120):
-            replay.add(step(tag, 1), 1)
-    holding(tmp_path, 7).unlink()
-    if journal == "lost":
-        (tmp_path / "journal").unlink()
-    for tag, after in ((8, 120), (12, 124)):
-        with Replay(3, 1000, tmp_path, selector=InOrder()) as replay:
-            for more in range(4):
-                replay.add_batch(batch([step(tag + more, 0), step(after + more, 1)]), [0, 1])
-            items = all_items(replay)
-            assert all((np.diff(item) == 1).all() for item in items)
-            # The other stream went on all the time, and the first does again where it is whole.
-            assert (after - 2, after - 1, after) in items
-            assert ((tag - 2, tag - 1, tag) in items) == (tag == 12)
+    history = write_history(directory, 41)
+    with open_replay(directory) as replay:
+        table = replay._table
+        assert table is not None
+        for method in ("stage", "commit"):
+            with monkeypatch.context() as patch:
+                patch.setattr(table.journal, method, _interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    add(replay, history, 41)
+        # Others take its ticks; what the interrupted batch wrote must not become valid with them.
+        for tag in range(20):
+            replay.add(step(tag, 9), 9)
+        before = all_items(replay)
+    with open_replay(directory) as replay:
+        assert all_items(replay) == before
+        assert add(replay, history, 41) > 0
 
 
-def test_a_stream_that_paused_goes_on_after_a_restart(tmp_path: Path) -> None:
-    """What others evicted meanwhile is no gap."""
-    with Replay(3, 50, tmp_path, chunk=5, selector=InOrder()) as replay:
-        replay.add_batch(*tags(range(2)))
-        for tag in range(1000, 1200):
-            replay.add(step(tag, 1), 1)
-    with Replay(3, 50, tmp_path, selector=InOrder()) as replay:
-        replay.add(step(2))
-        assert all_items(replay)[-1] == (0, 1, 2)
+def test_fresh_sequences_since_the_checkpoint_are_queued(tmp_path: Path) -> None:
+    """The agent starts again from the checkpoint, so what it trained on since is fresh again."""
+    model = ModelReplay(4, 60)
+    with Replay(4, 60, tmp_path, chunk=8) as replay:
+        add_to_both(replay, model, range(70))
+        taken = check_sequences(replay.sample(5), 4)
+        model.online = model.online[5:]
+        state = replay.save()
+        replay.sample(3)
+        add_to_both(replay, model, range(70, 100))
+    with Replay(4, 60, tmp_path, chunk=8) as replay:
+        replay.load(state)
+        assert replay.stats()["online_queue"] == len(model.online) > 10
+        assert check_sequences(replay.sample(len(model.online)), 4) == model.online
+        assert not set(taken) & set(model.online)
+        # The online windows of each stream continue as if nothing had happened.
+        model.online = []
+        add_to_both(replay, model, range(100, 160))
+        assert check_sequences(replay.sample(len(model.online)), 4) == model.online
 
 
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_loading_again_brings_what_is_new(tmp_path: Path, on_disk: bool, restart: bool) -> None:
-    """Rows of a chunk that is here already, chunks that continue it, and streams that are new."""
-    history, mine = History(), tmp_path / "mine" if on_disk else None
-    reader = Replay(5, 1000, mine, chunk=8, selector=InOrder())
-    with open_replay(tmp_path / "other") as other:
-        for number in range(40):
-            steps, streams = history.batch(number)
-            added = other.add_batch(steps, streams)
-            before = reader.stats()["steps"]
-            loaded = reader.load_directory(other.directory or "")
-            assert reader.stats()["steps"] == before + loaded
-            assert loaded >= added or loaded == 0, "short streams wait until they are an item"
-            assert (all_items(reader) if len(reader) else []) == history.items(number + 1)
-            assert reader.load_directory(other.directory or "") == 0
-            if restart and on_disk:
-                reader.close()
-                reader = Replay(5, 1000, mine, selector=InOrder())
-        assert reader.stats()["chunks"] == other.stats()["chunks"], "none was copied twice"
-    assert len(history.items(40)) > 100
-    reader.close()
+def test_without_a_checkpoint_only_new_steps_are_fresh(tmp_path: Path) -> None:
+    with Replay(4, 60, tmp_path, chunk=8) as replay:
+        add_to_both(replay, ModelReplay(4, 60), range(70))
+    with Replay(4, 60, tmp_path, chunk=8) as replay:
+        assert replay.stats()["online_queue"] == 0
+        add_to_both(replay, ModelReplay(4, 60), range(70, 70 + 12))
+        fresh = check_sequences(replay.sample(3), 4)
+        assert sorted(tags[0] for tags in fresh) == [70, 71, 72]
 
 
-def test_loading_again_when_the_copy_has_left(tmp_path: Path) -> None:
-    """The chunk that grew makes room for the ones that continue it, and comes back whole."""
-    with (
-        Replay(2, 1000, tmp_path, chunk=16) as other,
-        Replay(2, 1000, chunk=16, max_bytes=3 * BYTES, selector=InOrder()) as replay,
-    ):
-        other.add_batch(*tags(range(10)))
-        replay.load_directory(tmp_path)
-        for tag in range(1000, 1020):
-            replay.add(step(tag, 1), 1)
-        other.add_batch(*tags(range(10, 20)))
-        replay.load_directory(tmp_path)
-        assert all_items(replay)[-19:] == [(tag, tag + 1) for tag in range(19)]
+def test_random_state_and_counters_are_restored(tmp_path: Path) -> None:
+    with Replay(4, 60, tmp_path, online=False) as replay:
+        add_to_both(replay, ModelReplay(4, 60), range(100))
+        replay.sample(7)
+        state = replay.save()
+        expected = replay.sample(50)["tag"]
+    assert all(isinstance(value, np.ndarray) for value in state.values())
+    with Replay(4, 60, tmp_path, online=False, seed=9) as replay:
+        replay.load(state)
+        np.testing.assert_array_equal(replay.sample(50)["tag"], expected)
+        stats = replay.stats()
+        assert (stats["inserts"], stats["samples"]) == (100, 57)
 
 
-def test_loading_again_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Replay(1, 100, tmp_path / "other", chunk=4) as other:
-        other.add_batch(*tags(range(6)))
-        replay = Replay(1, 100, tmp_path / "mine", chunk=4, selector=InOrder())
-        replay.load_directory(tmp_path / "other")
-        other.add_batch(*tags(range(6, 10)))
-        with monkeypatch.context() as patch:
-            patch.setattr(Journal, "commit", _interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                replay.load_directory(tmp_path / "other")
-        assert all_items(replay) == [(tag,) for tag in range(6)]
-        for tag in range(1000, 1010):
-            replay.add(step(tag, 1), 1)
-        replay.close()
-    with Replay(1, 100, tmp_path / "mine", selector=InOrder()) as replay:
-        mine = [(tag,) for tag in range(1000, 1010)]
-        assert all_items(replay) == [*((tag,) for tag in range(6)), *mine]
-        assert replay.load_directory(tmp_path / "other") == 4
-        assert all_items(replay)[16:] == [(tag,) for tag in range(6, 10)]
+def test_ages_are_counted_from_zero_after_a_load() -> None:
+    with Replay(1, 5000, online=False) as replay:
+        replay.add_batch(*tags(range(2000)))
+        replay.sample(2000)
+        state = replay.save()
+    with Replay(1, 5000, online=False) as replay:
+        replay.add_batch(*tags(range(2000)))
+        replay.load(state)
+        replay.sample(10)
+        assert replay.stats()["sample_age_mean"] > 100
 
 
-def _interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_batch_that_crosses_many_chunks_follows_each_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Twice the steps are twice the work, also when all of them are of one stream."""
-    work = []
-    for count in (4000, 8000):
-        with Replay(3, 10**5, chunk=4) as replay:
-            replay.add(step(0))
-            table = replay._table
-            assert table is not None
-            follow = _Counted(table.store.next)
-            monkeypatch.setattr(table.store, "next", follow)
-            replay.add_batch(*tags(range(1, count)))
-            work.append(follow.read)
-            monkeypatch.undo()
-    assert work[1] < 2.2 * work[0]
-
-
-class _Counted:
-    """An array that counts how many of its elements were read."""
-
-    def __init__(self, array: Any) -> None:
-        self.array, self.read = array, 0
-
-    def __getitem__(self, key: Any) -> Any:
-        found = self.array[key]
-        self.read += np.size(found)
-        return found
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.array[key] = value
-
-
-@pytest.mark.parametrize("tick", [0, 2], ids=["cleared", "older"])
-def test_a_chunk_that_lost_its_end_is_not_followed_by_the_next(tmp_path: Path, tick: int) -> None:
-    with Replay(3, 1000, tmp_path, chunk=5) as replay:
-        replay.add_batch(*tags(range(15)))
-    path = holding(tmp_path, 6)
-    data = path.read_bytes()
-    eighth = data.index(np.int64(8).tobytes(), 4096)
-    path.write_bytes(data[:eighth] + np.int64(tick).tobytes() + data[eighth + 8 :])
-    with Replay(3, 1000, tmp_path, selector=InOrder()) as replay:
-        starts = [*range(5), *range(10, 13)]
-        assert all_items(replay) == [tuple(range(start, start + 3)) for start in starts]
-
-
-def test_the_original_of_a_copied_directory_as_extra_data(tmp_path: Path) -> None:
-    """Chunks of the same name on both sides, which have gone different ways since."""
-    mine, other = tmp_path / "mine", tmp_path / "other"
-    with Replay(2, 100, other, chunk=4) as original:
-        original.add_batch(*tags(range(6)))
-        original.sync()
-        shutil.copytree(other, mine)
-        original.add_batch(*tags(range(6, 10)))
-        with Replay(2, 100, mine, selector=InOrder()) as replay:
-            replay.load_directory(other)
-            replay.add_batch(*tags(range(1000, 1002)))
-            items = all_items(replay)
-            assert (5, 1000) in items, "the stream goes on with its own steps"
-            assert all(b - a == 1 for a, b in items if (a, b) != (5, 1000))
+def test_loading_into_an_empty_replay(tmp_path: Path) -> None:
+    with Replay(4, 60) as replay:
+        add_to_both(replay, ModelReplay(4, 60), range(50))
+        state = replay.save()
+    with Replay(4, 60) as replay:
+        replay.load(state)
+        add_to_both(replay, ModelReplay(4, 60), range(50))
+        assert len(replay) == 41

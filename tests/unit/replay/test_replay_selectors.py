@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_model import step
+from replay_model import ModelReplay, step
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay import (
@@ -86,7 +86,7 @@ def test_mixture() -> None:
         lambda: Mixture((Prioritized(), 0.5), (Prioritized(), 0.5)),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make: object) -> None:
+def test_settings_that_cannot_work_are_refused(make: object) -> None:
     with pytest.raises(ConfigError):
         make()  # type: ignore[operator]
 
@@ -237,7 +237,7 @@ def test_when_all_priorities_are_zero_the_draw_is_uniform() -> None:
 
 
 def test_a_batch_is_drawn_as_if_one_after_the_other() -> None:
-    """The second draw of a batch sees the steps of the first at zero.
+    """For the second draw of a batch the steps of the first have the priority 0.
 
     Priorities 1 to 5, items of two steps, drawn by their sum: 3, 5, 7 and 9 of 24. After item 0
     the weights are 0, 3, 7, 9; after 1: 1, 0, 4, 9; after 2: 3, 2, 0, 5; after 3: 3, 5, 3, 0.
@@ -329,7 +329,7 @@ def test_priorities_of_a_reused_slot_do_not_leak() -> None:
             replay.update({"stepid": data["stepid"], "priority": np.full((4, 2), 1000.0)})
     for tag in range(200, 230):
         replay.add(step(tag))
-    # An update makes the items around it look at their steps again, and they know nothing.
+    # An update recomputes the items around it from their steps, which have no priority yet.
     for _ in range(20):
         stepid = replay.sample(1, "eval")["stepid"][0, :1]
         replay.update({"stepid": stepid, "priority": np.ones(1)})
@@ -337,7 +337,7 @@ def test_priorities_of_a_reused_slot_do_not_leak() -> None:
     assert_matches(np.bincount(starts - 223, minlength=6) / len(starts), np.ones(6), len(starts))
 
 
-def test_priorities_that_make_no_sense() -> None:
+def test_priorities_that_are_negative_or_not_finite_are_refused() -> None:
     replay = filled(Prioritized())
     stepid = replay.sample(1)["stepid"]
     for priority in (np.full((1, 3), np.nan), np.full((1, 3), -1.0), np.ones((1, 2))):
@@ -350,7 +350,7 @@ def test_uniform_draws_from_the_replay_are_uniform() -> None:
     assert_matches(drawn_starts(replay), np.ones(38), 20_000)
 
 
-def test_new_items_know_the_priorities_of_steps_they_share() -> None:
+def test_new_items_have_the_priorities_of_steps_they_share() -> None:
     selector = Prioritized(exponent=1.0, initial=1.0, max_fraction=0.0)
     replay = Replay(4, 100, chunk=8, online=False, selector=selector)
     for tag in range(20):
@@ -360,6 +360,56 @@ def test_new_items_know_the_priorities_of_steps_they_share() -> None:
     # Of all items only the newest has a step that was never updated, and so any weight.
     assert (replay.sample(50, "eval")["tag"] == np.arange(17, 21)).all()
     assert selector._tree.total == pytest.approx(1 / 4)
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 2), st.just(0.0)),
+    st.tuples(st.just("sample"), st.integers(1, 4), st.just(0.0)),
+    st.tuples(st.just("update"), st.integers(0, 100), st.floats(0, 10, width=32)),
+)
+
+
+@given(
+    operations=st.lists(OPERATIONS, max_size=60),
+    length=st.integers(1, 4),
+    chunk=st.integers(1, 5),
+    initial=st.sampled_from([np.inf, 1.0, 0.0]),
+    max_fraction=st.sampled_from([0.0, 0.5, 1.0]),
+    online=st.booleans(),
+)
+@settings(deadline=None)
+def test_weights_follow_from_the_priorities_of_steps(
+    operations: list[tuple[str, int, float]],
+    length: int,
+    chunk: int,
+    initial: float,
+    max_fraction: float,
+    online: bool,
+) -> None:
+    """Through any history of adds, samples, updates and evictions."""
+    selector = Prioritized(0.8, max_fraction, initial)
+    replay = Replay(length, 12, chunk=chunk, selector=selector, online=online)
+    model, priorities, tag = ModelReplay(length, 12), dict[int, float](), 0
+    for what, number, value in [("add", 0, 0.0)] * length + operations:
+        if what == "add":
+            replay.add(step(tag), number)
+            model.add(tag, number)
+            tag += 1
+        elif what == "sample":
+            for tags in replay.sample(number)["tag"]:
+                priorities |= dict.fromkeys(tags.tolist(), 0.0)
+        else:
+            data = replay.sample(1, "eval")
+            at = number % length
+            priorities[int(data["tag"][0, at])] = value
+            replay.update({"stepid": data["stepid"][:, at], "priority": np.array([value])})
+        expected = []
+        for item in model.items:
+            powers = np.array([priorities.get(t, initial) for t in item], np.float64) ** 0.8
+            mixed = [(max_fraction, powers.max()), (1 - max_fraction, powers.mean())]
+            expected.append(sum(share * part for share, part in mixed if share))
+        if expected:
+            assert weights(replay) == pytest.approx(expected, rel=1e-5)
 
 
 @given(
@@ -396,7 +446,7 @@ def test_sum_tree_of_millions() -> None:
 
 
 def test_sum_tree_takes_leaves_in_any_order() -> None:
-    """Leaves of one block that are not beside each other count all the same."""
+    """Leaves of one block that are not next to each other count all the same."""
     rng = np.random.default_rng(0)
     tree, weights = SumTree(100_000), np.zeros(100_000)
     for _ in range(20):

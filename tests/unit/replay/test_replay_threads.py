@@ -1,4 +1,4 @@
-"""Adding, sampling and updating at once: no sequence and no state is ever torn."""
+"""Adding, sampling and updating at once: no sequence and no state is ever half written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from dreamfleet.replay import Prioritized, Replay
 
 LENGTH, WIDTH = 6, 3000
-STREAMS, ROUNDS = 3, 700
+STREAMS, ROUNDS, TURNS = 3, 700, 20
 
 
 def steps(tag: int) -> dict[str, np.ndarray]:
@@ -27,8 +27,8 @@ def steps(tag: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("storage", ["disk", "memory"])
-def test_nothing_is_torn(storage: str, tmp_path: Path) -> None:
-    """Small enough that chunks are evicted all the time, under the feet of whoever samples."""
+def test_no_sequence_is_half_written(storage: str, tmp_path: Path) -> None:
+    """The replay is so small that chunks are evicted all the time, while others sample."""
     directory = tmp_path if storage == "disk" else None
     replay = Replay(LENGTH, 150, directory, chunk=16, selector=Prioritized())
     for tag in range(LENGTH):
@@ -38,8 +38,12 @@ def test_nothing_is_torn(storage: str, tmp_path: Path) -> None:
     counts = {"samples": 0, "updates": 0}
 
     def write() -> None:
-        for tag in range(LENGTH, LENGTH + ROUNDS):
+        # Until the others have had their turns, however busy the machine is.
+        tag = LENGTH
+        while not written.is_set() and (tag < ROUNDS or min(counts.values()) < TURNS):
             replay.add_batch(steps(tag), np.arange(STREAMS), "writer", tag)
+            tag += 1
+        counts["rounds"] = tag
         written.set()
 
     def sample() -> None:
@@ -83,9 +87,7 @@ def test_nothing_is_torn(storage: str, tmp_path: Path) -> None:
         thread.join()
     if failures:
         raise failures[0]
-    assert counts["samples"] > 20
-    assert counts["updates"] > 20
-    assert replay.stats()["inserts"] == STREAMS * (ROUNDS + LENGTH)
+    assert replay.stats()["inserts"] == STREAMS * counts["rounds"]
     replay.close()
 
 

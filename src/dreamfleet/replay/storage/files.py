@@ -106,7 +106,7 @@ def create_chunk(directory: Path, info: ChunkInfo) -> int:
     """Make the file, with every byte reserved on disk, and return its descriptor.
 
     Without the reservation a full disk would be noticed when a mapped page is written, which is a
-    SIGBUS and not an error. The name is given last: a file that has its name is whole.
+    SIGBUS and not an error. The name is given last: a file that has its name is complete.
     """
     final = directory / info.filename
     partial = final.with_suffix(_PARTIAL)
@@ -173,7 +173,7 @@ def _read_header(fd: int) -> ChunkInfo:
             schema=Schema.from_json(fields["columns"]),
         )
     except (KeyError, TypeError, ValueError, SchemaError) as error:
-        raise NotAChunkError(f"has a header that makes no sense: {error}") from error
+        raise NotAChunkError(f"has an invalid header: {error}") from error
     if info.steps < 1 or os.fstat(fd).st_size < chunk_bytes(info.schema, info.steps):
         raise NotAChunkError("is shorter than its header says")
     return info

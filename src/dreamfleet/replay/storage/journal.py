@@ -2,14 +2,14 @@
 
 Every step carries a tick, a number that grows by one a step. A batch may touch many chunk files;
 it becomes valid, all of it, when the committed tick here moves past it, which is one store of
-eight bytes. Killed before that store the batch never happened; killed after it the batch is
-whole. Nothing has to be flushed for this: pages of a killed process stay with the kernel, so a
-commit costs no system call. Only a power failure can lose what was not synced (`Replay.sync`, and
-every checkpoint).
+eight bytes. After a kill before that store the batch never happened; after a kill behind it the
+batch is complete. Nothing has to be flushed for this: pages of a killed process stay with the
+kernel, so a commit costs no system call. Only a power failure can lose what was not synced
+(`Replay.sync`, and every checkpoint).
 
 The journal also remembers, for each source of numbered batches, which numbers were added. A
 record has two copies: the one not in use is overwritten and carries the tick its batch will be
-committed at, so it takes effect with the very same store.
+committed at, so it takes effect with the same store.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Journal:
             oldest = min(self._sources, key=lambda source: self._sources[source].tick)
             row = self._sources.pop(oldest).row
         record = self._records[row]
-        # The key last: never may it stand beside what belonged to the source before.
+        # The key last: it must never stand with what belonged to the source before.
         for at in _COPY_AT:
             record[at + _TICK] = 0
         record[:2] = np.frombuffer(key, "<u8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ class Store:
 
     @property
     def index_bytes(self) -> int:
-        """Memory used beside the steps themselves."""
+        """Memory used in addition to the steps themselves."""
         return int(self.ids.nbytes + 3 * self.next.nbytes)
 
     def create(self, stream: StreamId | None, previous: int) -> int:
@@ -138,7 +138,7 @@ class Store:
         return slot
 
     def release(self, slots: Iterable[int]) -> None:
-        """Let chunks go, and their files with them."""
+        """Remove chunks and their files."""
         for slot in slots:
             chunk = self.ids[slot].tobytes()
             if self.directory is not None:
@@ -159,6 +159,18 @@ class Store:
     def link(self, before: int, after: int) -> None:
         """`after` continues the steps of `before`."""
         self.next[before], self.previous[after] = after, before
+
+    def following(self, slot: int) -> Iterator[int]:
+        """This slot and those that continue it; nothing for -1."""
+        while slot >= 0:
+            yield slot
+            slot = int(self.next[slot])
+
+    def preceding(self, slot: int) -> Iterator[int]:
+        """This slot and those that it continues, backwards; nothing for -1."""
+        while slot >= 0:
+            yield slot
+            slot = int(self.previous[slot])
 
     def span(self, slot: int, index: int, before: int, after: int) -> Ints:
         """Flat positions (`slot * steps + index`) from `before` steps earlier to `after` later,
@@ -258,7 +270,8 @@ class Store:
             self._bytes[at]
 
     def locate(self, stepid: NDArray[np.uint8]) -> list[Piece]:
-        """The runs of consecutive steps that stepids `[n, 20]` name; a slot of -1 is gone."""
+        """The runs of consecutive steps that stepids `[n, 20]` name; those that are not stored any
+        more have a slot of -1."""
         if not len(stepid):
             return []
         flat = np.ascontiguousarray(stepid)
