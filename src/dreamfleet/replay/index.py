@@ -114,12 +114,19 @@ class Chains:
         self._names: list[StreamId | None] = []
         self._free: list[int] = []
         self.head_slot: Ints
+        """The chunk that is written, or -1."""
         self.head_len: Ints
+        """Steps in it."""
         self.tail_slot: Ints
+        """The chunk in which the next item starts, or -1."""
         self.tail_index: Ints
+        """The step in it."""
         self.pending: Ints
+        """Steps from the tail on; the next item is complete when they are `length`."""
         self.started: Ints
+        """Items so far; every `length`-th of them is an online window."""
         self.last_tick: Ints
+        """The tick of the newest step."""
         self._allocate(16)
         self._cached: tuple[list[StreamId], Ints, Ints] | None = None
 
