@@ -1,6 +1,6 @@
 """Launchers: who starts and ends the workers of a fleet, and what they are given.
 
-A launcher is one file that implements `Launcher`; its name stands in `LAUNCHERS`. The policy (when
+A launcher is one file in this folder that implements `Launcher`. The policy (when
 to restart, when to give up, in which order to stop) is the supervisor's, the same over all of them.
 `tests/contract/test_launchers.py` is what a launcher has to pass.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,10 +114,8 @@ class Launcher(Protocol):
         """Where its output goes."""
 
 
-LAUNCHERS = {
-    "local": "dreamfleet.fleet.launchers.local:LocalLauncher",
-    "serial": "dreamfleet.fleet.launchers.serial:SerialLauncher",
-}
+LAUNCHERS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+"""The names of all launchers: a file in this folder is one, and has it as `LAUNCHER`."""
 
 
 def find_launcher(name: str) -> type[Launcher]:
@@ -129,6 +128,5 @@ def find_launcher(name: str) -> type[Launcher]:
         close = difflib.get_close_matches(name, LAUNCHERS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(LAUNCHERS)}."
         raise ConfigError(f"There is no launcher {name!r}: {hint}")
-    module, _, attribute = LAUNCHERS[name].partition(":")
-    launcher: type[Launcher] = getattr(importlib.import_module(module), attribute)
+    launcher: type[Launcher] = importlib.import_module(f"{__name__}.{name}").LAUNCHER
     return launcher

@@ -123,6 +123,9 @@ class LocalWorker:
         return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
 
 
+LAUNCHER = LocalLauncher
+
+
 def run_worker() -> None:
     """What the process of a worker does."""
     faulthandler.enable()

@@ -112,3 +112,6 @@ class SerialWorker:
         if self.error is None:
             return ""
         return "".join(traceback.format_exception(self.error)).rstrip()
+
+
+LAUNCHER = SerialLauncher
