@@ -1,9 +1,9 @@
 """Chunk files become sequences: this run's own after a restart, and those of other runs.
 
-`reopen` takes in the chunks of the replay's own directory, whose streams are continued. `look` and
-`copy_in` copy the chunks of another run, which this run never appends to. The other run may still
-be writing; copying from it again brings what is new: rows that came into a chunk which is here
-already, and the chunks that continue it.
+`reopen` takes in the chunks of the replay's own directory, whose streams are continued.
+`find_new` and `copy_in` copy the chunks of another run, which this run never appends to. The other
+run may still be writing. Copying from it again brings what is new: rows of chunks that are here
+already, and the chunks that continue them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Copy(NamedTuple):
     first: int
 
 
-class Other(NamedTuple):
+class OtherRun(NamedTuple):
     """What another run's directory holds that may be new here."""
 
     path: Path
@@ -109,8 +109,8 @@ class Other(NamedTuple):
     skipped: dict[str, str]
 
 
-def look(path: Path, journal: Journal) -> Other:
-    """Look into another run's directory; nothing is found if nothing came in since last time."""
+def find_new(path: Path, journal: Journal) -> OtherRun:
+    """The chunks of another run's directory; none if nothing came in since last time."""
     header = read_committed(path) if path.is_dir() else None
     if header is None:
         raise ReplayError(f"{path} is not a replay directory: it has no journal.")
@@ -118,11 +118,11 @@ def look(path: Path, journal: Journal) -> Other:
     source = b"load:" + run
     newest = journal.newest(source)
     if newest is not None and committed <= newest:
-        return Other(path, source, committed, [], {})
-    return Other(path, source, committed, *scan(path, run))
+        return OtherRun(path, source, committed, [], {})
+    return OtherRun(path, source, committed, *scan(path, run))
 
 
-def copy_in(table: Table, other: Other) -> int:
+def copy_in(table: Table, other: OtherRun) -> int:
     """Copy what is new of another run's committed steps; how many that is."""
     store, journal = table.store, table.journal
     _check_fits(store, other)
@@ -199,7 +199,7 @@ def _take_in(table: Table, copies: list[_Copy]) -> None:
     table.take_in_chains(chains, grown)
 
 
-def _check_fits(store: Store, other: Other) -> None:
+def _check_fits(store: Store, other: OtherRun) -> None:
     info = other.found[0].info
     if (info.schema, info.steps) != (store.schema, store.steps):
         raise SchemaError(
@@ -228,7 +228,7 @@ def _copy(table: Table, chunk: _Chunk, copies: list[_Copy]) -> None:
     copies.append(_Copy(chunk, slot, first))
 
 
-def _newest(other: Other, length: int, capacity: int) -> list[_Chunk]:
+def _newest(other: OtherRun, length: int, capacity: int) -> list[_Chunk]:
     """The chunks that the newest `capacity` items lie in; copying more would be for nothing."""
     chunks = {}
     for item in other.found:

@@ -53,7 +53,7 @@ class Replay:
         chunk: Steps in a chunk file. A directory that has chunks already keeps their size.
         online: Whether training samples get each fresh, non-overlapping sequence once, first.
         selector: How sequences are chosen otherwise; uniformly if not given. See `make_selector`.
-        seed: Of the draws.
+        seed: Seed of the samples.
         max_bytes: Bound on the chunks' bytes; the oldest sequences leave when it is reached.
     """
 
@@ -80,7 +80,7 @@ class Replay:
         self.online = online
         self.max_bytes = max_bytes
         self.skipped_files: dict[str, str] = {}
-        """Files in the directory that are no chunks of this replay, with the reason."""
+        """Files in the directory that are not chunks of this replay, with the reason."""
         self._selector = selector or Uniform()
         self._rngs = {m: np.random.default_rng([seed, n]) for n, m in enumerate(_MODES)}
         self._lock = threading.RLock()
@@ -234,7 +234,7 @@ class Replay:
             self._check_open()
             if self.directory and path.resolve() == self.directory.resolve():
                 raise ReplayError(f"{path} is the replay's own directory: it is loaded already.")
-            other = loading.look(path, self._journal)
+            other = loading.find_new(path, self._journal)
             self.skipped_files |= other.skipped
             if not other.found:
                 return 0
@@ -295,22 +295,22 @@ class Replay:
             return self._table.size_when_full() if self._table else None
 
     def sync(self) -> None:
-        """Have everything on the disk itself, so that it survives the machine going down.
+        """Write everything to the disk itself, so that it survives a power failure.
 
-        A killed process needs no sync. After a power failure steps added or updated since the last
-        one may be missing or wrong.
+        A killed process needs no sync. After a power failure, steps added or updated since the last
+        sync may be missing or wrong.
         """
         with self._lock:
             self._check_open()
             store = self._table.store if self._table else None
             slots = list(store.slot_of.values()) if store else []
-        # Without the lock, for it may take seconds; chunks that leave meanwhile do no harm.
+        # Without the lock, because it may take seconds; evicting chunks meanwhile does no harm.
         if store:
             store.sync(slots)
         self._journal.flush()
 
     def close(self) -> None:
-        """Sync, unmap and let the directory go; closing twice is fine."""
+        """Sync, unmap and release the directory; closing twice is fine."""
         with self._lock:
             if self._closed:
                 return

@@ -144,7 +144,7 @@ class Prioritized(Selector):
     such a step are drawn before all others, each of them equally likely. `Replay.update` sets the
     priorities of steps, which changes every item that holds one of them. With `zero_on_sample` the
     steps of an item that is sampled for training get the priority 0. When all weights are 0 the
-    draw is uniform.
+    draw is uniform. Priorities are not stored: after a restart every step has the initial one.
     """
 
     def __init__(

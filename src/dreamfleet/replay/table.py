@@ -176,7 +176,7 @@ class Table:
                 self._sweep(self._patience)
 
     def _sweep(self, patience: int) -> None:
-        """Let chains go that hold nothing younger than the oldest item.
+        """Remove chains that hold nothing newer than the oldest item.
 
         Streams come to an end without saying so; their last steps would stay for ever.
         """
