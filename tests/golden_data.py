@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamfleet.agents.dreamer.state import named_leaves, path_name
+from dreamfleet.agents.dreamer.saving import named_leaves, path_name
 
 FOLDER = Path(__file__).parent / "golden"
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.dreamer.cpu.allocator import allocator_environment
+from dreamfleet.agents import DreamerConfig, find_agent
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.spaces import Space
 
@@ -111,7 +111,8 @@ def run(quick: bool) -> list[Row]:
 
 def _in_process(task: Task) -> dict[str, Any]:
     command = [sys.executable, "-m", "dreamfleet.benchmarks.agent", json.dumps(asdict(task))]
-    environment = {**os.environ, **allocator_environment(os.environ)}
+    added = find_agent("dreamer").process_environment(DreamerConfig(), os.environ)
+    environment = {**os.environ, **added}
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return measured
@@ -122,7 +123,7 @@ def measure(task: Task) -> dict[str, Any]:
 
     Without steps to measure, only the time it takes to compile.
     """
-    from dreamfleet.agents import Dreamer, DreamerConfig, ExecutionConfig, size_preset
+    from dreamfleet.agents import Dreamer, ExecutionConfig, size_preset
 
     obs, act = spaces(task.kind)
     execution = ExecutionConfig(cache_dir=task.cache)

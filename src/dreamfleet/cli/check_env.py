@@ -11,8 +11,7 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from dreamfleet.agents import ModelConfig, SpaceError
-from dreamfleet.agents.dreamer.fit import check_spaces
+from dreamfleet.agents import DreamerConfig, SpaceError, find_agent
 from dreamfleet.cli.console import say
 from dreamfleet.cli.files import write
 from dreamfleet.cli.options import parse_settings
@@ -71,7 +70,7 @@ def _make(how: Callable[..., Any], task: str, options: dict[str, Any], seed: int
 def _agent(result: Diagnosis) -> Iterator[Finding]:
     """What keeps the agent from being built for it."""
     try:
-        check_spaces(result.obs_space, result.act_space, ModelConfig())
+        find_agent("dreamer").check(result.obs_space, result.act_space, DreamerConfig())
     except SpaceError as error:
         yield Finding(str(error), "")
 

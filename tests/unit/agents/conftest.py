@@ -10,20 +10,18 @@ from jaxtyping import install_import_hook
 PACKAGE = "dreamfleet.agents.dreamer"
 NUMERICAL = (
     "acting",
-    "actor_critic",
-    "codec",
-    "context",
     "convolution",
+    "decoders",
     "distributions",
+    "encoders",
     "heads",
-    "keys",
     "learning",
+    "losses",
     "nets",
+    "networks",
     "optimizer",
     "report",
-    "returns",
     "rssm",
-    "world_model",
 )
 CHECKED = [f"{PACKAGE}.{name}" for name in NUMERICAL]
 

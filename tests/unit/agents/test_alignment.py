@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from agent_worlds import ACTIONS, VECTOR, config
 
-from dreamfleet.agents.dreamer import actor_critic
 from dreamfleet.agents.dreamer import distributions as dist
+from dreamfleet.agents.dreamer import losses
 from dreamfleet.agents.dreamer.config import LossConfig
-from dreamfleet.agents.dreamer.keys import action_keys, embed_actions, observation_keys
+from dreamfleet.agents.dreamer.features import embed_actions
 from dreamfleet.agents.dreamer.learning import init_state
-from dreamfleet.agents.dreamer.returns import ReturnRange
+from dreamfleet.agents.dreamer.losses import ReturnRange
 from dreamfleet.agents.dreamer.rssm import State
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,18 +26,18 @@ def test_imagination_and_replay_meet_at_the_last_states(monkeypatch: pytest.Monk
     seen: dict[str, Any] = {}
 
     def watch(name: str) -> None:
-        original = getattr(actor_critic, name)
+        original = getattr(losses, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             seen[f"{name} of"] = args
             seen[name] = original(*args, **kwargs)
             return seen[name]
 
-        monkeypatch.setattr(actor_critic, name, call)
+        monkeypatch.setattr(losses, name, call)
 
     for name in ("imagine", "imagination_targets", "replay_value_losses"):
         watch(name)
-    nets = init_state(config(), observation_keys(VECTOR), action_keys(ACTIONS), seed=0).nets
+    nets = init_state(config(), VECTOR, ACTIONS, seed=0).nets
     rng = np.random.default_rng(0)
     # Critics begin with zeros, which would make all returns equal.
     critic = jax.tree.map(
@@ -56,7 +56,7 @@ def test_imagination_and_replay_meet_at_the_last_states(monkeypatch: pytest.Monk
     }
     settings = LossConfig(imag_last=STARTS, imag_length=3)
     key, range_ = jax.random.key(0), ReturnRange.initial()
-    actor_critic.actor_critic_losses(nets, critic, state, obs, range_, settings, key)
+    losses.actor_critic_losses(nets, critic, state, obs, range_, settings, key)
 
     last = jax.tree.map(lambda x: x[:, -STARTS:], state)
     start = seen["imagine of"][2]
@@ -79,6 +79,6 @@ def test_imagination_and_replay_meet_at_the_last_states(monkeypatch: pytest.Monk
     np.testing.assert_allclose(rollout.value[:-1], value, rtol=1e-4, atol=1e-4)
     taken = {name: action[0] for name, action in rollout.actions.items()}
     dynamics = nets.dynamics
-    vector = embed_actions(nets.actor.keys, taken, dynamics.dtype)
+    vector = embed_actions(nets.actor.actions, taken, dynamics.dtype)
     following = dynamics.core(dynamics.enter(start), dynamics.embed_action(vector)).state
     np.testing.assert_allclose(rollout.states.deter[1], following.deter, atol=1e-5)

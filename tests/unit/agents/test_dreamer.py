@@ -15,8 +15,7 @@ from dreamfleet.agents import Agent, Dreamer, NonFiniteError, SpaceError, StateM
 from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agents.dreamer.config import LossConfig
 from dreamfleet.agents.dreamer.cpu.actor import NumpyActor
-from dreamfleet.agents.dreamer.keys import observation_keys
-from dreamfleet.agents.dreamer.learning import loss_scales
+from dreamfleet.agents.dreamer.losses import loss_scales
 from dreamfleet.agents.dreamer.rssm import State
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
@@ -74,7 +73,7 @@ def test_numpy_and_compiled_policy_agree(obs: dict[str, Space]) -> None:
             inputs["token"][:4] = -1
             inputs["vector"][3:6, 0] = -np.inf
         seed, greedy = np.array([1, 2], np.uint32), step == 3
-        draws = draw(seed, step, agent._act_keys, (8, 4), greedy=greedy)
+        draws = draw(seed, step, agent._actions_of, (8, 4), greedy=greedy)
         one, actions_one, outs_one = actor(one, inputs, draws)
         two, actions_two, outs_two = jax.device_get(compiled(nets, two, inputs, draws))
         for left, right in ((actions_one, actions_two), (outs_one, outs_two)):
@@ -84,7 +83,7 @@ def test_numpy_and_compiled_policy_agree(obs: dict[str, Space]) -> None:
                 np.testing.assert_allclose(left[key], right[key], rtol=1e-4, atol=1e-5)
 
 
-def test_greedy_actions_are_the_likeliest_at_sampled_states() -> None:
+def test_greedy_actions_are_the_mode_at_sampled_states() -> None:
     sampling, greedy = (Dreamer(VECTOR, ACTIONS, config(), seed=3) for _ in range(2))
     obs = observations(VECTOR, 64)
     _, sampled, outs = sampling.policy(sampling.init_policy(64), obs, "eval")
@@ -192,11 +191,11 @@ def test_the_actor_gets_new_parameters_and_knows_their_age() -> None:
     ages = []
     for _ in range(6):
         carry, _, _ = agent.train(carry, batch)
-        jax.block_until_ready((agent._state, agent._hand_over._offered.nets))
+        jax.block_until_ready((agent._state, agent._publisher._published.nets))
         agent.policy(agent.init_policy(1), observations(VECTOR, 1))
         ages.append(agent.metrics()["policy/updates_behind"])
     assert ages == [1, 0, 1, 0, 1, 0]
-    acting = agent._hand_over.latest()._actor[0].kernel
+    acting = agent._publisher.latest()._actor[0].kernel
     np.testing.assert_array_equal(acting, agent._state.nets.actor.mlp.layers[0].kernel)
 
 
@@ -215,8 +214,8 @@ def test_report_shows_losses_and_videos(shared: Dreamer) -> None:
         truth = video[:8, 2:18, 2:18]
         np.testing.assert_array_equal(truth, batch[key][0, 1:])
     assert all(isinstance(value, float) and np.isfinite(value) for value in metrics.values())
-    scales = loss_scales(LossConfig(), observation_keys(MIXED))
-    terms = {name: metrics[f"loss/{name}"] for name in scales}
+    terms = {k.removeprefix("loss/"): v for k, v in metrics.items() if k.startswith("loss/")}
+    scales = loss_scales(LossConfig(), terms, batch)
     assert metrics["loss"] == pytest.approx(sum(scales[name] * terms[name] for name in terms))
 
 
@@ -232,7 +231,7 @@ def test_every_loss_has_its_own_weight() -> None:
         value_scale=19.0,
         replay_value_scale=23.0,
     )
-    assert loss_scales(config, observation_keys(MIXED)) == {
+    expected = {
         "reconstruction/vector": 6,
         "reconstruction/token": 2,
         "reconstruction/image": 2,
@@ -245,6 +244,7 @@ def test_every_loss_has_its_own_weight() -> None:
         "value": 19,
         "replay_value": 23,
     }
+    assert loss_scales(config, expected, random_batch(MIXED, ACTIONS)) == expected
 
 
 def test_report_measures_gradient_norms_on_request() -> None:

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from agent_worlds import ACTIONS, VECTOR, config, random_batch
 
-from dreamfleet.agents.dreamer.actor_critic import (
+from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig
+from dreamfleet.agents.dreamer.heads import action_entropies, action_log_prob
+from dreamfleet.agents.dreamer.learning import TrainState, apply_context, init_state, sequence_loss
+from dreamfleet.agents.dreamer.losses import (
     Predictions,
     Rollout,
     Targets,
@@ -17,11 +20,6 @@ from dreamfleet.agents.dreamer.actor_critic import (
     policy_loss,
     value_loss,
 )
-from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig
-from dreamfleet.agents.dreamer.context import apply_context
-from dreamfleet.agents.dreamer.heads import action_entropies, action_log_prob
-from dreamfleet.agents.dreamer.keys import action_keys, observation_keys
-from dreamfleet.agents.dreamer.learning import TrainState, init_state, total_loss
 from dreamfleet.agents.dreamer.rssm import State
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
@@ -55,15 +53,14 @@ def perturbed(state: TrainState) -> TrainState:
 def gradients() -> dict[str, dict[str, float]]:
     """Norm of each loss's gradient for each network."""
     agent_config: DreamerConfig = config()
-    keys = observation_keys(VECTOR), action_keys(ACTIONS)
-    state = perturbed(init_state(agent_config, *keys, seed=0))
+    state = perturbed(init_state(agent_config, VECTOR, ACTIONS, seed=0))
     batch = {k: jnp.asarray(v) for k, v in random_batch(VECTOR, ACTIONS).items()}
     carry = State(jnp.zeros((4, 16)), jnp.zeros((4, 16)))
-    sequence = apply_context(carry, batch, 1, tuple(key.name for key in keys[1]))
+    sequence = apply_context(carry, batch, 1, ("button", "keys", "move"))
 
     def norms(state: TrainState) -> Any:
         def losses(nets: Any) -> Any:
-            return total_loss(nets, state, sequence, agent_config, update=True)[1].losses
+            return sequence_loss(nets, state, sequence, agent_config, update=True)[1].losses
 
         values, pullback = jax.vjp(losses, state.nets)
         assert set(values) == set(REACH)
@@ -92,10 +89,9 @@ def test_losses_reach_exactly_their_networks(loss: str, gradients: dict) -> None
 
 
 def test_learning_step_by_step_equals_learning_at_once() -> None:
-    """The gradient handed over by `learn_from` is that of the plain losses."""
+    """The gradient passed on by `learn_from` is that of the plain losses."""
     agent_config = config()
-    keys = observation_keys(VECTOR), action_keys(ACTIONS)
-    nets = perturbed(init_state(agent_config, *keys, seed=1)).nets
+    nets = perturbed(init_state(agent_config, VECTOR, ACTIONS, seed=1)).nets
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -120,7 +116,7 @@ def test_learning_step_by_step_equals_learning_at_once() -> None:
         actor, critic = models
         acting, judging = _features([actor.mlp, critic.mlp], states)
         choices = actor.choices(acting)
-        logp = action_log_prob(actor.keys, choices, actions, rank=2)
+        logp = action_log_prob(actor.actions, choices, actions, rank=2)
         entropy = sum(action_entropies(choices, rank=2).values(), jnp.zeros_like(logp))
         policy = policy_loss(logp, entropy, targets, loss_config).mean()
         return 2.0 * policy + 0.5 * value_loss(critic.out(judging), targets, loss_config).mean()

@@ -21,13 +21,13 @@ from dreamfleet.agents import (
     OptimizerConfig,
     RandomAgent,
     StateMismatchError,
+    find_agent,
     pad_rows,
     put_rows,
     size_preset,
     take_rows,
 )
 from dreamfleet.agents.dreamer.config import SIZES
-from dreamfleet.agents.dreamer.cpu.allocator import allocator_environment
 
 SOURCE = Path(dreamfleet.agents.dreamer.__file__).parent
 
@@ -51,8 +51,7 @@ def test_configuration_and_random_agent_come_without_jax() -> None:
 def test_published_sizes_have_the_published_parameters(size: str, vector: int, image: int) -> None:
     import jax
 
-    from dreamfleet.agents.dreamer.keys import action_keys, observation_keys
-    from dreamfleet.agents.dreamer.world_model import Networks
+    from dreamfleet.agents.dreamer.networks import Networks
 
     flags = {k: VECTOR[k] for k in ("reward", "is_first", "is_last", "is_terminal")}
     for count, obs, action in (
@@ -62,8 +61,8 @@ def test_published_sizes_have_the_published_parameters(size: str, vector: int, i
         nets = Networks.init(
             np.random.default_rng(0),
             size_preset(size),
-            observation_keys(obs | flags),
-            action_keys({"action": action}),
+            obs | flags,
+            {"action": action},
         )
         assert sum(leaf.size for leaf in jax.tree.leaves(nets)) == count
 
@@ -138,6 +137,7 @@ def test_rows_of_a_carry() -> None:
 
 
 def test_allocator_settings_leave_the_users_own_alone() -> None:
-    added = allocator_environment({})
+    dreamer, settings = find_agent("dreamer"), DreamerConfig()
+    added = dreamer.process_environment(settings, {})
     assert added["GLIBC_TUNABLES"].startswith("glibc.malloc.hugetlb=1:")
-    assert allocator_environment(added) == {}
+    assert dreamer.process_environment(settings, added) == {}

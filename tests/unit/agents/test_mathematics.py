@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamfleet import Space
 from dreamfleet.agents.dreamer import distributions as dist
-from dreamfleet.agents.dreamer.codec import Encoder
 from dreamfleet.agents.dreamer.config import ModelConfig, OptimizerConfig, size_preset
 from dreamfleet.agents.dreamer.convolution import DownConv, UpConv, over_images
 from dreamfleet.agents.dreamer.cpu.images import ImageStages
-from dreamfleet.agents.dreamer.keys import ImageKey, ObsKeys
-from dreamfleet.agents.dreamer.optimizer import scale_by_rate
-from dreamfleet.agents.dreamer.returns import lambda_return
+from dreamfleet.agents.dreamer.encoders import DefaultEncoder
+from dreamfleet.agents.dreamer.losses import lambda_return
+from dreamfleet.agents.dreamer.optimizer import learning_rate
 from dreamfleet.agents.dreamer.rssm import RSSM, State
 
 
@@ -45,12 +45,9 @@ def test_lambda_return_by_hand(compiled: bool) -> None:
     ],
 )
 def test_learning_rate_by_hand(settings: dict, expected: list[float]) -> None:
-    rate = scale_by_rate(OptimizerConfig(learning_rate=0.5, **settings))
-    state, seen = rate.init(jnp.ones(2)), []
-    for _ in expected:
-        updates, state = rate.update(jnp.ones(2), state)
-        seen.append(float(updates[1]))
-    np.testing.assert_allclose(seen, [-0.5 * share for share in expected], rtol=1e-6)
+    rate = learning_rate(OptimizerConfig(learning_rate=0.5, **settings))
+    seen = [float(rate(jnp.asarray(count, jnp.int32))) for count in range(len(expected))]
+    np.testing.assert_allclose(seen, [0.5 * share for share in expected], rtol=1e-6)
 
 
 def test_twohot_targets_by_hand() -> None:
@@ -190,9 +187,9 @@ def test_images_in_numpy_equal_images_in_jax(kernel: int) -> None:
     """Also where images of another size left their marks in the same memory."""
     rng = np.random.default_rng(0)
     for count, height, stages in ((1, 18, 1), (2, 8, 1), (5, 16, 3)):
-        keys = ObsKeys((), (ImageKey("image", height, 8, 3),))
+        spaces = {"image": Space(np.uint8, (height, 8, 3))}
         model = replace(size_preset("debug"), kernel=kernel, mults=(2,) * stages)
-        encoder = Encoder.init(rng, model, keys)
+        encoder = DefaultEncoder.init(rng, model, spaces)
         images = rng.integers(256, size=(count, height, 8, 3), dtype=np.uint8)
         expected = encoder({"image": jnp.asarray(images)[:, None]})[:, 0]
         tokens = ImageStages(encoder)({"image": images})

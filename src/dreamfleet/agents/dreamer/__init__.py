@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.cpu.allocator import allocator_environment
-from dreamfleet.agents.dreamer.fit import check_spaces, stored_space
+from dreamfleet.agents.dreamer.features import check_spaces, stored_space
+from dreamfleet.agents.dreamer.interfaces import check_networks
 from dreamfleet.agents.registry import AgentType
 from dreamfleet.spaces import Space
 
@@ -40,7 +40,8 @@ class DreamerType(AgentType[DreamerConfig]):
         act_space: Mapping[str, Space],
         config: DreamerConfig,
     ) -> None:
-        check_spaces(obs_space, act_space, config.model)
+        check_spaces(obs_space, act_space)
+        check_networks(obs_space, config.model)
 
     def stored_space(
         self,
@@ -56,6 +57,9 @@ class DreamerType(AgentType[DreamerConfig]):
     def can_load(self, config: DreamerConfig, saved: DreamerConfig) -> bool:
         return config.model == saved.model
 
+    def sends_priority(self, config: DreamerConfig) -> bool:
+        return config.execution.send_priority
+
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
         execution = replace(
             config.execution, train_platform="", policy_platform="", shard_parameters=False
@@ -67,7 +71,17 @@ class DreamerType(AgentType[DreamerConfig]):
         config: DreamerConfig,  # noqa: ARG002 - the type's
         environ: Mapping[str, str],
     ) -> dict[str, str]:
-        return allocator_environment(environ)
+        """Settings of the C library's memory allocator for training on a CPU.
+
+        A training step allocates and frees hundreds of megabytes. By default the C library returns
+        them to the system each time, and every step pays again for pages filled with zeros; with
+        these settings it keeps them, in large pages. Nothing is added where the environment has
+        settings of its own; a C library other than glibc ignores them.
+        """
+        if "GLIBC_TUNABLES" in environ:
+            return {}
+        settings = ("hugetlb=1", "mmap_max=0", "trim_threshold=100000000000")
+        return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{each}" for each in settings)}
 
 
 DREAMER = DreamerType()

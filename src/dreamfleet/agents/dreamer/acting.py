@@ -1,30 +1,36 @@
-"""One policy call as a pure function."""
+"""Acting: one policy call as a pure function, and the parameters that are published for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from numpy.typing import NDArray
 
-from dreamfleet.agents.dreamer.codec import Encoder
-from dreamfleet.agents.dreamer.heads import Policy, likeliest_actions, sample_actions
-from dreamfleet.agents.dreamer.keys import Key, embed_actions
+from dreamfleet.agents.dreamer.features import Feature, embed_actions
+from dreamfleet.agents.dreamer.heads import Policy, mode_actions, sample_actions
+from dreamfleet.agents.dreamer.interfaces import Dynamics, Encoder
 from dreamfleet.agents.dreamer.learning import latent_entries
 from dreamfleet.agents.dreamer.nets import cast
-from dreamfleet.agents.dreamer.rssm import RSSM, State
-from dreamfleet.agents.dreamer.world_model import Networks
+from dreamfleet.agents.dreamer.networks import Networks
+from dreamfleet.agents.dreamer.rssm import State
+
+Actor = TypeVar("Actor")
 
 
 class ActingNetworks(eqx.Module):
     """The part of the agent that chooses actions, in compute precision."""
 
     encoder: Encoder
-    dynamics: RSSM
+    dynamics: Dynamics
     actor: Policy
 
     @classmethod
@@ -37,13 +43,13 @@ class Draws(NamedTuple):
 
     state: Any
     actions: dict[str, Any] | None
-    """None for the likeliest actions."""
+    """None for the mode of the policy."""
 
 
 def draw(
     seed: NDArray[np.uint32],
     count: int,
-    keys: tuple[Key, ...],
+    features: tuple[Feature, ...],
     shape: tuple[int, int],
     *,
     greedy: bool = False,
@@ -55,17 +61,12 @@ def draw(
     whole = int(seed[0]) << 32 | int(seed[1])
     rng = np.random.Generator(np.random.Philox(key=whole, counter=[0, 0, 0, count]))
     actions = {
-        key.name: (rng.random if key.discrete else rng.standard_normal)(
-            (shape[0], *key.shape), np.float32
+        feature.name: (rng.random if feature.discrete else rng.standard_normal)(
+            (shape[0], *feature.shape), np.float32
         )
-        for key in keys
+        for feature in features
     }
     return Draws(rng.random(shape, np.float32), None if greedy else actions)
-
-
-def add_time(obs: Mapping[str, Array]) -> dict[str, Array]:
-    """Observations of one step as sequences of length one."""
-    return {key: value[:, None] for key, value in obs.items()}
 
 
 def policy_step(
@@ -75,22 +76,79 @@ def policy_step(
     draws: Draws,
 ) -> tuple[dict[str, Any], dict[str, Array], dict[str, Float[Array, "..."]]]:
     """Encode, one posterior step, choose an action: next carry, actions, entries to store."""
-    dtype = nets.dynamics.dtype
-    dynamics, keys = nets.dynamics, nets.actor.keys
-    batch = obs["is_first"].shape[0]
-    stoch = carry["stoch"].reshape(batch, -1).astype(dtype)
-    previous = embed_actions(keys, carry["previous"], dtype)
-    tokens = nets.encoder(add_time(obs))[:, 0]
-    keep = 1.0 - obs["is_first"].astype(dtype)[:, None]
-    before = dynamics.enter(State(carry["deter"].astype(dtype) * keep, stoch * keep))
-    deter = dynamics.core(before, dynamics.embed_action(previous * keep)).state.deter
-    logits = dynamics.posterior_of(deter, dynamics.token_share(tokens))
-    state = State(deter, dynamics.sample(logits, draws.state))
+    features, dtype = nets.actor.actions, nets.actor.mlp.layers[0].kernel.dtype
+    stoch = carry["stoch"].reshape(len(carry["stoch"]), -1)
+    before = State(carry["deter"].astype(dtype), stoch.astype(dtype))
+    previous = embed_actions(features, carry["previous"], dtype)
+    # Networks read sequences: these have one step.
+    tokens = nets.encoder({key: value[:, None] for key, value in obs.items()})
+    others = (previous, obs["is_first"], draws.state)
+    observed = nets.dynamics.observe(before, tokens, *(each[:, None] for each in others))
+    state = State(*(part[:, 0] for part in observed.state))
     choices = nets.actor(state)
     if draws.actions is None:
-        actions = likeliest_actions(keys, choices)
+        actions = mode_actions(features, choices)
     else:
-        actions = sample_actions(keys, choices, draws.actions)
-    entries = latent_entries(state, dynamics.classes)
+        actions = sample_actions(features, choices, draws.actions)
+    entries = latent_entries(state, nets.dynamics.classes)
     following = {"deter": entries["dyn/deter"], "stoch": entries["dyn/stoch"], "previous": actions}
     return following, actions, entries
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Parameters for acting, as they were after some number of updates."""
+
+    nets: Any
+    updates: int
+    created: float
+
+
+class Publisher(Generic[Actor]):
+    """The newest complete parameters for the actor; neither side ever waits for the other.
+
+    The learner publishes snapshots that may still be on their way to the acting device. The actor
+    keeps its current one until a newer one has arrived completely, then swaps one reference;
+    `prepare` turns it into what the actor calls.
+    """
+
+    def __init__(self, first: Snapshot, prepare: Callable[[Any], Actor]) -> None:
+        self._current = first
+        self._published = first
+        self._updates = first.updates
+        self._prepare = prepare
+        self._prepared: tuple[Snapshot, Actor] | None = None
+        self._swap = threading.Lock()
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Learner: a newer snapshot, which need not have arrived yet."""
+        # The one before is promoted first, or a busy learner could always replace it in time.
+        self._promote()
+        self._published = snapshot
+
+    def count(self, updates: int) -> None:
+        """Learner: how far training is, so that the age of the actor's parameters is known."""
+        self._updates = updates
+
+    def latest(self) -> Actor:
+        """Actor: the newest parameters that have arrived."""
+        self._promote()
+        snapshot = self._current
+        if self._prepared is None or self._prepared[0] is not snapshot:
+            self._prepared = (snapshot, self._prepare(snapshot.nets))
+        return self._prepared[1]
+
+    def age(self) -> tuple[int, float]:
+        """(updates, seconds) that the actor's parameters are behind."""
+        current = self._current
+        return self._updates - current.updates, time.monotonic() - current.created
+
+    def _promote(self) -> None:
+        published = self._published
+        if published.updates <= self._current.updates:
+            return
+        if not all(leaf.is_ready() for leaf in jax.tree.leaves(published.nets)):
+            return
+        with self._swap:
+            if published.updates > self._current.updates:
+                self._current = published

@@ -17,25 +17,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays, Carry, Flat, Mode
-from dreamfleet.agents.dreamer import health
-from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, draw, policy_step
+from dreamfleet.agents.dreamer import nonfinite
+from dreamfleet.agents.dreamer.acting import (
+    ActingNetworks,
+    Draws,
+    Publisher,
+    Snapshot,
+    draw,
+    policy_step,
+)
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, use_one_blas_thread
-from dreamfleet.agents.dreamer.execution import Placement, enable_cache
-from dreamfleet.agents.dreamer.fit import stored_space
-from dreamfleet.agents.dreamer.handover import HandOver, Snapshot
-from dreamfleet.agents.dreamer.keys import action_keys, observation_keys
+from dreamfleet.agents.dreamer.devices import Placement, prefetch
+from dreamfleet.agents.dreamer.features import action_features, check_spaces, stored_space
+from dreamfleet.agents.dreamer.interfaces import check_networks
 from dreamfleet.agents.dreamer.learning import TrainState, init_state, train_step
-from dreamfleet.agents.dreamer.prefetch import prefetch
-from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program
+from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program, TraceCache, enable_cache
 from dreamfleet.agents.dreamer.report import compose_video, report_step
 from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.agents.dreamer.state import replace_leaves, select_matching, to_flat
-from dreamfleet.agents.dreamer.traces import TraceCache
+from dreamfleet.agents.dreamer.saving import current_names, replace_leaves, select_matching, to_flat
 from dreamfleet.agents.errors import NonFiniteError
+from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _UNUSED = {*FLAGS} - {"is_first"}
 _Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Arrays, Arrays]]
 
@@ -43,8 +48,8 @@ _Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Array
 class Dreamer:
     """World model, actor and critic, trained on replayed sequences.
 
-    One actor thread may call `policy` while one learner thread calls everything else. Results of
-    `train` are handed out while they are still being computed; reading them waits.
+    One actor thread may call `policy` while one learner thread calls everything else. `train`
+    returns results that are still being computed; reading them waits.
     """
 
     def __init__(
@@ -61,11 +66,12 @@ class Dreamer:
         self.act_space = without_reset(act_space)
         self.stored_space = stored_space(config.model)
         self.context = config.execution.replay_context
-        self._obs_keys = observation_keys(self.obs_space)
-        self._act_keys = action_keys(self.act_space)
+        check_spaces(self.obs_space, self.act_space)
+        check_networks(self.obs_space, config.model)
+        self._actions_of = action_features(self.act_space)
         self._placement = Placement.of(config.execution, devices)
         enable_cache(config.execution.cache_dir)
-        state = init_state(config, self._obs_keys, self._act_keys, seed)
+        state = init_state(config, self.obs_space, self.act_space, seed)
         self._shardings = self._placement.parameters(state)
         self._state: TrainState = jax.device_put(state, self._shardings)
         self._updates = 0
@@ -74,7 +80,9 @@ class Dreamer:
         self._action_seed = rng.integers(2**32, size=2, dtype=np.uint32)
         self._pending: tuple[Any, State, Mapping[str, Any]] | None = None
         self._build_programs()
-        self._hand_over = HandOver(self._snapshot(), self._make_actor)
+        first = self._snapshot()
+        self._numpy = self._use_numpy(first.nets)
+        self._publisher = Publisher(first, self._make_actor)
 
     def _build_programs(self) -> None:
         config, place = self.config, self._placement
@@ -96,7 +104,7 @@ class Dreamer:
         )
         dtype = config.execution.compute_dtype
         self._copy_program = Program(
-            "hand-over",
+            "publish",
             lambda nets: jax.tree.map(jnp.copy, ActingNetworks.of(nets, dtype)),
             out_shardings=whole,
         )
@@ -122,16 +130,16 @@ class Dreamer:
         obs: Mapping[str, NDArray[Any]],
         mode: Mode = "train",
     ) -> tuple[Carry, Arrays, Arrays]:
-        """Choose actions: samples in training and in evaluation, as published, or the likeliest."""
+        """Choose actions: samples in training and in evaluation, as in the paper, or the mode."""
         inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in _UNUSED}
-        health.check_arrays("Observation", inputs, missing=True)
+        nonfinite.check_arrays("Observation", inputs, missing=True)
         shape = (len(inputs["is_first"]), self.config.model.stoch)
         draws = draw(
-            self._action_seed, self._actions, self._act_keys, shape, greedy=mode == "greedy"
+            self._action_seed, self._actions, self._actions_of, shape, greedy=mode == "greedy"
         )
         self._actions += 1
-        following, actions, entries = self._hand_over.latest()(carry, inputs, draws)
-        health.check_arrays("Action", actions)
+        following, actions, entries = self._publisher.latest()(carry, inputs, draws)
+        nonfinite.check_arrays("Action", actions)
         for key, space in self.act_space.items():
             if space.discrete:
                 actions[key] = actions[key].astype(space.dtype)
@@ -139,12 +147,12 @@ class Dreamer:
 
     def metrics(self) -> dict[str, float]:
         """How old the parameters are that `policy` uses at the moment."""
-        updates, seconds = self._hand_over.age()
+        updates, seconds = self._publisher.age()
         return {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
 
     def _make_actor(self, nets: ActingNetworks) -> _Actor:
-        """Numpy on a CPU in full precision, where it is fastest; a compiled program elsewhere."""
-        if self._placement.policy_device.platform == "cpu" and nets.dynamics.dtype == jnp.float32:
+        """What `policy` calls with these parameters."""
+        if self._numpy:
             use_one_blas_thread()
             return NumpyActor(jax.device_get(nets))
 
@@ -152,6 +160,19 @@ class Dreamer:
             return jax.device_get(self._policy_program(nets, carry, obs, draws))
 
         return act
+
+    def _use_numpy(self, nets: ActingNetworks) -> bool:
+        """Whether numpy chooses the actions: on CPUs, in float32, for the networks it knows."""
+        backend, dtype = self.config.execution.policy_backend, self.config.execution.compute_dtype
+        platform = self._placement.policy_device.platform
+        possible = platform == "cpu" and dtype == "float32" and NumpyActor.knows(nets)
+        if backend == "numpy" and not possible:
+            names = [type(net).__name__ for net in (nets.encoder, nets.dynamics)]
+            raise ConfigError(
+                "execution.policy_backend=numpy needs a CPU, float32 and the default encoder and "
+                f"dynamics, not {platform}, {dtype}, {' and '.join(names)}: use auto or compiled."
+            )
+        return possible and backend != "compiled"
 
     # --- learning --------------------------------------------------------------------------------
 
@@ -171,9 +192,9 @@ class Dreamer:
         self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
         self._pending = (self._state.healthy, carry, batch)
         self._updates += 1
-        self._hand_over.learned(self._updates)
+        self._publisher.count(self._updates)
         if self._updates % self.config.execution.publish_every == 0:
-            self._hand_over.offer(self._snapshot())
+            self._publisher.publish(self._snapshot())
         return following, outs, metrics
 
     def _check_last_step(self) -> None:
@@ -184,9 +205,9 @@ class Dreamer:
         if bool(healthy):
             return
         config = self.config
-        bad = health.first_bad_tensor(self._state, carry, batch, config)
+        bad = nonfinite.first_bad_tensor(self._state, carry, batch, config)
         folder = Path(config.execution.dump_dir or ".").expanduser()
-        dump = health.write_dump(folder, batch, bad, int(self._state.updates))
+        dump = nonfinite.write_dump(folder, batch, bad, int(self._state.updates))
         raise NonFiniteError(
             f"Training stopped after {int(self._state.updates)} updates: {bad} holds NaN or "
             f"infinity. The parameters are those from before; the batch is in {dump}."
@@ -214,7 +235,7 @@ class Dreamer:
     def _snapshot(self) -> Snapshot:
         nets = self._copy_program(self._state.nets)
         device = self._placement.policy_device
-        if nets.dynamics.gates.kernel.devices() != {device}:
+        if jax.tree.leaves(nets)[0].devices() != {device}:
             nets = jax.device_put(nets, device)
         return Snapshot(nets, self._updates, time.monotonic())
 
@@ -246,7 +267,7 @@ class Dreamer:
         for size in policy_batches:
             obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
             self.policy(self.init_policy(size), obs)
-        logger.info("Compiled the agent in %.1f s", time.perf_counter() - start)
+        log.info("Compiled the agent in %.1f s", time.perf_counter() - start)
 
     def example_batch(self, batch_size: int, batch_length: int) -> dict[str, NDArray[Any]]:
         """A batch of zeros with the keys, shapes and dtypes that `train` expects."""
@@ -274,13 +295,13 @@ class Dreamer:
         }
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
-        chosen = select_matching(self._flat(), state, regex)
+        chosen = select_matching(self._flat(), current_names(state), regex)
         self._updates = int(chosen.pop("counters/updates", np.asarray(self._updates)))
         self._actions = int(chosen.pop("counters/actions", np.asarray(self._actions)))
         self._action_seed = chosen.pop("counters/action_seed", self._action_seed)
         self._state = jax.device_put(replace_leaves(self._state, chosen), self._shardings)
         self._pending = None
-        self._hand_over = HandOver(self._snapshot(), self._make_actor)
+        self._publisher = Publisher(self._snapshot(), self._make_actor)
 
 
 def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:
@@ -290,9 +311,12 @@ def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple
 
 
 def _trace_cache(config: DreamerConfig) -> TraceCache | None:
-    """Kept traces, if there is a folder for them; other folders make no difference to programs."""
-    folder = config.execution.cache_dir
-    if not folder:
+    """Kept traces, if there is a folder for them; other folders make no difference to programs.
+
+    Traces depend on the code of this package. Networks from elsewhere are traced each time.
+    """
+    folder, model = config.execution.cache_dir, config.model
+    if not folder or {model.encoder, model.decoder, model.dynamics} != {"default"}:
         return None
     execution = replace(config.execution, cache_dir="", dump_dir="")
     return TraceCache(folder, replace(config, execution=execution))

@@ -47,7 +47,7 @@ class ModelConfig:
     reward_layers: int = 1
     """Layers of the reward head."""
     continue_layers: int = 1
-    """Layers of the head that predicts whether the episode goes on."""
+    """Layers of the head that predicts whether the episode continues."""
     actor_layers: int = 3
     """Layers of the policy."""
     critic_layers: int = 3
@@ -66,6 +66,12 @@ class ModelConfig:
     """Smallest standard deviation of a continuous policy."""
     max_std: float = 1.0
     """Largest standard deviation of a continuous policy."""
+    encoder: str = "default"
+    """From observations to tokens: `default`, or package.module:Class for your own."""
+    decoder: str = "default"
+    """From latent states to observations: `default`, or package.module:Class for your own."""
+    dynamics: str = "default"
+    """From one latent state to the next: `default`, or package.module:Class for your own."""
 
     def __post_init__(self) -> None:
         for name in ("deter", "hidden", "stoch", "classes", "blocks", "units", "depth"):
@@ -97,7 +103,7 @@ class LossConfig:
     reconstruction_scale: float = 1.0
     """Weight of each decoded key's loss."""
     float_scale: float = 1.0
-    """Weight of decoded floats beside that: errors of small numbers are small when squared."""
+    """Additional weight of decoded floats: errors of small numbers are small when squared."""
     reward_scale: float = 1.0
     """Weight of the reward prediction."""
     continue_scale: float = 1.0
@@ -131,11 +137,11 @@ class LossConfig:
     imag_last: int = 0
     """Start imagination from this many last states of each sequence; 0 takes all."""
     slow_regularizer: float = 1.0
-    """Weight of keeping the value close to its slow copy."""
+    """Weight of keeping the critic close to its exponential moving average (EMA)."""
     slow_rate: float = 0.02
-    """Share of the value's parameters mixed into its slow copy after each update."""
+    """Share of the critic's parameters mixed into its EMA after each update."""
     slow_target: bool = False
-    """Bootstrap returns from the slow copy instead of the value itself."""
+    """Bootstrap returns from the EMA of the critic instead of the critic itself."""
     return_rate: float = 0.01
     """Rate at which the return normaliser follows the data."""
     return_limit: float = 1.0
@@ -203,13 +209,19 @@ class ExecutionConfig:
     """Devices that train: cpu, gpu or tpu; empty takes JAX's default."""
     policy_platform: str = ""
     """Device that acts: cpu, gpu or tpu; empty takes the first training device."""
+    policy_backend: Literal["auto", "compiled", "numpy"] = "auto"
+    """What computes actions: a compiled program or numpy, which is faster on a CPU but knows only
+    the default networks in float32; auto takes numpy wherever it can."""
     shard_parameters: bool = False
     """Split parameters and optimizer state over the training devices (fully sharded)
     instead of keeping a copy on each (data parallel)."""
     publish_every: int = 1
-    """Updates between two hand-overs of parameters to the actor."""
+    """Updates between two publications of parameters for the actor."""
     replay_context: int = 1
     """Steps before each training sequence whose stored state it continues from."""
+    send_priority: bool = False
+    """Whether the world model's loss at each trained step goes back to the replay as the step's
+    priority; prioritised sampling needs it."""
     report_rows: int = 6
     """Sequences shown in a report's videos."""
     report_gradient_norms: bool = False

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 _LOG_TWO_PI = math.log(2.0 * math.pi)
 
@@ -168,8 +168,3 @@ def normal_log_prob(
 
 def normal_entropy(std: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.log(std) + 0.5 * (_LOG_TWO_PI + 1.0)
-
-
-def present(flags: Bool[Array, "*batch"], values: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Zero where a key is absent."""
-    return jnp.where(flags, values, 0.0)

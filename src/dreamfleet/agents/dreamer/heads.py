@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.dreamer.keys import Key
+from dreamfleet.agents.dreamer.features import Feature
 from dreamfleet.agents.dreamer.nets import MLP, Linear
 from dreamfleet.agents.dreamer.rssm import State
 
@@ -54,20 +54,22 @@ class Policy(eqx.Module):
 
     mlp: MLP
     outputs: dict[str, Linear]
-    keys: tuple[Key, ...] = eqx.field(static=True)
+    actions: tuple[Feature, ...] = eqx.field(static=True)
     min_std: float = eqx.field(static=True)
     max_std: float = eqx.field(static=True)
 
     @classmethod
-    def init(cls, rng: np.random.Generator, config: ModelConfig, keys: tuple[Key, ...]) -> Policy:
+    def init(
+        cls, rng: np.random.Generator, config: ModelConfig, actions: tuple[Feature, ...]
+    ) -> Policy:
         feature = config.deter + config.stoch * config.classes
         outputs = {}
-        for entry in keys:
-            for part in ("logits",) if entry.discrete else ("mean", "stddev"):
-                name = f"{entry.name}.{part}"
-                outputs[name] = Linear.init(rng, config.units, entry.width, 0.01)
+        for action in actions:
+            for part in ("logits",) if action.discrete else ("mean", "stddev"):
+                name = f"{action.name}.{part}"
+                outputs[name] = Linear.init(rng, config.units, action.width, 0.01)
         mlp = MLP.init(rng, feature, config.units, config.actor_layers)
-        return cls(mlp, outputs, keys, config.min_std, config.max_std)
+        return cls(mlp, outputs, actions, config.min_std, config.max_std)
 
     def __call__(self, state: State) -> dict[str, Choice]:
         return self.choices(self.mlp(state.deter, state.stoch))
@@ -75,72 +77,76 @@ class Policy(eqx.Module):
     def choices(self, x: Float[Array, "*batch units"]) -> dict[str, Choice]:
         """The distributions, from the MLP's features."""
         result: dict[str, Choice] = {}
-        for key in self.keys:
-            if key.discrete:
-                logits = self.outputs[f"{key.name}.logits"](x).astype(jnp.float32)
-                result[key.name] = key.mask_logits(logits)
+        for action in self.actions:
+            name = action.name
+            if action.discrete:
+                logits = self.outputs[f"{name}.logits"](x).astype(jnp.float32)
+                result[name] = action.mask_logits(logits)
                 continue
-            shape = (*x.shape[:-1], *key.shape)
-            mean = self.outputs[f"{key.name}.mean"](x).astype(jnp.float32).reshape(shape)
-            raw = self.outputs[f"{key.name}.stddev"](x).reshape(shape)
+            shape = (*x.shape[:-1], *action.shape)
+            mean = self.outputs[f"{name}.mean"](x).astype(jnp.float32).reshape(shape)
+            raw = self.outputs[f"{name}.stddev"](x).reshape(shape)
             std = dist.bounded_std(raw, self.min_std, self.max_std)
-            result[key.name] = Normal(jnp.tanh(mean), std)
+            result[name] = Normal(jnp.tanh(mean), std)
         return result
 
 
 def draw_noise(
-    key: PRNGKeyArray, keys: tuple[Key, ...], batch: tuple[int, ...]
+    key: PRNGKeyArray, features: tuple[Feature, ...], batch: tuple[int, ...]
 ) -> dict[str, Float[Array, "..."]]:
     """The random numbers that turn distributions into actions."""
-    split = jax.random.split(key, len(keys))
+    split = jax.random.split(key, len(features))
     return {
-        entry.name: (jax.random.uniform if entry.discrete else jax.random.normal)(
-            split[i], (*batch, *entry.shape), jnp.float32
+        feature.name: (jax.random.uniform if feature.discrete else jax.random.normal)(
+            split[i], (*batch, *feature.shape), jnp.float32
         )
-        for i, entry in enumerate(keys)
+        for i, feature in enumerate(features)
     }
 
 
 def sample_actions(
-    keys: tuple[Key, ...],
+    features: tuple[Feature, ...],
     choices: Mapping[str, Choice],
     noise: Mapping[str, Float[Array, "..."]],
 ) -> dict[str, Array]:
-    """One action a key: int32 for discrete ones, unclipped float32 for continuous ones."""
+    """One action for each key: int32 for discrete ones, unclipped float32 for continuous ones."""
     actions = {}
-    for key in keys:
-        choice = choices[key.name]
+    for feature in features:
+        choice = choices[feature.name]
         if isinstance(choice, Normal):
-            actions[key.name] = choice.mean + choice.std * noise[key.name]
+            actions[feature.name] = choice.mean + choice.std * noise[feature.name]
         else:
-            index = dist.sample_index(jax.nn.softmax(choice, -1), noise[key.name])
-            actions[key.name] = index + key.low
+            index = dist.sample_index(jax.nn.softmax(choice, -1), noise[feature.name])
+            actions[feature.name] = index + feature.low
     return actions
 
 
-def likeliest_actions(keys: tuple[Key, ...], choices: Mapping[str, Choice]) -> dict[str, Array]:
+def mode_actions(features: tuple[Feature, ...], choices: Mapping[str, Choice]) -> dict[str, Array]:
     """The mode of every distribution, in the form of `sample_actions`."""
     actions = {}
-    for key in keys:
-        choice = choices[key.name]
+    for feature in features:
+        choice = choices[feature.name]
         if isinstance(choice, Normal):
-            actions[key.name] = choice.mean
+            actions[feature.name] = choice.mean
         else:
-            actions[key.name] = jnp.argmax(choice, -1).astype(jnp.int32) + key.low
+            actions[feature.name] = jnp.argmax(choice, -1).astype(jnp.int32) + feature.low
     return actions
 
 
 def action_log_prob(
-    keys: tuple[Key, ...], choices: Mapping[str, Choice], actions: Mapping[str, Array], rank: int
+    features: tuple[Feature, ...],
+    choices: Mapping[str, Choice],
+    actions: Mapping[str, Array],
+    rank: int,
 ) -> Float[Array, "*batch"]:
     """Log-probability of stopped actions, summed over keys and dimensions; `rank` batch axes."""
     total = jnp.zeros(())
-    for key in keys:
-        choice, action = choices[key.name], jax.lax.stop_gradient(actions[key.name])
+    for feature in features:
+        choice, action = choices[feature.name], jax.lax.stop_gradient(actions[feature.name])
         if isinstance(choice, Normal):
             logp = dist.normal_log_prob(choice.mean, choice.std, action)
         else:
-            logp = dist.categorical_log_prob(choice, action - key.low)
+            logp = dist.categorical_log_prob(choice, action - feature.low)
         summed = jnp.sum(logp, tuple(range(rank, logp.ndim)))
         total = summed if total.ndim == 0 else total + summed
     return total

@@ -1,5 +1,4 @@
-"""The optimizer: adaptive gradient clipping, RMS scaling, momentum, a learning rate that
-warms up and may fall again.
+"""The optimizer: adaptive gradient clipping, RMS scaling, momentum, a learning-rate schedule.
 
 Momentum comes after the scaling (LaProp's order), and the first update has a learning rate of
 zero: it only fills the statistics.
@@ -7,12 +6,12 @@ zero: it only fills the statistics.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dreamfleet.agents.dreamer.config import OptimizerConfig
 
@@ -20,104 +19,63 @@ from dreamfleet.agents.dreamer.config import OptimizerConfig
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     stages = [
         clip_by_parameter_norm(config.clip, config.clip_floor),
-        scale_by_rms(config.beta2, config.eps),
-        scale_by_momentum(config.beta1),
+        optax.scale_by_rms(config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True),
+        optax.ema(config.beta1),
     ]
     if config.weight_decay:
         stages.append(optax.add_decayed_weights(config.weight_decay, _is_kernel))
-    stages.append(scale_by_rate(config))
-    return optax.chain(*stages)
+    stages.append(optax.scale_by_learning_rate(learning_rate(config)))
+    chain = optax.chain(*stages)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # Optax mixes dtypes, which our tests do not allow elsewhere.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, following = chain.update(grads, state, params)
+        return updates, following
+
+    return optax.GradientTransformation(chain.init, update)
 
 
 def clip_by_parameter_norm(clip: float, floor: float) -> optax.GradientTransformation:
-    """g / max(1, |g| / (clip max(floor, |p|))), one norm a tensor."""
+    """g / max(1, |g| / (clip max(floor, |p|))), one norm a tensor.
+
+    Optax clips by the norm of each unit of a tensor instead.
+    """
 
     def update(grads: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, Any]:
         def leaf(grad: Array, param: Array) -> Array:
-            limit = clip * jnp.maximum(floor, norm(param))
-            return grad / jnp.maximum(1.0, norm(grad) / limit)
+            limit = clip * jnp.maximum(floor, tree_norm(param))
+            return grad / jnp.maximum(1.0, tree_norm(grad) / limit)
 
         return jax.tree.map(leaf, grads, params), state
 
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
 
-class AverageState(NamedTuple):
-    """A running average and how many updates it has seen."""
+def learning_rate(config: OptimizerConfig) -> optax.Schedule:
+    """Rises linearly over `warmup` updates, and falls linearly to `final_rate` of its value at
+    update `decay`."""
+    rise = optax.linear_schedule(0.0, 1.0, config.warmup) if config.warmup else lambda _: 1.0
+    fall = optax.linear_schedule(1.0, config.final_rate, config.decay) if config.decay else None
 
-    seen: Int[Array, ""]
-    average: Any
+    def rate(count: Array) -> Float[Array, ""] | float:
+        falling = fall(count) if fall else 1.0
+        return config.learning_rate * rise(count) * falling
 
-
-def scale_by_rms(decay: float, eps: float) -> optax.GradientTransformation:
-    """g / (sqrt(debiased average of g^2) + eps)."""
-
-    def update(grads: Any, state: AverageState, _: Any = None) -> tuple[Any, AverageState]:
-        count = state.seen + 1
-        average = jax.tree.map(
-            lambda mean, grad: decay * mean + (1.0 - decay) * jnp.square(grad), state.average, grads
-        )
-        debias = 1.0 - jnp.float32(decay) ** count.astype(jnp.float32)
-        scaled = jax.tree.map(lambda g, mean: g / (jnp.sqrt(mean / debias) + eps), grads, average)
-        return scaled, AverageState(count, average)
-
-    return optax.GradientTransformation(_zeros, update)
-
-
-def scale_by_momentum(decay: float) -> optax.GradientTransformation:
-    """Debiased running average."""
-
-    def update(grads: Any, state: AverageState, _: Any = None) -> tuple[Any, AverageState]:
-        count = state.seen + 1
-        average = jax.tree.map(
-            lambda mean, grad: decay * mean + (1.0 - decay) * grad, state.average, grads
-        )
-        debias = 1.0 - jnp.float32(decay) ** count.astype(jnp.float32)
-        return jax.tree.map(lambda mean: mean / debias, average), AverageState(count, average)
-
-    return optax.GradientTransformation(_zeros, update)
-
-
-class CountState(NamedTuple):
-    """Updates made so far."""
-
-    seen: Int[Array, ""]
-
-
-def scale_by_rate(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Times -rate min(1, n / warmup) after n earlier updates, falling linearly to `final_rate` of
-    that at update `decay`."""
-
-    def update(grads: Any, state: CountState, _: Any = None) -> tuple[Any, CountState]:
-        seen = state.seen.astype(jnp.float32)
-        scale = jnp.float32(-config.learning_rate)
-        if config.warmup:
-            scale *= jnp.minimum(1.0, seen / config.warmup)
-        if config.decay:
-            scale *= 1.0 - (1.0 - config.final_rate) * jnp.minimum(1.0, seen / config.decay)
-        return jax.tree.map(lambda g: scale * g, grads), CountState(state.seen + 1)
-
-    return optax.GradientTransformation(lambda _: CountState(jnp.zeros((), jnp.int32)), update)
-
-
-def norm(x: Float[Array, "..."]) -> Float[Array, ""]:
-    return jnp.sqrt(jnp.sum(jnp.square(x)))
+    return rate
 
 
 def tree_norm(tree: Any) -> Float[Array, ""]:
-    return jnp.sqrt(
-        sum((jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
-    )
+    """Euclidean norm of all numbers of a tree; Optax has had it under three names."""
+    squares = (jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def tree_rms(tree: Any) -> Float[Array, ""]:
+    """Root mean square of all numbers of a tree."""
     count = sum(leaf.size for leaf in jax.tree.leaves(tree))
     return tree_norm(tree) / jnp.sqrt(jnp.float32(count))
 
 
 def _is_kernel(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-
-def _zeros(params: Any) -> AverageState:
-    return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))

@@ -12,9 +12,8 @@ from jaxtyping import Array, UInt8
 from numpy.typing import NDArray
 
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.context import Sequence, apply_context
-from dreamfleet.agents.dreamer.keys import embed_actions
-from dreamfleet.agents.dreamer.learning import TrainState, total_loss
+from dreamfleet.agents.dreamer.features import embed_actions
+from dreamfleet.agents.dreamer.learning import Sequence, TrainState, apply_context, sequence_loss
 from dreamfleet.agents.dreamer.nets import cast
 from dreamfleet.agents.dreamer.optimizer import tree_norm
 from dreamfleet.agents.dreamer.rssm import Observed, State
@@ -28,15 +27,15 @@ def report_step(
     state: TrainState, carry: State, batch: Mapping[str, Array], *, config: DreamerConfig
 ) -> tuple[State, dict[str, Array], dict[str, UInt8[Array, "..."]]]:
     """Next carry, scalar metrics, predicted frames of each image key."""
-    names = tuple(key.name for key in state.nets.actor.keys)
+    names = tuple(action.name for action in state.nets.actor.actions)
     sequence = apply_context(carry, batch, config.execution.replay_context, names)
-    total, result = total_loss(state.nets, state, sequence, config, update=False)
+    total, result = sequence_loss(state.nets, state, sequence, config, update=False)
     metrics = {f"loss/{name}": loss for name, loss in result.losses.items()}
     metrics |= result.metrics | {"loss": total}
     if config.execution.report_gradient_norms:
         metrics |= _gradient_norms(state, sequence, config)
-    frames = open_loop(state, sequence, result.world.observed, config)
-    following = jax.tree.map(lambda x: x[:, -1], result.world.observed.state)
+    frames = open_loop(state, sequence, result.observed, config)
+    following = jax.tree.map(lambda x: x[:, -1], result.observed.state)
     return following, metrics, frames
 
 
@@ -46,7 +45,7 @@ def _gradient_norms(
     """Norm of each loss's gradient, over all parameters."""
 
     def losses(nets: Any) -> dict[str, Array]:
-        return total_loss(nets, state, sequence, config, update=False)[1].losses
+        return sequence_loss(nets, state, sequence, config, update=False)[1].losses
 
     values, pullback = jax.vjp(losses, state.nets)
     chosen = dict(zip(values, jnp.eye(len(values)), strict=True))
@@ -61,24 +60,27 @@ def open_loop(
     """Reconstructions of the first half, then predictions from it under the recorded actions."""
     dtype = jnp.dtype(config.execution.compute_dtype)
     nets = cast(state.nets, dtype)
-    if not nets.decoder.keys.images:
-        return {}
     time = sequence.obs["is_first"].shape[1]
     rows = min(config.execution.report_rows, sequence.obs["is_first"].shape[0])
     half = time // 2
     context = jax.tree.map(lambda x: x[:rows, :half], observed.state)
-    actions = embed_actions(nets.actor.keys, sequence.previous, dtype)[:rows, half:]
+    actions = embed_actions(nets.actor.actions, sequence.previous, dtype)[:rows, half:]
     key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.updates)
-    uniform = jax.random.uniform(key, (rows, time - half, nets.dynamics.variables))
-    last = jax.tree.map(lambda x: x[:, -1], context)
-    imagined, _ = nets.dynamics.imagine(last, actions, uniform)
-    states = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), context, imagined)
-    predictions = nets.decoder(states)
+    uniform = jax.random.uniform(key, (rows, time - half, config.model.stoch))
+
+    def step(latent: Any, inputs: tuple[Array, Array]) -> tuple[Any, State]:
+        latent = nets.dynamics.imagine_step(latent, *inputs)
+        return latent, latent.state
+
+    start = nets.dynamics.enter(jax.tree.map(lambda x: x[:, -1], context))
+    inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (actions, uniform))
+    _, imagined = jax.lax.scan(step, start, inputs)
+    states = jax.tree.map(
+        lambda seen, new: jnp.concatenate([seen, jnp.moveaxis(new, 0, 1)], 1), context, imagined
+    )
     return {
-        key.name: jnp.clip(predictions[key.name].astype(jnp.float32) * 255.0, 0.0, 255.0).astype(
-            jnp.uint8
-        )
-        for key in nets.decoder.keys.images
+        name: jnp.clip(image.astype(jnp.float32) * 255.0, 0.0, 255.0).astype(jnp.uint8)
+        for name, image in nets.decoder.images(nets.decoder(states)).items()
     }
 
 

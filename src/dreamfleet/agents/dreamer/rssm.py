@@ -130,20 +130,6 @@ class RSSM(eqx.Module):
     def deter_width(self) -> int:
         return int(self.deter_in.kernel.shape[0])
 
-    @property
-    def stoch_width(self) -> int:
-        return int(self.stoch_in.kernel.shape[0])
-
-    @property
-    def variables(self) -> int:
-        return self.stoch_width // self.classes
-
-    def initial(self, batch: int) -> State:
-        return State(
-            jnp.zeros((batch, self.deter_width), self.dtype),
-            jnp.zeros((batch, self.stoch_width), self.dtype),
-        )
-
     def embed_action(self, action: Float[Array, "*batch width"]) -> Float[Array, "*batch hidden"]:
         """The action's share of the core's input; large actions are scaled back to one."""
         limit = jax.lax.stop_gradient(jnp.maximum(1.0, jnp.abs(action)))
@@ -216,7 +202,7 @@ class RSSM(eqx.Module):
         uniform: Float[Array, "batch time variables"] | None = None,
         teacher: Float[Array, "batch time stoch"] | None = None,
     ) -> Observed:
-        """Posterior states of a sequence, starting anew wherever `is_first` is set.
+        """Posterior states of a sequence, starting from zeros wherever `is_first` is set.
 
         `action` holds the previous actions' vectors. Samples come from `uniform` numbers, or are
         given as one-hots by `teacher`.
@@ -244,30 +230,16 @@ class RSSM(eqx.Module):
         deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
         return Observed(State(deter, stoch), logits, self.prior_of(deter))
 
-    def imagine(
+    def imagine_step(
         self,
-        carry: State,
-        action: Float[Array, "batch time width"],
-        uniform: Float[Array, "batch time variables"] | None = None,
-        teacher: Float[Array, "batch time stoch"] | None = None,
-    ) -> tuple[State, Float[Array, "batch time variables classes"]]:
-        """Open-loop states and prior logits under given action vectors."""
-        draws = teacher if uniform is None else uniform
-        assert draws is not None
-
-        def step(latent: Latent, inputs: tuple[Array, Array]) -> tuple[Latent, tuple[Array, ...]]:
-            embedded, draw = inputs
-            latent = self.core(latent, embedded)
-            deter = latent.state.deter
-            logits = self.prior_of(deter)
-            stoch = self.sample(logits, draw) if uniform is not None else draw.astype(self.dtype)
-            return latent._replace(state=State(deter, stoch)), (deter, stoch, logits)
-
-        inputs = (self.embed_action(action), draws)
-        inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
-        _, outputs = jax.lax.scan(step, self.enter(carry), inputs)
-        deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
-        return State(deter, stoch), logits
+        latent: Latent,
+        action: Float[Array, "rows width"],
+        uniform: Float[Array, "rows variables"],
+    ) -> Latent:
+        """The next latent state under an action vector, drawn from the prior."""
+        following = self.core(latent, self.embed_action(action))
+        deter = following.state.deter
+        return following._replace(state=State(deter, self.sample(self.prior_of(deter), uniform)))
 
     def kl_losses(
         self,

@@ -8,38 +8,35 @@ and arrays that nobody else holds are changed in place.
 
 from __future__ import annotations
 
-import ctypes
-import importlib
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import threadpoolctl
 from numpy.typing import NDArray
 
 from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws
 from dreamfleet.agents.dreamer.cpu.images import ImageStages
-from dreamfleet.agents.dreamer.keys import Key
+from dreamfleet.agents.dreamer.encoders import DefaultEncoder
+from dreamfleet.agents.dreamer.features import Feature, embed_actions
+from dreamfleet.agents.dreamer.heads import Policy
 from dreamfleet.agents.dreamer.nets import EPSILON
+from dreamfleet.agents.dreamer.rssm import RSSM
 
 Floats = NDArray[np.float32]
 _ONE, _HALF = np.float32(1), np.float32(0.5)
 
 
+@functools.cache
 def use_one_blas_thread() -> None:
-    """Keep numpy's products on the calling thread.
+    """Keep numpy's products on the calling thread, in this whole process.
 
     They are too small to gain from more, and while a training step has the cores a product that is
-    split over threads waits for the slowest. Does nothing where numpy has another BLAS.
+    split over threads waits for the slowest.
     """
-    library = ctypes.CDLL(importlib.import_module("numpy._core._multiarray_umath").__file__)
-    for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads"):
-        try:
-            setter = getattr(library, name)
-        except AttributeError:
-            continue
-        setter(1)
-        return
+    threadpoolctl.threadpool_limits(1, user_api="blas")
 
 
 class _Linear(NamedTuple):
@@ -101,28 +98,37 @@ class _Dense(NamedTuple):
 class NumpyActor:
     """Chooses actions with parameters that are numpy arrays in float32."""
 
+    @staticmethod
+    def knows(nets: ActingNetworks) -> bool:
+        """Whether this class computes what these networks do; subclasses may do something else."""
+        return (type(nets.encoder), type(nets.dynamics), type(nets.actor)) == (
+            DefaultEncoder,
+            RSSM,
+            Policy,
+        )
+
     def __init__(self, nets: ActingNetworks) -> None:
-        encoder, dynamics, actor = nets.encoder, nets.dynamics, nets.actor
-        self._vector_keys = encoder.keys.vectors
+        encoder: Any = nets.encoder
+        dynamics: Any = nets.dynamics
+        actor = nets.actor
+        self._vectors = encoder.features.vectors
         self._encoder = [_Dense.of(each) for each in encoder.mlp.layers] if encoder.mlp else []
         self._images = ImageStages(encoder) if encoder.cnn else None
         self._core = _Core(dynamics)
         self._posterior = [_Dense.of(layer) for layer in dynamics.posterior]
         self._posterior_logits = _Linear.of(dynamics.posterior_logits)
-        self._variables, self._classes = dynamics.variables, dynamics.classes
+        self._classes = dynamics.classes
         self._unimix = np.float32(dynamics.unimix)
         self._actor = [_Dense.of(layer) for layer in actor.mlp.layers]
         self._outputs = {name: _Linear.of(layer) for name, layer in actor.outputs.items()}
-        self._keys = actor.keys
+        self._actions = actor.actions
         self._min_std, self._max_std = actor.min_std, actor.max_std
 
     def __call__(
         self, carry: Mapping[str, Any], obs: Mapping[str, NDArray[Any]], draws: Draws
     ) -> tuple[dict[str, Any], dict[str, NDArray[Any]], dict[str, Floats]]:
         batch = len(obs["is_first"])
-        previous = np.concatenate(
-            [_embed(key, carry["previous"][key.name]) for key in self._keys], -1
-        )
+        previous = embed_actions(self._actions, carry["previous"], np.float32)
         deter, stoch = carry["deter"], carry["stoch"].reshape(batch, -1)
         if np.any(obs["is_first"]):
             keep = 1.0 - obs["is_first"].astype(np.float32)[:, None]
@@ -131,7 +137,7 @@ class NumpyActor:
         x = np.concatenate([deter, *self._tokens(obs)], -1)
         for layer in self._posterior:
             x = layer(x)
-        logits = self._posterior_logits(x).reshape(batch, self._variables, self._classes)
+        logits = self._posterior_logits(x).reshape(batch, -1, self._classes)
         probs = _softmax(_classes_first(logits))
         probs *= _ONE - self._unimix
         probs += self._unimix / np.float32(self._classes)
@@ -143,7 +149,7 @@ class NumpyActor:
     def _tokens(self, obs: Mapping[str, NDArray[Any]]) -> list[Floats]:
         parts = []
         if self._encoder:
-            x = np.concatenate([_encode(key, obs[key.name]) for key in self._vector_keys], -1)
+            x = np.concatenate([_encode(each, obs[each.name]) for each in self._vectors], -1)
             for layer in self._encoder:
                 x = layer(x)
             parts.append(x)
@@ -156,18 +162,19 @@ class NumpyActor:
         for layer in self._actor:
             x = layer(x)
         actions: dict[str, NDArray[Any]] = {}
-        for key in self._keys:
-            noise = draws.actions[key.name] if draws.actions is not None else None
-            if key.discrete:
-                logits = _classes_first(_mask(key, self._outputs[f"{key.name}.logits"](x)))
+        for action in self._actions:
+            name = action.name
+            noise = draws.actions[name] if draws.actions is not None else None
+            if action.discrete:
+                logits = _classes_first(action.mask_logits(self._outputs[f"{name}.logits"](x)))
                 index = logits.argmax(0) if noise is None else _sample(_softmax(logits), noise)
-                actions[key.name] = (index + key.low).astype(np.int32)
+                actions[name] = (index + action.low).astype(np.int32)
                 continue
-            mean = np.tanh(self._outputs[f"{key.name}.mean"](x)).reshape(-1, *key.shape)
-            actions[key.name] = mean
+            mean = np.tanh(self._outputs[f"{name}.mean"](x)).reshape(-1, *action.shape)
+            actions[name] = mean
             if noise is None:
                 continue
-            raw = self._outputs[f"{key.name}.stddev"](x)
+            raw = self._outputs[f"{name}.stddev"](x)
             sigmoid = 0.5 + 0.5 * np.tanh(0.5 * (raw + 2.0))
             std = (self._max_std - self._min_std) * sigmoid + self._min_std
             mean += std.reshape(noise.shape) * noise
@@ -264,29 +271,14 @@ def _one_hot(index: NDArray[np.integer[Any]], classes: int) -> Floats:
     return np.asarray(index[..., None] == np.arange(classes), np.float32)
 
 
-def _embed(key: Key, value: NDArray[Any]) -> Floats:
-    if key.discrete:
-        return _one_hot(value.astype(np.int64) - key.low, key.classes).reshape(len(value), -1)
-    return value.reshape(len(value), -1).astype(np.float32)
-
-
-def _encode(key: Key, value: NDArray[Any]) -> Floats:
-    flat = value.reshape(len(value), -1)
-    if key.discrete:
-        encoded = _embed(key, value)
-        absent = np.any(flat == -1, -1) if key.may_miss else None
+def _encode(feature: Feature, value: NDArray[Any]) -> Floats:
+    encoded: Floats
+    if feature.discrete:
+        encoded = feature.one_hot(value, np.float32)
     else:
-        wide = flat.astype(np.float32)
+        wide = feature.flat(value).astype(np.float32)
         encoded = np.sign(wide) * np.log1p(np.abs(wide))
-        absent = np.any(np.isneginf(wide), -1)
-    if absent is not None and absent.any():
-        encoded[absent] = 0.0
+    present = feature.is_present(value)
+    if not present.all():
+        encoded[~present] = 0.0
     return encoded
-
-
-def _mask(key: Key, logits: Floats) -> Floats:
-    logits = logits.reshape(len(logits), *key.shape, key.classes)
-    if min(key.choices) == key.classes:
-        return logits
-    possible = np.arange(key.classes) < np.reshape(key.choices, (*key.shape, 1))
-    return np.where(possible, logits, np.float32(-1e9))

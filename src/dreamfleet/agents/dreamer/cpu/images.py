@@ -35,8 +35,8 @@ class ImageStages:
     """All image keys of an observation to tokens."""
 
     def __init__(self, encoder: Any) -> None:
-        self._names = sorted(key.name for key in encoder.keys.images)
-        first = encoder.keys.images[0]
+        self._names = sorted(key.name for key in encoder.features.images)
+        first = encoder.features.images[0]
         size = (first.height, first.width)
         self._stages: list[_Stage] = []
         for layer in encoder.cnn:

@@ -1,11 +1,12 @@
-"""Where programs run: devices, shardings and the cache of compiled programs."""
+"""Where programs run: devices, shardings, and batches brought there ahead of their use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,20 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from dreamfleet.agents.dreamer.config import ExecutionConfig
 from dreamfleet.errors import ConfigError
 
+Item = TypeVar("Item")
+
 AXIS = "data"
 # Smaller tensors are not worth the communication that splitting them costs.
 _SHARD_FROM = 4096
-
-
-def enable_cache(folder: str) -> None:
-    """Keep compiled programs between runs."""
-    if not folder:
-        return
-    path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
-    settings: Any = jax.config
-    settings.update("jax_compilation_cache_dir", str(path))
-    settings.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @dataclass(frozen=True)
@@ -107,3 +99,45 @@ def _devices(platform: str) -> list[jax.Device]:
             f"There is no {platform!r} device here ({error}): use cpu, or install the JAX extra "
             "for it."
         ) from None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+_END = object()
+
+
+def prefetch(items: Iterable[Any], prepare: Callable[[Any], Item], depth: int) -> Iterator[Item]:
+    """prepare(item) for every item, up to `depth` ahead; errors surface where they would have.
+
+    Closing the iterator (or dropping it) ends the thread.
+    """
+    ready: queue.Queue[Any] = queue.Queue()
+    room = threading.Semaphore(depth)
+    closed = threading.Event()
+
+    def work() -> None:
+        try:
+            iterator = iter(items)
+            while True:
+                room.acquire()
+                if closed.is_set():
+                    return
+                ready.put(prepare(next(iterator)))
+        except StopIteration:
+            ready.put(_END)
+        except BaseException as error:
+            ready.put(_Failure(error))
+
+    threading.Thread(target=work, name="prefetch", daemon=True).start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, _Failure):
+                raise item.error
+            room.release()
+            yield item
+    finally:
+        closed.set()
+        room.release()

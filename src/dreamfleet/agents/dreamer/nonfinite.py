@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.context import apply_context
-from dreamfleet.agents.dreamer.learning import TrainState, total_loss
+from dreamfleet.agents.dreamer.learning import TrainState, apply_context, sequence_loss
 from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.agents.dreamer.state import named_leaves
+from dreamfleet.agents.dreamer.saving import named_leaves
 from dreamfleet.agents.errors import NonFiniteError
+from dreamfleet.files import atomic_write
 
 
 def check_arrays(kind: str, arrays: Mapping[str, NDArray[Any]], missing: bool = False) -> None:
@@ -60,29 +59,25 @@ def _suspects(
     yield from ((f"batch/{name}", value) for name, value in sorted(batch.items()))
     yield from ((f"carry/{name}", value) for name, value in named_leaves(carry).items())
     yield from named_leaves(state).items()
-    names = tuple(key.name for key in state.nets.actor.keys)
+    names = tuple(action.name for action in state.nets.actor.actions)
     sequence = apply_context(carry, batch, config.execution.replay_context, names)
     value_and_grad = jax.jit(
-        jax.value_and_grad(total_loss, has_aux=True), static_argnums=3, static_argnames="update"
+        jax.value_and_grad(sequence_loss, has_aux=True), static_argnums=3, static_argnames="update"
     )
     (_, result), grads = value_and_grad(state.nets, state, sequence, config, update=True)
-    observed = result.world.observed
-    yield from ((f"latent/{name}", value) for name, value in named_leaves(observed).items())
-    yield from ((f"prediction/{name}", value) for name, value in result.world.predictions.items())
+    latent = named_leaves(result.observed)
+    yield from ((f"latent/{name}", value) for name, value in latent.items())
+    yield from ((f"prediction/{name}", value) for name, value in result.predictions.items())
     yield from ((f"loss/{name}", value) for name, value in result.losses.items())
     yield from ((f"gradient/{name}", value) for name, value in named_leaves(grads).items())
 
 
 def write_dump(folder: Path, batch: Mapping[str, Any], bad: str, updates: int) -> Path:
-    """The offending batch as an npz file that appears complete or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The offending batch as an npz file."""
     path = folder / f"nonfinite-{updates:09d}.npz"
     note = np.frombuffer(json.dumps({"first_bad": bad, "updates": updates}).encode(), np.uint8)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    with os.fdopen(handle, "wb") as file:
-        arrays: dict[str, Any] = {k.replace("/", "."): np.asarray(v) for k, v in batch.items()}
-        np.savez(file, note=note, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(temporary).replace(path)
+    arrays: dict[str, Any] = {k.replace("/", "."): np.asarray(v) for k, v in batch.items()}
+    content = io.BytesIO()
+    np.savez(content, note=note, **arrays)
+    atomic_write(path, content.getvalue())
     return path

@@ -11,10 +11,9 @@ from agent_worlds import ACTIONS, VECTOR, config, random_batch
 
 from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer import agent as dreamer
-from dreamfleet.agents.dreamer import traces
-from dreamfleet.agents.dreamer.programs import Program
+from dreamfleet.agents.dreamer import programs
+from dreamfleet.agents.dreamer.programs import Program, TraceCache
 from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.agents.dreamer.traces import TraceCache
 
 
 class Traced:
@@ -50,10 +49,10 @@ def test_whatever_shapes_a_program_counts(tmp_path: Path, monkeypatch: pytest.Mo
     assert run(tmp_path, settings="others") == 1
     assert run(tmp_path, width=4) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(traces.metadata, "version", lambda _: "99")
+        patch.setattr(programs.metadata, "version", lambda _: "99")
         assert run(tmp_path) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(traces, "_sources", lambda: b"other code")
+        patch.setattr(programs, "_sources", lambda: b"other code")
         assert run(tmp_path) == 1
     before = jax.config.values["jax_default_matmul_precision"]
     jax.config.update("jax_default_matmul_precision", "highest")

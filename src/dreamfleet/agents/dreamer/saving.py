@@ -36,6 +36,25 @@ def to_flat(tree: Any) -> dict[str, NDArray[Any]]:
     return {name: np.array(leaf) for name, leaf in named_leaves(jax.device_get(tree)).items()}
 
 
+# Names of the optimizer's statistics in states that were saved before Optax kept them.
+_RENAMED = (
+    (r"^optimizer/(\d+)/seen$", r"optimizer/\1/count"),
+    (r"^optimizer/1/average/", "optimizer/1/nu/"),
+    (r"^optimizer/2/average/", "optimizer/2/ema/"),
+)
+
+
+def current_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state under the names of today."""
+
+    def rename(name: str) -> str:
+        for pattern, replacement in _RENAMED:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return {rename(name): value for name, value in state.items()}
+
+
 def select_matching(
     expected: Mapping[str, Any], state: Mapping[str, Any], regex: str | None
 ) -> dict[str, NDArray[Any]]:
