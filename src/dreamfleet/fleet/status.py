@@ -445,7 +445,7 @@ class _Progress:
         if first or step != self._step:
             self._moved = not first
             self._step_since = now
-        if first or updates != self._updates:
+        if first or updates != self._updates or not self._step:  # the first steps come first
             self._updates_since = now
         if step < self._step:
             self._steps.clear()

@@ -313,6 +313,18 @@ def test_a_run_that_collects_may_take_a_while_until_it_learns() -> None:
     assert progress.stands_still(10.0), "nobody steps"
 
 
+def test_a_run_may_take_a_while_until_it_learns_also_if_its_first_step_was_late() -> None:
+    progress = _Progress()
+    for now in (0.0, 50.0, 100.0):
+        progress.add(now, 0, {})
+        assert progress.stands_still(10.0)
+    for now, step in ((110.0, 10), (120.0, 20), (140.0, 30)):
+        progress.add(now, step, {})
+        assert not progress.stands_still(10.0)
+    progress.add(142.0, 40, {})
+    assert progress.stands_still(10.0)
+
+
 def test_a_first_look_trusts_what_roles_report() -> None:
     for metrics, still in (
         ({}, True),
