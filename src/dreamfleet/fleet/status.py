@@ -447,20 +447,19 @@ class _Progress:
             self._step_since = now
         if first or updates != self._updates or not self._step:  # the first steps come first
             self._updates_since = now
-        if step < self._step:
+        if step < self._step or not step:  # what was before the first step does not count
             self._steps.clear()
-        if step:  # a resumed run is at 0 until its step is known, and does not jump from there
-            self._steps.append((now, step))
-        while self._steps and now - self._steps[0][0] > _RATE_SECONDS:
+        self._steps.append((now, step))
+        while now - self._steps[0][0] > _RATE_SECONDS:
             self._steps.popleft()
         self._now, self._step, self._updates, self._metrics = now, step, updates, metrics
 
     @property
     def rate(self) -> float:
         """Steps a second over the last while; before that is known, what the actor reported."""
-        if not self._steps or self._now - self._steps[0][0] < 1.0:
-            return float(self._metrics.get("actor/steps_per_second", 0.0))
         then, before = self._steps[0]
+        if self._now - then < 1.0:
+            return float(self._metrics.get("actor/steps_per_second", 0.0))
         return (self._step - before) / (self._now - then)
 
     @property

@@ -286,14 +286,18 @@ def test_the_rate_is_that_of_the_last_while() -> None:
     progress = _Progress()
     progress.add(0.0, 0, {"actor/steps_per_second": 7.0})
     assert progress.rate == 7.0, "what the actor reported, before there is more"
-    for now, step in ((1.0, 8000), (11.0, 8100), (21.0, 8200)):
-        progress.add(now, step, {})
-    assert progress.rate == 10.0, "a resumed run does not jump from 0"
-    progress.add(60.0, 8200, {})
-    assert progress.rate == 0.0
-    progress.add(61.0, 100, {})
-    progress.add(71.0, 200, {})
-    assert progress.rate == 10.0, "nor backwards"
+    progress.add(20.0, 0, {})
+    progress.add(30.0, 100, {})
+    assert progress.rate == 10.0, "the time before the first step does not count"
+    progress.add(50.0, 500, {})
+    assert progress.rate == 500 / 30
+    progress.add(70.0, 900, {})
+    assert progress.rate == 20.0, "nor does what is long ago"
+    progress.add(110.0, 900, {})
+    assert progress.rate == 0.0, "nobody steps"
+    progress.add(111.0, 100, {})
+    progress.add(121.0, 200, {})
+    assert progress.rate == 10.0, "steps that are counted again do not count backwards"
 
 
 def test_a_run_that_collects_may_take_a_while_until_it_learns() -> None:
