@@ -42,7 +42,7 @@ class Reader:
 
 def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **more: Any) -> None:
     settings = {"steps": 0, "log_every": 0.5, "train_ratio": 4.0, "env_timeout": 0.0, **more}
-    config = small_run(tmp_path, duration=60.0, **settings)  # if the line does not come, it ends
+    config = small_run(tmp_path, duration=240.0, **settings)  # if the line does not come, it ends
     base: dict[str, Any] = {"make_agent": CountingAgent, "make_env_train": dummy_with_its_id}
     fleet = parts(config, **{**base, **changes})
     with pytest.raises(Understood):
@@ -53,7 +53,7 @@ def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **mor
 def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> None:
     words = [
         "no observation from 4 environments (0, 1, 2, 3) yet",
-        "to sample: the writers have inserted 0 of the 20 steps that have to come first",
+        "learner waits for the first steps: 0 of 20 were collected",
     ]
     stand_still(tmp_path, {"make_env_train": never_made}, words)
 
@@ -61,7 +61,7 @@ def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> Non
 def test_a_limiter_that_holds_the_actor(tmp_path: Path) -> None:
     words = [
         "the actor waits for the replay to take 2 batches of steps",
-        "to insert: the sampler is behind and has to take",
+        "actor is ahead of training and waits until",
     ]
     stand_still(tmp_path, {"make_agent": partial(SlowLearner, tmp_path)}, words)
 
@@ -72,7 +72,7 @@ def test_a_batch_that_is_not_full_an_environment_that_hangs_and_a_limiter_that_h
     words = [
         "it has 1 of 2 observations, and uses a smaller batch after 1000 s",
         "no observation from",
-        "to sample: the writers are behind and have to insert",
+        "learner is ahead of collecting and waits for",
     ]
     make = partial(Troubled, tmp_path, sleep_for_ever)
     settings = {"envs": 2, "envs_per_process": 1, "actor_batch": 2, "actor_wait": 1000.0}
