@@ -53,7 +53,7 @@ def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **mor
 def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> None:
     words = [
         "no observation from 4 environments (0, 1, 2, 3) yet",
-        "learner waits for the first steps: 0 of 20 were collected",
+        "learner waits for the first steps: 0 of 16 were collected",
     ]
     stand_still(tmp_path, {"make_env_train": never_made}, words)
 

@@ -323,6 +323,8 @@ class Watcher:
             if not _can_ask(config, record):
                 return {}, False
             self._logger = _LoggerQuestions(_logger_client(config))
+        if record is not None and record.state in ("ended", "failed"):  # so has the logger
+            return self._logger.metrics, False
         self._logger.ask(patience)
         return self._logger.metrics, self._logger.responding
 
