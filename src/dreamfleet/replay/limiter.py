@@ -88,14 +88,6 @@ class SamplesPerInsert:
             self._avail -= count
             self._changed.notify_all()
 
-    def prefill(self, steps: int) -> None:
-        """Steps that were there from the start: sampling may begin as soon as they suffice."""
-        with self._changed:
-            self._size += steps
-            if self._size >= self.minsize:
-                self._avail = max(self._avail, 0.0)
-            self._changed.notify_all()
-
     def save(self) -> dict[str, float]:
         with self._changed:
             return {"size": float(self._size), "avail": self._avail}
@@ -104,14 +96,6 @@ class SamplesPerInsert:
         """Restore; whatever the settings were then, nobody owes more than these allow."""
         with self._changed:
             self._restore(int(state["size"]), float(state["avail"]))
-
-    def catch_up(self, inserts: int, samples: int) -> None:
-        """Count what happened after the state that was loaded had been saved; as bounded as
-        `load`."""
-        with self._changed:
-            size = self._size + inserts
-            earning = max(0, min(inserts, size - self.minsize + 1))
-            self._restore(size, self._avail + self.ratio * earning - samples)
 
     def _restore(self, size: int, avail: float) -> None:
         least, most = -max(self.debt, self.tolerance), self.tolerance * self.ratio

@@ -8,7 +8,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,15 @@ from dreamfleet.errors import DreamfleetError
 from dreamfleet.roles.logger import VIDEO_ENV
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import find_server, listen_address, publish_address
-from dreamfleet.roles.waiting import actor_waits
 from dreamfleet.slots import SlotTable
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
+from dreamfleet.transport.address import AUTO
 
 log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 0.01
+_MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _FLUSH_SECONDS = {"restart": 60.0, "stop": 1.0}
 
@@ -287,9 +288,7 @@ class Actor:
             **{f"actor/server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"actor/replay_client/{k}": v for k, v in replay.items()},
             **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
-            "actor/waiting": actor_waits(
-                self._args, idle, int(stats["act/waiting"]), replay, _IN_FLIGHT
-            ),
+            "actor/waiting": why_waiting(self._args, idle, int(stats["act/waiting"]), replay),
         }
         self._logger.call("add", self._progress.step, metrics)
 
@@ -394,3 +393,44 @@ class VideoFrames:
         if not self._recording:
             return {}
         return {k: v[row : row + 1] for k, v in obs.items() if is_frame(v.dtype, v.shape[1:])}
+
+
+def why_waiting(
+    args: RunConfig, idle: Mapping[int, float], observations: int, replay: Mapping[str, float]
+) -> str:
+    """Why there are no steps, if there are none; empty if the actor does not wait.
+
+    Args:
+        args: Which environments there are, and how many make a batch.
+        idle: Seconds since the last observation of each environment that is known.
+        observations: How many wait for the next policy call.
+        replay: Statistics of the client that sends steps to the replay.
+    """
+    if replay["inflight"] and not replay["connected"]:
+        where = "" if AUTO in args.replay_addr else f" at {args.replay_addr}"
+        return f"the actor has no connection to the replay{where}"
+    if replay["inflight"] >= _IN_FLIGHT:
+        return f"the actor waits for the replay to take {replay['inflight']:g} batches of steps"
+    reasons = []
+    if 0 < observations < args.policy_batch and args.actor_wait > args.log_every:
+        reasons.append(
+            f"the actor waits for a full batch: it has {observations} of {args.policy_batch} "
+            f"observations, and uses a smaller batch after {args.actor_wait:g} s"
+        )
+    unknown = [envid for envid in range(args.all_envs) if envid not in idle]
+    if len(unknown) > observations:
+        reasons.append(f"no observation from {_names(unknown)} yet")
+    late = {envid: age for envid, age in idle.items() if age > args.log_every}
+    # Environments whose observations wait are not late. Which ones they are is not known here.
+    count = len(late) - max(0, observations - len(unknown))
+    if count > 0:
+        some = "" if count == len(late) else f"{count} of "
+        seconds = min(late.values())
+        reasons.append(f"no observation from {some}{_names(late)} for {seconds:.0f} s or more")
+    return "; ".join(reasons)
+
+
+def _names(envids: Collection[int]) -> str:
+    ids = sorted(envids)
+    text = ", ".join(map(str, ids[:_MOST_NAMED])) + (" ..." if len(ids) > _MOST_NAMED else "")
+    return f"environment {text}" if len(ids) == 1 else f"{len(ids)} environments ({text})"

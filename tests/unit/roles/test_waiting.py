@@ -1,15 +1,15 @@
 """What an actor says that it waits for."""
 
 from dreamfleet.config import RunConfig
-from dreamfleet.roles.waiting import actor_waits
+from dreamfleet.roles.actor import why_waiting
 
 CONFIG = RunConfig(envs=4, actor_batch=3, log_every=10.0, replay_addr="tcp://127.0.0.1:1234")
-HEARD = dict.fromkeys(range(4), 0.5)
+SEEN = dict.fromkeys(range(4), 0.5)
 FREE = {"connected": 1.0, "inflight": 0.0}
 
 
-def waits(config: RunConfig = CONFIG, silent: object = None, rows: int = 0, **client: float) -> str:
-    return actor_waits(config, HEARD if silent is None else silent, rows, {**FREE, **client}, 8)
+def waits(config: RunConfig = CONFIG, idle: object = None, rows: int = 0, **client: float) -> str:
+    return why_waiting(config, SEEN if idle is None else idle, rows, {**FREE, **client})
 
 
 def test_nothing_while_every_environment_sends_observations() -> None:
@@ -18,15 +18,19 @@ def test_nothing_while_every_environment_sends_observations() -> None:
 
 def test_a_replay_that_holds_the_actor_is_named_before_environments() -> None:
     assert waits(connected=0.0) == "", "a client that has not been used yet has no connection"
-    assert waits(silent={}, connected=0.0, inflight=1.0) == (
+    assert waits(idle={}, connected=0.0, inflight=1.0) == (
         "the actor has no connection to the replay at tcp://127.0.0.1:1234"
     )
-    assert "to take 8 batches" in waits(silent={}, inflight=8.0)
+    anywhere = RunConfig(envs=4)
+    assert waits(anywhere, {}, connected=0.0, inflight=1.0) == (
+        "the actor has no connection to the replay"
+    )
+    assert "to take 2 batches" in waits(idle={}, inflight=2.0)
 
 
 def test_environments_are_named() -> None:
-    assert waits(silent={0: 1.0, 1: 1.0, 3: 1.0}) == "no observation from environment 2 yet"
-    assert waits(silent={**HEARD, 3: 14.2}) == "no observation from environment 3 for 14 s or more"
+    assert waits(idle={0: 1.0, 1: 1.0, 3: 1.0}) == "no observation from environment 2 yet"
+    assert waits(idle={**SEEN, 3: 14.2}) == "no observation from environment 3 for 14 s or more"
     many = RunConfig(envs=20)
     text = waits(many, dict.fromkeys(range(20), 60.0))
     assert (
@@ -35,11 +39,11 @@ def test_environments_are_named() -> None:
 
 
 def test_observations_in_the_queue_are_not_late() -> None:
-    both = {**HEARD, 2: 14.2, 3: 14.2}
-    assert waits(silent=both, rows=1) == (
+    both = {**SEEN, 2: 14.2, 3: 14.2}
+    assert waits(idle=both, rows=1) == (
         "no observation from 1 of 2 environments (2, 3) for 14 s or more"
     )
-    assert waits(silent={**HEARD, 3: 14.2}, rows=1) == ""
+    assert waits(idle={**SEEN, 3: 14.2}, rows=1) == ""
 
 
 def test_a_batch_that_is_not_full_is_named_if_it_may_wait_for_long() -> None:
