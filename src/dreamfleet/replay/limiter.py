@@ -94,17 +94,15 @@ class SamplesPerInsert:
 
     def load(self, state: Mapping[str, float]) -> None:
         """Restore; whatever the settings were then, nobody owes more than these allow."""
-        with self._changed:
-            self._restore(int(state["size"]), float(state["avail"]))
-
-    def _restore(self, size: int, avail: float) -> None:
+        size, avail = int(state["size"]), float(state["avail"])
         least, most = -max(self.debt, self.tolerance), self.tolerance * self.ratio
         if size < self.minsize:
             avail = -self.debt
         elif self.ratio > 0:
             avail = min(max(avail, least), most)
-        self._size, self._avail = size, avail
-        self._changed.notify_all()
+        with self._changed:
+            self._size, self._avail = size, avail
+            self._changed.notify_all()
 
     def _no_insert(self, who: str) -> RateLimitedError:
         missing = math.floor(self._avail - self.tolerance * self.ratio) + 1

@@ -15,7 +15,7 @@ from dreamfleet.replay import RateLimitedError, SamplesPerInsert
 def started(ratio: float = 2.0, tolerance: float = 4.0, minsize: int = 3) -> SamplesPerInsert:
     """A limiter past its start, with nobody owing anything."""
     limiter = SamplesPerInsert(ratio, tolerance, minsize)
-    limiter.prefill(minsize)
+    limiter.load({"size": minsize, "avail": 0.0})
     return limiter
 
 
@@ -159,13 +159,13 @@ def test_debt_after_a_load_is_bounded() -> None:
     assert not limiter.can_sample()
 
 
-def test_prefilled_data_can_be_sampled_at_once() -> None:
+def test_data_that_is_there_from_the_start_can_be_sampled_at_once() -> None:
     limiter = SamplesPerInsert(0.5, 8.0, 100)
-    limiter.prefill(99)
+    limiter.load({"size": 99, "avail": 0.0})
     assert not limiter.can_sample()
-    limiter.prefill(1)
+    limiter.load({"size": 100, "avail": 0.0})
     limiter.sample(timeout=0)
     offline = SamplesPerInsert(0, 1, 100)
-    offline.prefill(100)
+    offline.load({"size": 100, "avail": 0.0})
     for _ in range(1000):
         offline.sample(timeout=0)

@@ -126,7 +126,7 @@ def test_training_on_the_steps_of_another_run_alone(directory: Path) -> None:
     write_history(directory, 60)
     replay = Replay(LENGTH, 1000)
     limiter = SamplesPerInsert(0, 1, 50)
-    limiter.prefill(replay.load_directory(directory))
+    limiter.load({"size": replay.load_directory(directory), "avail": 0.0})
 
     def batches() -> dict[str, Any]:
         limiter.sample(4, timeout=0)
