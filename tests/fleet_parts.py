@@ -231,6 +231,25 @@ class CountingAgent(AgentBase):
         self._updates = int(state["updates"])
 
 
+class Prioritising(CountingAgent):
+    """An agent that sends a high priority for the steps of environment 0 only, and notes in which
+    share of its newest sequences that environment was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: list[float] = []
+
+    def train(self, carry: Any, batch: Mapping[str, Any]) -> Any:
+        carry, outs, metrics = super().train(carry, batch)
+        first = batch["vector"][..., 0] == 0
+        self._first = [*self._first[-99:], float(first[:, 0].mean())]
+        outs["replay"]["priority"] = np.where(first, 1.0, 1e-6).astype(np.float32)
+        return carry, outs, metrics
+
+    def save(self) -> dict[str, Any]:
+        return {**super().save(), "share": float(np.mean(self._first or [0.0]))}
+
+
 class SlowLearner(CountingAgent):
     """An agent whose training step takes until a file `go` is in the folder."""
 

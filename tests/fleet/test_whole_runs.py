@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fleet_parts import (
     CountingAgent,
+    Prioritising,
     Raising,
     dummy_with_its_id,
     left_behind,
@@ -22,6 +23,8 @@ from fleet_parts import (
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.fleet.supervisor import FleetError
 from dreamfleet.parallel import combined
+from dreamfleet.replay import ReplayConfig
+from dreamfleet.replay.config import Fractions
 
 LENGTH = 25
 
@@ -156,3 +159,19 @@ def test_too_many_restarts_end_the_run_with_the_first_error(tmp_path: Path) -> N
     with pytest.raises(FleetError, match=r"(?s)after 1 restarts.*the pole is broken") as error:
         combined(**fleet, args=config)
     assert "first error" in str(error.value)
+
+
+@pytest.mark.parametrize("priority", [0.0, 1.0])
+def test_priorities_that_the_learner_sends_decide_what_is_sampled(
+    tmp_path: Path, priority: float
+) -> None:
+    fractions = Fractions(uniform=1.0 - priority, priority=priority)
+    replay = ReplayConfig(chunk=64, online=False, fractions=fractions)
+    config = small_run(tmp_path, steps=800, train_ratio=8.0, replay=replay)
+    fleet = parts(config, make_agent=Prioritising, make_env_train=dummy_with_its_id)
+    combined(**fleet, args=config)
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    share = float(snapshot.parts["agent"]["share"])
+    # One of four environments; new sequences, whose priority is infinite, still come first.
+    assert share > 0.5 if priority else 0.1 < share < 0.4
