@@ -64,8 +64,8 @@ lock: setup-dev ## refresh the lock files
 	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)
 	@$(COMPILE) pyproject.toml locks/build.in $(FOR_USERS) -c locks/dev.txt -o locks/base.txt $(LOCKFLAGS)
 
-docs: setup-dev ## make the configuration reference anew
-	@$(BIN)/python -m dreamfleet.cli.reference docs/configuration.md
+docs: setup-dev ## write the configuration reference
+	@$(BIN)/python -m dreamfleet.reference docs/configuration.md
 
 wheel: setup-dev ## build the wheel into dist/
 	@$(BIN)/python -m build --no-isolation --wheel --outdir dist .

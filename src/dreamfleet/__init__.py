@@ -1,6 +1,10 @@
 """Dreamfleet trains DreamerV3 with a fleet of processes.
 
-`Policy` and `make_env` are looked up on first use, so that processes which need neither stay small.
+    from dreamfleet import evaluate, preset, train
+    train(preset("default").changed({"task": "gym:Acrobot-v1", "logdir": "runs/acrobot"}))
+    print(evaluate("runs/acrobot").mean)
+
+Most names are looked up on first use, so that processes which need few of them stay small.
 """
 
 import typing
@@ -11,18 +15,44 @@ from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.spaces import Space
 
 if typing.TYPE_CHECKING:
+    from dreamfleet.config import RunConfig
     from dreamfleet.envs import make_env
+    from dreamfleet.evaluation import Evaluation, evaluate
     from dreamfleet.policy import Policy
+    from dreamfleet.presets import preset
+    from dreamfleet.training import configure, train
 
 __version__ = version("dreamfleet")
 
-__all__ = ["ConfigError", "DreamfleetError", "Policy", "Space", "__version__", "make_env"]
+__all__ = [
+    "ConfigError",
+    "DreamfleetError",
+    "Evaluation",
+    "Policy",
+    "RunConfig",
+    "Space",
+    "__version__",
+    "configure",
+    "evaluate",
+    "make_env",
+    "preset",
+    "train",
+]
 
-_LATER = {"Policy": "dreamfleet.policy", "make_env": "dreamfleet.envs"}
+_LATER = {
+    "Evaluation": "evaluation",
+    "Policy": "policy",
+    "RunConfig": "config",
+    "configure": "training",
+    "evaluate": "evaluation",
+    "make_env": "envs",
+    "preset": "presets",
+    "train": "training",
+}
 
 
 def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     return value

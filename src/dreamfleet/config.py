@@ -60,10 +60,10 @@ class RunConfig:
     task: str = "gym:CartPole-v1"
     """The environment: SUITE:NAME or package.module:factory."""
     env_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task, such as {"time_limit": 500}."""
+    """Options of the task, such as time_limit=500."""
     logdir: Path = Path("runs/default")
-    """Where the run keeps everything; the same directory again resumes the run. On the command
-    line runs/TASK if it is not given."""
+    """Where the run keeps everything; the same directory again resumes the run. The command line
+    takes runs/TASK if it is not given."""
     seed: CountOrZero = 0
     """Seed of the agent, of the environments and of the replay's samples."""
     steps: CountOrZero = 0
@@ -93,12 +93,12 @@ class RunConfig:
     envs_per_process: Count = 1
     """Environments that share a process and are stepped together, one message for all."""
     remote_envs: bool = False
-    """Leave environment processes out; somebody starts them elsewhere with `parallel_envs`."""
+    """Leave the environments out; they are started elsewhere with `dreamfleet role env`."""
     remote_replay: bool = False
-    """Leave the replay process out; somebody starts it elsewhere with `parallel_replay`."""
+    """Leave the replay out; it is started elsewhere with `dreamfleet role replay`."""
 
     actor_addr: str = "ipc://{auto}"
-    """Where the actor listens; {auto} chooses a free port or file."""
+    """Where the actor listens, such as tcp://10.0.0.5:5551; {auto} chooses a free port or file."""
     replay_addr: str = "ipc://{auto}"
     """Where the replay listens."""
     logger_addr: str = "ipc://{auto}"
@@ -108,7 +108,7 @@ class RunConfig:
     actor_batch: Annotated[int, Meta(ge=-1)] = 0
     """Environments in a policy call; 0 or less for half of all environments."""
     actor_wait: SecondsOrZero = 0.02
-    """Seconds after which a policy call is made with the environments that are there."""
+    """Seconds that a policy call waits for more environments."""
     actor_threads: Count = 1
     """Threads that take batches apart and put answers together; one at a time is in the policy."""
 
@@ -137,10 +137,10 @@ class RunConfig:
     save_every: SecondsOrZero = 120.0
     """Seconds between two checkpoints; 0 saves at the end only."""
     episode_timeout: Seconds = 180.0
-    """Seconds of silence after which an environment's episode and state are forgotten."""
+    """Seconds without a step after which an environment's episode and carry are dropped."""
 
     prefill: tuple[str, ...] = ()
-    """Directories of runs whose steps a new run begins with."""
+    """Directories of runs whose steps a new run starts with."""
     offline: tuple[str, ...] = ()
     """Directories of runs to learn from without environments; `steps` counts updates then."""
     from_checkpoint: str = ""
@@ -156,7 +156,7 @@ class RunConfig:
     """Seconds after which a restart is forgotten, so that a long run survives rare failures."""
     env_timeout: SecondsOrZero = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
-    started again; 0 for as long as it likes."""
+    started again; 0 for no timeout."""
 
     def __post_init__(self) -> None:
         validate(self)

@@ -109,6 +109,18 @@ def settings(config: Any, prefix: str = "") -> Iterator[Setting]:
             yield Setting(f"{prefix}{name}", kind, value, words.get(name, ""))
 
 
+def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
+    """The classes inside a configuration that can be replaced by an instance with a name."""
+    words = sentences(type(config))
+    for name, kind in _kinds(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            if names := names_of(type(value)):
+                sentence = f"{words.get(name, '')} One of {', '.join(names)}."
+                yield Setting(f"{prefix}{name}", kind, value, sentence.strip())
+            yield from switchable_groups(value, f"{prefix}{name}.")
+
+
 def sentences(kind: type) -> Mapping[str, str]:
     """The text under each field of a class, which Python itself throws away."""
     found: dict[str, str] = {}

@@ -58,7 +58,10 @@ def install(words: Sequence[str]) -> None:
 
 def shortened(words: list[str]) -> list[str]:
     """A training that is over in seconds; what the document says itself stays."""
-    return words + [w for flag, value in SHORT.items() if flag not in words for w in (flag, value)]
+    given = {word.partition(".")[0] for word in words if word.startswith("--")}
+    if "--dreamer" in given:  # settings of the agent belong to that agent
+        given.add("--agent")
+    return words + [w for flag, value in SHORT.items() if flag not in given for w in (flag, value)]
 
 
 @pytest.mark.parametrize("page", sorted({page for page, line in commands() if line}))

@@ -24,7 +24,7 @@ ELSEWHERE = (
 def test_the_glossary_knows_what_a_run_logs(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("dreamfleet")), "train", "--preset", "debug"]
     command += ["--logdir", str(tmp_path), "--steps", "200", "--train-ratio", "8", "--log-every"]
-    command += ["0.2", "--eval-envs", "1", "--eval-episodes", "0", "--set", "report_every=0.05"]
+    command += ["0.2", "--eval-envs", "1", "--eval-episodes", "0", "--report-every", "0.05"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

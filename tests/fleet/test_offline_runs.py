@@ -15,13 +15,13 @@ from offline_parts import Watching, no_environment
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
-from dreamfleet.cli.preflight import preflight
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.offline import AdoptedReplay, find_source
+from dreamfleet.fleet.preflight import preflight
 from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, read_blueprint
 

@@ -69,7 +69,7 @@ def test_the_fleet_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)  # compiles the agent twice
-def test_dreamer_trains_and_goes_on(tmp_path: Path) -> None:
+def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:
     steps = []
     for limit in (100, 150):
         command = [*COMMAND, "--preset", "debug", "--logdir", str(tmp_path), "--steps", str(limit)]
@@ -86,7 +86,7 @@ def test_dreamer_trains_and_goes_on(tmp_path: Path) -> None:
     assert [each["step"] for each in evaluations] == [first, second]
     assert all(len(each["returns"]) == 2 for each in evaluations)
     videos = sorted((tmp_path / "media" / "evaluation").iterdir())
-    assert [video.name for video in videos] == [f"{step:012d}.mp4" for step in (first, second)]
+    assert [path.name for path in videos] == [f"{step:012d}.mp4" for step in (first, second)]
     assert 100 <= first < 150 <= second
     assert 0 < first_updates < second_updates
     # Everything was compiled before, once in each run, and the actor's parameters became newer.

@@ -22,8 +22,8 @@ from dreamfleet.agents import (
 )
 from dreamfleet.agents.api import Agent
 from dreamfleet.envs.base import Arrays, EpisodicEnv, Outcome, noop
+from dreamfleet.evaluation import play
 from dreamfleet.replay import Replay, Stream
-from dreamfleet.roles.evaluate import evaluate
 from dreamfleet.spaces import Space
 
 ENVS, BATCH, LENGTH = 8, 16, 16
@@ -105,7 +105,7 @@ def score(loss: LossConfig, steps: int) -> float:
     env = Line(0)
     agent = Dreamer(env.obs_space, env.act_space, replace(CONFIG, loss=loss), seed=0)
     train(agent, steps)
-    return float(np.mean([e.score for e in evaluate(agent, lambda n: Line(1000 + n), 64)]))
+    return float(np.mean([e.score for e in play(agent, lambda n: Line(1000 + n), 64)]))
 
 
 @pytest.mark.timeout(300)

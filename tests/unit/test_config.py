@@ -72,7 +72,7 @@ def test_every_setting_is_read_and_has_a_sentence_and_a_range(path: str) -> None
         assert any(word in words for word in ("at least", "above", "at most", "below")), words
 
 
-READ = settings_read_in_the_source() | {"eval_episodes", "recency_exponent"}
+READ = settings_read_in_the_source() | {"recency_exponent"}
 
 
 def test_settings_of_the_agent_stand_under_its_name() -> None:

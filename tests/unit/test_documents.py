@@ -13,9 +13,9 @@ import pytest
 from documents import PAGES, ROOT, blocks, commands
 
 from dreamfleet.cli import COMMANDS
-from dreamfleet.cli.options import parse_settings
-from dreamfleet.cli.reference import reference
 from dreamfleet.envs import registry
+from dreamfleet.reference import reference
+from dreamfleet.settings import pairs
 
 
 def test_the_configuration_reference_is_current() -> None:
@@ -77,7 +77,7 @@ def test_extras_in_the_text_exist_and_those_that_are_listed_are_all() -> None:
 
 def documented(text: str) -> dict[str, object]:
     """Options as they are written, `NAME=VALUE`, each in its own quotes."""
-    return parse_settings(re.findall(r"`(\w+=[^`]+)`", text))
+    return pairs(re.findall(r"`(\w+=[^`]+)`", text))
 
 
 def real(task: str) -> dict[str, object]:

@@ -15,10 +15,12 @@ SOURCE = Path(dreamfleet.__file__).parent
 LAYERS = [
     ["cli"],
     ["benchmarks"],
+    ["reference"],
+    ["training"],
     ["parallel"],
     ["fleet"],
     ["roles"],
-    ["offline"],
+    ["evaluation", "offline", "plotting"],
     ["policy"],
     ["presets"],
     ["config"],

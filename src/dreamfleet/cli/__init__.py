@@ -1,8 +1,8 @@
 """The command line: `dreamfleet COMMAND ...`.
 
 Each command is one module of this package with a function of its own name (`check-env` is
-`check_env`); its signature is its command line (tyro). A command is imported only when it is
-asked for, so that the others stay quick.
+`check_env`). The function's parameters are its options; those of `train` are the settings of a run.
+A command is imported only when it is asked for, so that the others stay quick.
 """
 
 from __future__ import annotations
@@ -10,28 +10,37 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import tyro
-from rich.console import RenderableType
+from collections.abc import Mapping, Sequence
 
 from dreamfleet import __version__
+from dreamfleet.cli.arguments import call, function_options, help_of, summary_of
 from dreamfleet.cli.console import complain, say
-from dreamfleet.cli.help import help_of
-from dreamfleet.cli.options import check_flags
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.presets import preset
 
 COMMANDS = {
     "train": "train an agent",
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
-    "plot": "draw learning curves, beside published ones",
+    "plot": "draw learning curves, with published ones",
     "role": "run one role of a run by hand, for example on a second computer",
     "check-env": "play an environment and say what is wrong with it",
     "doctor": "look over this machine, and say what it lacks",
     "bench": "measure speed, side by side with peers",
+}
+
+EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "eval": (
+        ("eval runs/gym-CartPole-v1 --episodes 20", "twenty new episodes"),
+        ("eval runs/gym-CartPole-v1 --video play.mp4 --json result.json", "with video and file"),
+    ),
+    "status": (("status runs/gym-CartPole-v1 --follow", "until Ctrl-C"),),
+    "plot": (("plot runs/seed-0 runs/seed-1 --out curves.png", "seeds as mean and range"),),
+    "check-env": (
+        ("check-env gym:Pendulum-v1", "can an agent use it?"),
+        ("check-env bundled:catch --options size=[32,32]", "with options"),
+    ),
+    "doctor": (("doctor", "what this machine has, and what it lacks"),),
+    "bench": (("bench transport --quick", "does it run?"),),
 }
 
 
@@ -49,14 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {close[0]!r}?" if close else " See 'dreamfleet --help'."
         complain(f"There is no command {name!r}.{hint}")
         return 2
-    function = name.replace("-", "_")
-    command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
-    if {"-h", "--help"} & set(args[1:]):
-        say(_help(name, command))
-        return 0
     try:
-        check_flags(command, args[1:])
-        tyro.cli(command, args=args[1:], prog=f"dreamfleet {name}")
+        _run(name, args[1:])
     except DreamfleetError as error:
         complain(str(error))
         return 1
@@ -65,10 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _help(name: str, command: Callable[..., Any]) -> RenderableType:
-    # What is not given to `train` is what the default preset says.
-    defaults = vars(preset("default")) if name == "train" else {}
-    return help_of(name, command, {k: v for k, v in defaults.items() if k != "logdir"})
+def _run(name: str, arguments: Sequence[str]) -> None:
+    function = name.replace("-", "_")
+    command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
+    if name == "train":  # it reads its options itself: they are the settings of a run
+        command(arguments)
+    elif {"-h", "--help"} & set(arguments):
+        options, examples = function_options(command), EXAMPLES.get(name, ())
+        say(help_of(name, summary_of(command), options, examples=examples))
+    else:
+        call(name, command, arguments)
 
 
 def _usage() -> str:

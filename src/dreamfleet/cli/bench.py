@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import json
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from rich.table import Table
 
 from dreamfleet.benchmarks.report import Row, rows_to_json
-from dreamfleet.cli.console import say
-from dreamfleet.cli.files import write
+from dreamfleet.cli.console import say, write
 
 Name = Literal["transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint"]
 
 
 def bench(
-    name: Annotated[Name, tyro.conf.Positional],
+    name: Name,
     /,
-    json_path: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json: Path | None = None,
     quick: bool = False,
 ) -> None:
     """Measure speed, and peers in the same run where their package is installed.
@@ -29,14 +27,14 @@ def bench(
 
     Args:
         name: What to measure.
-        json_path: Also write the rows to this file.
+        json: Also write the rows to this file.
         quick: A short run that only shows that the benchmark works.
     """
     run = importlib.import_module(f"dreamfleet.benchmarks.{name}").run
     rows: list[Row] = run(quick=quick)
     say(_table(name, rows))
-    if json_path:
-        write(json_path, json.dumps(rows_to_json(rows), indent=2) + "\n")
+    if json:
+        write(json, dumps(rows_to_json(rows), indent=2) + "\n")
 
 
 def _table(title: str, rows: list[Row]) -> Table:

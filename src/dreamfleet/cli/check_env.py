@@ -8,28 +8,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
+from msgspec import Meta
 from rich.table import Table
 
-from dreamfleet.agents import DreamerConfig, SpaceError, find_agent
-from dreamfleet.cli.console import say
-from dreamfleet.cli.files import write
-from dreamfleet.cli.options import parse_settings
+from dreamfleet.agents import SpaceError
+from dreamfleet.cli.console import say, write
+from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
-from dreamfleet.errors import ConfigError
 from dreamfleet.metrics.frames import contact_sheet, encode_png
 
 _LARGEST_FRAME = 160
 
 
 def check_env(
-    task: Annotated[str, tyro.conf.Positional],
+    task: str,
     /,
-    options: tuple[str, ...] = (),
-    steps: int = 1000,
-    seed: int = 0,
+    options: dict[str, Any] | None = None,
+    steps: Annotated[int, Meta(ge=1)] = 1000,
+    seed: Annotated[int, Meta(ge=0)] = 0,
     sheet: Path | None = Path("check-env.png"),
 ) -> None:
     """Play an environment and say what is wrong with it, and how to fix it.
@@ -41,10 +39,8 @@ def check_env(
         seed: Of the environment and of the actions.
         sheet: Where to put a picture of frames, if there are any; None for nowhere.
     """
-    if steps < 1:
-        raise ConfigError(f"--steps has to be at least 1, got {steps}.")
-    parsed = parse_settings(options)
-    make, visible = (partial(_make, how, task, parsed) for how in (make_env, make_visible_env))
+    hows = (make_env, make_visible_env)
+    make, visible = (partial(_make, how, task, options or {}) for how in hows)
     result = diagnose(make, steps=steps, seed=seed, make_visible=visible)
     if result.obs_space:
         result.problems += _agent(result)
@@ -68,16 +64,17 @@ def _make(how: Callable[..., Any], task: str, options: dict[str, Any], seed: int
 
 
 def _agent(result: Diagnosis) -> Iterator[Finding]:
-    """What keeps the agent from being built for it."""
+    """Why the default agent cannot be made for it."""
+    config = RunConfig()
     try:
-        find_agent("dreamer").check(result.obs_space, result.act_space, DreamerConfig())
+        config.agent_type.check(result.obs_space, result.act_space, config.agent_config)
     except SpaceError as error:
         yield Finding(str(error), "")
 
 
 def _spaces(result: Diagnosis) -> Table:
     table = Table("", "key", "dtype", "shape", "low", "high", box=None, pad_edge=False)
-    for role, spaces in (("sees", result.obs_space), ("does", result.act_space)):
+    for role, spaces in (("observation", result.obs_space), ("action", result.act_space)):
         for key, space in spaces.items():
             low, high = space.low.min(), space.high.max() - space.discrete
             table.add_row(role, key, space.dtype.name, str(space.shape), f"{low:g}", f"{high:g}")

@@ -1,9 +1,13 @@
 """The one place where commands speak to the person."""
 
 import sys
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.files import atomic_write
 
 # What goes to a file has no edge at which it would have to be wrapped.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
@@ -18,3 +22,19 @@ def say(message: str | RenderableType) -> None:
 def complain(message: str) -> None:
     """Print one sentence about what went wrong, on standard error."""
     _err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file that the person asked for, in a directory that need not exist.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # a pipe or a terminal, which must not be replaced
+        else:
+            atomic_write(path, data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error

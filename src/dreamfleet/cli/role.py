@@ -7,9 +7,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig
@@ -24,7 +22,7 @@ Name = Literal["agent", "env", "logger", "replay"]
 
 
 def role(
-    name: Annotated[Name, tyro.conf.Positional],
+    name: Name,
     /,
     logdir: Path | None = None,
     config: Path | None = None,
@@ -90,4 +88,5 @@ def _read(config: Path | None, logdir: Path | None) -> RunConfig:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    return RunConfig.from_json(text)
+    # Whoever runs a role of it wants the code that it names.
+    return RunConfig.from_json(text).resolved()

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from dreamfleet.cli.console import out, say
-from dreamfleet.cli.files import write
+from dreamfleet.cli.console import out, say, write
 from dreamfleet.cli.live import live, picture, picture_svg
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.status import RunStatus, Watcher
@@ -20,7 +16,7 @@ _BETWEEN_PICTURES = 10.0
 
 
 def status(
-    logdir: Annotated[Path, tyro.conf.Positional],
+    logdir: Path,
     /,
     follow: bool = False,
     json: bool = False,

@@ -13,13 +13,15 @@ import pytest
 from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
-from dreamfleet.cli.train import _evaluate
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.envs.gym import GymEnv
+from dreamfleet.errors import ConfigError
+from dreamfleet.evaluation import evaluate
 from dreamfleet.metrics import MetricsError
 from dreamfleet.metrics.frames import Mp4Writer, find_encoder
-from dreamfleet.policy import BLUEPRINT, Blueprint
+from dreamfleet.policy import BLUEPRINT, Blueprint, Policy
+from dreamfleet.training import final_evaluation
 
 
 def trained(logdir: Path, task: str = "gym:CartPole-v1", **options: Any) -> Path:
@@ -84,7 +86,7 @@ def test_a_file_that_cannot_be_written_takes_no_result_along(
     assert "cannot be written: Is a directory." in said.err
 
 
-def test_greedy_actions_are_the_likeliest(
+def test_greedy_actions_are_the_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
@@ -183,7 +185,7 @@ def test_mistakes_are_sentences(
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
-def test_without_frames_there_is_no_video(
+def test_what_renders_no_frames_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = "import gymnasium\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
@@ -216,12 +218,13 @@ def test_training_keeps_its_evaluation_when_the_video_fails(
         monkeypatch.setattr(Mp4Writer, "__exit__", fail)
     else:
         monkeypatch.setattr(GymEnv, "render", fail)
-    config = RunConfig(logdir=trained(tmp_path), agent="random")
-    _evaluate(config, 3, 0.0)
-    text = capsys.readouterr().out
+    config = RunConfig(logdir=trained(tmp_path), agent="random", eval_episodes=3)
+    said: list[str] = []
+    final_evaluation(config, 0.0, said.append)
+    text = "\n".join(said)
     assert "Evaluation: mean score" in text
     reason = "It is out of order." if failure == "close" else "OSError('gone')"
-    assert f"There is no video: {reason}" in text
+    assert f"There is no video of it: {reason}" in text
     assert len(json.loads((tmp_path / "evaluations.jsonl").read_text())["returns"]) == 3
 
 
@@ -242,3 +245,13 @@ def test_without_an_encoder_the_fix_is_told(
     monkeypatch.setitem(__import__("sys").modules, "imageio_ffmpeg", None)
     assert main(["eval", str(trained(tmp_path)), "--video", str(tmp_path / "play.mp4")]) == 1
     assert "pip install 'dreamfleet[video]'" in capsys.readouterr().err
+
+
+def test_python_evaluates_as_the_command_does(tmp_path: Path) -> None:
+    run, path = trained(tmp_path / "run"), tmp_path / "result.json"
+    assert main(["eval", str(run), "--episodes", "9", "--seed", "3", "--json", str(path)]) == 0
+    assert json.loads(path.read_text()) == evaluate(run, 9, seed=3).record()
+    assert evaluate(Policy.load(run), 9, seed=3) == evaluate(str(run), 9, seed=3)
+    assert evaluate(run, 1, greedy=True).protocol != evaluate(run, 1).protocol
+    with pytest.raises(ConfigError, match="episodes=0 is not valid"):
+        evaluate(run, 0)

@@ -1,11 +1,13 @@
-"""What is refused before a run is started, with the numbers that speak against it."""
+"""Runs that cannot work are refused before anything is started, with the numbers that conflict."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import resource
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,8 @@ import psutil
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, install_command
+from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint
@@ -24,13 +27,18 @@ _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
 
 
-def preflight(config: RunConfig, make_env: Callable[[int], Any]) -> None:
+def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -> None:
     """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
+
+    Args:
+        config: The run.
+        make_env: Called with an environment's number; None for the environment of the task.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
-        DreamfleetError: The environment cannot be made, or the agent not be built for it.
+        DreamfleetError: The environment cannot be made, or the agent cannot be made for it.
     """
+    check_outputs(config)
     check_directory(config)
     check_replay(config)
     check_files(config)
@@ -41,13 +49,24 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any]) -> None:
         check_agent(config, blueprint.obs_space, blueprint.act_space)
         return
     together = min(config.envs_per_process, max(config.envs, config.eval_envs))
+    make_env = make_env or partial(environment, config)
     look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
     check_agent(config, look.obs_space, look.act_space)
     check_memory(config, look.bytes, look.further_bytes)
 
 
+def check_outputs(config: RunConfig) -> None:
+    """An output whose package is missing would end the logger."""
+    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if name in config.outputs and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"The output {name!r} needs a package that is not installed: "
+                f"{install_command(name)}"
+            )
+
+
 def check_directory(config: RunConfig) -> None:
-    """A directory belongs to one run: another task or agent could not go on with what is there."""
+    """A directory belongs to one run: another task or agent could not resume it."""
     if not (config.logdir / "config.json").is_file():
         return
     there = read_config(config.logdir)
@@ -69,7 +88,7 @@ def check_directory(config: RunConfig) -> None:
 
 
 def check_replay(config: RunConfig) -> None:
-    """Training begins when the replay holds a batch; one that never can would wait for ever."""
+    """Training starts when the replay holds a batch; one that never does would wait for ever."""
     needed = int(limiter_for(config).minsize)
     if needed > config.replay.capacity:
         raise ConfigError(
@@ -81,7 +100,7 @@ def check_replay(config: RunConfig) -> None:
 
 
 def check_checkpoint(config: RunConfig) -> None:
-    """What a new run starts from has to be there. One that goes on no longer needs it."""
+    """What a new run starts from has to exist. A run that resumes no longer needs it."""
     if not config.from_checkpoint or Checkpoint(config.logdir / "ckpt" / "agent").latest():
         return
     find_checkpoint(Path(config.from_checkpoint), parts=())
@@ -89,7 +108,7 @@ def check_checkpoint(config: RunConfig) -> None:
         re.compile(config.from_checkpoint_regex)
     except re.error as error:
         raise ConfigError(
-            f"--from-checkpoint-regex={config.from_checkpoint_regex} is no regular expression: "
+            f"from_checkpoint_regex={config.from_checkpoint_regex} is no regular expression: "
             f"{error}."
         ) from None
 
@@ -132,7 +151,7 @@ def check_memory(
 
 
 def check_files(config: RunConfig, limit: int | None = None) -> None:
-    """Every process is a few sockets and pipes of those it talks with."""
+    """Every process needs a few sockets and pipes."""
     processes = len(worker_names(config))
     needed = _FILES_PER_PROCESS * processes + _FILES_BESIDE
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
@@ -144,7 +163,7 @@ def check_files(config: RunConfig, limit: int | None = None) -> None:
 
 
 class _Look(NamedTuple):
-    """What an environment tells, and the memory that one takes, and one more beside it."""
+    """The spaces of an environment, and the memory that the first and a further one take."""
 
     obs_space: Spaces
     act_space: Spaces

@@ -12,9 +12,9 @@ import pytest
 from dreamfleet.agents import SpaceError
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
-from dreamfleet.cli.preflight import check_directory, check_files, check_memory, preflight
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.preflight import check_directory, check_files, check_memory, preflight
 from dreamfleet.replay import Fractions
 from dreamfleet.spaces import Space
 
@@ -126,12 +126,11 @@ def test_a_directory_belongs_to_one_run(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "replay.capacity=10"], "replay.capacity=10 never holds as many"),
+        (["--replay.capacity", "10"], "replay.capacity=10 never holds as many"),
         (["--set", "replay.capcity=10"], "did you mean 'replay.capacity'?"),
         (["--set", "dreamer.loss.horizn=10"], "did you mean 'dreamer.loss.horizon'?"),
         (["--set", "dreamer.loss=10"], "dreamer.loss=10 is not valid: use the settings inside it."),
-        (["--set", "dreamer.model=1k"], "dreamer.model=1k is not valid: use one of debug, cpu-"),
-        (["--set", "envs=0"], "envs=0 is not valid: use a whole number, at least 1.\n"),
+        (["--envs", "0"], "envs=0 is not valid: use a whole number, at least 1.\n"),
         (["--set", "envs=many"], "envs=many is not valid: use a whole number, at least 1.\n"),
         (["--env-options", "hats=3", "--task", "bundled:catch"], "no option 'hats'"),
         (["--env-options", "hats=3"], "gym:CartPole-v1 has no option 'hats'"),

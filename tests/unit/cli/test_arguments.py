@@ -1,0 +1,211 @@
+"""Help that a person can read, options made from settings, and mistakes answered in a sentence."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dreamfleet import cli
+from dreamfleet.agents import size_preset
+from dreamfleet.cli import COMMANDS, main
+from dreamfleet.cli.arguments import Option, call, function_options, parse, summary_of
+from dreamfleet.cli.train import EXAMPLES, SHORT, config_of, options_of
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.presets import PRESETS, preset
+from dreamfleet.settings import convert, describe
+
+OTHERS = [name for name in COMMANDS if name != "train"]
+
+
+def function_of(command: str) -> Callable[..., Any]:
+    name = command.replace("-", "_")
+    function: Callable[..., Any] = getattr(importlib.import_module(f"dreamfleet.cli.{name}"), name)
+    return function
+
+
+def shown(text: str, options: list[Option]) -> None:
+    """Every option and its whole sentence is in the text, which fits into a terminal."""
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text, "something is cut off"
+    # A sentence may be cut into lines that stand beside the flags.
+    words = " ".join(text.split())
+    for option in options:
+        assert option.sentence, f"{option.flag} has no sentence"
+        assert option.flag in text
+        assert option.sentence.split()[-1] in words
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    shown(text, function_options(function_of(command)))
+    assert summary_of(function_of(command)).split("\n")[0] in text
+
+
+def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [name for members in SHORT.values() for name in members]
+    assert len(names) == len(set(names)) <= 22
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    options = {option.name: option for option in options_of([])}
+    shown(text, [options[name] for name in names])
+    assert len(re.findall(r"^  --", text, re.MULTILINE)) == len(names)
+    titles = re.findall(r"^(\w[\w ]*)$", text, re.MULTILINE)
+    assert (titles[0], titles[-1]) == ("what", "examples")
+    assert f"({preset('default').steps})" in text
+    assert main(["train", "--preset", "pixels", "--help"]) == 0
+    assert f"({preset('pixels').steps})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("agent", ["dreamer", "random"])
+def test_every_setting_has_a_flag_and_is_in_the_whole_help(
+    agent: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = options_of(["--agent", agent])
+    config = RunConfig(agent=agent)
+    assert {setting.path for setting in config.settings()} <= {option.name for option in options}
+    assert main(["train", "--agent", agent, "--help-all"]) == 0
+    shown(capsys.readouterr().out, options)
+
+
+def value_for(option: Option) -> list[str]:
+    """Words that say the option's default again."""
+    if option.default in (None, "", ()) or isinstance(option.default, dict):
+        return []
+    if isinstance(option.default, tuple):
+        return [option.flag, *map(str, option.default)]
+    if option.switch:
+        return [option.flag] if option.default else []
+    return [option.flag, str(option.default)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_typed_out_is_the_preset(name: str) -> None:
+    """Every flag is read as the value of its setting."""
+    words = [word for option in options_of(["--preset", name]) for word in value_for(option)]
+    typed = config_of([*words, "--preset", name, "--logdir", "runs/x"])
+    assert typed == preset(name).changed({"logdir": "runs/x"})
+
+
+def test_flags_are_settings() -> None:
+    line = (
+        "--dreamer.model 1m --dreamer.loss.entropy-scale=0.001 --dreamer.model.mults 2 3 "
+        "--replay.capacity 5000 --replay.no-online --batch_size 3 --outputs jsonl --remote-envs "
+        "--actor-addr tcp://h:1 --target-score 10 --env-options repeat=2 size=[8,8] "
+        "--set dreamer.loss.horizon=50 envs_per_process=2"
+    )
+    config = config_of(shlex.split(line))
+    agent = config.agent_config
+    assert (agent.model.deter, agent.model.mults) == (size_preset("1m").deter, (2, 3))
+    assert (agent.loss.entropy_scale, agent.loss.horizon) == (0.001, 50.0)
+    assert (config.replay.capacity, config.replay.online, config.batch_size) == (5000, False, 3)
+    assert (config.outputs, config.remote_envs, config.target_score) == (("jsonl",), True, 10.0)
+    assert config.env_options == {"repeat": 2, "size": (8, 8)}
+    assert config.logdir == Path("runs/gym-CartPole-v1")
+    assert config.envs_per_process == 2
+    pixels = config_of(["--preset", "pixels", "--env-options", "repeat=2", "--envs", "3"])
+    assert pixels.env_options == {"size": (32, 32), "repeat": 2}
+    assert (pixels.envs, pixels.policy_batch) == (3, 1)
+    short = config_of(["--batch-length", "8"])
+    assert (short.batch_length, short.report_length) == (8, 8)
+    assert config_of(["--batch-length", "8", "--report-length", "4"]).report_length == 4
+
+
+@pytest.mark.parametrize(
+    "line", [line for lines in (EXAMPLES, *cli.EXAMPLES.values()) for line, _ in lines], ids=str
+)
+def test_every_example_is_a_command(line: str) -> None:
+    """Parsed as it stands there; what it does is tested where the command is."""
+    command, *arguments = shlex.split(line)
+    if command == "train":
+        config_of(arguments)
+        return
+    function = function_of(command)
+    given: dict[str, Any] = {}
+
+    def stand_in(*args: Any, **kwargs: Any) -> None:
+        given.update(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+    options = function_options(function)
+    values = parse(command, options, arguments)
+    for option in options:
+        if option.name in values:
+            convert(option.flag, values[option.name], option.kind)
+    assert values or not arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--stesp", "5"], "no option --stesp. Did you mean --steps?"),
+        (["train", "--train_ration=5"], "Did you mean --train-ratio?"),
+        (["train", "--dreamer.los.horizon", "5"], "Did you mean --dreamer.loss.horizon?"),
+        (["train", "--steps", "abc"], "steps=abc is not valid: use a whole number, at least 0.\n"),
+        (["train", "--replay.capacity=0"], "replay.capacity=0 is not valid: use a whole number"),
+        (["train", "--dreamer.model", "1k"], "dreamer.model=1k is not valid: use one of debug"),
+        (["train", "--set", "dreamer.loss.horizn=1"], "did you mean 'dreamer.loss.horizon'?"),
+        (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no option"),
+        (["train", "--agent", "dreamr"], "Did you mean 'dreamer'?"),
+        (["train", "--agent", "nowhere:AGENT"], "There is no module 'nowhere'"),
+        (["train", "--launcher", "ray"], "launcher=ray is not valid: use one of local, serial."),
+        (["train", "runs/x"], "'runs/x' belongs to no option. See --help."),
+        (["eval", "runs", "--vidoe", "x.mp4"], "Did you mean --video?"),
+        (["eval"], "LOGDIR is missing. See 'dreamfleet eval --help'."),
+        (["eval", "runs", "--episodes", "many"], "--episodes=many is not valid: use a whole num"),
+        (["status", "runs", "--zzz"], "no option --zzz. See --help."),
+        (["bench", "nothing"], "NAME=nothing is not valid: use one of transport, replay"),
+        (["check-env", "bundled:catch", "--options", "size"], "NAME=VALUE, not 'size'"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"steps": -1}, {"dreamer.loss.horizon": 0}, {"replay.capacity": 0}, {"envs": 0}]
+)
+def test_python_and_the_command_refuse_with_the_same_sentence(
+    changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dreamfleet import configure
+
+    with pytest.raises(ConfigError) as caught:
+        configure(changes)
+    ((path, value),) = changes.items()
+    assert main(["train", f"--{path.replace('_', '-')}", str(value)]) == 1
+    assert capsys.readouterr().err.strip() == f"error: {caught.value}"
+
+
+def test_a_function_is_called_with_what_was_typed() -> None:
+    got: list[Any] = []
+
+    def command(
+        name: str, /, count: int = 1, many: tuple[Path, ...] = (), on: bool = False
+    ) -> None:
+        got.append((name, count, many, on))
+
+    import typing
+
+    command.__annotations__ = typing.get_type_hints(command)
+    call("test", command, ["--on", "x", "--count", "-3", "--many", "a", "b"])
+    call("test", command, ["x", "--no-on"])
+    assert got == [("x", -3, (Path("a"), Path("b")), True), ("x", 1, (), False)]
+
+
+def test_every_number_of_the_command_line_has_words_for_its_range() -> None:
+    for option in options_of([]):
+        assert describe(option.kind), option.flag
