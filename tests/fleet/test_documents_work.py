@@ -119,8 +119,12 @@ def a_run(logdir: Path) -> None:
 
 
 def test_an_agent_of_your_own_is_trained_and_used(tmp_path: Path) -> None:
-    (tmp_path / "bandit.py").write_text("\n".join(python_blocks("agents.md")))
-    run([sys.executable, "bandit.py"], tmp_path)
+    for name, block in zip(
+        ("bandit.py", "train_bandit.py"), python_blocks("agents.md"), strict=True
+    ):
+        assert block.startswith(f"# {name}\n")
+        (tmp_path / name).write_text(block)
+    run([sys.executable, "train_bandit.py"], tmp_path)
     rows = (tmp_path / "runs" / "bandit" / "metrics.jsonl").read_text().splitlines()
     assert any("train/value" in json.loads(row) for row in rows)
 

@@ -19,9 +19,9 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import replay as make_replay
+from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.offline import AdoptedReplay, find_source
-from dreamfleet.fleet.preflight import preflight
 from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, read_blueprint
 

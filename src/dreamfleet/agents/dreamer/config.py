@@ -6,9 +6,20 @@ Importable without JAX: the processes that only pass configuration around stay s
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from dreamfleet.errors import ConfigError
+from dreamfleet.settings import validate
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Scale = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+Percentile = Annotated[float, Meta(ge=0, le=100)]
+AboveZero = Annotated[float, Meta(gt=0)]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -20,51 +31,51 @@ def _require(condition: bool, message: str) -> None:
 class ModelConfig:
     """Widths and depths of the networks. The defaults are the 12m preset."""
 
-    deter: int = 2048
+    deter: Count = 2048
     """Width of the recurrent (deterministic) state."""
-    hidden: int = 256
+    hidden: Count = 256
     """Width of the layers inside the recurrent state-space model."""
-    stoch: int = 32
+    stoch: Count = 32
     """Number of categorical variables of the stochastic state."""
-    classes: int = 16
+    classes: Count = 16
     """Choices of each categorical variable."""
-    blocks: int = 8
+    blocks: Count = 8
     """Blocks of the block-diagonal recurrent layers; must divide `deter`."""
-    units: int = 256
+    units: Count = 256
     """Width of the encoder's, the decoder's and every head's layers."""
-    depth: int = 16
+    depth: Count = 16
     """Channels of the image networks, before the multipliers."""
-    mults: tuple[int, ...] = (2, 3, 4, 4)
+    mults: Annotated[tuple[Count, ...], Meta(min_length=1)] = (2, 3, 4, 4)
     """Channel multiplier of each image stage; every stage halves the resolution."""
-    kernel: int = 5
+    kernel: Count = 5
     """Width of the convolution kernels; must be odd."""
-    decoder_blocks: int = 8
+    decoder_blocks: Count = 8
     """Blocks of the layer from the recurrent state to the decoder's first image."""
-    encoder_layers: int = 3
+    encoder_layers: CountOrZero = 3
     """Layers of the encoder for vectors."""
-    decoder_layers: int = 3
+    decoder_layers: CountOrZero = 3
     """Layers of the decoder for vectors."""
-    reward_layers: int = 1
+    reward_layers: CountOrZero = 1
     """Layers of the reward head."""
-    continue_layers: int = 1
+    continue_layers: CountOrZero = 1
     """Layers of the head that predicts whether the episode continues."""
-    actor_layers: int = 3
+    actor_layers: CountOrZero = 3
     """Layers of the policy."""
-    critic_layers: int = 3
+    critic_layers: CountOrZero = 3
     """Layers of the value function."""
-    dynamics_layers: int = 1
+    dynamics_layers: CountOrZero = 1
     """Block layers between the inputs and the gates of the recurrent cell."""
-    prior_layers: int = 2
+    prior_layers: CountOrZero = 2
     """Layers from the recurrent state to the predicted stochastic state."""
-    posterior_layers: int = 1
+    posterior_layers: CountOrZero = 1
     """Layers from recurrent state and observation to the stochastic state."""
-    unimix: float = 0.01
+    unimix: Decay = 0.01
     """Share of a uniform distribution mixed into the stochastic state's categoricals."""
-    bins: int = 255
+    bins: Annotated[int, Meta(ge=3)] = 255
     """Bins of the two-hot reward and value distributions."""
-    min_std: float = 0.1
+    min_std: AboveZero = 0.1
     """Smallest standard deviation of a continuous policy."""
-    max_std: float = 1.0
+    max_std: AboveZero = 1.0
     """Largest standard deviation of a continuous policy."""
     encoder: str = "default"
     """From observations to tokens: `default`, or package.module:Class for your own."""
@@ -74,20 +85,15 @@ class ModelConfig:
     """From one latent state to the next: `default`, or package.module:Class for your own."""
 
     def __post_init__(self) -> None:
-        for name in ("deter", "hidden", "stoch", "classes", "blocks", "units", "depth"):
-            _require(getattr(self, name) >= 1, f"model.{name} must be at least 1.")
+        validate(self)
         _require(
             self.deter % self.blocks == 0,
             f"model.deter={self.deter} must be a multiple of model.blocks={self.blocks}.",
         )
         _require(self.kernel % 2 == 1, f"model.kernel={self.kernel} must be odd.")
-        _require(len(self.mults) >= 1, "model.mults needs at least one stage.")
-        _require(self.bins >= 3, f"model.bins={self.bins} must be at least 3.")
-        _require(0 <= self.unimix < 1, f"model.unimix={self.unimix} must lie in [0, 1).")
         _require(
-            0 < self.min_std <= self.max_std,
-            f"model.min_std={self.min_std} must be positive and at most "
-            f"model.max_std={self.max_std}.",
+            self.min_std <= self.max_std,
+            f"model.min_std={self.min_std} is above model.max_std={self.max_std}: lower it.",
         )
 
     @staticmethod
@@ -100,69 +106,68 @@ class ModelConfig:
 class LossConfig:
     """What is optimised, and how the terms are weighed."""
 
-    reconstruction_scale: float = 1.0
+    reconstruction_scale: Scale = 1.0
     """Weight of each decoded key's loss."""
-    float_scale: float = 1.0
+    float_scale: Scale = 1.0
     """Additional weight of decoded floats: errors of small numbers are small when squared."""
-    reward_scale: float = 1.0
+    reward_scale: Scale = 1.0
     """Weight of the reward prediction."""
-    continue_scale: float = 1.0
+    continue_scale: Scale = 1.0
     """Weight of the continuation prediction."""
-    dynamics_scale: float = 1.0
+    dynamics_scale: Scale = 1.0
     """Weight of moving the prior towards the posterior."""
-    representation_scale: float = 0.1
+    representation_scale: Scale = 0.1
     """Weight of moving the posterior towards the prior."""
-    policy_scale: float = 1.0
+    policy_scale: Scale = 1.0
     """Weight of the policy loss in imagination."""
-    value_scale: float = 1.0
+    value_scale: Scale = 1.0
     """Weight of the value loss in imagination."""
-    replay_value_scale: float = 0.3
+    replay_value_scale: Scale = 0.3
     """Weight of the value loss on replayed states; 0 leaves it out."""
-    free_nats: float = 1.0
+    free_nats: Scale = 1.0
     """KL below this many nats is not penalised."""
     reward_grad: bool = True
     """Whether the reward loss shapes the representation."""
     replay_value_grad: bool = True
     """Whether the replay value loss shapes the representation."""
-    horizon: float = 333.0
+    horizon: Annotated[float, Meta(gt=1)] = 333.0
     """Effective planning horizon: the discount is 1 - 1/horizon."""
     continue_discount: bool = True
     """Learn the discount into the continuation head instead of multiplying it in."""
-    lambda_: float = 0.95
+    lambda_: Share = 0.95
     """Mixing of one-step and long returns."""
-    entropy_scale: float = 3e-4
+    entropy_scale: Scale = 3e-4
     """Weight of the policy's entropy."""
-    imag_length: int = 15
+    imag_length: Count = 15
     """Imagined steps from each start."""
-    imag_last: int = 0
+    imag_last: CountOrZero = 0
     """Start imagination from this many last states of each sequence; 0 takes all."""
-    slow_regularizer: float = 1.0
+    slow_regularizer: Scale = 1.0
     """Weight of keeping the critic close to its exponential moving average (EMA)."""
-    slow_rate: float = 0.02
+    slow_rate: Share = 0.02
     """Share of the critic's parameters mixed into its EMA after each update."""
     slow_target: bool = False
     """Bootstrap returns from the EMA of the critic instead of the critic itself."""
-    return_rate: float = 0.01
+    return_rate: Share = 0.01
     """Rate at which the return normaliser follows the data."""
-    return_limit: float = 1.0
+    return_limit: Scale = 1.0
     """Returns that spread less than this are not scaled up."""
-    return_low: float = 5.0
+    return_low: Percentile = 5.0
     """Lower percentile of the return normaliser."""
-    return_high: float = 95.0
+    return_high: Percentile = 95.0
     """Upper percentile of the return normaliser."""
 
     def __post_init__(self) -> None:
-        _require(self.horizon > 1, f"loss.horizon={self.horizon} must be above 1.")
-        _require(self.imag_length >= 1, "loss.imag_length must be at least 1.")
-        _require(self.imag_last >= 0, "loss.imag_last must be 0 (all) or positive.")
+        validate(self)
         _require(
             self.replay_value_scale == 0 or self.imag_last != 1,
             "loss.imag_last=1 leaves no pair of steps for the replay value loss: "
             "set it to 2 or more, or loss.replay_value_scale to 0.",
         )
         _require(
-            0 <= self.return_low < self.return_high <= 100,
-            "loss.return_low must lie below loss.return_high, both within 0 and 100.",
+            self.return_low < self.return_high,
+            f"loss.return_low={self.return_low} is not below "
+            f"loss.return_high={self.return_high}: lower it.",
         )
 
 
@@ -170,33 +175,30 @@ class LossConfig:
 class OptimizerConfig:
     """One optimizer for all networks: gradient clipping, RMS scaling, then momentum."""
 
-    learning_rate: float = 4e-5
+    learning_rate: AboveZero = 4e-5
     """Step size after the warm-up."""
-    clip: float = 0.3
+    clip: Scale = 0.3
     """Largest gradient norm of a tensor relative to the norm of its parameters."""
-    clip_floor: float = 1e-3
+    clip_floor: Scale = 1e-3
     """Parameter norm below which the clipping threshold stops shrinking."""
-    eps: float = 1e-20
+    eps: Scale = 1e-20
     """Added to the root mean square in the denominator."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of the momentum."""
-    beta2: float = 0.999
+    beta2: Decay = 0.999
     """Decay of the squared gradients."""
-    weight_decay: float = 0.0
+    weight_decay: Scale = 0.0
     """Decay of kernels towards zero, in units of the learning rate."""
-    warmup: int = 1000
+    warmup: CountOrZero = 1000
     """Updates over which the learning rate rises linearly from zero."""
-    decay: int = 0
+    decay: CountOrZero = 0
     """Update at which the learning rate has fallen linearly to `final_rate`; 0 keeps it constant,
     as published."""
-    final_rate: float = 0.1
+    final_rate: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """What is left of the learning rate after the decay, as a share of it."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "optimizer.learning_rate must be positive.")
-        _require(self.warmup >= 0, "optimizer.warmup must not be negative.")
-        _require(self.decay >= 0, "optimizer.decay must not be negative.")
-        _require(0 < self.final_rate <= 1, "optimizer.final_rate must lie in (0, 1].")
+        validate(self)
 
 
 @dataclass(frozen=True)
@@ -215,18 +217,18 @@ class ExecutionConfig:
     shard_parameters: bool = False
     """Split parameters and optimizer state over the training devices (fully sharded)
     instead of keeping a copy on each (data parallel)."""
-    publish_every: int = 1
+    publish_every: Count = 1
     """Updates between two publications of parameters for the actor."""
-    replay_context: int = 1
+    replay_context: Count = 1
     """Steps before each training sequence whose stored state it continues from."""
     send_priority: bool = False
     """Whether the world model's loss at each trained step goes back to the replay as the step's
     priority; prioritised sampling needs it."""
-    report_rows: int = 6
+    report_rows: CountOrZero = 6
     """Sequences shown in a report's videos."""
     report_gradient_norms: bool = False
     """Whether reports measure the gradient norm of each loss (one backward pass each)."""
-    prefetch: int = 1
+    prefetch: Count = 1
     """Batches placed on the training devices ahead of time."""
     cache_dir: str = "~/.cache/dreamfleet/jax"
     """Folder of compiled programs, kept between runs; empty switches it off."""
@@ -235,9 +237,7 @@ class ExecutionConfig:
     working directory."""
 
     def __post_init__(self) -> None:
-        _require(self.publish_every >= 1, "execution.publish_every must be at least 1.")
-        _require(self.replay_context >= 1, "execution.replay_context must be at least 1.")
-        _require(self.prefetch >= 1, "execution.prefetch must be at least 1.")
+        validate(self)
 
 
 @dataclass(frozen=True)
