@@ -21,7 +21,7 @@ from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.workers import worker_names
-from dreamfleet.offline import AdoptedReplay, find_source
+from dreamfleet.offline import AdoptedReplay, copy_steps, find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, read_blueprint
 
@@ -83,6 +83,7 @@ def test_states_of_another_agent_are_replaced(collected: Path, tmp_path: Path) -
     config = config.changed({"agent": "dreamer", "dreamer.model": "debug"})
     replay = make_replay(config, "replay")
     try:
+        copy_steps(replay, config)
         assert isinstance(replay, AdoptedReplay)
         window = replay.sample(3, "train")
         assert window["dyn/deter"].shape == (3, config.window, 16)
@@ -113,8 +114,12 @@ def test_steps_that_do_not_fit_are_refused(
     with pytest.raises(ConfigError, match="own directory"):
         preflight(replace(config, logdir=collected), no_environment)
     offline = replace(config, batch_length=5000, offline=config.prefill, prefill=())
-    with pytest.raises(ConfigError, match="no sequence of 5000 steps"):
-        make_replay(offline, "replay")
+    replay = make_replay(offline, "replay")
+    try:
+        with pytest.raises(ConfigError, match="no sequence of 5000 steps"):
+            copy_steps(replay, offline)
+    finally:
+        replay.close()
     with pytest.raises(ConfigError, match="name all directories after offline"):
         RunConfig(offline=("a",), prefill=("b",))
 

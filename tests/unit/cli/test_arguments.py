@@ -176,7 +176,7 @@ def test_a_mistake_is_answered_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"steps": -1}, {"dreamer.loss.horizon": 0}, {"replay.capacity": 0}, {"envs": 0}]
+    "changes", [{"steps": -1}, {"dreamer.loss.horizon": 0.5}, {"replay.capacity": 0}, {"envs": 0}]
 )
 def test_python_and_the_command_refuse_with_the_same_sentence(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
