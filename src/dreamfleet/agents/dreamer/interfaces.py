@@ -8,6 +8,7 @@ axes (batch, time). Importable without JAX.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -120,10 +121,14 @@ def find_network(kind: str, model: ModelConfig) -> Any:
     """
     name = {"encoder": model.encoder, "decoder": model.decoder, "dynamics": model.dynamics}[kind]
     found = load_object(_DEFAULTS[kind] if name == "default" else name)
-    fields = getattr(found, "__annotations__", {})
-    missing = [each for each in _MEMBERS[kind] if not hasattr(found, each) and each not in fields]
-    if not isinstance(found, type) or missing:
-        lacks = f"lacks {', '.join(missing)}" if missing else "is not a class"
+    lacks = "is not a class"
+    if isinstance(found, type):
+        # Fields without a default are no attributes of the class.
+        fields = {field for base in found.__mro__ for field in inspect.get_annotations(base)}
+        known = {*dir(found), *fields}
+        lacks = ", ".join(member for member in _MEMBERS[kind] if member not in known)
+        lacks = f"lacks {lacks}" if lacks else ""
+    if lacks:
         raise ConfigError(
             f"model.{kind}={name} {lacks}: name a class that offers what "
             f"dreamfleet.agents.dreamer.interfaces.{kind.capitalize()} asks for."

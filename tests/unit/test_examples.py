@@ -1,0 +1,132 @@
+"""The agents and networks of `examples/` learn, with nothing changed in the package."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_worlds import config
+
+from dreamfleet import Policy, make_env
+from dreamfleet.agents import Agent, find_agent
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def in_examples(monkeypatch: pytest.MonkeyPatch):
+    before = list(sys.path)
+    monkeypatch.chdir(EXAMPLES)
+    yield
+    sys.path[:] = before
+
+
+class Loop:
+    """Environments, an agent and all steps, in one thread."""
+
+    def __init__(self, agent: Agent, task: str, envs: int, steps: int) -> None:
+        self.agent, self.scores = agent, []
+        self._envs = [make_env(task, seed=seed) for seed in range(envs)]
+        self._actions: list[Any] = [{**self._sample(env), "reset": True} for env in self._envs]
+        self._returns, self._carry = np.zeros(envs), agent.init_policy(envs)
+        spaces = {**agent.obs_space, **agent.act_space, **agent.stored_space}
+        self._stored = {k: np.zeros((envs, steps, *s.shape), s.dtype) for k, s in spaces.items()}
+        self._rng, self.count = np.random.default_rng(0), 0
+
+    @staticmethod
+    def _sample(env: Any) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        return {key: space.sample(rng) for key, space in env.act_space.items()}
+
+    def step(self) -> None:
+        each = [env.step(action) for env, action in zip(self._envs, self._actions, strict=True)]
+        obs = {key: np.stack([one[key] for one in each]) for key in self.agent.obs_space}
+        self._carry, actions, stored = self.agent.policy(self._carry, obs)
+        for key, value in {**obs, **actions, **stored}.items():
+            self._stored[key][:, self.count] = value
+        self.count += 1
+        self._returns += obs["reward"]
+        self.scores += self._returns[obs["is_last"]].tolist()
+        self._returns[obs["is_last"]] = 0.0
+        self._actions = [
+            {**{key: value[row] for key, value in actions.items()}, "reset": obs["is_last"][row]}
+            for row in range(len(each))
+        ]
+
+    def batch(self, size: int, length: int, newest: int) -> dict[str, Any]:
+        rows = self._rng.integers(len(self._envs), size=size)
+        starts = self._rng.integers(max(0, self.count - newest), self.count - length + 1, size)
+        steps = starts[:, None] + np.arange(length)
+        return {key: value[rows[:, None], steps] for key, value in self._stored.items()}
+
+
+@pytest.mark.usefixtures("in_examples")
+def test_the_model_free_agent_learns_cartpole() -> None:
+    kind = find_agent("vtrace:AGENT")
+    env = make_env("gym:CartPole-v1")
+    agent = kind.make(env.obs_space, env.act_space, kind.config(), seed=0)
+    assert isinstance(agent, Agent)
+    assert agent.stored_space == kind.stored_space(env.obs_space, env.act_space, kind.config())
+    loop = Loop(agent, "gym:CartPole-v1", envs=4, steps=10_000)
+    # Random actions reach 22. Most runs are above 200 here; the fleet goes on to 500.
+    while loop.count < 10_000 and np.mean(loop.scores[-20:] or [0.0]) < 120:
+        loop.step()
+        if loop.count > 300 and loop.count % 4 == 0:
+            agent.train({}, loop.batch(16, 32, newest=1000))
+    assert np.mean(loop.scores[-20:]) >= 120
+
+
+def run(*arguments: str, cwd: Path = EXAMPLES) -> str:
+    """A command of Dreamfleet, as a person would type it in `examples/`."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "dreamfleet.cli", *arguments]
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.usefixtures("in_examples")
+def test_the_model_free_agent_trains_in_a_fleet(tmp_path: Path) -> None:
+    """Started, resumed, loaded, evaluated and plotted."""
+    logdir = tmp_path / "run"
+    train = ("train", "--agent", "vtrace:AGENT", "--task", "gym:CartPole-v1", "--logdir")
+    sizes = ("--envs", "2", "--batch-size", "4", "--batch-length", "8", "--eval-episodes", "0")
+    updates = []
+    for steps in ("600", "1200"):
+        run(*train, str(logdir), *sizes, "--train-ratio", "8", "--steps", steps)
+        policy = Policy.load(logdir, agent="vtrace:AGENT")
+        assert policy.step >= int(steps)
+        updates.append(int(policy.agent.save()["['updates']"]))
+    assert 0 < updates[0] < updates[1]
+    action, _ = policy({"vector": np.zeros(4, np.float32)})
+    assert action["action"] in (0, 1)
+    assert json.loads((logdir / "config.json").read_text())["agent"] == "vtrace:AGENT"
+    assert "score" in run("eval", str(logdir), "--agent", "vtrace:AGENT", "--episodes", "2")
+    run("plot", str(logdir), "--out", str(tmp_path / "curves.png"))
+
+
+@pytest.mark.usefixtures("in_examples")
+def test_the_point_cloud_encoder_trains() -> None:
+    base = config()
+    model = replace(base.model, encoder="point_cloud:PointEncoder")
+    settings, env = replace(base, model=model), make_env("point_cloud:make")
+    dreamer = find_agent("dreamer")
+    dreamer.check(env.obs_space, env.act_space, settings)
+    agent = dreamer.make(env.obs_space, env.act_space, settings, seed=0)
+    loop = Loop(agent, "point_cloud:make", envs=2, steps=200)
+    for _ in range(200):
+        loop.step()
+    batch, carry, losses = loop.batch(4, 7, newest=200), agent.init_train(4), []
+    batch |= {"stepid": np.zeros((4, 7, 20), np.uint8), "consec": np.zeros((4, 7), np.int32)}
+    for _ in range(30):
+        carry, _, metrics = agent.train(carry, batch)
+        losses.append(float(metrics["opt/loss"]))
+    assert losses[-1] < 0.9 * losses[0]
