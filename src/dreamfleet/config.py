@@ -6,8 +6,8 @@ Importable without JAX: all processes pass it around, and most of them stay smal
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -77,9 +77,9 @@ class RunConfig:
     eval_episodes: CountOrZero = 20
     """Episodes of the evaluation at the end; 0 for none."""
 
-    launcher: Literal["local", "serial"] = "local"
-    """Whether roles are processes of this machine (local), or threads of one process for a
-    debugger (serial)."""
+    launcher: str = "local"
+    """Who starts the roles: local (processes of this machine) or serial (threads of one process,
+    for a debugger)."""
     agent: str = "dreamer"
     """Who acts and learns: dreamer, random, or your own as package.module:name."""
     agent_config: Any = None
@@ -248,18 +248,20 @@ class RunConfig:
 
         return Keys.load(self.keys)
 
-    def settings(self) -> Iterator[Setting]:
-        """Every setting, those of the agent under its name."""
-        for setting in settings(replace(self, agent_config=ForeignSettings("", {}))):
-            if not setting.path.startswith("agent_config"):
-                yield setting
-        agent = self.agent_type
-        if is_dataclass(agent.config):
-            yield from settings(self.settings_of(agent), f"{agent.name}.")
+    def settings(self) -> list[Setting]:
+        """Every setting, those of the agent under its name. This imports the agent's code."""
+        found = list(settings(self.resolved()))
+        inside, name = "agent_config.", self.agent_type.name
+        mine = [setting for setting in found if not setting.path.startswith("agent_config")]
+        return mine + [
+            replace(setting, path=f"{name}.{setting.path.removeprefix(inside)}")
+            for setting in found
+            if setting.path.startswith(inside)
+        ]
 
     def changed(self, changes: Mapping[str, Any]) -> RunConfig:
         """The configuration with some settings changed, by their path: `{"envs": 4,
-        "dreamer.loss.horizon": 100, "dreamer.model": "1m"}`. Another agent begins with its
+        "dreamer.loss.horizon": 100, "dreamer.model": "1m"}`. Another agent starts with its
         defaults.
 
         Raises:
@@ -285,13 +287,12 @@ class RunConfig:
 
     def to_json(self) -> str:
         """The configuration as JSON; the agent's settings stand under the agent's name."""
-        agent = self.agent_config
-        plain = to_plain(replace(self, agent_config=ForeignSettings("", {})))
-        del plain["agent_config"]
-        if isinstance(agent, ForeignSettings):
-            plain[agent.name] = dict(agent.values)
+        plain = to_plain(self)
+        agent = plain.pop("agent_config")
+        if isinstance(self.agent_config, ForeignSettings):
+            plain[agent["name"]] = agent["values"]
         else:
-            plain[self.agent_type.name] = to_plain(agent)
+            plain[self.agent_type.name] = agent
         return json.dumps(plain, indent=2) + "\n"
 
     @classmethod

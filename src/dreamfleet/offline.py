@@ -74,10 +74,10 @@ def check_sources(config: RunConfig) -> None:
             ("shape of observations", theirs.obs_space, first and first.obs_space),
         ):
             if there != here and here is not None:
-                beside = f"those of {config.offline[0]}" if first else "new ones"
+                others = f"those of {config.offline[0]}" if first else "new ones"
                 raise ConfigError(
                     f"The steps of {path} were collected with another {name}, so they cannot be "
-                    f"mixed with {beside}: use the same, or train on them alone with --offline."
+                    f"mixed with {others}: use the same, or train on them alone with --offline."
                 )
 
 

@@ -28,7 +28,7 @@ _DEFAULT = RunConfig(
         loss=LossConfig(
             # Imagining from the last steps only makes an update several times cheaper.
             imag_last=8,
-            # Squared errors of small numbers weigh next to nothing beside the KL. Weighed with 1,
+            # Squared errors of small numbers weigh next to nothing against the KL. Weighed with 1,
             # the model saw the cart 0.07 to 0.2 off its place and the pole, which falls at 0.2, off
             # by 0.02; with 10 it was no better in every second run, and policies drifted off the
             # track without noticing. With 100 it is 0.01 and 0.005, and 1,200 to 2,900 updates do.

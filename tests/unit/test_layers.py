@@ -20,7 +20,7 @@ LAYERS = [
     ["parallel"],
     ["fleet"],
     ["roles"],
-    ["evaluation", "offline", "plotting"],
+    ["evaluation", "machine", "offline", "plotting"],
     ["policy"],
     ["presets"],
     ["config"],

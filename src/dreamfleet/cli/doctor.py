@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import re
-import resource
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import psutil
 from rich.table import Table
 from rich.text import Text
 
 from dreamfleet.cli.console import say
-from dreamfleet.errors import DreamfleetError, install_command
-from dreamfleet.metrics.frames import find_encoder
-from dreamfleet.transport import Client, Server
+from dreamfleet.errors import DreamfleetError
+from dreamfleet.machine import inspect_machine
 
 _MARKS = {
     "fine": Text("✓", style="green"),
@@ -31,42 +17,17 @@ _MARKS = {
     "hint": Text("!", style="yellow"),
     "problem": Text("✗", style="red"),
 }
-_LITTLE_MEMORY, _LITTLE_DISK, _FEW_FILES = 4e9, 5e9, 1024
-_PATIENCE = 120.0
-# Developers' tools, what shows in JAX's devices, and a launcher that is still to come.
-_NOT_LISTED = ("dev", "bench", "cuda", "tpu", "ray")
-# Made as an environment with pixels is made, so that MUJOCO_GL means what it means in a run.
-_DRAW = """
-import os
-from dreamfleet.envs import make_env, noop
-env = make_env("dmc:cartpole_balance", obs="pixels", size=(16, 16))
-env.step(noop(env.act_space))
-print(os.environ["MUJOCO_GL"])
-"""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    state: Literal["fine", "absent", "hint", "problem"]
-    found: str
-    fix: str = ""
 
 
 def doctor(logdir: Path = Path("runs")) -> None:
-    """Look over this machine: Python, JAX, memory, disk, rendering, sockets, limits, extras.
+    """Check this machine: Python, JAX, memory, disk, rendering, sockets, limits, extras.
 
     Every problem comes with its fix.
 
     Args:
         logdir: Where runs will be kept.
     """
-    findings: list[Finding] = []
-    for check in CHECKS:
-        findings += check()
-    findings += disk(logdir)
+    findings = list(inspect_machine(logdir))
     table = Table.grid(padding=(0, 2))
     for each in findings:
         words = f"{each.found}\n{each.fix}" if each.fix else each.found
@@ -78,174 +39,3 @@ def doctor(logdir: Path = Path("runs")) -> None:
             f"There {'is 1 problem' if problems == 1 else f'are {problems} problems'}, see above."
         )
     say("This machine is fit for training.")
-
-
-def python() -> Iterator[Finding]:
-    """Interpreter and package."""
-    yield Finding("Python", "fine", f"{platform.python_version()} in {sys.prefix}")
-    yield Finding("Dreamfleet", "fine", importlib.metadata.version("dreamfleet"))
-
-
-def jax() -> Iterator[Finding]:
-    """Devices, asked for in a process of their own: a broken driver may hang or crash."""
-    code = (
-        "import collections, jax; d = jax.devices(); kinds = collections.Counter("
-        "f'{x.platform} ({x.device_kind})' if x.platform != 'cpu' else 'cpu' for x in d); "
-        "print(jax.__version__ + ' on ' + ', '.join(f'{n} x {k}' for k, n in kinds.items()))"
-    )
-    done = _run([sys.executable, "-c", code])
-    if isinstance(done, str):
-        fix = "Reinstall it (pip install --force-reinstall jax), or set JAX_PLATFORMS=cpu."
-        yield Finding("JAX", "problem", done, fix)
-        return
-    found = done.stdout.strip()
-    gpu = shutil.which("nvidia-smi") is not None
-    if gpu and "cpu" in found and "gpu" not in found:
-        fix = f"There is a GPU that JAX does not use: {install_command('cuda')}"
-        yield Finding("JAX", "problem", found, fix)
-    else:
-        yield Finding("JAX", "fine", found)
-
-
-def processor_and_memory() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = os.getloadavg()[0]
-    busy = cores is not None and load > cores
-    yield Finding(
-        "processor",
-        "hint" if busy else "fine",
-        f"{cores} cores, load {load:.1f}",
-        "Other programs keep it busy; training will be slower." if busy else "",
-    )
-    memory = psutil.virtual_memory()
-    found = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB free"
-    if memory.available < _LITTLE_MEMORY:
-        yield Finding("memory", "hint", found, "Close other programs, or use few environments.")
-    else:
-        yield Finding("memory", "fine", found)
-
-
-def disk(logdir: Path) -> Iterator[Finding]:
-    """Room where runs will be kept, and whether they can be written there."""
-    there = logdir.absolute()
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
-    found = f"{free / 1e9:.1f} GB free in {there}"
-    if not os.access(there, os.W_OK):
-        yield Finding("disk", "problem", f"{there} cannot be written to", "Choose a --logdir.")
-    elif free < _LITTLE_DISK:
-        yield Finding("disk", "hint", found, "Images fill a replay quickly: lower replay.capacity.")
-    else:
-        yield Finding("disk", "fine", found)
-
-
-def sockets() -> Iterator[Finding]:
-    """A call to ourselves, over a socket file and over a port."""
-    for what, address in (("socket files", "ipc://{auto}"), ("ports", "tcp://127.0.0.1:{auto}")):
-        try:
-            server = Server(address, "doctor")
-            server.bind("double", lambda value: 2 * value)
-            with server, Client(server.address, "doctor", patience=5.0) as client:
-                assert client.double(21).result(5.0) == 42
-        except (DreamfleetError, OSError) as error:
-            fix = "Look for a firewall, or set TMPDIR to a short path that you may write to."
-            yield Finding(what, "problem", f"no call gets through: {error}", fix)
-        else:
-            yield Finding(what, "fine", "calls get through")
-    if len(tempfile.gettempdir()) > 60:
-        fix = "Socket files have at most 107 characters: set TMPDIR to a shorter path."
-        yield Finding("temporary files", "hint", tempfile.gettempdir(), fix)
-
-
-def limits() -> Iterator[Finding]:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= files < _FEW_FILES:
-        fix = "Run 'ulimit -n 4096' in this shell first, if there are to be many environments."
-        yield Finding("open files", "hint", f"{files} at most", fix)
-    else:
-        yield Finding("open files", "fine", f"{files} at most" if files >= 0 else "no limit")
-
-
-def rendering() -> Iterator[Finding]:
-    """A frame of dm_control, drawn in a process of its own: a broken driver may crash it."""
-    if not _installed("dm-control"):
-        return
-    done = _run([sys.executable, "-c", _DRAW])
-    if not isinstance(done, str):
-        renderer = done.stdout.strip().splitlines()[-1]
-        yield Finding("rendering", "fine", f"dm_control draws with {renderer}")
-        return
-    fix = "Install EGL (apt install libegl1) or OSMesa (apt install libosmesa6), or use obs=state."
-    if chosen := os.environ.get("MUJOCO_GL"):
-        fix = f"MUJOCO_GL={chosen} does not work here: unset it, or set it to egl or osmesa."
-    elif os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        fix = "The screen that DISPLAY names cannot be drawn on: set MUJOCO_GL to egl or osmesa."
-    yield Finding("rendering", "hint", f"dm_control can show no pixels here: {done}", fix)
-
-
-def extras() -> Iterator[Finding]:
-    """The optional parts of the package, and which of them are there."""
-    names = importlib.metadata.metadata("dreamfleet").get_all("Provides-Extra") or []
-    for extra in (name for name in names if name not in _NOT_LISTED):
-        needed = list(dict.fromkeys(_packages("dreamfleet", extra)))
-        if all(map(_installed, needed)):
-            versions = (f"{name} {importlib.metadata.version(name)}" for name in needed)
-            yield Finding(f"extra {extra}", "fine", ", ".join(versions))
-        else:
-            fix = f"not installed: {install_command(extra)}"
-            yield Finding(f"extra {extra}", "absent", fix)
-    if _installed("imageio-ffmpeg") and isinstance(done := _run([find_encoder(), "-version"]), str):
-        yield Finding("ffmpeg", "hint", "it does not run", done)
-
-
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    python,
-    jax,
-    processor_and_memory,
-    sockets,
-    limits,
-    rendering,
-    extras,
-)
-
-
-def _packages(name: str, extra: str) -> Iterator[str]:
-    """What an extra of a package asks for; where that is an extra of another one, that too.
-
-    What every installation has (gymnasium, of which `classic` asks for an extra) is left out.
-    """
-    for line in importlib.metadata.requires(name) or []:
-        found = re.match(r"([\w.-]+)(?:\[([\w,. -]+)\])?", line)
-        if found is None or not re.search(rf"extra == ['\"]{extra}['\"]", line):
-            continue
-        package, extras = found.groups()
-        if not extras:
-            yield package
-        elif _installed(package):
-            for inner in extras.split(","):
-                yield from _packages(package, inner.strip())
-        else:
-            yield package
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
-    """What a program said, or in one line why it did not."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return lines[-1] if lines else f"ended with code {done.returncode}"
-    return done

@@ -17,6 +17,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.fleet.factories import environment
+from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint
@@ -38,6 +39,7 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
         ConfigError: Something does not fit; the message holds the numbers and the fix.
         DreamfleetError: The environment cannot be made, or the agent cannot be made for it.
     """
+    find_launcher(config.launcher)
     check_outputs(config)
     check_directory(config)
     check_replay(config)

@@ -12,6 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from dreamfleet.errors import ConfigError
+from dreamfleet.settings import validate
 
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
@@ -29,6 +30,7 @@ class Fractions:
     """Newer sequences are more likely; see `replay.recency_exponent`."""
 
     def __post_init__(self) -> None:
+        validate(self)
         total = self.uniform + self.priority + self.recency
         if not math.isclose(total, 1.0, rel_tol=1e-6):
             raise ConfigError(
@@ -56,6 +58,9 @@ class PriorityConfig:
     """Whether the priorities of a sequence's steps become 0 when it is sampled for training, until
     the agent sends new ones."""
 
+    def __post_init__(self) -> None:
+        validate(self)
+
 
 @dataclass(frozen=True)
 class ReplayConfig:
@@ -75,3 +80,6 @@ class ReplayConfig:
     """Prioritised sampling, which `fractions.priority` turns on."""
     recency_exponent: Annotated[float, Meta(ge=0, le=10)] = 1.0
     """Recency sampling: a sequence with n newer ones has the weight 1 / (n + 1) ** exponent."""
+
+    def __post_init__(self) -> None:
+        validate(self)

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from dreamfleet.cli import doctor as command
+from dreamfleet import machine
 from dreamfleet.cli import main
-from dreamfleet.cli.doctor import Finding, disk, extras, jax, limits, rendering, sockets
 from dreamfleet.errors import install_command
+from dreamfleet.machine import Finding, disk, extras, jax, limits, rendering, sockets
 
 
 def only(findings: object) -> Finding:
@@ -48,7 +48,7 @@ def test_a_jax_that_fails_is_a_problem(
 
 
 def test_a_gpu_that_jax_does_not_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(machine.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
     said = subprocess.CompletedProcess([], 0, "0.6 on 1 x cpu\n", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     assert "dreamfleet[cuda]" in only(jax()).fix
@@ -67,8 +67,8 @@ def test_little_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "ulimit -n" in only(limits()).fix
     little = SimpleNamespace(available=1e9, total=2e9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
-    assert [f.state for f in command.processor_and_memory() if f.what == "memory"] == ["hint"]
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
+    assert [f.state for f in machine.processor_and_memory() if f.what == "memory"] == ["hint"]
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
     assert only(disk(tmp_path)).state == "hint"
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert only(disk(tmp_path / "a" / "b")).state == "problem"
@@ -78,12 +78,12 @@ def test_sockets_that_carry_nothing_are_a_problem(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no sockets here")
 
-    monkeypatch.setattr(command, "Server", refuse)
+    monkeypatch.setattr(machine, "Server", refuse)
     assert [finding.state for finding in sockets()] == ["problem", "problem"]
 
 
 def test_an_extra_that_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_installed", lambda name: name != "matplotlib")
+    monkeypatch.setattr(machine, "_installed", lambda name: name != "matplotlib")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
     found = {finding.what: finding for finding in extras()}
     assert found["extra plot"].found == f"not installed: {install_command('plot')}"
@@ -102,7 +102,7 @@ def test_an_extra_of_another_package_is_looked_into(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.metadata, "requires", requires.get)
     found = {finding.what: finding for finding in extras()}
     assert found["extra classic"].found == "pygame 1.0"
-    monkeypatch.setattr(command, "_installed", lambda name: name != "pygame")
+    monkeypatch.setattr(machine, "_installed", lambda name: name != "pygame")
     found = {finding.what: finding for finding in extras()}
     assert found["extra classic"].state == "absent"
 
@@ -116,7 +116,7 @@ def test_rendering_is_tried_with_what_a_run_would_use(monkeypatch: pytest.Monkey
 
 
 def test_a_screen_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_installed", lambda _: True)
+    monkeypatch.setattr(machine, "_installed", lambda _: True)
     monkeypatch.setattr(subprocess, "run", failing)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setenv("DISPLAY", ":99")
