@@ -100,7 +100,8 @@ class AdoptedReplay(Replay):
     """A replay whose steps another agent has collected.
 
     What that agent stored with its steps is left out, and what this agent stores with its steps is
-    zero, as at the start of an episode. Updates are kept only if both agents store the same.
+    zero, as at the start of an episode. Updates of what is stored are kept only if both agents store
+    the same; priorities always are.
 
     Args:
         blueprint: What the checkpoint of the run that collected the steps says.
@@ -124,7 +125,9 @@ class AdoptedReplay(Replay):
         return {**kept, **zeros}
 
     def update(self, data: Any) -> int:
-        return super().update(data) if self._kept else 0
+        if not self._kept:
+            data = {key: value for key, value in data.items() if key in ("stepid", "priority")}
+        return super().update(data) if len(data) > 1 else 0
 
 
 def _stored_space(config: RunConfig, source: Blueprint) -> Mapping[str, Space]:

@@ -91,6 +91,8 @@ def test_states_of_another_agent_are_replaced(collected: Path, tmp_path: Path) -
         assert not window["dyn/deter"].any()
         states = {"stepid": window["stepid"], "dyn/deter": window["dyn/deter"] + 1}
         assert replay.update(states) == 0
+        priority = np.ones(window["stepid"].shape[:2], np.float32)
+        assert replay.update({**states, "priority": priority}) == priority.size
     finally:
         replay.close()
     agent = make_agent(config.changed({"agent": "random"}))
