@@ -100,8 +100,8 @@ class AdoptedReplay(Replay):
     """A replay whose steps another agent has collected.
 
     What that agent stored with its steps is left out, and what this agent stores with its steps is
-    zero, as at the start of an episode. Updates of what is stored are kept only if both agents store
-    the same; priorities always are.
+    zero, as at the start of an episode. Priorities are kept; updates of what is stored only if both
+    agents store the same.
 
     Args:
         blueprint: What the checkpoint of the run that collected the steps says.
