@@ -1,4 +1,4 @@
-"""Every command and every program of the documents, run as it stands there.
+"""Every command and every program of the documentation, run as it stands there.
 
 Trainings are made short and use the random agent; everything else is exactly what a person types.
 """
@@ -57,7 +57,7 @@ def install(words: Sequence[str]) -> None:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """A training that is over in seconds; what the document says itself stays."""
+    """A training that is over in seconds; what the page says itself stays."""
     given = {word.partition(".")[0] for word in words if word.startswith("--")}
     if "--dreamer" in given:  # settings of the agent belong to that agent
         given.add("--agent")
@@ -129,36 +129,49 @@ def test_an_agent_of_your_own_is_trained_and_used(tmp_path: Path) -> None:
     assert any("train/value" in json.loads(row) for row in rows)
 
 
-def test_machines_started_by_hand_make_one_run(tmp_path: Path) -> None:
-    """The commands as shown; all machines are this one, each in a directory of its own."""
-    address = resolve("tcp://127.0.0.1:{auto}")
+def runs_of_several_machines() -> list[list[list[str]]]:
+    """The commands of each run that the page shows, without `dreamfleet`: the training, then roles
+    of other machines."""
+    runs: list[list[list[str]]] = []
+    for block in blocks(ROOT / "docs" / "machines.md"):
+        if block.language == "console":
+            for line in block.text.splitlines():
+                _, *words = line.split()
+                if words[0] == "train":
+                    runs.append([])
+                runs[-1].append(words)
+    return runs
+
+
+@pytest.mark.parametrize("shown", runs_of_several_machines(), ids=["shared", "copied"])
+def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path: Path) -> None:
+    """The commands as shown. All machines are this one, each in a directory of its own, unless the
+    page says that they share one."""
+    shared = "--config" not in shown[1]
     program = str(Path(sys.executable).with_name("dreamfleet"))
-    shown = [
-        line.replace("tcp://10.0.0.5:5551", address).replace("TASK", "bundled:dummy").split()[1:]
-        for block in blocks(ROOT / "docs" / "machines.md")
-        if block.language == "console"
-        for line in block.text.splitlines()
-    ]
-    places = [tmp_path / str(number) for number in range(len(shown))]
-    run_directory = places[0] / "DIR"
-    for place in places:
-        place.mkdir()
-    started = [subprocess.Popen([program, *shortened(shown[0])], cwd=places[0])]
+    values = {"tcp://10.0.0.5:5551": resolve("tcp://127.0.0.1:{auto}"), "TASK": "bundled:dummy"}
+    train, *roles = ([values.get(word, word) for word in words] for words in shown)
+    first, *others = (tmp_path / str(number) for number in range(len(shown)))
+    run_directory = first / "DIR"
+    first.mkdir()
+    started = [subprocess.Popen([program, *shortened(train)], cwd=first)]
     try:
         while not (run_directory / "config.json").exists():
             assert started[0].poll() is None
             time.sleep(0.05)
-        for place, words in zip(places[1:], shown[1:], strict=True):
-            for name in ("config.json", "keys"):
-                shutil.copy2(run_directory / name, place / name)
-            started.append(subprocess.Popen([program, *words], cwd=place))
+        for place, words in zip(others, roles, strict=True):
+            if not shared:
+                place.mkdir()
+                for name in ("config.json", "keys"):
+                    shutil.copy2(run_directory / name, place / name)
+            started.append(subprocess.Popen([program, *words], cwd=first if shared else place))
         assert started[0].wait(100) == 0
     finally:
         for process in started:
             process.terminate()
         for process in started:
             process.wait(60)
-    assert len(started) == 3
+    assert len(started) == (2 if shared else 3)
     assert (run_directory / "ckpt" / "agent").exists()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dreamfleet import Space
+from dreamfleet import Space, configure
 from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
@@ -60,6 +60,25 @@ def test_the_agent_acts() -> None:
     assert names["action"]["action"].shape == (1,)
 
 
+def test_training_and_evaluating_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = {
+        "agent": "random", "steps": 300, "launcher": "serial", "envs": 2, "train_ratio": 1,
+        "batch_size": 2, "batch_length": 8, "eval_episodes": 0, "outputs": ["jsonl"],
+    }  # fmt: skip
+    # The settings that the README shows are those of a long run of Dreamer.
+    code = example("train(config)")
+    shown = code.replace('"dreamer.model": "cpu-small", "steps": 20_000}', "**short}")
+    assert shown != code
+    configure({"task": "gym:Pendulum-v1", "dreamer.model": "cpu-small", "steps": 20_000})
+    names: dict[str, Any] = {"short": short}
+    exec(shown, names)
+    assert len(names["result"].returns) == 20
+    assert str(names["result"].mean) in capsys.readouterr().out
+
+
 def test_the_policy_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     agent = RandomAgent({"vector": Space(np.float32, 4)}, {"action": Space(np.int32, (), 0, 2)})
@@ -72,4 +91,4 @@ def test_the_policy_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_example_is_run() -> None:
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
