@@ -127,6 +127,16 @@ def test_an_agent_of_your_own_is_trained_and_used(tmp_path: Path) -> None:
     run([sys.executable, "train_bandit.py"], tmp_path)
     rows = (tmp_path / "runs" / "bandit" / "metrics.jsonl").read_text().splitlines()
     assert any("train/value" in json.loads(row) for row in rows)
+    program = str(Path(sys.executable).with_name("dreamfleet"))
+    command = [program, "eval", "runs/bandit", "--episodes", "1"]
+    run([*command, "--agent", "bandit:BanditType"], tmp_path)
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "(--agent bandit:BanditType) to have it imported" in refused.stderr
+    # What only reads a run's directory needs no code of its agent.
+    (tmp_path / "bandit.py").unlink()
+    for words in (["status", "runs/bandit"], ["plot", "runs/bandit"]):
+        assert "bandit" in run([program, *words], tmp_path)
 
 
 def runs_of_several_machines() -> list[list[list[str]]]:
