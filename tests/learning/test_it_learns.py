@@ -46,8 +46,11 @@ FROZEN = replace(
     representation_scale=0.0,
     replay_value_grad=False,
 )
-# The policy's loss is -(advantage * log probability + scale * entropy).
-WRONG_SIGN = replace(CONFIG.loss, policy_scale=-1.0, entropy_scale=-CONFIG.loss.entropy_scale)
+# The policy's loss is -(advantage * log probability + scale * entropy). Settings refuse a negative
+# scale, so it is set behind their back.
+WRONG_SIGN = replace(CONFIG.loss)
+object.__setattr__(WRONG_SIGN, "policy_scale", -1.0)
+object.__setattr__(WRONG_SIGN, "entropy_scale", -CONFIG.loss.entropy_scale)
 
 
 class Line(EpisodicEnv):
