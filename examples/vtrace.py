@@ -2,7 +2,8 @@
 
     cd examples
     dreamfleet train --agent vtrace:AGENT --task gym:CartPole-v1 --logdir runs/vtrace --envs 4 \
-        --batch-size 16 --batch-length 32 --train-ratio 16 --replay.capacity 4000 --steps 100000
+        --batch-size 16 --batch-length 32 --train-ratio 32 --replay.capacity 4000 \
+        --steps 100000 --target-score 475
 
 It chooses one discrete action and observes vectors. `docs/agents.md` explains its parts.
 """

@@ -109,6 +109,7 @@ def test_the_model_free_agent_trains_in_a_fleet(tmp_path: Path) -> None:
     action, _ = policy({"vector": np.zeros(4, np.float32)})
     assert action["action"] in (0, 1)
     assert json.loads((logdir / "config.json").read_text())["agent"] == "vtrace:AGENT"
+    assert "mean" in run("eval", str(logdir), "--agent", "vtrace:AGENT", "--episodes", "2")
     run("plot", str(logdir), "--out", str(tmp_path / "curves.png"))
 
 

@@ -123,7 +123,8 @@ def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None
     if config.replay.fractions.priority > 0 and not agent.sends_priority(settings):
         raise ConfigError(
             f"replay.fractions.priority={config.replay.fractions.priority} needs priorities, and "
-            f"the agent {config.agent} sends none with these settings: set it to 0."
+            f"the agent {config.agent} sends none with these settings: "
+            "use settings that send them, or set it to 0."
         )
 
 

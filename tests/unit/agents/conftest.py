@@ -1,5 +1,7 @@
 """JAX runs strictly in these tests: no silent change of dtype or rank, shapes as annotated."""
 
+import ctypes
+import gc
 import importlib
 import sys
 
@@ -31,6 +33,17 @@ jax.config.update("jax_disable_most_optimizations", True)
 assert f"{PACKAGE}.nets" not in sys.modules, "shapes are checked from the first import on"
 with install_import_hook(CHECKED, "beartype.beartype"):
     importlib.import_module(f"{PACKAGE}.agent")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frees_programs():
+    """Compiled programs of one module are of no use to the next, and large."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of Linux has it
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(autouse=True)

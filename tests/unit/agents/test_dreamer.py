@@ -28,6 +28,21 @@ def shared() -> Dreamer:
     return Dreamer(MIXED, ACTIONS, config(), seed=1)
 
 
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Dreamer, dict]:
+    agent = Dreamer(VECTOR, ACTIONS, config())
+    return agent, agent.save()
+
+
+@pytest.fixture
+def fresh(compiled: tuple[Dreamer, dict], tmp_path: Path) -> Dreamer:
+    """An agent as new, which need not be compiled again: programs take long and much memory."""
+    agent, state = compiled
+    agent.load(state)
+    object.__setattr__(agent.config.execution, "dump_dir", str(tmp_path))
+    return agent
+
+
 def test_it_is_an_agent(shared: Dreamer) -> None:
     assert isinstance(shared, Agent)
 
@@ -110,8 +125,8 @@ def test_a_first_step_forgets_the_past(shared: Dreamer) -> None:
     np.testing.assert_array_equal(left["dyn/deter"], right["dyn/deter"])
 
 
-def test_training_lowers_the_loss() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config())
+def test_training_lowers_the_loss(fresh: Dreamer) -> None:
+    agent = fresh
     carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
     losses = []
     for _ in range(40):
@@ -150,8 +165,8 @@ def test_optimised_programs_compute_what_plain_ones_do() -> None:
             np.testing.assert_allclose(left[key], right[key], rtol=2e-3, atol=1e-4, err_msg=key)
 
 
-def test_the_first_update_changes_no_parameter() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config())
+def test_the_first_update_changes_no_parameter(fresh: Dreamer) -> None:
+    agent = fresh
     before = agent.save()
     agent.train(agent.init_train(4), random_batch(VECTOR, ACTIONS))
     after = agent.save()
@@ -163,8 +178,8 @@ def test_the_first_update_changes_no_parameter() -> None:
     assert [name for name in changed if name.startswith("optimizer/")]
 
 
-def test_an_update_carries_over_what_the_next_one_needs() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config())
+def test_an_update_carries_over_what_the_next_one_needs(fresh: Dreamer) -> None:
+    agent = fresh
     carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
     for _ in range(5):  # heads begin with zeros, and so do their returns
         carry, _, _ = agent.train(carry, batch)
@@ -256,8 +271,8 @@ def test_report_measures_gradient_norms_on_request() -> None:
     assert norms["gradient_norm/reconstruction/vector"] > 0
 
 
-def test_a_loaded_agent_continues_bit_for_bit() -> None:
-    one = Dreamer(VECTOR, ACTIONS, config(), seed=0)
+def test_a_loaded_agent_continues_bit_for_bit(fresh: Dreamer) -> None:
+    one = fresh
     carry, batch = one.init_train(4), random_batch(VECTOR, ACTIONS)
     for _ in range(3):
         carry, _, _ = one.train(carry, batch)
@@ -315,12 +330,8 @@ def test_every_mismatch_is_listed_at_once(shared: Dreamer) -> None:
 
 @pytest.mark.parametrize("bad", ["vector", "reward", "move", "dyn/deter"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_bad_batches_stop_training(
-    bad: str, value: float, tmp_path: Path, bad_agent: Dreamer
-) -> None:
-    agent = bad_agent
-    object.__setattr__(agent.config.execution, "dump_dir", str(tmp_path))
-    before = agent.save()
+def test_bad_batches_stop_training(bad: str, value: float, tmp_path: Path, fresh: Dreamer) -> None:
+    agent = fresh
     batch = random_batch(VECTOR, ACTIONS)
     batch["is_first"][:] = False
     index = 0 if bad == "dyn/deter" else 3
@@ -332,17 +343,10 @@ def test_bad_batches_stop_training(
     with np.load(dump, allow_pickle=False) as data:
         assert json.loads(data["note"].tobytes())["first_bad"] == f"batch/{bad}"
         np.testing.assert_array_equal(data[bad.replace("/", ".")], batch[bad])
-    agent.load(before)
 
 
-@pytest.fixture(scope="module")
-def bad_agent() -> Dreamer:
-    return Dreamer(VECTOR, ACTIONS, config())
-
-
-def test_nothing_is_updated_after_a_bad_number(bad_agent: Dreamer, tmp_path: Path) -> None:
-    agent = bad_agent
-    object.__setattr__(agent.config.execution, "dump_dir", str(tmp_path))
+def test_nothing_is_updated_after_a_bad_number(fresh: Dreamer) -> None:
+    agent = fresh
     before = agent.save()
     batch = random_batch(VECTOR, ACTIONS)
     batch["reward"][0, 2] = np.nan
@@ -353,11 +357,10 @@ def test_nothing_is_updated_after_a_bad_number(bad_agent: Dreamer, tmp_path: Pat
     assert not state["healthy"]
     kernel = agent._state.nets.dynamics.gates.kernel
     np.testing.assert_array_equal(kernel, before["nets/dynamics/gates/kernel"])
-    agent.load(before)
 
 
-def test_broken_parameters_are_named(tmp_path: Path) -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config(dump_dir=str(tmp_path)))
+def test_broken_parameters_are_named(fresh: Dreamer) -> None:
+    agent = fresh
     state = agent.save()
     name = "nets/reward/out/bias"
     state[name] = np.full_like(state[name], np.nan)
@@ -375,8 +378,8 @@ def test_bad_observations_are_refused(value: float, shared: Dreamer) -> None:
         shared.policy(shared.init_policy(2), obs)
 
 
-def test_bad_actions_are_refused() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config())
+def test_bad_actions_are_refused(fresh: Dreamer) -> None:
+    agent = fresh
     state = agent.save()
     name = "nets/actor/outputs/move.mean/bias"
     state[name] = np.full_like(state[name], np.nan)
@@ -385,8 +388,8 @@ def test_bad_actions_are_refused() -> None:
         agent.policy(agent.init_policy(1), observations(VECTOR, 1))
 
 
-def test_missing_values_are_allowed() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config())
+def test_missing_values_are_allowed(fresh: Dreamer) -> None:
+    agent = fresh
     batch = random_batch(VECTOR, ACTIONS)
     batch["vector"][0, 3] = -np.inf
     batch["token"][1, 2] = -1

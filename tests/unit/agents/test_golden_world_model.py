@@ -106,7 +106,7 @@ def test_imagine() -> None:
         logits = model.prior_of(deter)
         assert_close(logits, data["out/prior_logit"][:, step])
         np.testing.assert_array_equal(latent.state.stoch, model.sample(logits, uniform))
-        # The golden sequence goes on from the samples of the reference.
+        # The golden sequence continues from the samples of the reference.
         latent = latent._replace(state=State(deter, teacher[:, step]))
 
 

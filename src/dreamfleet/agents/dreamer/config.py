@@ -51,23 +51,23 @@ class ModelConfig:
     """Width of the convolution kernels; must be odd."""
     decoder_blocks: Count = 8
     """Blocks of the layer from the recurrent state to the decoder's first image."""
-    encoder_layers: CountOrZero = 3
+    encoder_layers: Count = 3
     """Layers of the encoder for vectors."""
-    decoder_layers: CountOrZero = 3
+    decoder_layers: Count = 3
     """Layers of the decoder for vectors."""
-    reward_layers: CountOrZero = 1
+    reward_layers: Count = 1
     """Layers of the reward head."""
-    continue_layers: CountOrZero = 1
+    continue_layers: Count = 1
     """Layers of the head that predicts whether the episode continues."""
-    actor_layers: CountOrZero = 3
+    actor_layers: Count = 3
     """Layers of the policy."""
-    critic_layers: CountOrZero = 3
+    critic_layers: Count = 3
     """Layers of the value function."""
-    dynamics_layers: CountOrZero = 1
+    dynamics_layers: Count = 1
     """Block layers between the inputs and the gates of the recurrent cell."""
-    prior_layers: CountOrZero = 2
+    prior_layers: Count = 2
     """Layers from the recurrent state to the predicted stochastic state."""
-    posterior_layers: CountOrZero = 1
+    posterior_layers: Count = 1
     """Layers from recurrent state and observation to the stochastic state."""
     unimix: Decay = 0.01
     """Share of a uniform distribution mixed into the stochastic state's categoricals."""
@@ -193,7 +193,7 @@ class OptimizerConfig:
     """Updates over which the learning rate rises linearly from zero."""
     decay: CountOrZero = 0
     """Update at which the learning rate has fallen linearly to `final_rate`; 0 keeps it constant,
-    as published."""
+    as in the paper."""
     final_rate: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """What is left of the learning rate after the decay, as a share of it."""
 
@@ -218,7 +218,7 @@ class ExecutionConfig:
     """Split parameters and optimizer state over the training devices (fully sharded)
     instead of keeping a copy on each (data parallel)."""
     publish_every: Count = 1
-    """Updates between two publications of parameters for the actor."""
+    """Updates after which the learner publishes parameters for the actor."""
     replay_context: Count = 1
     """Steps before each training sequence whose stored state it continues from."""
     send_priority: bool = False

@@ -157,7 +157,7 @@ def world_model_losses(
 
 
 def continue_target(terminal: Array, config: LossConfig) -> Float[Array, "..."]:
-    """One while the episode goes on, with the discount learned into it where configured."""
+    """One while the episode continues, with the discount learned into it where configured."""
     alive = 1.0 - terminal.astype(jnp.float32)
     return alive * (1.0 - 1.0 / config.horizon) if config.continue_discount else alive
 

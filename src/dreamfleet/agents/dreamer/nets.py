@@ -1,6 +1,6 @@
 """The layers everything is built from.
 
-Compute precision is a property of the parameters handed in: `cast` turns a float32 model into one
+Compute precision is a property of the parameters: `cast` turns a float32 model into one
 that computes in bfloat16, and nothing else in the code mentions it. Normalisation is in float32
 always.
 """
@@ -117,7 +117,7 @@ class Dense(eqx.Module):
 class BlockLinear(eqx.Module):
     """A linear layer whose matrix is block diagonal.
 
-    The kernel's standard deviation follows the full input width, as published, although each
+    The kernel's standard deviation follows the full input width, as in the paper, although each
     output only sees the inputs of its own block.
     """
 

@@ -140,7 +140,7 @@ class RSSM(eqx.Module):
         return Latent(state, _blocks_first(state.deter, self.hidden[0].kernel.shape[0]))
 
     def core(self, latent: Latent, action: Float[Array, "rows hidden"]) -> Latent:
-        """The next deterministic state beside the old stochastic one.
+        """The next deterministic state with the old stochastic one.
 
         `action` is embedded already.
         """
