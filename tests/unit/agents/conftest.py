@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import jax
+import psutil
 import pytest
 from jaxtyping import install_import_hook
 
@@ -25,6 +26,7 @@ NUMERICAL = (
     "report",
     "rssm",
 )
+ENOUGH_MEMORY = 1_200_000_000
 CHECKED = [f"{PACKAGE}.{name}" for name in NUMERICAL]
 
 # These tests compile much and compute little.
@@ -35,15 +37,26 @@ with install_import_hook(CHECKED, "beartype.beartype"):
     importlib.import_module(f"{PACKAGE}.agent")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _frees_programs():
-    """Compiled programs of one module are of no use to the next, and large."""
-    yield
+def free_programs() -> None:
+    """Forget compiled programs that no agent holds, and give their memory back to the system."""
     jax.clear_caches()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of Linux has it
     if trim is not None:
         trim(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_freed_after_a_module():
+    yield
+    free_programs()
+
+
+@pytest.fixture(autouse=True)
+def memory_stays_small():
+    yield
+    if psutil.Process().memory_info().rss > ENOUGH_MEMORY:
+        free_programs()
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,7 @@ class Program:
 
 
 class TraceCache:
-    """Lowered programs in a folder; `settings` are what they depend on in addition to their arguments."""
+    """Lowered programs in a folder; they depend on their arguments and on `settings`."""
 
     def __init__(self, folder: str, settings: object) -> None:
         self._folder = Path(folder).expanduser() / "traces"
