@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -76,19 +78,65 @@ def dummy_with_its_id(envid: int) -> Any:
     return make_env("bundled:dummy", seed=envid, **EVERY_STEP)
 
 
+def run_until(config: RunConfig, fleet: Mapping[str, Any], enough: Callable[[], bool]) -> None:
+    """Run a fleet until there is enough to look at, however long that takes, and end it as Ctrl-C
+    does. The question is asked with each line that the run says."""
+    from dreamfleet.parallel import combined  # environments import this file, and stay small
+
+    asked_to_end = False
+
+    def look(line: str) -> None:
+        nonlocal asked_to_end
+        if not asked_to_end and enough():
+            asked_to_end = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with suppress(KeyboardInterrupt):
+        combined(**fleet, args=config, say=look)
+    assert asked_to_end, "the run was over before there was enough to look at"
+
+
+def logged(logdir: Path) -> set[str]:
+    """The metrics that a run has logged so far."""
+    return {key for row in rows(logdir / "metrics.jsonl") for key in row}
+
+
 class Paced:
-    """A dummy that takes its time until a file `go` is in the folder, so that a run cannot be over
-    before a test has done to it what it came for."""
+    """A dummy that takes its time, and earns nothing, until a file `go` is in the folder.
+
+    With a target score a run cannot be over before a test has done to it what it came for. A file
+    tells that this process has made its first step.
+    """
 
     def __init__(self, folder: Path, envid: int) -> None:
         self._env = dummy_with_its_id(envid)
         self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
         self._go, self._free = folder / "go", False
+        self._stepped = folder / f"stepped-{os.getpid()}"
 
     def step(self, action: Mapping[str, Any]) -> Any:
+        obs = self._env.step(action)
         if not self._free:
             self._free = self._go.exists()
+            self._stepped.touch()
             time.sleep(0.005)
+            obs = {**obs, "reward": np.zeros_like(obs["reward"])}
+        return obs
+
+
+class Halting:
+    """A dummy that halts at some steps until files say that somebody has looked."""
+
+    def __init__(self, folder: Path, at: Mapping[int, str], envid: int) -> None:
+        self._env = dummy_with_its_id(envid)
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+        self._folder, self._at, self._made = folder, at, 0
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._made += 1
+        if (name := self._at.get(self._made)) is not None:
+            while not (self._folder / name).exists():
+                time.sleep(0.01)
         return self._env.step(action)
 
 
@@ -130,8 +178,8 @@ def complain() -> None:
 class Witness:
     """Takes the lines of a run, and acts on them while the supervisor waits for it.
 
-    Kills the process of this title once the run has made steps, if one is given; lets the run
-    go on to its end once the process `restarted` was started again and has run for some lines.
+    Kills the process of this title once the run has made steps, if it is to be killed; lets the run
+    reach its target once the process was started again and has run for some lines.
     """
 
     def __init__(self, folder: Path, restarted: str, kill: bool = False) -> None:
@@ -148,8 +196,9 @@ class Witness:
             if victim := processes_by_title().get(self._name):
                 self._kill = False
                 victim.kill()
-        elif self.restarts and self._name in processes_by_title():
-            self._seen += 1
+        elif self.restarts and (restarted := processes_by_title().get(self._name)):
+            stepped = (self._folder / f"stepped-{restarted.pid}").exists()
+            self._seen += stepped or not self._name.startswith("env-")
             if self._seen == 3:
                 (self._folder / "go").touch()
 
@@ -286,31 +335,34 @@ class OnceRaising(CountingAgent):
 
 
 class OnceBroken(Replay):
-    """A replay in which a method fails, once in the life of a run."""
+    """A replay in which a method fails after some steps or samples, once in the life of a run."""
 
     def __init__(self, *args: Any, mark: Path, method: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._mark, self._method, self._calls = mark, method, 0
+        self._mark, self._method, self._left = mark, method, 80
 
-    def _maybe_fail(self, method: str) -> None:
+    def _maybe_fail(self, method: str, count: int) -> None:
         if method != self._method:
             return
-        self._calls += 1
-        if self._calls > 40 and not self._mark.exists():
+        self._left -= count
+        if self._left < 0 and not self._mark.exists():
             self._mark.touch()
             raise RuntimeError("the disk is broken")
 
-    def add_batch(self, *args: Any, **kwargs: Any) -> int:
-        self._maybe_fail("add_batch")
-        return super().add_batch(*args, **kwargs)
+    def add_batch(self, steps: Any, streams: Any, *args: Any, **kwargs: Any) -> int:
+        self._maybe_fail("add_batch", len(streams))
+        return super().add_batch(steps, streams, *args, **kwargs)
 
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        self._maybe_fail("sample")
-        return super().sample(*args, **kwargs)
+    def sample(self, count: int, *args: Any, **kwargs: Any) -> Any:
+        self._maybe_fail("sample", count)
+        return super().sample(count, *args, **kwargs)
 
 
-def broken_replay(folder: Path, method: str) -> Replay:
-    return OnceBroken(5, 10**6, folder / "replay", 64, mark=folder / "broken", method=method)
+def broken_replay(config: RunConfig, method: str) -> Replay:
+    folder = config.logdir
+    return OnceBroken(
+        config.window, 10**6, folder / "replay", 64, mark=folder / "broken", method=method
+    )
 
 
 def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
@@ -331,4 +383,6 @@ def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a file that somebody may be writing: a line without an end is left out."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]

@@ -154,6 +154,7 @@ def runs_of_several_machines() -> list[list[list[str]]]:
 
 
 @pytest.mark.parametrize("shown", runs_of_several_machines(), ids=["shared", "copied"])
+@pytest.mark.timeout(400)
 def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path: Path) -> None:
     """The commands as shown. All machines are this one, each in a directory of its own, unless the
     page says that they share one."""
@@ -175,7 +176,7 @@ def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path:
                 for name in ("config.json", "keys"):
                     shutil.copy2(run_directory / name, place / name)
             started.append(subprocess.Popen([program, *words], cwd=first if shared else place))
-        assert started[0].wait(100) == 0
+        assert started[0].wait(250) == 0
     finally:
         for process in started:
             process.terminate()
@@ -185,6 +186,7 @@ def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path:
     assert (run_directory / "ckpt" / "agent").exists()
 
 
+@pytest.mark.timeout(400)
 def test_roles_apart_make_one_run(tmp_path: Path) -> None:
     (code,) = python_blocks("machines.md")
     code = f"sockets = {str(tmp_path)!r}\n{code}"
@@ -194,7 +196,7 @@ def test_roles_apart_make_one_run(tmp_path: Path) -> None:
     ]
     first, second = programs
     try:
-        assert first.wait(100) == 0
+        assert first.wait(250) == 0
     finally:
         for program in programs:
             program.terminate()

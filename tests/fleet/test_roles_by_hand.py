@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fleet_parts import dummy_with_its_id, left_behind, parts, small_run, stored_streams
+from launcher_parts import appears
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -53,18 +54,19 @@ def test_roles_started_by_hand_on_another_machine_make_a_whole_run(tmp_path: Pat
         Keys.generate().save(stranger)
         options = ["--config", str(there / "config.json"), "--logdir", str(there)]
         mine = [*options, "--keys", str(there / "keys")]
-        hands.append(role("replay", *mine))
-        hands.append(role("env", *mine, "--first", "0", "--count", "3"))
         # Environment 3 has the wrong key, and so no part in the run.
         hands.append(role("env", *options, "--keys", str(stranger), "--first", "3"))
+        hands.append(role("env", *mine, "--first", "0", "--count", "3"))
+        hands.append(role("replay", *mine))
 
     try:
         combined(**parts(config), args=config, say=start_the_others)
+        assert appears(there / "logs" / "env-3.log")  # nobody else has waited for the stranger
     finally:
         for process in hands:
             process.terminate()
-        said = [process.communicate(timeout=60)[0].decode() for process in hands]
-    assert [process.returncode for process in hands] == [0, 130, 130], said
+        said = [process.communicate(timeout=100)[0].decode() for process in hands]
+    assert [process.returncode for process in hands] == [130, 130, 0], said
     assert stat.S_IMODE((here / "keys").stat().st_mode) == 0o600
     assert left_behind() == []
     assert not (here / "replay").exists()
@@ -84,10 +86,11 @@ def test_a_stranger_gets_nothing_from_a_run_with_a_key(tmp_path: Path) -> None:
         if not line.startswith("step "):
             return
         run = RunConfig.from_json((tmp_path / "config.json").read_text())
-        for keys in (None, Keys.generate(), Keys.load(run.keys)):
-            with Client(find_server(run, "logger"), keys=keys, patience=1.0) as client:
+        # A stranger never gets a connection, however long it waits.
+        for keys, patience in ((None, 1.0), (Keys.generate(), 1.0), (Keys.load(run.keys), 60.0)):
+            with Client(find_server(run, "logger"), keys=keys, patience=patience) as client:
                 try:
-                    seen.append(client.status().result(20)["step"] >= 0)
+                    seen.append(client.status().result(100)["step"] >= 0)
                 except Disconnected as error:
                     seen.append(str(error))
         raise Enough

@@ -14,8 +14,10 @@ from fleet_parts import (
     Raising,
     dummy_with_its_id,
     left_behind,
+    logged,
     parts,
     rows,
+    run_until,
     small_run,
     stored_streams,
 )
@@ -67,21 +69,19 @@ def test_every_step_is_stored_once_in_order_with_its_action(
 
 
 def test_evaluation_data_is_kept_apart(tmp_path: Path) -> None:
-    config = small_run(tmp_path, envs=2, eval_envs=2, report_every=0.2, train_ratio=8.0)
+    config = small_run(tmp_path, steps=0, envs=2, eval_envs=2, report_every=0.2, train_ratio=8.0)
     fleet = parts(
         config,
         make_agent=CountingAgent,
         make_env_train=dummy_with_its_id,
         make_env_eval=dummy_with_its_id,
     )
-    combined(**fleet, args=config)
+    run_until(config, fleet, lambda: {"eval/score", "report/size"} <= logged(tmp_path))
     assert sorted(stored_streams(tmp_path / "replay")) == [0, 1]
     evaluation = stored_streams(tmp_path / "eval_replay")
     assert sorted(evaluation) == [2, 3]
     check_nothing_lost(evaluation)
-    metrics = rows(tmp_path / "metrics.jsonl")
-    assert any("eval/score" in row for row in metrics)
-    assert any(row.get("report/size") == 2 for row in metrics)
+    assert any(row.get("report/size") == 2 for row in rows(tmp_path / "metrics.jsonl"))
 
 
 def test_the_same_directory_goes_on(tmp_path: Path) -> None:
