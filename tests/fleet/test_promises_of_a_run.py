@@ -150,7 +150,7 @@ def test_videos_and_what_the_run_did_are_written_down(tmp_path: Path) -> None:
         "replay/limiter/avail",
     }
     media = tmp_path / "media" / "episode-video-image"
-    config = small_run(tmp_path, steps=0, report_every=0.02, eval_envs=1, train_ratio=8.0)
+    config = small_run(tmp_path, steps=0, report_every=0.2, eval_envs=1, train_ratio=8.0)
     fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
     run_until(config, fleet, lambda: wanted <= logged(tmp_path) and media.exists())
     videos = list(media.iterdir())

@@ -167,7 +167,9 @@ def test_priorities_that_the_learner_sends_decide_what_is_sampled(
 ) -> None:
     fractions = Fractions(uniform=1.0 - priority, priority=priority)
     replay = ReplayConfig(chunk=64, online=False, fractions=fractions)
-    config = small_run(tmp_path, steps=800, train_ratio=8.0, replay=replay)
+    # A batch waits for all four environments, so that each of them makes a quarter of the steps.
+    together = {"envs_per_process": 4, "actor_batch": 4, "actor_wait": 1000.0}
+    config = small_run(tmp_path, steps=500, train_ratio=16.0, replay=replay, **together)
     fleet = parts(config, make_agent=Prioritising, make_env_train=dummy_with_its_id)
     combined(**fleet, args=config)
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
