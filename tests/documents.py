@@ -1,4 +1,4 @@
-"""What the documents show: their blocks of shell commands and of Python."""
+"""What the documentation shows: its blocks of shell commands and of Python."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def run(words: Sequence[str], where: Path) -> str:
 
 
 def install(words: Sequence[str]) -> None:
-    """As far as can be seen without a network: the checkout can be installed, with these extras."""
+    """Check without a network that the checkout can be installed with these extras."""
     assert words[0] == "install"
     if words[1].startswith("."):  # another test looks at the names of extras
         uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--dry-run"]

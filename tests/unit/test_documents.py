@@ -1,4 +1,4 @@
-"""Documents that are made from the code are current, and name nothing that is not there."""
+"""Pages that are made from the code are current, and no page names what does not exist."""
 
 from __future__ import annotations
 
