@@ -1,8 +1,7 @@
 """An encoder of one's own: Dreamer observes a point cloud.
 
-    cd examples
-    dreamfleet train --task point_cloud:make --logdir runs/points --steps 20000 \
-        --dreamer.model.encoder point_cloud:PointEncoder
+    dreamfleet train --task examples.point_cloud:make --logdir runs/points --steps 20000 \
+        --dreamer.model.encoder examples.point_cloud:PointEncoder
 
 The points have no order, so each goes through the same small network, and the largest value of each
 feature over all points is kept. `docs/agents.md` explains what an encoder has to offer.
@@ -68,5 +67,5 @@ class Flock(gymnasium.Env[dict[str, Any], Any]):
 
 
 def make() -> Flock:
-    """What `--task point_cloud:make` names."""
+    """What `--task examples.point_cloud:make` names."""
     return Flock()

@@ -1,8 +1,7 @@
 """A small model-free agent: an actor-critic that learns from a short replay with V-trace.
 
-    cd examples
-    dreamfleet train --agent vtrace:AGENT --task gym:CartPole-v1 --logdir runs/vtrace --envs 4 \
-        --batch-size 16 --batch-length 32 --train-ratio 32 --replay.capacity 4000 \
+    dreamfleet train --agent examples.vtrace:AGENT --task gym:CartPole-v1 --logdir runs/vtrace \
+        --envs 4 --batch-size 16 --batch-length 32 --train-ratio 32 --replay.capacity 4000 \
         --steps 100000 --target-score 475
 
 It chooses one discrete action and observes vectors. `docs/agents.md` explains its parts.
@@ -179,7 +178,7 @@ def _network(layers: Any, x: Any, xp: Any) -> Any:
 
 
 class VTraceType(AgentType[VTraceConfig]):
-    """What `--agent vtrace:AGENT` names; its settings are `--vtrace.learning-rate` and so on."""
+    """What `--agent examples.vtrace:AGENT` names; settings are `--vtrace.learning-rate` and so on."""
 
     name = "vtrace"
     config = VTraceConfig

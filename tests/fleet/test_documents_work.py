@@ -57,7 +57,9 @@ def install(words: Sequence[str]) -> None:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """A training that is over in seconds; what the page says itself stays."""
+    """A training that is over in seconds; what the page says itself stays, but for many steps."""
+    many = {word for word in words if word.isdecimal() and int(word) >= 50_000}
+    words = [SHORT["--steps"] if word in many else word for word in words]
     given = {word.partition(".")[0] for word in words if word.startswith("--")}
     if "--dreamer" in given:  # settings of the agent belong to that agent
         given.add("--agent")
