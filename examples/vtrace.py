@@ -178,7 +178,7 @@ def _network(layers: Any, x: Any, xp: Any) -> Any:
 
 
 class VTraceType(AgentType[VTraceConfig]):
-    """What `--agent examples.vtrace:AGENT` names; settings are `--vtrace.learning-rate` and so on."""
+    """What `--agent examples.vtrace:AGENT` names; settings are `--vtrace.units` and so on."""
 
     name = "vtrace"
     config = VTraceConfig
