@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from dreamfleet.agents import (
 )
 
 # Programs are found again by their content, so that agents of one kind compile once.
-_CACHE = Path(tempfile.gettempdir()) / "dreamfleet-tests-jax"
+_CACHE = os.environ.get("DREAMFLEET_TESTS_CACHE", "")
 
 FLAGS = {
     "reward": Space(np.float32),
@@ -43,7 +42,7 @@ def config(**execution: Any) -> DreamerConfig:
         model=size_preset("debug"),
         loss=LossConfig(imag_length=3),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup=2),
-        execution=replace(ExecutionConfig(cache_dir=str(_CACHE)), **execution),
+        execution=replace(ExecutionConfig(cache_dir=_CACHE), **execution),
     )
 
 

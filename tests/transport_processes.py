@@ -38,7 +38,7 @@ class ServerProcess:
     def stop(self) -> None:
         if self._process.is_alive():
             self._channel.send("stop")
-            self._process.join(20)
+            self._process.join(60)
         assert not self._process.is_alive()
         self._process.close()
 
@@ -55,15 +55,16 @@ def server_process(
 
 
 def _serve(channel: Connection, address: str, keys: Keys | None, batching: bool) -> None:
-    server = _batch_server(address, keys) if batching else _plain_server(address, keys)
+    hold = threading.Event()
+    server = _batch_server(address, keys) if batching else _plain_server(address, keys, hold)
     with server:
         channel.send(server.address)
         channel.recv()
+        hold.set()
 
 
-def _plain_server(address: str, keys: Keys | None) -> Server:
+def _plain_server(address: str, keys: Keys | None, hold: threading.Event) -> Server:
     server = Server(address, "Plain", workers=4, keys=keys)
-    hold = threading.Event()
 
     def note(file: str, line: str) -> None:
         """Put on record that this call was carried out; a kill does not undo it."""

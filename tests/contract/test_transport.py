@@ -539,14 +539,23 @@ def test_a_connected_client_does_not_ask_for_the_address(
         assert len(asked) == before
 
 
+PAUSES = (0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5)
+
+
 def test_an_unknown_address_is_not_asked_for_all_the_time() -> None:
+    """The pauses double up to half a second; a busy machine only makes them longer."""
     asked: list[float] = []
-    with (
-        Client(lambda: asked.append(0.0) or "", patience=1.0) as client,
-        pytest.raises(Disconnected),
-    ):
-        client.echo(1).result(20)
-    assert 2 <= len(asked) <= 8
+
+    def where() -> str:
+        asked.append(time.monotonic())
+        return ""
+
+    with Client(where) as client:
+        future = client.echo(1)
+        while len(asked) <= len(PAUSES):
+            assert not future.wait(0.1)
+    pauses = np.diff(asked)
+    assert all(pause >= least for pause, least in zip(pauses, PAUSES, strict=True)), pauses
 
 
 def test_a_closed_client_says_so(plain: Plain) -> None:
@@ -627,7 +636,7 @@ def test_nothing_is_left_behind(transport: tuple[str, Keys | None]) -> None:
         assert path == Path() or path.is_socket()
         with Client(server.address, keys=keys) as client:
             client.echo(1).result(20)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert path == Path() or not path.exists()
     assert path == Path() or not path.parent.exists()
 
@@ -1020,6 +1029,8 @@ def test_whatever_was_answered_before_the_end_is_passed_on(
 
     server.start(block=False)
     clients = [Client(server.address, keys=keys, patience=0.1) for _ in answered]
+    for client in clients:
+        client.connect(20)
     threads = [threading.Thread(target=call, args=pair) for pair in enumerate(clients)]
     for thread in threads:
         thread.start()

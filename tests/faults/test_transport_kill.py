@@ -70,7 +70,6 @@ def await_progress(callers: list[Caller], steps: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same address", "another address"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_kill_nine_under_load_and_return(transport: str, elsewhere: bool, tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_a_server_that_hangs_is_given_up_by_the_heartbeat(
 ) -> None:
     """A stopped process answers nothing, but its connections stay open."""
     monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT", 200)
-    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT_TIMEOUT", 600)
+    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT_TIMEOUT", 2000)
     with server_process("127.0.0.1:{auto}") as server:
         client = Client(server.address)
         client.echo(1).result(20)
@@ -138,10 +137,10 @@ def test_a_server_that_hangs_is_given_up_by_the_heartbeat(
 def test_a_busy_server_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a method takes: heartbeats are answered by libzmq, not by Python."""
     monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT", 100)
-    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT_TIMEOUT", 300)
+    monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT_TIMEOUT", 1500)
     with server_process("127.0.0.1:{auto}") as server, Client(server.address) as client:
         future = client.block()
-        assert not future.wait(1.5)
+        assert not future.wait(3)
         assert client.echo(1).result(20) == (1,)
         assert client.stats()["connects"] == 1
 

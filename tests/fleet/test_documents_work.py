@@ -156,7 +156,6 @@ def runs_of_several_machines() -> list[list[list[str]]]:
 
 
 @pytest.mark.parametrize("shown", runs_of_several_machines(), ids=["shared", "copied"])
-@pytest.mark.timeout(400)
 def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path: Path) -> None:
     """The commands as shown. All machines are this one, each in a directory of its own, unless the
     page says that they share one."""
@@ -188,7 +187,6 @@ def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path:
     assert (run_directory / "ckpt" / "agent").exists()
 
 
-@pytest.mark.timeout(400)
 def test_roles_apart_make_one_run(tmp_path: Path) -> None:
     (code,) = python_blocks("machines.md")
     code = f"sockets = {str(tmp_path)!r}\n{code}"

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from documents import glossary
 from fleet_parts import logged, rows
 
@@ -43,7 +42,6 @@ def finished(logdir: Path) -> float:
     return min(counts.values())
 
 
-@pytest.mark.timeout(600)  # compiles the agent
 def test_the_glossary_knows_what_a_run_logs(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("dreamfleet")), "train", "--preset", "debug"]
     command += ["--logdir", str(tmp_path), "--steps", "0", "--train-ratio", "8", "--log-every"]

@@ -80,7 +80,6 @@ def test_the_fleet_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
         assert psutil.wait_procs(children.values(), timeout=100)[1] == []
 
 
-@pytest.mark.timeout(600)  # compiles the agent twice
 def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:
     steps = []
     for limit in (100, 150):

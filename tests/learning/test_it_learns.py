@@ -111,12 +111,10 @@ def score(loss: LossConfig, steps: int) -> float:
     return float(np.mean([e.score for e in play(agent, lambda n: Line(1000 + n), 64)]))
 
 
-@pytest.mark.timeout(300)
 def test_dreamer_learns() -> None:
     assert score(CONFIG.loss, STEPS) > LEARNED
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("loss", "steps"),
     [

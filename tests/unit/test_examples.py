@@ -16,7 +16,6 @@ from dreamfleet import Policy, make_env
 from dreamfleet.agents import Agent, find_agent
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture

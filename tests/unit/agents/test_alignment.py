@@ -17,8 +17,6 @@ from dreamfleet.agents.dreamer.learning import init_state
 from dreamfleet.agents.dreamer.losses import ReturnRange
 from dreamfleet.agents.dreamer.rssm import State
 
-pytestmark = pytest.mark.timeout(300)
-
 BATCH, TIME, STARTS = 3, 5, 2
 
 

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROGRAM = """
 import sys
 import jax
@@ -62,7 +60,6 @@ compare(sharded=True)
 """
 
 
-@pytest.mark.timeout(400)
 def test_eight_devices_equal_one() -> None:
     """Data-parallel and fully sharded."""
     source = PROGRAM.replace("TESTS", repr(str(Path(__file__).parents[2])))

@@ -19,7 +19,6 @@ from dreamfleet.agents.dreamer.losses import loss_scales
 from dreamfleet.agents.dreamer.rssm import State
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

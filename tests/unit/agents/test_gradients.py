@@ -23,8 +23,6 @@ from dreamfleet.agents.dreamer.losses import (
 from dreamfleet.agents.dreamer.rssm import State
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
-pytestmark = pytest.mark.timeout(300)
-
 WORLD = {"encoder", "dynamics"}
 REACH = {
     "reconstruction/vector": WORLD | {"decoder"},

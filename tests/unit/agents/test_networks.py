@@ -21,8 +21,6 @@ from dreamfleet.agents.dreamer.interfaces import Decoder, Dynamics, Encoder
 from dreamfleet.agents.dreamer.nets import Linear
 from dreamfleet.agents.dreamer.rssm import RSSM
 
-pytestmark = pytest.mark.timeout(300)
-
 GRID = {"grid": Space(np.float32, (3, 4, 2))} | FLAGS
 
 

@@ -96,7 +96,6 @@ def test_a_disk_that_refuses_costs_only_time(
     assert run(tmp_path) == 1
 
 
-@pytest.mark.timeout(300)
 def test_a_kept_training_step_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

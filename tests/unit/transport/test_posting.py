@@ -120,7 +120,7 @@ def test_closing_gives_up_only_when_a_call_makes_no_progress() -> None:
 
     def close() -> None:
         try:
-            queue.close(0.5)
+            queue.close(1.0)
         except Timeout as problem:
             problems.append(problem)
 
@@ -130,7 +130,7 @@ def test_closing_gives_up_only_when_a_call_makes_no_progress() -> None:
     assert started.acquire(timeout=20)
     assert started.acquire(timeout=20)
     closer.join(20)  # the second call does not end
-    assert "passed nothing on for 0.5 s; 2 rows are dropped" in str(problems[0])
+    assert "passed nothing on for 1 s; 2 rows are dropped" in str(problems[0])
     go_on.release(2)
     queue.thread.join(20)
     assert lists == [[0], [1]]

@@ -1,0 +1,58 @@
+"""What holds for every test: its speed does not matter, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import hypothesis
+import psutil
+import pytest
+
+ENOUGH_MEMORY = 1_200_000_000
+CACHE = "DREAMFLEET_TESTS_CACHE"
+"""Names the folder of compiled programs that all processes of one test run share."""
+
+hypothesis.settings.register_profile(
+    "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any speed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # in the process that starts the others
+        os.environ[CACHE] = tempfile.mkdtemp(prefix="dreamfleet-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True)
+
+
+def free_programs() -> None:
+    """Forget compiled programs that no agent holds, and give their memory back to the system."""
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of Linux has it
+    if trim is not None:
+        trim(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_freed_after_a_module() -> Iterator[None]:
+    yield
+    if "jax" in sys.modules:
+        free_programs()
+
+
+@pytest.fixture(autouse=True)
+def memory_stays_small() -> Iterator[None]:
+    yield
+    if psutil.Process().memory_info().rss > ENOUGH_MEMORY:
+        free_programs()
