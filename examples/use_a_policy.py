@@ -12,7 +12,7 @@ play = policy.for_gym(env)
 
 for episode in range(2):
     observation, _ = env.reset(seed=episode)
-    play.reset()  # forget the episode before
+    play.reset()  # a new episode
     score, over = 0.0, False
     while not over:
         observation, reward, terminated, truncated, _ = env.step(play(observation))

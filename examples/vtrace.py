@@ -119,7 +119,7 @@ class VTrace(AgentBase):
         discount, reward = self._config.discount * alive, batch["reward"][:, 1:]
         goal, advantage = jax.lax.stop_gradient(_vtrace(reward, discount, ratio, value))
         count = jnp.maximum(inside.sum(), 1.0)
-        # Centred and scaled: a critic that knows little yet would praise or blame every action.
+        # Centred and scaled: an untrained critic is wrong in the same direction for all actions.
         advantage -= (inside * advantage).sum() / count
         advantage /= jnp.sqrt((inside * advantage**2).sum() / count) + 1e-3
         entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
@@ -132,7 +132,7 @@ class VTrace(AgentBase):
         return total, {f"loss/{name}": loss for name, loss in losses.items()}
 
     def _vector(self, obs: Mapping[str, Any], xp: Any) -> Any:
-        """All observation keys side by side."""
+        """All observation keys, concatenated."""
         parts = []
         for key in self._inputs:
             value = xp.asarray(obs[key], xp.float32)
@@ -170,7 +170,7 @@ def _vtrace(reward: Any, discount: Any, ratio: Any, value: Any) -> Any:
 
 
 def _network(layers: Any, x: Any, xp: Any) -> Any:
-    """In numpy for the actor and in JAX for the learner."""
+    """A multilayer perceptron, in numpy for the actor and in JAX for the learner."""
     for name in sorted(layers):
         x = x @ layers[name]["kernel"] + layers[name]["bias"]
         x = x if name == max(layers) else xp.tanh(x)
