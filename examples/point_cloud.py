@@ -19,7 +19,7 @@ from jax import Array
 
 from dreamfleet import Space
 from dreamfleet.agents import ModelConfig, SpaceError
-from dreamfleet.agents.dreamer.nets import MLP
+from dreamfleet.agents.dreamer.layers import MLP
 
 
 class PointEncoder(eqx.Module):

@@ -106,7 +106,7 @@ class RunConfig:
     keys: str = ""
     """File of the run key, which tcp addresses need; made in the logdir if it is not given."""
     actor_batch: Annotated[int, Meta(ge=-1)] = 0
-    """Environments in a policy call; 0 or less for half of all environments."""
+    """Environments in a policy call, at most all of them; 0 or less for half of them."""
     actor_wait: SecondsOrZero = 0.02
     """Seconds that a policy call waits for more environments."""
     actor_threads: Count = 1
@@ -117,7 +117,7 @@ class RunConfig:
     batch_length: Count = 64
     """Steps that are trained on in a sequence."""
     report_length: Count = 32
-    """Steps in a sequence that is reported on; at most batch_length."""
+    """Steps in a sequence that is reported on; a longer one is cut to batch_length."""
     report_batches: Count = 1
     """Batches in a report."""
     train_ratio: Annotated[float, Meta(ge=-1)] = 32.0
@@ -162,22 +162,19 @@ class RunConfig:
         validate(self)
         if not isinstance(self.agent_config, ForeignSettings):
             agent = self.agent_type
+            _require(
+                agent.name not in self.__dataclass_fields__,
+                f"The agent {self.agent} calls its settings {agent.name!r}, which is a setting of "
+                "every run: give its type another name.",
+            )
             settings = agent.config() if self.agent_config is None else self.settings_of(agent)
             object.__setattr__(self, "agent_config", settings)
         _require(
             "seed" not in self.env_options,
             "env_options may not hold a seed: every environment gets its own; set the run's seed.",
         )
-        _require(
-            self.report_length <= self.batch_length,
-            f"report_length={self.report_length} is above batch_length={self.batch_length}: "
-            "reports use the replay's training sequences, so make it at most as long.",
-        )
-        _require(
-            self.actor_batch <= self.all_envs,
-            f"actor_batch={self.actor_batch} is never reached with {self.all_envs} environments: "
-            "lower it, or use 0 for half of them.",
-        )
+        # Reports use the replay's training sequences.
+        object.__setattr__(self, "report_length", min(self.report_length, self.batch_length))
         _require(
             not self.from_checkpoint_regex or bool(self.from_checkpoint),
             "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
@@ -200,7 +197,8 @@ class RunConfig:
     @property
     def policy_batch(self) -> int:
         """Environments in a full policy call."""
-        return self.actor_batch if self.actor_batch > 0 else max(1, self.all_envs // 2)
+        wanted = self.actor_batch if self.actor_batch > 0 else self.all_envs // 2
+        return max(1, min(wanted, self.all_envs))
 
     @property
     def window(self) -> int:

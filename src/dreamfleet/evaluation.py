@@ -104,7 +104,10 @@ def evaluate(
         raise ConfigError(f"episodes={episodes} is not valid: use a whole number, at least 1.")
     if video and video.suffix != ".mp4":
         raise ConfigError(f"video={video} is not valid: its name has to end in .mp4.")
-    if not isinstance(policy, Policy):
+    if isinstance(policy, Policy):
+        if agent is not None or greedy:
+            raise ConfigError("This policy is loaded: say agent and greedy when you load it.")
+    else:
         policy = Policy.load(policy, agent=agent, greedy=greedy)
     if policy.blueprint is None:
         raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")

@@ -25,12 +25,13 @@ from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import Say, Supervisor, silent
 from dreamfleet.fleet.workers import env_workers, fleet_workers
 from dreamfleet.roles.actor import parallel_actor
+from dreamfleet.roles.addresses import SERVERS, listen_address, remove_addresses
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.roles.runtime import SERVERS, Factory, listen_address, remove_addresses
+from dreamfleet.roles.runtime import Factory
 from dreamfleet.transport import Keys
 
 __all__ = [

@@ -19,10 +19,23 @@ from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Agent, Mode
 from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
-from dreamfleet.checkpoint import Checkpoint, MissingPartError, Snapshot, read_checkpoint
+from dreamfleet.checkpoint import (
+    Checkpoint,
+    MissingPartError,
+    Snapshot,
+    Which,
+    read_checkpoint,
+)
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.spaces import FLAGS, Space, spaces_from_json, spaces_to_json, without_reset
+from dreamfleet.spaces import (
+    FLAGS,
+    Space,
+    spaces_from_json,
+    spaces_to_json,
+    without_logs,
+    without_reset,
+)
 
 Arrays = dict[str, NDArray[Any]]
 Spaces = Mapping[str, Space]
@@ -62,10 +75,22 @@ class Blueprint:
         if "stored_space" in state:
             stored = spaces_from_json(state["stored_space"])
         else:  # an older version, which had built-in agents only
+            if config.agent not in BUILT_IN:
+                raise ConfigError(
+                    "The checkpoint does not say what its agent stores with a step: it is damaged."
+                )
             stored = find_agent(config.agent).stored_space(
                 obs_space, act_space, config.agent_config
             )
         return cls(config, obs_space, act_space, stored)
+
+    def foreign_code(self) -> tuple[str, ...]:
+        """Code outside of this package that making the agent would import."""
+        name = self.config.agent
+        if name not in BUILT_IN:
+            return (name,)
+        agent = find_agent(name)
+        return agent.named_code(self.config.settings_of(agent))
 
     def build(self, agent: AgentType[Any]) -> Agent:
         """A fresh agent of this type, for use on any machine."""
@@ -119,11 +144,7 @@ class Policy:
         greedy: bool = False,
     ) -> None:
         self.agent = agent
-        self.obs_space = {
-            key: space
-            for key, space in obs_space.items()
-            if key not in FLAGS and not key.startswith("log/")
-        }
+        self.obs_space = {k: s for k, s in without_logs(obs_space).items() if k not in FLAGS}
         self.act_space = without_reset(act_space)
         self.step = step
         self.blueprint = blueprint
@@ -138,6 +159,7 @@ class Policy:
     def load(
         cls,
         path: Path | str,
+        which: Which = "latest",
         *,
         agent: Agent | AgentType[Any] | str | None = None,
         greedy: bool = False,
@@ -145,26 +167,27 @@ class Policy:
         """The policy of a run, or of one of its checkpoints.
 
         Args:
-            path: A run's directory (its newest complete checkpoint is taken), a directory of
-                checkpoints, or one checkpoint.
-            agent: None builds the agent that the checkpoint describes, if it is one of this
-                package. An agent of your own is never imported because a file names it: name it
-                here as `package.module:name`, or pass its type, or an agent that takes the
-                parameters.
+            path: A run's directory, a directory of checkpoints, or one checkpoint.
+            which: Of several checkpoints the newest complete one, or the one with the best
+                evaluation score.
+            agent: None builds the agent that the checkpoint describes, if all of it is part of this
+                package. Code of your own is never imported because a file names it: name the agent
+                here (`dreamer` if only its networks are your own), or pass its type, or an agent
+                that takes the parameters.
             greedy: Take the mode of the policy instead of samples.
 
         Raises:
             ConfigError: There is no checkpoint, or it does not describe its agent.
             CheckpointError: It is damaged.
         """
-        snapshot = find_checkpoint(Path(path))
+        snapshot = find_checkpoint(Path(path), which=which)
         blueprint = Blueprint.load(snapshot.parts[BLUEPRINT])
         if agent is None:
             agent = blueprint.config.agent
-            if agent not in BUILT_IN:
+            if foreign := blueprint.foreign_code():
                 raise ConfigError(
-                    f"{path} was trained with {agent}, which is not part of Dreamfleet: pass "
-                    f"agent={agent!r} (--agent {agent}) to have it imported."
+                    f"{path} was trained with {', '.join(foreign)}, which is not part of "
+                    f"Dreamfleet: pass agent={agent!r} (--agent {agent}) to have it imported."
                 )
         if isinstance(agent, str):
             agent = find_agent(agent)
@@ -255,14 +278,16 @@ class Policy:
         return bounded
 
 
-def find_checkpoint(path: Path, parts: Collection[str] = ("agent", BLUEPRINT)) -> Snapshot:
+def find_checkpoint(
+    path: Path, parts: Collection[str] = ("agent", BLUEPRINT), which: Which = "latest"
+) -> Snapshot:
     """The checkpoint that a run's directory, a directory of checkpoints, or a checkpoint stands
     for, with these of its parts."""
     try:
         if (path / "manifest.json").is_file():
             return read_checkpoint(path, parts)
         for folder in (path / "ckpt" / "agent", path):
-            snapshot = Checkpoint(folder).load(parts=parts)
+            snapshot = Checkpoint(folder).load(which, parts=parts)
             if snapshot is not None:
                 return snapshot
     except MissingPartError as error:
@@ -270,4 +295,9 @@ def find_checkpoint(path: Path, parts: Collection[str] = ("agent", BLUEPRINT)) -
             f"{error} It was saved before checkpoints described their agent: resume that run for "
             "a moment, and its next checkpoint does."
         ) from error
+    if which == "best":
+        raise ConfigError(
+            f"{path} holds no checkpoint with an evaluation score: train with eval_envs, or take "
+            "the latest one."
+        )
     raise ConfigError(f"{path} holds no checkpoint: name a run's directory, or a checkpoint.")

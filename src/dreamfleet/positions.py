@@ -70,7 +70,7 @@ class Positions:
         self._words = np.frombuffer(self._map, "<i8")
         self._floats = np.frombuffer(self._map, "<f8")
         self._tick = tick
-        stored, copy = tick + self._read(_OFFSET), self._read(_STEPS)
+        by_tick, noted = tick + self._read(_OFFSET), self._read(_STEPS)
         if self._read(_MAGIC_WORD) != _MAGIC:
             # Until the magic word is there, an interrupted first start simply starts over.
             for word in range(1, _WORDS):
@@ -79,17 +79,17 @@ class Positions:
             self._store(_MAGIC_WORD, _MAGIC)
         elif self._read(_IMPORTING):
             # Killed while steps of other runs were copied in: some of the ticks are theirs. Nobody
-            # could store a step meanwhile, so the copy is right.
-            self._end_import(copy)
-        elif stored < copy:
+            # could store a step meanwhile, so the noted count is right.
+            self._end_import(noted)
+        elif by_tick < noted:
             log.warning(
                 "The replay holds %d steps less than the run has made; the run resumes without "
                 "them.",
-                copy - stored,
+                noted - by_tick,
             )
-            self._count_from(copy)
+            self._count_from(noted)
         else:
-            self._store(_STEPS, stored)
+            self._store(_STEPS, by_tick)
 
     @property
     def steps(self) -> int:
@@ -104,7 +104,7 @@ class Positions:
     def stored(self, tick: int) -> None:
         """The replay has committed steps up to this tick.
 
-        The commit itself was what counted them. The copy that is stored here is only needed when
+        The commit itself was what counted them. The count that is noted here is only needed when
         the replay's files are lost.
         """
         with self._lock:
@@ -120,17 +120,21 @@ class Positions:
         """A checkpoint knows of this many steps; if the replay knows of fewer, its files were lost
         together with these counts."""
         with self._lock:
-            if steps > self.steps:
+            missing = steps - self.steps
+            if missing > 0:
+                # The limiter has not seen these steps: it earns nothing for them.
+                if start := self._read(_START):
+                    self._store(_START, start + missing)
                 self._count_from(steps)
 
-    def import_steps(self, copy: Callable[[], int]) -> None:
+    def import_steps(self, import_all: Callable[[], int]) -> None:
         """Let steps of other runs be copied into the replay, without counting them.
 
         Args:
-            copy: Copies them, and returns the replay's tick afterwards.
+            import_all: Copies them, and returns the replay's tick afterwards.
         """
         self._store(_IMPORTING, 1)
-        self._tick = copy()
+        self._tick = import_all()
         self._end_import(self.steps)
 
     def owed(self, limiter: Limiter, size: int) -> float:
@@ -178,7 +182,7 @@ class Positions:
         self._store(_OFFSET, steps - self._tick)
 
     def _end_import(self, steps: int) -> None:
-        # The mark last: while it is there, only the copy of the steps counts.
+        # The mark last: while it is there, only the noted count of steps is valid.
         self._store(_OFFSET, steps - self._tick)
         self._store(_IMPORTING, 0)
 

@@ -88,14 +88,20 @@ def convert(path: str, value: Any, kind: Any) -> Any:
         if isinstance(value, typing.cast(type, kind)):
             return value
         raise SettingError(path, value, describe(kind))
-    if hasattr(value, "item") and not isinstance(value, dict):
-        value = value.item()  # numpy's numbers
+    value = _plain_value(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingError(path, value, describe(kind))
     try:
         return msgspec.convert(value, kind, dec_hook=_decode)
     except msgspec.ValidationError:
         raise SettingError(path, value, describe(kind)) from None
+
+
+def _plain_value(value: Any) -> Any:
+    """Numbers and arrays of numpy as Python's own, also inside of a mapping; paths stay paths."""
+    if isinstance(value, Mapping):
+        return {key: _plain_value(each) for key, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def settings(config: Any, prefix: str = "") -> Iterator[Setting]:

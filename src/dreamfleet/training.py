@@ -34,8 +34,8 @@ Say = Callable[[str], None]
 
 
 def configure(changes: Mapping[str, Any], preset: str = "default") -> RunConfig:
-    """The configuration of a preset with some settings changed, and with those that follow from
-    them: the directory is named after the task, and a preset's batches fit to other sizes.
+    """The configuration of a preset with some settings changed, as the command makes it: the
+    directory is named after the task, and an offline run takes its task from the first source.
 
     Args:
         changes: Values by path, such as `{"envs": 4, "dreamer.model": "1m"}`. `env_options` are
@@ -56,11 +56,6 @@ def configure(changes: Mapping[str, Any], preset: str = "default") -> RunConfig:
         given["env_options"] = {**source.env_options, **options}
     elif options:
         given["env_options"] = {**base.env_options, **options}
-    if "envs" in given or "eval_envs" in given:
-        # The preset's policy batch was meant for its own number of environments.
-        given.setdefault("actor_batch", 0)
-    if isinstance(given.get("batch_length"), int):
-        given.setdefault("report_length", min(base.report_length, max(1, given["batch_length"])))
     if "logdir" not in given:
         name = str(given.get("task", base.task)).replace(":", "-").replace("/", "-")
         given["logdir"] = Path("runs") / name

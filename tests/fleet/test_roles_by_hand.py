@@ -15,7 +15,7 @@ from launcher_parts import appears
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.parallel import combined
-from dreamfleet.roles.runtime import find_server
+from dreamfleet.roles.addresses import find_server
 from dreamfleet.transport import Client, Disconnected, Keys, resolve
 
 ROLE = [str(Path(sys.executable).with_name("dreamfleet")), "role"]

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dreamfleet
 from dreamfleet.agents import size_preset
 from dreamfleet.agents.random import RandomConfig
-from dreamfleet.agents.registry import BUILT_IN
+from dreamfleet.agents.registry import BUILT_IN, find_agent
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
@@ -27,8 +28,6 @@ SOURCE = Path(dreamfleet.__file__).parent
     [
         ({"envs": 0}, "envs=0"),
         ({"steps": -1}, "steps=-1"),
-        ({"report_length": 65}, "report_length=65 is above batch_length=64"),
-        ({"actor_batch": 9}, "actor_batch=9 is never reached with 8"),
         ({"from_checkpoint_regex": "actor"}, "from_checkpoint, which is empty"),
         ({"remote_envs": True}, "remote_envs needs an actor_addr"),
         ({"remote_replay": True}, "remote_replay needs an replay_addr"),
@@ -111,3 +110,27 @@ def test_an_unknown_preset_suggests_a_known_one() -> None:
 def test_presets_need_no_jax() -> None:
     code = "import sys, dreamfleet.presets; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sizes_that_follow_from_others_are_cut_to_them() -> None:
+    """Whoever changes the number of environments of a preset need not know its batch."""
+    few = preset("default").changed({"envs": 2, "batch_length": 4})
+    assert (few.policy_batch, few.report_length) == (2, 4)
+    assert RunConfig(envs=9, actor_batch=0).policy_batch == 4
+    assert RunConfig(envs=1, actor_batch=0).policy_batch == 1
+
+
+def test_an_agent_may_not_call_its_settings_like_a_setting() -> None:
+    class Clash(type(find_agent("random"))):  # type: ignore[misc]
+        name = "replay"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dreamfleet.config.find_agent", lambda _: Clash())
+        with pytest.raises(ConfigError, match="give its type another name"):
+            RunConfig(agent="random")
+
+
+def test_numbers_of_numpy_among_options_stay_numbers(tmp_path: Path) -> None:
+    options = {"gravity": np.float32(0.5), "size": np.array([8, 8])}
+    config = RunConfig(logdir=tmp_path, env_options=options)
+    assert RunConfig.from_json(config.to_json()).env_options == {"gravity": 0.5, "size": (8, 8)}

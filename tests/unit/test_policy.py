@@ -337,3 +337,32 @@ def test_the_example_plays(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert re.fullmatch(r"(episode \d: score \d+ after .*\n){2}", done.stdout), done.stderr
     assert "after 70 steps" in done.stdout
+
+
+def test_the_best_checkpoint_can_be_loaded(tmp_path: Path) -> None:
+    spaces = {"vector": Space(np.float32, (2,))}, {"action": Space(np.int32, (), 0, 5)}
+    agent = RandomAgent(*spaces)
+    config = RunConfig(agent="random")
+    saved(tmp_path, agent, config, step=5)
+    with pytest.raises(ConfigError, match="no checkpoint with an evaluation score"):
+        Policy.load(tmp_path, "best")
+    parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    for step, score in ((10, 1.0), (20, 9.0), (30, 4.0), (40, 5.0)):
+        Checkpoint(tmp_path / "ckpt" / "agent").save(parts, step=step, score=score)
+    assert Policy.load(tmp_path, "best").step == 20
+    assert Policy.load(tmp_path).step == 40
+
+
+def test_networks_of_your_own_are_imported_only_when_you_name_their_agent(
+    run: tuple[Path, Dreamer], tmp_path: Path
+) -> None:
+    """A downloaded checkpoint must not choose what is imported."""
+    _, agent = run
+    config = RunConfig(agent_config=agent.config).changed(
+        {"dreamer.model.encoder": "surprise_package.networks:Encoder"}
+    )
+    saved(tmp_path, agent, config)
+    with pytest.raises(ConfigError, match="trained with surprise_package.networks:Encoder, which"):
+        Policy.load(tmp_path)
+    with pytest.raises(ConfigError, match="surprise_package"):  # now it is looked for
+        Policy.load(tmp_path, agent="dreamer")

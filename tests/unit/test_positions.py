@@ -144,12 +144,13 @@ class Kills(RuleBasedStateMachine):
         self.seen_steps, self.seen_samples = self.positions.steps, self.positions.samples
 
     @invariant()
-    def the_limiter_owes_no_more_than_it_tolerates(self) -> None:
+    def the_limiter_owes_the_same_after_a_restart_and_no_more_than_it_tolerates(self) -> None:
         limits = Limits()
         owed = self.positions.owed(limits, self.size)
         assert -limits.tolerance <= owed <= limits.tolerance * limits.ratio
         if self.size < limits.minsize:
             assert owed == -limits.debt
+        assert Positions(self.folder / "positions", self.tick).owed(limits, self.size) == owed
 
 
 Kills.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
@@ -213,6 +214,17 @@ def test_a_replay_that_was_removed_is_filled_again(
     assert emptied.owed(Limits(), 0) == -8.0
     emptied.stored(10)
     assert emptied.steps == 1010
+
+
+def test_steps_that_a_checkpoint_knows_of_earn_nothing(tmp_path: Path) -> None:
+    positions = Positions(tmp_path / "positions", 0)
+    assert positions.owed(Limits(), 0) == -8.0
+    positions.raise_to(10_000)
+    positions.stored(20)
+    again = Positions(tmp_path / "positions", 20)
+    assert again.steps == 10_020
+    # As without the steps before: from the tenth new step on, half a sequence for each.
+    assert again.owed(Limits(), 20) == -8.0 + 0.5 * 11
 
 
 def test_without_a_limit_nothing_is_owed() -> None:

@@ -66,6 +66,13 @@ class AgentType(ABC, Generic[Config]):
         """Whether an agent with the settings `config` can load a state saved with `saved`."""
         return True
 
+    priority_setting: str = ""
+    """The setting that makes it send priorities, for messages."""
+
+    def named_code(self, config: Config) -> tuple[str, ...]:  # noqa: ARG002 - for who overrides it
+        """Code outside of this package that the settings name, as `package.module:name`."""
+        return ()
+
     def anywhere(self, config: Config) -> Config:
         """The settings without the devices of the machine that trained."""
         return config

@@ -23,6 +23,7 @@ def eval(  # noqa: A001 - the command's name
     seed: Annotated[int, Meta(ge=0)] = 0,
     fps: Annotated[float, Meta(gt=0)] = 20.0,
     agent: str | None = None,
+    best: bool = False,
 ) -> None:
     """Play complete episodes with a trained agent and say what it scores.
 
@@ -39,8 +40,9 @@ def eval(  # noqa: A001 - the command's name
         seed: Another seed plays other episodes.
         fps: Frames a second of the video.
         agent: An agent of your own, as package.module:name, which is imported then.
+        best: Take the checkpoint with the best evaluation score instead of the newest.
     """
-    policy = Policy.load(logdir, agent=agent, greedy=greedy)
+    policy = Policy.load(logdir, "best" if best else "latest", agent=agent, greedy=greedy)
     assert policy.blueprint is not None
     say(f"{policy.blueprint.config.task} after {policy.step:,} steps; {protocol(policy)}")
     result = evaluate(policy, episodes, seed=seed, video=video, fps=fps)

@@ -121,10 +121,11 @@ def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None
     settings = config.settings_of(agent)
     agent.check(obs_space, act_space, settings)
     if config.replay.fractions.priority > 0 and not agent.sends_priority(settings):
+        name = agent.priority_setting
+        fix = f"set {agent.name}.{name}, or set it to 0." if name else "set it to 0."
         raise ConfigError(
             f"replay.fractions.priority={config.replay.fractions.priority} needs priorities, and "
-            f"the agent {config.agent} sends none with these settings: "
-            "use settings that send them, or set it to 0."
+            f"the agent {config.agent} sends none: {fix}"
         )
 
 

@@ -6,8 +6,8 @@ person on another machine with the same file system, sees the same fleet as the 
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from dreamfleet.files import atomic_write
 log = logging.getLogger(__name__)
 
 FILE_NAME = "fleet.json"
+LOCK_NAME = "fleet.lock"
 
 WorkerState = Literal["starting", "running", "restarting", "ended"]
 FleetState = Literal["running", "ending", "ended", "failed"]
@@ -109,13 +110,23 @@ def claim_directory(logdir: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another process runs a fleet in this directory.
     """
-    before = read_record(logdir)
-    other = supervisor_process(before) if before and before.state in ("running", "ending") else None
-    if other is not None and other.pid != os.getpid():
-        raise ConfigError(
-            f"{logdir} is in use by a run that is under way (process {other.pid}): end that one, "
-            "or choose another directory."
-        )
+    logdir.mkdir(parents=True, exist_ok=True)
+    with (logdir / LOCK_NAME).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+        except OSError:
+            before = read_record(logdir)
+            who = f" (process {before.pid} on {before.host})" if before else ""
+            raise ConfigError(
+                f"{logdir} is in use by a run that is under way{who}: end that one, or choose "
+                "another directory."
+            ) from None
+        with _recorded(logdir):
+            yield
+
+
+@contextmanager
+def _recorded(logdir: Path) -> Iterator[None]:
     write_record(logdir, FleetRecord.of_this_process())
     state: FleetState = "failed"
     try:

@@ -14,6 +14,7 @@ same as the one that started the run:
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -38,9 +39,11 @@ from dreamfleet.fleet.record import (
 )
 from dreamfleet.fleet.stall import late_after, restarting, why_waiting
 from dreamfleet.formatting import clock, readable
-from dreamfleet.roles.runtime import find_server
+from dreamfleet.roles.addresses import find_server
 from dreamfleet.transport import Client, Future, TransportError
 from dreamfleet.transport.address import parse
+
+log = logging.getLogger(__name__)
 
 RunState = Literal["running", "ending", "ended", "failed", "killed", "unknown"]
 
@@ -238,7 +241,11 @@ class StatusLines:
 
     def show(self) -> None:
         """Look once, and say it."""
-        status = self._watcher.look(patience=1.0)
+        try:
+            status = self._watcher.look(patience=1.0)
+        except OSError as error:  # what cannot be shown must not end the run
+            log.warning("The run cannot be looked at: %s", error)
+            return
         if status is None:
             return
         if status.start and status.start != self._start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import signal
 import threading
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import Launcher, RestartPolicy, RunningWorker, Worker
 from dreamfleet.fleet.record import FleetRecord, FleetState, WorkerRecord, WorkerState, write_record
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -81,18 +84,18 @@ class Supervisor:
             FleetError: A worker failed, and the run ended because of it.
             KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
         """
-        save_seconds = _FAILED_SECONDS
+        failed = True
         self._launcher.prepare([member.worker for member in self._members])
         with self._signals():
             try:
                 for member in reversed(self._members):
                     self._start(member)
                 stopped = self._watch(tick, every)
-                save_seconds = _SAVE_SECONDS
+                failed = False
             finally:
                 self._write_record("ending")
-                self._stop_all(save_seconds)
-                self._write_record("failed" if save_seconds == _FAILED_SECONDS else "ended")
+                self._stop_all(_FAILED_SECONDS if failed else _SAVE_SECONDS)
+                self._write_record("failed" if failed else "ended")
         if stopped in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
 
@@ -166,9 +169,13 @@ class Supervisor:
                 member.wait_or_kill(max(0.0, deadline - time.monotonic()))
 
     def _write_record(self, state: FleetState = "running") -> None:
-        if self._logdir is not None:
-            workers = tuple(member.record(state) for member in self._members)
+        if self._logdir is None:
+            return
+        workers = tuple(member.record(state) for member in self._members)
+        try:
             write_record(self._logdir, replace(self._record, workers=workers, state=state))
+        except OSError as error:  # a full disk must not keep the workers from saving
+            log.warning("The record of the fleet cannot be written: %s", error)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from dreamfleet.agents.registry import find_agent
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
 from dreamfleet.roles.agent import parallel_agent
@@ -33,13 +32,13 @@ def fleet_workers(
 ) -> list[Worker]:
     """The workers of a run on the machine that starts it, in the order in which they are stopped:
     a worker may need those after it until its own end."""
-    policy = restart_policy(args)
+    policy, agent = restart_policy(args), args.agent_type
     workers = [
         Worker(
             "agent",
             "agent",
             partial(parallel_agent, make_agent, args),
-            find_agent(args.agent).process_environment(args.agent_config, os.environ),
+            agent.process_environment(args.settings_of(agent), os.environ),
             restart=policy,
             ends_run=True,
         )

@@ -19,9 +19,9 @@ from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, pad_rows, put_rows
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.logger import VIDEO_ENV
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import find_server, listen_address, publish_address
 from dreamfleet.slots import SlotTable
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _GATHER_SECONDS = 0.01
 _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
-_FLUSH_SECONDS = {"restart": 60.0, "stop": 1.0}
+_FLUSH_SECONDS, _GIVE_UP_SECONDS = 60.0, 1.0
 
 
 class ActorFailed(DreamfleetError):
@@ -250,9 +250,10 @@ class Actor:
     @property
     def flush_seconds(self) -> float:
         """How long the replay and the logger may take nothing before the run's end gives up on
-        them. One that is not connected comes back only if failures are mended."""
+        them. One that is not connected comes back only if somebody still restarts it."""
         connected = self._replay.stats()["connected"] and self._logger.stats()["connected"]
-        return _FLUSH_SECONDS["restart" if connected else self._args.on_failure]
+        restarted = self._args.on_failure == "restart" and not self._progress.stopped
+        return _FLUSH_SECONDS if connected or restarted else _GIVE_UP_SECONDS
 
     def _on_logged(self, target_reached: bool) -> None:
         if target_reached and not self._progress.finished.is_set():

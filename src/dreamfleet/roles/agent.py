@@ -26,7 +26,7 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
         args: The run.
     """
     progress = Progress(args.steps)
-    stop_event(on_stop=progress.finish)
+    stop_event(on_stop=progress.stop)
     agent = unpack(make_agent)()
     barrier = threading.Barrier(2)
 

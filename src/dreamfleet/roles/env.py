@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,8 @@ from numpy.typing import NDArray
 
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.base import noop
-from dreamfleet.roles.runtime import (
-    Factory,
-    close_when_stopped,
-    find_server,
-    stop_event,
-    unpack,
-)
+from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.runtime import Factory, close_when_stopped, stop_event, unpack
 from dreamfleet.spaces import without_reset
 from dreamfleet.transport import Client, Closed, Disconnected, RemoteError
 
@@ -72,8 +66,8 @@ def parallel_env(
         finally:
             watchdog.pause()
             for env in envs:
-                with suppress(AttributeError):
-                    env.close()
+                if close := getattr(env, "close", None):  # which an environment need not have
+                    close()
 
 
 def _step_all(

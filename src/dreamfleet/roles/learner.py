@@ -20,8 +20,8 @@ from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import policy_sizes
+from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import find_server
 from dreamfleet.transport import Client, Closed, Disconnected, Future, TransportError
 
 log = logging.getLogger(__name__)

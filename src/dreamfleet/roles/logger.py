@@ -23,13 +23,8 @@ from dreamfleet.metrics import (
     ScoresFile,
     kind_of,
 )
-from dreamfleet.roles.runtime import (
-    Factory,
-    listen_address,
-    publish_address,
-    stop_event,
-    unpack,
-)
+from dreamfleet.roles.addresses import listen_address, publish_address
+from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Server
 
 VIDEO_ENV = 0

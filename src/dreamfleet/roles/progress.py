@@ -16,6 +16,8 @@ class Progress:
 
     def __init__(self, steps: int = 0) -> None:
         self.finished = threading.Event()
+        self.stopped = False
+        """Whether the run was asked to stop, instead of having made all its steps."""
         self.error: BaseException | None = None
         self._limit = steps
         self._lock = threading.Lock()
@@ -48,6 +50,12 @@ class Progress:
         return step
 
     def finish(self) -> None:
+        """There were enough steps, or the score is reached."""
+        self.finished.set()
+
+    def stop(self) -> None:
+        """Somebody asks the run to stop."""
+        self.stopped = True
         self.finished.set()
 
     def fail(self, error: BaseException) -> None:

@@ -25,14 +25,8 @@ from dreamfleet.replay import (
     SamplesPerInsert,
     SchemaError,
 )
-from dreamfleet.roles.runtime import (
-    Factory,
-    find_server,
-    listen_address,
-    publish_address,
-    stop_event,
-    unpack,
-)
+from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Server, TransportError
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,4 @@
-"""What a role gets from whoever runs it: its factories, the signal to stop, and how to find the
-other roles of the run."""
+"""What a role gets from whoever runs it: its factories, and the signal to stop."""
 
 from __future__ import annotations
 
@@ -7,17 +6,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 
-from dreamfleet.config import RunConfig
-from dreamfleet.files import atomic_write
 from dreamfleet.transport import Client
-from dreamfleet.transport.address import AUTO, parse
 
 # --- factories -----------------------------------------------------------------------------------
 
@@ -117,67 +110,3 @@ def close_when_stopped(client: Client) -> None:
     its own the signal does."""
     if _thread.signal is not None:
         _thread.signal.on_stop(client.close)
-
-
-# --- addresses -----------------------------------------------------------------------------------
-
-RoleName = Literal["actor", "replay", "logger"]
-SERVERS: tuple[RoleName, ...] = ("actor", "replay", "logger")
-"""The roles that others connect to."""
-
-
-def listen_address(args: RunConfig, role: RoleName) -> str:
-    """Where a role listens; `{auto}` in it stands for a free port or file."""
-    address: str = getattr(args, f"{role}_addr")
-    return address
-
-
-def publish_address(args: RunConfig, role: RoleName, address: str) -> None:
-    """Let others find a server whose address is known once it listens.
-
-    The socket file of a predecessor that was killed is removed.
-    """
-    if AUTO not in listen_address(args, role):
-        return
-    before = published_address(args.logdir, role)
-    atomic_write(_address_file(args.logdir, role), address)
-    if before != address:
-        _remove_socket(before)
-
-
-def find_server(args: RunConfig, role: RoleName) -> str | Callable[[], str]:
-    """The address of a role, for a `Client`.
-
-    An address that the settings leave open is looked up at every attempt to connect, because a
-    role that was restarted may listen elsewhere.
-    """
-    address = listen_address(args, role)
-    return partial(published_address, args.logdir, role) if AUTO in address else address
-
-
-def published_address(logdir: Path, role: RoleName) -> str:
-    """The newest published address of a role; empty if there is none."""
-    try:
-        return _address_file(logdir, role).read_text()
-    except FileNotFoundError:
-        return ""
-
-
-def remove_addresses(logdir: Path) -> None:
-    """Forget where the roles of a run listened, and remove the socket files of killed ones."""
-    for role in SERVERS:
-        _remove_socket(published_address(logdir, role))
-        _address_file(logdir, role).unlink(missing_ok=True)
-    with suppress(OSError):  # there is none
-        (logdir / "addresses").rmdir()
-
-
-def _remove_socket(address: str) -> None:
-    if address and (parsed := parse(address)).kind != "tcp":
-        parsed.path.unlink(missing_ok=True)
-        with suppress(OSError):  # not ours alone
-            parsed.path.parent.rmdir()
-
-
-def _address_file(logdir: Path, role: RoleName) -> Path:
-    return logdir / "addresses" / role

@@ -17,7 +17,7 @@ NUMERICAL = (
     "heads",
     "learning",
     "losses",
-    "nets",
+    "layers",
     "networks",
     "optimizer",
     "report",
@@ -28,7 +28,7 @@ CHECKED = [f"{PACKAGE}.{name}" for name in NUMERICAL]
 # These tests compile much and compute little.
 jax.config.update("jax_disable_most_optimizations", True)
 
-assert f"{PACKAGE}.nets" not in sys.modules, "shapes are checked from the first import on"
+assert f"{PACKAGE}.layers" not in sys.modules, "shapes are checked from the first import on"
 with install_import_hook(CHECKED, "beartype.beartype"):
     importlib.import_module(f"{PACKAGE}.agent")
 

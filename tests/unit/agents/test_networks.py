@@ -18,7 +18,7 @@ from dreamfleet.agents.dreamer.cpu.actor import NumpyActor
 from dreamfleet.agents.dreamer.decoders import DefaultDecoder
 from dreamfleet.agents.dreamer.encoders import DefaultEncoder
 from dreamfleet.agents.dreamer.interfaces import Decoder, Dynamics, Encoder
-from dreamfleet.agents.dreamer.nets import Linear
+from dreamfleet.agents.dreamer.layers import Linear
 from dreamfleet.agents.dreamer.rssm import RSSM
 
 GRID = {"grid": Space(np.float32, (3, 4, 2))} | FLAGS

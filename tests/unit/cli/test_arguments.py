@@ -114,7 +114,7 @@ def test_flags_are_settings() -> None:
     assert config.envs_per_process == 2
     pixels = config_of(["--preset", "pixels", "--env-options", "repeat=2", "--envs", "3"])
     assert pixels.env_options == {"size": (32, 32), "repeat": 2}
-    assert (pixels.envs, pixels.policy_batch) == (3, 1)
+    assert (pixels.envs, pixels.policy_batch) == (3, 3)
     short = config_of(["--batch-length", "8"])
     assert (short.batch_length, short.report_length) == (8, 8)
     assert config_of(["--batch-length", "8", "--report-length", "4"]).report_length == 4

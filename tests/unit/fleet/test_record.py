@@ -74,15 +74,18 @@ def test_a_supervisor_is_known_by_pid_and_creation_time() -> None:
 
 
 def test_a_directory_has_one_supervisor(tmp_path: Path) -> None:
-    other = of_another_process()
-    for state in ("running", "ending"):
-        write_record(tmp_path, replace(other, state=state))
+    """The claim is a lock, so there is no moment at which two may take it."""
+    with claim_directory(tmp_path):
+        mine = read_record(tmp_path)
+        assert mine is not None
         with (
-            pytest.raises(ConfigError, match=f"is in use by .* [(]process {other.pid}[)]"),
+            pytest.raises(ConfigError, match=f"is in use by .* [(]process {mine.pid} on"),
             claim_directory(tmp_path),
         ):
             pass
-        assert read_record(tmp_path) == replace(other, state=state)
+        assert read_record(tmp_path) == mine
+    with claim_directory(tmp_path):
+        pass
 
 
 def test_a_directory_is_free_when_its_supervisor_has_ended(tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 import threading
 from pathlib import Path
 
 from fleet_parts import small_run
 
-from dreamfleet.roles.runtime import (
-    StopSignal,
+from dreamfleet.roles.addresses import (
+    DirectoryBook,
+    RoleName,
     find_server,
     publish_address,
     published_address,
     remove_addresses,
-    stop_event,
+    use_book,
 )
+from dreamfleet.roles.runtime import StopSignal, stop_event
 from dreamfleet.transport import Client, Server
 
 
@@ -44,21 +48,72 @@ def test_a_fixed_address_is_never_looked_up(tmp_path: Path) -> None:
     assert not (tmp_path / "addresses").exists()
 
 
-def test_socket_files_of_killed_servers_are_removed(tmp_path: Path) -> None:
+def leave_socket(path: Path) -> None:
+    """The socket file of a server that was killed."""
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def test_socket_files_of_killed_servers_are_removed() -> None:
+    with tempfile.TemporaryDirectory(prefix="s-") as folder:  # paths of sockets have to be short
+        logdir = Path(folder)
+        run = small_run(logdir)
+        old, new = logdir / "a" / "old", logdir / "b" / "new"
+        leave_socket(old)
+        leave_socket(new)
+        publish_address(run, "replay", f"ipc://{old}")
+        publish_address(run, "replay", f"ipc://{new}")
+        assert not old.parent.exists()
+        assert new.exists()
+        assert published_address(logdir, "replay") == f"ipc://{new}"
+        remove_addresses(logdir)
+        assert not new.parent.exists()
+        assert published_address(logdir, "replay") == ""
+        remove_addresses(logdir)
+
+
+def test_what_is_no_abandoned_socket_is_never_removed(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    old, new = tmp_path / "a" / "old", tmp_path / "b" / "new"
-    for path in (old, new):
-        path.parent.mkdir()
-        path.touch()
-    publish_address(run, "replay", f"ipc://{old}")
-    publish_address(run, "replay", f"ipc://{new}")
-    assert not old.parent.exists()
-    assert new.exists()
-    assert published_address(tmp_path, "replay") == f"ipc://{new}"
-    remove_addresses(tmp_path)
-    assert not new.parent.exists()
-    assert published_address(tmp_path, "replay") == ""
-    remove_addresses(tmp_path)
+    precious = tmp_path / "data" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("not a socket")
+    publish_address(run, "replay", f"ipc://{precious}")
+    with serve("ipc://{auto}", "alive") as server:
+        publish_address(run, "logger", server.address)
+        remove_addresses(tmp_path)
+        with Client(server.address) as client:
+            assert client.get().result(60) == "alive"
+    assert precious.exists()
+
+
+def test_a_server_on_all_interfaces_is_published_under_the_machines_name(tmp_path: Path) -> None:
+    run = small_run(tmp_path, actor_addr="tcp://0.0.0.0:{auto}")
+    publish_address(run, "actor", "tcp://0.0.0.0:5551")
+    assert published_address(tmp_path, "actor") == f"tcp://{socket.gethostname()}:5551"
+
+
+def test_a_launcher_may_bring_its_own_address_book(tmp_path: Path) -> None:
+    class Memory(DirectoryBook):
+        def __init__(self) -> None:
+            self.known: dict[str, str] = {}
+
+        def publish(self, logdir: Path, role: RoleName, address: str) -> None:
+            self.known[role] = address
+
+        def find(self, logdir: Path, role: RoleName) -> str:
+            return self.known.get(role, "")
+
+    run = small_run(tmp_path)
+    use_book(Memory())
+    try:
+        publish_address(run, "logger", "tcp://10.0.0.1:1")
+        found = find_server(run, "logger")
+        assert not isinstance(found, str)
+        assert found() == "tcp://10.0.0.1:1"
+        assert not (tmp_path / "addresses").exists()
+    finally:
+        use_book(DirectoryBook())
 
 
 def test_a_role_in_a_thread_stops_when_its_signal_says_so() -> None:

@@ -60,6 +60,13 @@ class DreamerType(AgentType[DreamerConfig]):
     def sends_priority(self, config: DreamerConfig) -> bool:
         return config.execution.send_priority
 
+    priority_setting = "execution.send_priority"
+
+    def named_code(self, config: DreamerConfig) -> tuple[str, ...]:
+        model = config.model
+        networks = (model.encoder, model.decoder, model.dynamics)
+        return tuple(name for name in networks if name != "default")
+
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
         execution = replace(
             config.execution, train_platform="", policy_platform="", shard_parameters=False

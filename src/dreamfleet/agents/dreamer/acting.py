@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from dreamfleet.agents.dreamer.features import Feature, embed_actions
 from dreamfleet.agents.dreamer.heads import Policy, mode_actions, sample_actions
 from dreamfleet.agents.dreamer.interfaces import Dynamics, Encoder
+from dreamfleet.agents.dreamer.layers import cast
 from dreamfleet.agents.dreamer.learning import latent_entries
-from dreamfleet.agents.dreamer.nets import cast
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.rssm import State
 

@@ -134,7 +134,7 @@ class LossConfig:
     """Effective planning horizon: the discount is 1 - 1/horizon."""
     continue_discount: bool = True
     """Learn the discount into the continuation head instead of multiplying it in."""
-    lambda_: Share = 0.95
+    return_lambda: Share = 0.95
     """Mixing of one-step and long returns."""
     entropy_scale: Scale = 3e-4
     """Weight of the policy's entropy."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from dreamfleet.agents.dreamer.nets import along_last, constant, init_kernel, rms_norm
+from dreamfleet.agents.dreamer.layers import along_last, constant, init_kernel, rms_norm
 
 # Images whose patches fit a processor's cache together.
 _ACTING_CHUNK = 8

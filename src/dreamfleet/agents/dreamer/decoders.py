@@ -15,7 +15,7 @@ from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
 from dreamfleet.agents.dreamer.convolution import UpConv, over_images
 from dreamfleet.agents.dreamer.features import Features, Spaces, check_decodable
-from dreamfleet.agents.dreamer.nets import MLP, BlockLinear, Dense, Linear, Norm
+from dreamfleet.agents.dreamer.layers import MLP, BlockLinear, Dense, Linear, Norm
 from dreamfleet.agents.dreamer.rssm import State
 
 

@@ -14,7 +14,7 @@ from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
 from dreamfleet.agents.dreamer.convolution import DownConv, over_images
 from dreamfleet.agents.dreamer.features import Feature, Features, Spaces, check_encodable
-from dreamfleet.agents.dreamer.nets import MLP
+from dreamfleet.agents.dreamer.layers import MLP
 
 
 class DefaultEncoder(eqx.Module):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
 from dreamfleet.agents.dreamer.features import Feature
-from dreamfleet.agents.dreamer.nets import MLP, Linear
+from dreamfleet.agents.dreamer.layers import MLP, Linear
 from dreamfleet.agents.dreamer.rssm import State
 
 

@@ -32,7 +32,7 @@ from dreamfleet.agents.dreamer.heads import (
     draw_noise,
     sample_actions,
 )
-from dreamfleet.agents.dreamer.nets import MLP, cast, matmul_parts
+from dreamfleet.agents.dreamer.layers import MLP, cast, matmul_parts
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.rssm import Observed, State
 
@@ -239,7 +239,7 @@ def lambda_return(
     terminal: Float[Array, "steps *batch"],
     bootstrap: Float[Array, "steps *batch"],
     discount: float,
-    lambda_: float,
+    return_lambda: float,
 ) -> Float[Array, "steps_minus_one *batch"]:
     """Returns of all steps but the last; time comes first.
 
@@ -250,7 +250,7 @@ def lambda_return(
     and R at the final step is the bootstrap b.
     """
     live = discount * (1.0 - terminal[1:])
-    cont = lambda_ * (1.0 - last[1:])
+    cont = return_lambda * (1.0 - last[1:])
     # R_t = base_t + slope_t R_{t+1}
     base = reward[1:] + live * (1.0 - cont) * bootstrap[1:]
     slope = live * cont
@@ -352,7 +352,7 @@ def imagination_targets(
     weight = jnp.cumprod(discount * cont, 0) / discount
     bootstrap = target_value if config.slow_target else value
     returns = lambda_return(
-        reward, jnp.zeros_like(cont), 1.0 - cont, bootstrap, discount, config.lambda_
+        reward, jnp.zeros_like(cont), 1.0 - cont, bootstrap, discount, config.return_lambda
     )
     range_ = range_.update(returns, config) if update else range_
     scale = range_.scale(config)
@@ -406,7 +406,7 @@ def replay_value_losses(
     """Value loss on replayed states, and its returns; bootstraps are imagined returns."""
     last_, terminal_ = last.astype(jnp.float32), terminal.astype(jnp.float32)
     returns = lambda_return(
-        reward, last_, terminal_, bootstrap, 1.0 - 1.0 / config.horizon, config.lambda_
+        reward, last_, terminal_, bootstrap, 1.0 - 1.0 / config.horizon, config.return_lambda
     )
     returns, target_value = jax.lax.stop_gradient((returns, target_value))
     loss = _value_loss(value_logits[:-1], returns, target_value[:-1], config)

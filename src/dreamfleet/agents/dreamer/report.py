@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.features import embed_actions
+from dreamfleet.agents.dreamer.layers import cast
 from dreamfleet.agents.dreamer.learning import Sequence, TrainState, apply_context, sequence_loss
-from dreamfleet.agents.dreamer.nets import cast
 from dreamfleet.agents.dreamer.optimizer import tree_norm
 from dreamfleet.agents.dreamer.rssm import Observed, State
 

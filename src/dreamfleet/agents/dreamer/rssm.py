@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.dreamer.nets import (
+from dreamfleet.agents.dreamer.layers import (
     EPSILON,
     BlockLinear,
     Dense,

@@ -5,7 +5,7 @@ to restart, when to give up, in which order to stop) is the supervisor's, the sa
 `tests/contract/test_launchers.py` is what a launcher has to pass.
 
 A worker that is started again may come up on another machine and listen elsewhere: others find it
-through its published address (`dreamfleet.roles.runtime`), so a launcher need not keep addresses.
+through its published address (`dreamfleet.roles.addresses`), so a launcher need not keep addresses.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class LocalWorker:
     def __init__(self, worker: Worker, payload: bytes, log_file: Path) -> None:
         self.host = socket.gethostname()
         self._log_file = log_file
+        self._ended = False
         header = {"path": sys.path, "title": f"dreamfleet {worker.name}", "bytes": len(payload)}
         with log_file.open("ab") as output:
             self._log_start = output.tell()
@@ -104,6 +105,10 @@ class LocalWorker:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+        if not self._ended:
+            self._ended = True
+            with suppress(ProcessLookupError):  # nothing that it has started is left
+                os.killpg(self.pid, signal.SIGKILL)
         return code
 
     def terminate(self) -> None:

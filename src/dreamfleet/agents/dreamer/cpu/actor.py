@@ -22,7 +22,7 @@ from dreamfleet.agents.dreamer.cpu.images import ImageStages
 from dreamfleet.agents.dreamer.encoders import DefaultEncoder
 from dreamfleet.agents.dreamer.features import Feature, embed_actions
 from dreamfleet.agents.dreamer.heads import Policy
-from dreamfleet.agents.dreamer.nets import EPSILON
+from dreamfleet.agents.dreamer.layers import EPSILON
 from dreamfleet.agents.dreamer.rssm import RSSM
 
 Floats = NDArray[np.float32]

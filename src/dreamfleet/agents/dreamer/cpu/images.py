@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.dreamer.nets import EPSILON
+from dreamfleet.agents.dreamer.layers import EPSILON
 
 Floats = NDArray[np.float32]
 
