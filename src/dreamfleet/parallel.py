@@ -136,6 +136,6 @@ def _prepared(args: RunConfig, launcher: Launcher) -> RunConfig:
         path = run.logdir / "keys"
         if not path.exists():
             Keys.generate().save(path)
-        run = replace(run, keys=str(path))
+        run = replace(run, keys=str(path.absolute()))
     atomic_write(run.logdir / "config.json", run.to_json())
     return run

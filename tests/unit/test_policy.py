@@ -205,9 +205,9 @@ AGENT = OwnType()
 def test_an_agent_of_your_own_is_imported_only_when_you_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_agent.py").write_text(OWN_AGENT)
+    (tmp_path / "my_own_agent.py").write_text(OWN_AGENT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = "own_agent:AGENT"
+    name = "my_own_agent:AGENT"
     config = RunConfig(agent=name).changed({"own.hats": 5})
     spaces = {"vector": Space(np.float32, (2,))}, {"action": Space(np.int32, (), 0, 5)}
     mine = config.agent_type.make(*spaces, config.agent_config, seed=0)
@@ -221,7 +221,7 @@ def test_an_agent_of_your_own_is_imported_only_when_you_name_it(
         "assert json.loads(config.to_json())['own'] == {'hats': 5}\n"
         "try: Policy.load(sys.argv[1])\n"
         "except ConfigError as error: print(error)\n"
-        "assert 'own_agent' not in sys.modules\n"
+        "assert 'my_own_agent' not in sys.modules\n"
         "assert config.resolved().agent_config.hats == 5\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -229,7 +229,7 @@ def test_an_agent_of_your_own_is_imported_only_when_you_name_it(
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.endswith(
-        "pass agent='own_agent:AGENT' (--agent own_agent:AGENT) to have it imported."
+        "pass agent='my_own_agent:AGENT' (--agent my_own_agent:AGENT) to have it imported."
     )
     assert second == "imported"
     for agent in (name, config.agent_type, mine):
@@ -362,7 +362,9 @@ def test_networks_of_your_own_are_imported_only_when_you_name_their_agent(
         {"dreamer.model.encoder": "surprise_package.networks:Encoder"}
     )
     saved(tmp_path, agent, config)
-    with pytest.raises(ConfigError, match="trained with surprise_package.networks:Encoder, which"):
+    with pytest.raises(
+        ConfigError, match=r"trained with surprise_package\.networks:Encoder, which"
+    ):
         Policy.load(tmp_path)
     with pytest.raises(ConfigError, match="surprise_package"):  # now it is looked for
         Policy.load(tmp_path, agent="dreamer")
