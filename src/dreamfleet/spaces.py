@@ -10,7 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, DreamfleetError
+
+
+class SpaceError(DreamfleetError, ValueError):
+    """A space, or a value in it, that an agent or an environment cannot have."""
+
 
 FLAGS = ("is_first", "is_last", "is_terminal", "reward")
 """Keys that every observation holds; an agent neither encodes nor decodes them."""
@@ -86,6 +91,11 @@ class Space:
             object.__setattr__(self, name, value)
         if not np.all(self.low < self.high if self.discrete else self.low <= self.high):
             raise ConfigError(f"A space needs low below high, got {self.low} and {self.high}.")
+
+    @property
+    def image(self) -> bool:
+        """Whether its values are images."""
+        return is_image(self.dtype, self.shape)
 
     @property
     def discrete(self) -> bool:

@@ -16,9 +16,10 @@ from dreamfleet.agents.dreamer.config import (
     OptimizerConfig,
     size_preset,
 )
-from dreamfleet.agents.errors import AgentError, NonFiniteError, SpaceError, StateMismatchError
+from dreamfleet.agents.errors import AgentError, NonFiniteError, StateMismatchError
 from dreamfleet.agents.random import RandomAgent, RandomConfig
 from dreamfleet.agents.registry import AgentType, find_agent
+from dreamfleet.spaces import SpaceError
 
 if typing.TYPE_CHECKING:
     from dreamfleet.agents.dreamer.agent import Dreamer

@@ -2,7 +2,6 @@
 
 DreamfleetError
 └── AgentError
-    ├── SpaceError       observations or actions the agent cannot be built for
     ├── StateMismatchError    a saved state that does not fit; every difference is listed
     └── NonFiniteError   NaN or infinity in data, losses or gradients; training has stopped
 """
@@ -12,10 +11,6 @@ from dreamfleet.errors import DreamfleetError
 
 class AgentError(DreamfleetError):
     """The root of this layer's errors."""
-
-
-class SpaceError(AgentError, ValueError):
-    """An observation or action space that this agent cannot handle."""
 
 
 class StateMismatchError(AgentError, ValueError):

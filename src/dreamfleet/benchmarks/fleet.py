@@ -25,6 +25,7 @@ from dreamfleet.fleet.factories import factories
 from dreamfleet.metrics import read_jsonl
 from dreamfleet.parallel import combined
 from dreamfleet.replay import ReplayConfig
+from dreamfleet.spaces import without_reset
 
 _ENVS = 8
 _TASK = "bundled:dummy"
@@ -80,7 +81,7 @@ class _Bare(gymnasium.Env[dict[str, Any], Any]):
 
     def __init__(self, seed: int) -> None:
         self._env = make_env(_TASK, seed=seed)
-        self._reset = noop({k: s for k, s in self._env.act_space.items() if k != "reset"})
+        self._reset = noop(without_reset(self._env.act_space))
         self.observation_space = gymnasium.spaces.Dict(
             {
                 "image": gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8),

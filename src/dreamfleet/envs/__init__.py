@@ -6,7 +6,6 @@ from dreamfleet.envs.base import (
     EnvError,
     EpisodicEnv,
     Outcome,
-    SpaceError,
     UnknownTaskError,
     env_seed,
     noop,
@@ -16,6 +15,7 @@ from dreamfleet.envs.base import (
 from dreamfleet.envs.registry import adapt, make_env, make_visible_env, suites, tasks
 from dreamfleet.envs.wrappers import Wrapper
 from dreamfleet.errors import MissingExtraError
+from dreamfleet.spaces import SpaceError
 
 __all__ = [
     "Env",

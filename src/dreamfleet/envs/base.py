@@ -19,7 +19,6 @@ Errors:
     DreamfleetError
     └── EnvError
         ├── UnknownTaskError   no suite, task or factory has this name
-        ├── SpaceError         a space, an observation or an action that breaks the contract
         └── EnvCrashedError    the environment failed more often than it may be restarted
 """
 
@@ -33,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.spaces import RESET, Space, is_frame
+from dreamfleet.spaces import RESET, Space, SpaceError, is_frame
 
 Arrays = dict[str, NDArray[Any]]
 Spaces = dict[str, Space]
@@ -57,10 +56,6 @@ class EnvError(DreamfleetError):
 
 class UnknownTaskError(EnvError, ValueError):
     """A task that names nothing."""
-
-
-class SpaceError(EnvError, ValueError):
-    """A space or a value that an agent cannot be given."""
 
 
 class EnvCrashedError(EnvError, RuntimeError):

@@ -28,7 +28,7 @@ from dreamfleet.envs.base import (
     sample_action,
 )
 from dreamfleet.errors import ConfigError, MissingExtraError
-from dreamfleet.spaces import FLAGS, RESET, without_logs
+from dreamfleet.spaces import FLAGS, RESET, SpaceError, without_logs
 
 _FRAMES = 20
 _COMPARED_STEPS = 200
@@ -96,7 +96,7 @@ def diagnose(
         result.hints += _seeds(make, trajectory[: compared + 1], seed)
     except (ConfigError, UnknownTaskError, MissingExtraError):
         raise
-    except EnvError as error:
+    except (EnvError, SpaceError) as error:
         result.problems.append(Finding(str(error), ""))
         return result
     except Exception as error:

@@ -18,12 +18,12 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, SpaceError, Spaces
+from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, Spaces
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.registry import check_name
 from dreamfleet.envs.wrappers import affine_actions, as_integers
 from dreamfleet.errors import MissingExtraError
-from dreamfleet.spaces import Space, is_image
+from dreamfleet.spaces import Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
 # Names of Dict spaces from the outermost on. They may hold slashes themselves, so the joined key

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, SpaceError, Spaces
+from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, Spaces
 from dreamfleet.envs.images import resize
-from dreamfleet.spaces import RESET, Space, is_image, without_logs
+from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
 
 log = logging.getLogger(__name__)
 

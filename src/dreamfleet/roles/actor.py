@@ -23,7 +23,7 @@ from dreamfleet.roles.addresses import find_server, listen_address, publish_addr
 from dreamfleet.roles.logger import VIDEO_ENV
 from dreamfleet.roles.progress import Progress
 from dreamfleet.slots import SlotTable
-from dreamfleet.spaces import FLAGS, LOG_PREFIX, is_frame, without_logs
+from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
 from dreamfleet.transport.address import AUTO
 
@@ -171,7 +171,7 @@ class Actor:
         if unknown.any():
             transitions = transitions.where(~unknown)
         self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
-        return {**actions, "reset": obs["is_last"] | unknown}, transitions
+        return {**actions, RESET: obs["is_last"] | unknown}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
         carry, slots = self._carries.take(envids, obs["is_first"])

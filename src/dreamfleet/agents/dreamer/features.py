@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.errors import SpaceError
-from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
+from dreamfleet.spaces import FLAGS, Space, SpaceError, without_logs, without_reset
 
 Spaces = Mapping[str, Space]
 
@@ -119,7 +118,7 @@ class Features:
 
     @classmethod
     def of(cls, spaces: Spaces) -> Features:
-        images = {name: space for name, space in spaces.items() if _is_image(space)}
+        images = {name: space for name, space in spaces.items() if space.image}
         vectors = [Feature.of(name, spaces[name]) for name in sorted(spaces.keys() - images)]
         return cls(
             tuple(vectors), tuple(ImageFeature(name, *s.shape) for name, s in images.items())
@@ -196,7 +195,7 @@ def check_encodable(spaces: Spaces, model: ModelConfig) -> None:
     uint8 images of one size."""
     for name, space in spaces.items():
         dimensions = len(space.shape)
-        if dimensions == 3 and not _is_image(space):
+        if dimensions == 3 and not space.image:
             raise SpaceError(
                 f"Image {name!r} must hold uint8 values, not {space.dtype}: convert it in the "
                 "environment, flatten it to use it as a vector, or choose an encoder of your own "
@@ -215,7 +214,7 @@ def check_decodable(spaces: Spaces, model: ModelConfig) -> None:
     """Refuse observations that the default decoder does not predict: it takes floats of any
     shape, uint8 images of one size and other integers of up to 2 dimensions."""
     for name, space in spaces.items():
-        if space.discrete and len(space.shape) > 2 and not _is_image(space):
+        if space.discrete and len(space.shape) > 2 and not space.image:
             raise SpaceError(
                 f"Observation {name!r} holds integers in {len(space.shape)} dimensions, which the "
                 "default decoder cannot predict: make it a float, or choose a decoder of your own "
@@ -223,7 +222,7 @@ def check_decodable(spaces: Spaces, model: ModelConfig) -> None:
             )
     _check_vectors(spaces)
     _check_images(spaces, model)
-    if not any(map(_is_image, spaces.values())):
+    if not any(space.image for space in spaces.values()):
         return
     blocks, channels = model.decoder_blocks, model.depth * model.mults[-1]
     if model.deter % blocks or channels % blocks:
@@ -233,18 +232,14 @@ def check_decodable(spaces: Spaces, model: ModelConfig) -> None:
         )
 
 
-def _is_image(space: Space) -> bool:
-    return space.dtype == np.uint8 and len(space.shape) == 3
-
-
 def _check_vectors(spaces: Spaces) -> None:
     for name, space in spaces.items():
-        if not _is_image(space):
+        if not space.image:
             _check_choices(name, space)
 
 
 def _check_images(spaces: Spaces, model: ModelConfig) -> None:
-    images = {name: space.shape[:2] for name, space in spaces.items() if _is_image(space)}
+    images = {name: space.shape[:2] for name, space in spaces.items() if space.image}
     if len(set(images.values())) > 1:
         sizes = ", ".join(f"{name} {height}x{width}" for name, (height, width) in images.items())
         raise SpaceError(f"All images need the same size, got {sizes}: resize them.")
