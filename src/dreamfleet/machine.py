@@ -81,6 +81,7 @@ def jax() -> Iterator[Finding]:
 
 
 def processor_and_memory() -> Iterator[Finding]:
+    """Cores, memory, and whether they are enough."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0]
     busy = cores is not None and load > cores
@@ -132,6 +133,7 @@ def sockets() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
+    """Limits of this shell that a fleet may reach."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < _FEW_FILES:
         fix = "Run 'ulimit -n 4096' in this shell first, if there are to be many environments."

@@ -20,6 +20,7 @@ from dreamfleet.checkpoint import Checkpoint
 
 
 def run(quick: bool = False) -> list[Row]:
+    """Measure writing and reading checkpoints."""
     megabytes, repeats = (10, 1) if quick else (480, 5)
     rng = np.random.default_rng(0)
     state = {f"layer{n}": rng.random((megabytes, 25_000), np.float32) for n in range(10)}

@@ -32,6 +32,7 @@ _TASK = "bundled:dummy"
 
 
 def run(quick: bool = False) -> list[Row]:
+    """Measure a whole fleet with the random agent."""
     steps = 4000 if quick else 120_000
     # The peer before and after, because a machine's speed drifts.
     seconds = 0.5 if quick else 6.0

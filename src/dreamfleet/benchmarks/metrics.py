@@ -18,6 +18,7 @@ _STEPS_PER_SECOND = 8000
 
 
 def run(quick: bool = False) -> list[Row]:
+    """Measure episode statistics and outputs."""
     seconds = 0.1 if quick else 1.0
     rows = [_episodes(size, logs, seconds) for size, logs in ((4, 1), (8, 1), (8, 22), (64, 1))]
     timer = Timer()

@@ -40,4 +40,5 @@ def compare(
 
 
 def rows_to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows as what JSON can hold."""
     return [asdict(row) for row in rows]

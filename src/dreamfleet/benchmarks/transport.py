@@ -164,6 +164,7 @@ def measure_latency(calls: int) -> tuple[float, float]:
 
 
 def run(quick: bool) -> list[Row]:
+    """Measure calls and batches between processes."""
     seconds = 0.5 if quick else 5.0
     median, tail = measure_latency(100 if quick else 5000)
     rows = [

@@ -45,6 +45,7 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args else "--help"
     if name in ("-h", "--help"):

@@ -130,10 +130,12 @@ class Atari(EpisodicEnv):
 
 
 def tasks() -> list[str]:
+    """The names of the tasks of this suite."""
     return sorted(_roms().get_all_rom_ids())
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
+    """What makes a task of this suite."""
     return functools.partial(Atari, name) if name in tasks() else None
 
 

@@ -282,8 +282,10 @@ _BUNDLED: dict[str, Callable[..., Env]] = {
 
 
 def tasks() -> list[str]:
+    """The names of the tasks of this suite."""
     return sorted(_BUNDLED)
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
+    """What makes a task of this suite."""
     return _BUNDLED.get(name)

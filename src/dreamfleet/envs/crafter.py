@@ -65,8 +65,10 @@ class Crafter(EpisodicEnv):
 
 
 def tasks() -> list[str]:
+    """The names of the tasks of this suite."""
     return sorted(_TASKS)
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
+    """What makes a task of this suite."""
     return functools.partial(Crafter, rewarded=_TASKS[name]) if name in _TASKS else None

@@ -85,10 +85,12 @@ class DMControl(EpisodicEnv):
 
 
 def tasks() -> list[str]:
+    """The names of the tasks of this suite."""
     return sorted(f"{domain}_{task}" for domain, task in _suite(render=False).ALL_TASKS)
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
+    """What makes a task of this suite."""
     return functools.partial(_make, *split(name)) if name in tasks() else None
 
 

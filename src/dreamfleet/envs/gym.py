@@ -192,10 +192,12 @@ class GymPlayer:
 
 
 def tasks() -> list[str]:
+    """The names of the tasks of this suite."""
     return sorted(gymnasium.registry)
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
+    """What makes a task of this suite."""
     try:
         gymnasium.spec(name)
     except gymnasium.error.Error:

@@ -103,11 +103,13 @@ def vocabulary(space: Any) -> tuple[dict[str, int], int]:
 
 
 def tasks() -> list[str]:
+    """The names of the tasks of this suite."""
     registry = _gymnasium().registry
     return sorted(name.removeprefix(_PREFIX) for name in registry if name.startswith(_PREFIX))
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
+    """What makes a task of this suite."""
     return functools.partial(_make, name) if name in tasks() else None
 
 

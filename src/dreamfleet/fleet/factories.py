@@ -41,11 +41,13 @@ def factories(config: RunConfig) -> dict[str, Callable[..., Any]]:
 
 
 def environment(config: RunConfig, envid: int) -> Any:
+    """One of the run's environments, with a seed of its own."""
     seed = env_seed(config.seed, envid)
     return make_env(config.task, seed=seed, **config.env_options)
 
 
 def agent(config: RunConfig) -> Agent:
+    """A fresh agent for the spaces of the task."""
     if config.offline:
         source = find_source(config.offline[0]).blueprint
         obs_space, act_space = source.obs_space, source.act_space
@@ -58,6 +60,7 @@ def agent(config: RunConfig) -> Agent:
 
 
 def replay(config: RunConfig, name: str) -> Replay:
+    """The replay of training data (`replay`) or of evaluation data (`eval_replay`)."""
     make: Callable[..., Replay] = Replay
     if config.offline and name == "replay":
         make = partial(AdoptedReplay, find_source(config.offline[0]).blueprint, config)
@@ -74,12 +77,14 @@ def replay(config: RunConfig, name: str) -> Replay:
 
 
 def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
+    """Batches of a buffer for training, reports or evaluation."""
     length = config.batch_length if mode == "train" else config.report_length
     source = partial(buffer.sample, config.batch_size, mode)
     return Stream(source, length, context=config.context)
 
 
 def logger(config: RunConfig) -> Outputs:
+    """All outputs of the run's metrics."""
     made: dict[str, Callable[[], Output]] = {
         "jsonl": lambda: JsonlOutput(config.logdir / "metrics.jsonl"),
         "media": lambda: MediaOutput(config.logdir / "media"),

@@ -40,6 +40,7 @@ from dreamfleet.fleet.record import (
 from dreamfleet.fleet.stall import late_after, restarting, why_waiting
 from dreamfleet.formatting import clock, readable
 from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.logger import RECENT_EPISODES
 from dreamfleet.transport import Client, Future, TransportError
 from dreamfleet.transport.address import parse
 
@@ -50,7 +51,6 @@ RunState = Literal["running", "ending", "ended", "failed", "killed", "unknown"]
 _RATE_SECONDS = 30.0
 _ANSWER_SECONDS = 0.5
 _UNANSWERED_SECONDS = 5.0
-_RECENT_EPISODES = 20
 # The last line of metrics is shorter than this.
 _TAIL_BYTES = 1 << 17
 
@@ -123,7 +123,7 @@ class RunStatus:
         told = self.metrics.get("score")
         if told is not None:
             return float(told)
-        recent = self.scores[-_RECENT_EPISODES:]
+        recent = self.scores[-RECENT_EPISODES:]
         return sum(recent) / len(recent) if recent else None
 
     @property

@@ -86,4 +86,5 @@ def worker_names(args: RunConfig) -> list[str]:
 
 
 def restart_policy(args: RunConfig) -> RestartPolicy:
+    """What the run says about workers that fail."""
     return RestartPolicy(args.on_failure, args.max_restarts, args.restart_window)

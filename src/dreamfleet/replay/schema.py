@@ -109,6 +109,7 @@ def _storable(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def round_up(value: int, align: int) -> int:
+    """The next multiple of `align`."""
     return -(-value // align) * align
 
 

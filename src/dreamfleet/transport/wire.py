@@ -79,6 +79,7 @@ def pack(
 
 
 def pack_error(number: int, kind: str, text: str, traceback: str = "") -> list[Buffer]:
+    """The frames of a reply that says what a call raised."""
     return pack(ERROR, number, encode((kind, text, traceback)))
 
 

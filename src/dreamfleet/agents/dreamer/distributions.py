@@ -34,11 +34,13 @@ def symexp(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def unimix_probs(
     logits: Float[Array, "*batch classes"], unimix: float
 ) -> Float[Array, "*batch classes"]:
+    """Probabilities of a categorical with a share of the uniform distribution mixed in."""
     probs = jax.nn.softmax(logits.astype(jnp.float32), -1)
     return (1.0 - unimix) * probs + unimix / logits.shape[-1]
 
 
 def entropy_of_probs(probs: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
+    """Entropy of a categorical, from its probabilities."""
     return -jnp.sum(probs * jnp.log(probs), -1)
 
 
@@ -75,10 +77,12 @@ def categorical_kl(
 def categorical_log_prob(
     logits: Float[Array, "*batch classes"], index: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:
+    """Log-probability of an index under a categorical."""
     return select(jax.nn.log_softmax(logits.astype(jnp.float32), -1), index)
 
 
 def categorical_entropy(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
+    """Entropy of a categorical, from its logits."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
     return -jnp.sum(jnp.exp(logp) * logp, -1)
 
@@ -157,14 +161,17 @@ def bernoulli_loss(
 
 
 def bounded_std(raw: Float[Array, "..."], min_std: float, max_std: float) -> Float[Array, "..."]:
+    """A standard deviation between two bounds, from any number."""
     return (max_std - min_std) * jax.nn.sigmoid(raw.astype(jnp.float32) + 2.0) + min_std
 
 
 def normal_log_prob(
     mean: Float[Array, "..."], std: Float[Array, "..."], value: Float[Array, "..."]
 ) -> Float[Array, "..."]:
+    """Log-density of a normal, element by element."""
     return -0.5 * jnp.square((value - mean) / std) - jnp.log(std) - 0.5 * _LOG_TWO_PI
 
 
 def normal_entropy(std: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Entropy of a normal, element by element."""
     return jnp.log(std) + 0.5 * (_LOG_TWO_PI + 1.0)

@@ -36,6 +36,7 @@ def init_kernel(
 
 
 def constant(value: float, width: int) -> Float[Array, " width"]:
+    """A vector with one value everywhere."""
     return jnp.asarray(np.full(width, value, np.float32))
 
 
@@ -58,6 +59,7 @@ def along_last(vector: Float[Array, " width"], rank: int) -> Float[Array, "..."]
 def rms_norm(
     x: Float[Array, "... width"], scale: Float[Array, " width"]
 ) -> Float[Array, "... width"]:
+    """The root mean square norm over the last axis, in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + EPSILON)
     return (wide * (inverse * along_last(scale, x.ndim))).astype(x.dtype)

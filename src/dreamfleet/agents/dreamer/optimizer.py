@@ -17,6 +17,7 @@ from dreamfleet.agents.dreamer.config import OptimizerConfig
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The optimizer of all networks, as one Optax chain."""
     stages = [
         clip_by_parameter_norm(config.clip, config.clip_floor),
         optax.scale_by_rms(config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True),
