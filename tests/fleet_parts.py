@@ -178,12 +178,12 @@ def complain() -> None:
 class Witness:
     """Takes the lines of a run, and acts on them while the supervisor waits for it.
 
-    Kills the process of this title once the run has made steps, if it is to be killed; lets the run
-    reach its target once the process was started again and has run for some lines.
+    Sends the process of this title a signal once the run has made steps, if there is one to send;
+    lets the run reach its target once the process was started again and has run for some lines.
     """
 
-    def __init__(self, folder: Path, restarted: str, kill: bool = False) -> None:
-        self._folder, self._name, self._kill = folder, restarted, kill
+    def __init__(self, folder: Path, restarted: str, send: signal.Signals | None = None) -> None:
+        self._folder, self._name, self._signal = folder, restarted, send
         self.lines: list[str] = []
         self._seen = 0
 
@@ -191,11 +191,11 @@ class Witness:
         self.lines.append(line)
         if not line.startswith("step ") or line.startswith("step 0"):
             return
-        if self._kill:
+        if self._signal is not None:
             # Steps are counted also before every process has come up.
             if victim := processes_by_title().get(self._name):
-                self._kill = False
-                victim.kill()
+                victim.send_signal(self._signal)
+                self._signal = None
         elif self.restarts and (restarted := processes_by_title().get(self._name)):
             stepped = (self._folder / f"stepped-{restarted.pid}").exists()
             self._seen += stepped or not self._name.startswith("env-")

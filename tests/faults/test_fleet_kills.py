@@ -8,6 +8,7 @@ there, out of order, or with an action that was not the one taken.
 from __future__ import annotations
 
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from dreamfleet.parallel import combined
 LENGTH = 25
 
 
-def kill_one(tmp_path: Path, title: str) -> dict[int, dict[str, Any]]:
+def end_one(tmp_path: Path, title: str, how: signal.Signals) -> dict[int, dict[str, Any]]:
     config = small_run(
         tmp_path,
         on_failure="restart",
@@ -42,7 +43,7 @@ def kill_one(tmp_path: Path, title: str) -> dict[int, dict[str, Any]]:
         train_ratio=0.2,
     )
     fleet = parts(config, make_agent=CountingAgent, make_env_train=partial(Paced, tmp_path))
-    witness = Witness(tmp_path, title, kill=True)
+    witness = Witness(tmp_path, title, how)
     combined(**fleet, args=config, say=witness)
     assert witness.restarts == [title], "\n".join(witness.lines)
     assert left_behind() == []
@@ -66,19 +67,24 @@ def kill_one(tmp_path: Path, title: str) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("title", ["replay", "logger"])
-def test_nothing_is_lost_or_doubled_when_a_server_is_killed(tmp_path: Path, title: str) -> None:
-    for stream in kill_one(tmp_path, title).values():
+def test_nothing_is_lost_or_doubled_when_a_server_is_ended(
+    tmp_path: Path, title: str, how: signal.Signals
+) -> None:
+    """Nobody but the server that got the signal is restarted."""
+    for stream in end_one(tmp_path, title, how).values():
         episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
         assert (episode * (LENGTH + 1) + step).tolist() == list(range(len(step)))
         assert stream["action"].tolist() == (step % 5).tolist()
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("title", ["agent", "env-0"])
-def test_only_the_running_episodes_are_cut_short_when_a_player_is_killed(
-    tmp_path: Path, title: str
+def test_only_the_running_episodes_are_cut_short_when_a_player_is_ended(
+    tmp_path: Path, title: str, how: signal.Signals
 ) -> None:
-    for envid, stream in kill_one(tmp_path, title).items():
+    for envid, stream in end_one(tmp_path, title, how).items():
         step = stream["vector"][:, 2].astype(int)
         assert stream["is_first"].tolist() == (step == 0).tolist()
         assert stream["action"].tolist() == (step % 5).tolist()

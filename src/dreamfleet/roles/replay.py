@@ -27,12 +27,13 @@ from dreamfleet.replay import (
 )
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
-from dreamfleet.transport import Client, Server, TransportError
+from dreamfleet.transport import Client, Server, TransportError, Unanswered
 
 log = logging.getLogger(__name__)
 
 _LIMITER_TIMEOUT = 1.0
-_CALLERS_FAULT = (SchemaError, BatchOrderError, ConfigError, ReplayClosedError)
+_ANSWERED = (SchemaError, BatchOrderError, ConfigError, ReplayClosedError, Unanswered)
+"""Errors that do not end the process: the caller's fault, or nobody's."""
 
 
 def parallel_replay(
@@ -97,7 +98,7 @@ def _or_end(method: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any) -> Any:
         try:
             return method(*args)
-        except _CALLERS_FAULT:
+        except _ANSWERED:
             raise
         except BaseException:
             log.exception("The replay failed.")
@@ -246,7 +247,7 @@ class ReplayService:
             except RateLimitedError as reason:
                 self._waiting[who] = str(reason)
                 if self._stop.is_set():
-                    raise ReplayClosedError("The replay is being closed.") from None
+                    raise Unanswered("The replay is being closed.") from None
             else:
                 self._waiting[who] = ""
                 return

@@ -19,6 +19,7 @@ from dreamfleet.transport.errors import (
     SecurityError,
     Timeout,
     TransportError,
+    Unanswered,
 )
 from dreamfleet.transport.security import Keys
 from dreamfleet.transport.server import Server
@@ -39,5 +40,6 @@ __all__ = [
     "Server",
     "Timeout",
     "TransportError",
+    "Unanswered",
     "resolve",
 ]

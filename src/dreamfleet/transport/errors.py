@@ -7,6 +7,7 @@ TransportError
 ├── CodecError          a value that cannot be sent; the message names its place
 ├── MessageError        bytes that are not one of our messages
 ├── RemoteError         the server's method failed; holds the remote traceback
+├── Unanswered          a server that is about to end leaves a call to its successor
 ├── Disconnected        the connection was lost, or nobody answers at the address
 ├── Timeout             the answer did not come in the time allowed
 └── Closed              the client or server was closed on this side
@@ -50,6 +51,11 @@ class RemoteError(TransportError):
     def __str__(self) -> str:
         text = super().__str__()
         return f"{text}\n\nRemote traceback:\n{self.traceback}" if self.traceback else text
+
+
+class Unanswered(TransportError):
+    """Raised by a method of a server that is about to end: its caller gets no answer, and asks the
+    successor if the method is repeatable."""
 
 
 class Disconnected(TransportError, ConnectionError):

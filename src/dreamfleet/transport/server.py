@@ -37,6 +37,7 @@ from dreamfleet.transport.errors import (
     MessageError,
     SecurityError,
     TransportError,
+    Unanswered,
 )
 from dreamfleet.transport.security import Authenticator, Keys
 from dreamfleet.transport.wire import Waker
@@ -230,6 +231,10 @@ class Server(BaseServer):
         failed = 0
         try:
             frames = wire.pack(wire.REPLY, number, encode(function(*args)))
+        except Unanswered:
+            with self._loop.lock:
+                self._loop.forget_call(peer)
+            return
         except BaseException as error:  # whatever it is, it must not take a thread along
             failed = 1
             frames = error_frames(number, error)
@@ -384,14 +389,18 @@ class Loop:
 
     def reply(self, peer: Peer, frames: list[Any]) -> None:
         """Answer a call."""
+        self.forget_call(peer)
+        self.counts["replies"] += 1
+        self._send(peer, frames)
+
+    def forget_call(self, peer: Peer) -> None:
+        """A call is in flight no longer."""
         self.counts["inflight"] -= 1
         count = self._inflight[peer] - 1
         if count > 0:
             self._inflight[peer] = count
         else:
             del self._inflight[peer]
-        self.counts["replies"] += 1
-        self._send(peer, frames)
 
     def wake_reader(self) -> None:
         """After a change made by a thread that does not read: wake the reader if it has to act."""
