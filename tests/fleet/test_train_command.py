@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def running(logdir: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, psu
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # a process group that a signal can be sent to
     )
     try:
         assert process.stdout is not None
@@ -57,8 +59,13 @@ def by_title(parent: psutil.Process) -> dict[str, psutil.Process]:
     return found
 
 
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_leaves_nothing_behind(
+    tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
+) -> None:
+    """Also a signal to the whole group, which is how a terminal, `timeout` and schedulers end
+    jobs."""
     with running(tmp_path) as (process, children):
         # An encoder of videos may be there too.
         assert {title for title in children if title.startswith("dreamfleet ")} == ROLES
@@ -66,7 +73,7 @@ def test_a_signal_saves_and_leaves_nothing_behind(tmp_path: Path, number: signal
             child = children[f"dreamfleet {title}"]
             assert not any("jax" in each.path for each in child.memory_maps())
         assert children["dreamfleet env-0"].memory_info().rss < 80e6
-        process.send_signal(number)
+        send(process.pid, number)
         assert process.wait(200) == 130
         assert psutil.wait_procs(children.values(), timeout=60)[1] == []
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
