@@ -42,7 +42,7 @@ def run(*args: str, **options) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         **options,
     )
 
@@ -75,7 +75,7 @@ def test_your_own_environment_in_the_current_directory(here: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert "my_env:Corridor is fine." in result.stdout

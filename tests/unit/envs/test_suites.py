@@ -235,7 +235,7 @@ class TestDMControl:
         except EnvError as error:
             pytest.skip(str(error))
         result = subprocess.run(
-            [sys.executable, "-c", PIXELS], capture_output=True, text=True, check=False, timeout=100
+            [sys.executable, "-c", PIXELS], capture_output=True, text=True, check=False, timeout=300
         )
         assert result.returncode == 0, result.stderr
 
