@@ -43,7 +43,7 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     known = glossary()
     assert [tag for tag in tags if not any(re.fullmatch(name, tag) for name in known)] == []
     page = (ROOT / "docs" / "metrics.md").read_text()
-    (words,) = re.findall(r"^`scores\.jsonl` holds (.*?)\n\n", page, re.DOTALL | re.MULTILINE)
+    (words,) = re.findall(r"`scores\.jsonl` holds (.*?)\n\n", page, re.DOTALL)
     assert set(re.findall(r"`([\w/]+)`", words)) == set(rows(tmp_path / "scores.jsonl")[0])
 
 

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ def _fleet(logdir: Path, steps: int, every: float) -> tuple[float, float | None]
     combined(**factories(config), args=config, say=say)
     key = "actor/steps_per_second"
     rates = [float(row[key]) for row in read_jsonl(logdir / "metrics.jsonl") if key in row]
-    # The first interval holds the start of every process.
-    return statistics.median(rates[1:] or rates), seen[0] if seen else None
+    # Until the environments have come up there are no steps, and the next interval is not full.
+    moving = list(dropwhile(lambda rate: rate == 0.0, rates))
+    return statistics.median(moving[1:] or moving), seen[0] if seen else None
 
 
 class _Bare(gymnasium.Env[dict[str, Any], Any]):
