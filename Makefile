@@ -20,7 +20,7 @@ train: setup ## set up, then train; options such as ARGS='--seed 1'
 	@$(BIN)/dreamfleet train $(ARGS)
 
 test: setup-dev lint types ## set up, then lint, types and tests
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup-dev ## ruff: rules and formatting
 	@$(BIN)/ruff check .
