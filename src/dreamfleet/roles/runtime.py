@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 import threading
@@ -91,17 +92,26 @@ def stop_event(
             _thread.signal.on_stop(on_stop)
         return _thread.signal.event
     event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        return event
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def stop(*_: Any) -> None:
+    def stop() -> None:
+        signals.get()
         _process_stopped.set()
         event.set()
         if on_stop:
             on_stop()
+
+    def handle(number: int, _frame: Any) -> None:
+        # It may interrupt the main thread inside of the event, whose lock it then holds. So another
+        # thread sets the event; a simple queue is the one thing that may be used here.
+        signals.put(number)
         if exit_process:
             sys.exit(0)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, stop)
+    threading.Thread(target=stop, name="stop", daemon=True).start()
+    signal.signal(signal.SIGTERM, handle)
     return event
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -126,13 +129,42 @@ def test_a_role_in_a_thread_stops_when_its_signal_says_so() -> None:
         event.wait()
         stopped.append("returned")
 
-    signal = StopSignal()
-    thread = threading.Thread(target=signal.run, args=[role])
+    stop = StopSignal()
+    thread = threading.Thread(target=stop.run, args=[role])
     thread.start()
     assert running.wait(60)
-    signal.stop()
-    signal.stop()
+    stop.stop()
+    stop.stop()
     thread.join(60)
     assert stopped == ["callback", "returned"]
-    signal.on_stop(lambda: stopped.append("late"))
+    stop.on_stop(lambda: stopped.append("late"))
     assert stopped[-1] == "late"
+
+
+STOPPED_WHILE_IT_WAITS = """
+import os, sys
+from dreamfleet.roles.runtime import process_was_asked_to_stop, stop_event
+stop = stop_event()
+with stop._cond:  # where Event.wait is for a moment each time it is called
+    print("waiting", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        pass
+stop.wait()
+assert process_was_asked_to_stop()
+"""
+
+
+def test_a_signal_that_comes_inside_of_the_event_does_not_hang_the_role(tmp_path: Path) -> None:
+    """A handler that sets the event itself would wait for a lock that its own thread holds."""
+    go = tmp_path / "go"
+    command = [sys.executable, "-c", STOPPED_WHILE_IT_WAITS, str(go)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGTERM)  # handled by the main thread, which holds the lock
+    go.touch()
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
