@@ -101,6 +101,23 @@ def logged(logdir: Path) -> set[str]:
     return {key for row in rows(logdir / "metrics.jsonl") for key in row}
 
 
+class Together:
+    """A dummy that takes its first step when all environments of the run are there, so that none
+    can make all the steps alone."""
+
+    def __init__(self, folder: Path, count: int, envid: int) -> None:
+        self._env = dummy_with_its_id(envid)
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+        (folder / f"made-{envid}").touch()
+        self._awaited = [folder / f"made-{other}" for other in range(count)]
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        while self._awaited and not all(path.exists() for path in self._awaited):
+            time.sleep(0.005)
+        self._awaited = []
+        return self._env.step(action)
+
+
 class Paced:
     """A dummy that takes its time, and earns nothing, until a file `go` is in the folder.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -72,8 +73,8 @@ def test_a_worker_that_is_asked_to_stop_saves_first(launcher: Launcher, tmp_path
 
 
 def test_a_worker_that_does_not_stop_is_killed(launcher: Launcher, tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    running = start(launcher, partial(ignore_the_request, started))
+    started, over = tmp_path / "started", tmp_path / "over"
+    running = start(launcher, partial(ignore_the_request, started, over))
     assert appears(started)
     running.terminate()
     assert running.wait(0.05) is None
@@ -81,6 +82,10 @@ def test_a_worker_that_does_not_stop_is_killed(launcher: Launcher, tmp_path: Pat
     code = running.wait(LONG)
     assert code is not None
     assert code < 0
+    over.touch()  # a thread cannot be killed, and must not outlive its test
+    for thread in threading.enumerate():
+        if thread.name == "env-0":
+            thread.join(LONG)
 
 
 def test_output_is_that_of_the_last_start_only(launcher: Launcher) -> None:

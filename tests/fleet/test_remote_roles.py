@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fleet_parts import (
     CountingAgent,
-    dummy_with_its_id,
+    Together,
     left_behind,
     parts,
     small_run,
@@ -30,7 +30,8 @@ def test_a_run_works_with_environments_and_replay_started_elsewhere(tmp_path: Pa
             remote_replay=True,
             **{f"{role}_addr": f"ipc://{sockets}/{role}" for role in ("actor", "replay", "logger")},
         )
-        fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+        make_env = partial(Together, tmp_path, config.envs)
+        fleet = parts(config, make_agent=CountingAgent, make_env_train=make_env)
         replay = partial(
             parallel_replay,
             fleet["make_replay_train"],

@@ -32,7 +32,9 @@ def tcp_run(logdir: Path) -> RunConfig:
     addresses = {
         f"{name}_addr": resolve("tcp://127.0.0.1:{auto}") for name in ("actor", "replay", "logger")
     }
-    return small_run(logdir, steps=300, remote_envs=True, remote_replay=True, **addresses)
+    # A policy call waits for all environments, so that none makes all the steps alone.
+    batch = {"actor_batch": 3, "actor_wait": 600.0}
+    return small_run(logdir, steps=300, remote_envs=True, remote_replay=True, **batch, **addresses)
 
 
 def test_roles_started_by_hand_on_another_machine_make_a_whole_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fleet_parts import (
     CountingAgent,
     Prioritising,
     Raising,
+    Together,
     dummy_with_its_id,
     left_behind,
     logged,
@@ -48,7 +50,8 @@ def test_every_step_is_stored_once_in_order_with_its_action(
     tmp_path: Path, envs_per_process: int, actor_batch: int
 ) -> None:
     config = small_run(tmp_path, envs_per_process=envs_per_process, actor_batch=actor_batch)
-    fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+    make_env = partial(Together, tmp_path, config.envs)
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=make_env)
     combined(**fleet, args=config)
     found = stored_streams(tmp_path / "replay")
     assert sorted(found) == [0, 1, 2, 3]
