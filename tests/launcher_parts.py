@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -64,3 +67,10 @@ def note_end(order: Path, started: Path, name: str) -> None:
     stop.wait()
     with order.open("a") as file:
         file.write(f"{name} ")
+
+
+def leave_a_child(path: Path) -> None:
+    """End with a child that still runs; notes its pid."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    path.write_text(str(child.pid))
+    os._exit(1)

@@ -1,7 +1,7 @@
 """Evaluation: complete episodes with a trained policy, in environments that training never uses.
 
 result = evaluate("runs/gym-CartPole-v1", episodes=20)
-print(result.summary(), result.returns)
+result.summary(), result.returns
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fleet_parts import until_stopped
 from launcher_parts import (
@@ -18,6 +20,7 @@ from launcher_parts import (
     fail,
     fail_once,
     ignore_the_request,
+    leave_a_child,
     note_end,
     save_when_stopped,
     write,
@@ -183,3 +186,13 @@ def test_processes_and_threads_are_what_they_say(tmp_path: Path) -> None:
         assert process.pid != os.getpid()
         assert thread.pid == os.getpid()
         assert process.wait(LONG) == thread.wait(LONG) == 0
+
+
+def test_children_of_a_process_that_died_go_too(tmp_path: Path) -> None:
+    with find_launcher("local")(tmp_path) as launcher:
+        running = start(launcher, partial(leave_a_child, tmp_path / "child"))
+        assert running.wait(LONG) == 1
+    pid = int((tmp_path / "child").read_text())
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(LONG)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

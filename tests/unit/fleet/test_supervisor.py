@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fleet_parts import until_stopped
 
+from dreamfleet.fleet import supervisor
 from dreamfleet.fleet.launchers import RestartPolicy, Worker, find_launcher
 from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
 
@@ -56,3 +57,25 @@ def test_too_many_in_a_while_end_the_run_with_the_first_error_of_that_while() ->
     with pytest.raises(FleetError, match="agent failed again after 2 restarts") as error:
         failures.add("agent", "and again", policy)
     assert "The first error was: the disk is broken" in str(error.value)
+
+
+def test_a_record_that_cannot_be_written_keeps_nobody_from_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: the run goes through its start and its orderly end all the same."""
+    saved: list[str] = []
+
+    def save_when_stopped() -> None:
+        until_stopped()
+        saved.append("replay")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(supervisor, "write_record", full)
+    leader = Worker("agent", "agent", lambda: saved.append("agent"), ends_run=True)
+    with find_launcher("serial")(tmp_path) as launcher:
+        Supervisor(
+            [leader, Worker("replay", "replay", save_when_stopped)], launcher, logdir=tmp_path
+        ).run()
+    assert saved == ["agent", "replay"]
