@@ -29,7 +29,7 @@ WRITERS = {
     )
 }
 FILLED = 110
-KILLS = 600
+KILLS = 300
 DRIVER = Path(__file__).parents[1] / "replay_kill_driver.py"
 
 

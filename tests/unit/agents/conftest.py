@@ -5,6 +5,7 @@ import sys
 
 import jax
 import pytest
+import quick_compiling  # noqa: F401
 from jaxtyping import install_import_hook
 
 PACKAGE = "dreamfleet.agents.dreamer"
@@ -24,9 +25,6 @@ NUMERICAL = (
     "rssm",
 )
 CHECKED = [f"{PACKAGE}.{name}" for name in NUMERICAL]
-
-# These tests compile much and compute little.
-jax.config.update("jax_disable_most_optimizations", True)
 
 assert f"{PACKAGE}.layers" not in sys.modules, "shapes are checked from the first import on"
 with install_import_hook(CHECKED, "beartype.beartype"):

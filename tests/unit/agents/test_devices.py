@@ -9,13 +9,13 @@ import sys
 import jax
 import numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_disable_most_optimizations", True)
 sys.path.insert(0, TESTS)
-from agent_worlds import ACTIONS, MIXED, VECTOR, config, observations, random_batch
+import quick_compiling
+from agent_worlds import ACTIONS, IMAGE, VECTOR, config, observations, random_batch
 from dreamfleet.agents import Dreamer
 from dreamfleet.errors import ConfigError
 
-spaces = MIXED
+spaces = VECTOR | IMAGE
 batch = random_batch(spaces, ACTIONS, size=8)
 
 def run(devices, **options):
