@@ -245,7 +245,9 @@ class Policy:
         """
         from dreamfleet.envs.gym import GymPlayer
 
-        return GymPlayer(self, self.obs_space, env)
+        trained = self.blueprint.config.env_options if self.blueprint else {}
+        options = {name: trained[name] for name in ("action_bounds",) if name in trained}
+        return GymPlayer(self, self.obs_space, env, **options)
 
     def _batch(self, obs: Mapping[str, Any]) -> tuple[Arrays, bool]:
         arrays: Arrays = {}

@@ -86,8 +86,10 @@ def train(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
-    preflight(config)
+    notes = preflight(config)
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
+    for note in notes:
+        say(note)
     start = time.monotonic()
     shown = display(config.logdir) if display else nullcontext(say)
     with claim_directory(config.logdir), shown as progress:

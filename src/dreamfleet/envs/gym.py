@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, Spaces
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.registry import check_name
-from dreamfleet.envs.wrappers import affine_actions, as_integers
+from dreamfleet.envs.wrappers import Bounds, affine_actions, as_integers
 from dreamfleet.errors import MissingExtraError
 from dreamfleet.spaces import Space, SpaceError, is_image
 
@@ -155,12 +155,20 @@ class GymPlayer:
         policy: Called with an observation and a state, returns an action and the next state.
         obs_space: The observations that the policy was trained on.
         env: Its spaces are used; it is not stepped.
+        action_bounds: The option of that name that the policy was trained with.
     """
 
-    def __init__(self, policy: Callable[..., Any], obs_space: Spaces, env: Any) -> None:
+    def __init__(
+        self,
+        policy: Callable[..., Any],
+        obs_space: Spaces,
+        env: Any,
+        *,
+        action_bounds: Bounds | Mapping[str, Bounds] | None = None,
+    ) -> None:
         self._policy = policy
         self._translation = translation = GymTranslation(env.observation_space, env.action_space)
-        self._scale = affine_actions(translation.act_space)
+        self._scale, _ = affine_actions(translation.act_space, action_bounds)
         self._resize: dict[str, tuple[int, int]] = {}
         self._state: Any = None
         for key, trained in obs_space.items():

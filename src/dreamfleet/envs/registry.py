@@ -20,6 +20,7 @@ import msgspec
 from dreamfleet.envs.base import Env, EnvError, UnknownTaskError, env_seed
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
+    Bounds,
     CheckSpaces,
     NormalizeActions,
     ResizeImages,
@@ -46,6 +47,7 @@ GENERAL: Mapping[str, Any] = {
     "time_limit": int,
     "size": tuple[int, int] | None,
     "restarts": int,
+    "action_bounds": Bounds | dict[str, Bounds] | None,
 }
 """Options that every task has, and their types."""
 
@@ -71,6 +73,7 @@ def make_env(
     time_limit: int = 0,
     size: tuple[int, int] | None = None,
     restarts: int = 0,
+    action_bounds: Bounds | dict[str, Bounds] | None = None,
     **options: Any,
 ) -> Wrapper:
     """The environment of a task, ready for an agent.
@@ -86,7 +89,12 @@ def make_env(
         time_limit: End an episode after this many actions of the agent; 0 for no limit.
         size: Resize images to this height and width.
         restarts: Rebuild the environment when it raises, up to this often in a row.
+        action_bounds: The lowest and the highest value of continuous actions that have no bounds,
+            for all or by key.
         options: The suite's own, such as `obs="pixels"`.
+
+    Returns:
+        The environment. Its `notes` say what was recognised or assumed, a sentence each.
 
     Raises:
         UnknownTaskError: Nothing has this name.
@@ -97,6 +105,7 @@ def make_env(
     given = {"repeat": repeat, "time_limit": time_limit, "size": size, "restarts": restarts}
     for name, value in given.items():
         check_option(name, value, GENERAL[name], least=int(name in ("repeat", "size")))
+    check_option("action_bounds", action_bounds, GENERAL["action_bounds"])
     make = _constructor(task) if isinstance(task, str) else task
     # Options are checked by our own annotations; those of other packages may mean anything.
     ours = isinstance(task, str) and task.partition(":")[0] in SUITES
@@ -129,7 +138,7 @@ def make_env(
     env = UnifyDtypes(env)
     if size:
         env = ResizeImages(env, size)
-    return NormalizeActions(CheckSpaces(env))
+    return NormalizeActions(CheckSpaces(env), action_bounds)
 
 
 def make_visible_env(task: str, *, seed: int = 0, **options: Any) -> Wrapper:
@@ -275,7 +284,8 @@ def _fitting(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return f"choose from {', '.join(map(str, inner))}"
     if typing.get_origin(kind) is tuple:
-        return f"it is {len(inner)} whole numbers, such as [64,64]"
+        what = "whole numbers, such as [64,64]" if int in inner else "numbers, such as [-2,2]"
+        return f"it is {len(inner)} {what}"
     if inner:
         return _fitting(inner[0])
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

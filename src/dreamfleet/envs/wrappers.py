@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, Spaces
 from dreamfleet.envs.images import resize
+from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,12 @@ class Wrapper:
     def act_space(self) -> Spaces:
         return self.env.act_space
 
+    @property
+    def notes(self) -> list[str]:
+        """What was recognised or assumed about the environment, a sentence each."""
+        inner = getattr(self.env, "notes", None)
+        return [str(note) for note in inner] if isinstance(inner, list) else []
+
     def step(self, action: Mapping[str, Any]) -> Arrays:
         return self.env.step(action)
 
@@ -44,16 +51,23 @@ class Wrapper:
             close()
 
 
-class NormalizeActions(Wrapper):
-    """Continuous actions run from -1 to 1, and what lies outside is clipped.
+Bounds = tuple[float, float]
+"""The lowest and the highest value."""
+# Some environments write the largest float where they mean that there is no bound.
+_UNBOUNDED = 1e18
 
-    Finite bounds are mapped affinely. A dimension without two finite bounds is passed on as it
-    is, clipped to -1..1 and to the one bound it may have.
+
+class NormalizeActions(Wrapper):
+    """Continuous actions run from -1 to 1, are mapped to the environment's bounds, and what lies
+    outside is clipped.
+
+    A bound that is missing is taken from `bounds`, which may be by key; without it, it is -1 or 1,
+    or 1 beyond the other bound if that lies further out.
     """
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: Env, bounds: Bounds | Mapping[str, Bounds] | None = None) -> None:
         super().__init__(env)
-        self._native = affine_actions(env.act_space)
+        self._native, self._assumed = affine_actions(env.act_space, bounds)
         self._act_space = {
             key: Space(space.dtype, space.shape, -1, 1) if key in self._native else space
             for key, space in env.act_space.items()
@@ -63,6 +77,10 @@ class NormalizeActions(Wrapper):
     def act_space(self) -> Spaces:
         return self._act_space
 
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *self._assumed]
+
     def step(self, action: Mapping[str, Any]) -> Arrays:
         if not self._native:
             return self.env.step(action)
@@ -70,26 +88,87 @@ class NormalizeActions(Wrapper):
         return self.env.step({**action, **native})
 
 
-def affine_actions(act_space: Spaces) -> dict[str, Callable[[Any], NDArray[Any]]]:
-    """Functions that map each continuous action from -1..1 to its own bounds."""
-    return {key: _AffineAction(space) for key, space in act_space.items() if not space.discrete}
+def affine_actions(
+    act_space: Spaces, bounds: Bounds | Mapping[str, Bounds] | None = None
+) -> tuple[dict[str, Callable[[Any], NDArray[Any]]], list[str]]:
+    """Functions that map each continuous action from -1..1 to its own bounds, and a sentence for
+    each whose bounds had to be assumed.
+
+    Raises:
+        ConfigError: The bounds that were given are for no action that lacks some.
+    """
+    lacking = [
+        key for key, space in act_space.items() if not space.discrete and np.any(_missing(space))
+    ]
+    named = list(bounds) if isinstance(bounds, Mapping) else lacking if bounds else []
+    if bounds is not None and (not named or set(named) - set(lacking)):
+        wrong = next((key for key in named if key not in lacking), "")
+        these = f"action {wrong!r} is not one of them" if wrong else "there are none here"
+        raise ConfigError(
+            f"action_bounds is for continuous actions without bounds, and {these}: leave it out."
+        )
+    native: dict[str, Callable[[Any], NDArray[Any]]] = {}
+    notes = []
+    for key, space in act_space.items():
+        if not space.discrete:
+            given = bounds.get(key) if isinstance(bounds, Mapping) else bounds
+            bounded = _bounded(key, space, given)
+            native[key] = _AffineAction(bounded)
+            if key in lacking and given is None:
+                notes.append(_assumed(key, bounded, _missing(space)))
+    return native, notes
+
+
+def _missing(space: Space) -> NDArray[np.bool_]:
+    """Which lower and which upper bounds are missing."""
+    missing: NDArray[np.bool_] = np.stack([space.low < -_UNBOUNDED, space.high > _UNBOUNDED])
+    return missing
+
+
+def _bounded(key: str, space: Space, given: Bounds | None) -> Space:
+    """The space with the bounds that it lacks."""
+    below, above = _missing(space)
+    low = np.where(below, given[0] if given else -1.0, space.low)
+    high = np.where(above, given[1] if given else 1.0, space.high)
+    if not given:
+        low, high = (
+            np.where(below, np.minimum(low, high - 1), low),
+            np.where(above, np.maximum(high, low + 1), high),
+        )
+    if np.any(low > high) or (given and not given[0] < given[1]):
+        raise ConfigError(
+            f"action_bounds={list(given or ())} leaves nothing of action {key!r}, which is "
+            f"{space}: give a low value and a higher one."
+        )
+    return Space(space.dtype, space.shape, low, high)
+
+
+def _assumed(key: str, bounded: Space, missing: NDArray[np.bool_]) -> str:
+    """The sentence about bounds that nobody gave."""
+    where = missing.any(0)
+    low, high = bounded.low[where], bounded.high[where]
+    ranges = sorted({f"{a:g} to {b:g}" for a, b in zip(low.flat, high.flat, strict=True)})
+    some = "" if where.all() else f" in {where.sum()} of {where.size} dimensions"
+    acts = ", ".join(ranges[:3]) + (", ..." if len(ranges) > 3 else "")
+    lacks = "no bounds" if missing[:, where].all() else "a bound missing"
+    return (
+        f"Action {key!r} has {lacks}{some}: the agent acts within {acts}; the option "
+        "action_bounds=[low,high] sets others."
+    )
 
 
 class _AffineAction:
     """From -1..1 to the bounds of a space."""
 
     def __init__(self, space: Space) -> None:
-        finite = np.isfinite(space.low) & np.isfinite(space.high)
-        # Infinite bounds are replaced by zeros: numpy would warn about values that are not used.
-        low, high = np.where(finite, space.low, 0), np.where(finite, space.high, 0)
-        self._center = (low + high) / 2
-        self._half = np.where(finite, (high - low) / 2, 1.0)
+        self._center = (space.low + space.high) / 2
+        self._half = (space.high - space.low) / 2
         self._low, self._high = space.low, space.high
         self._dtype = space.dtype
 
     def __call__(self, value: Any) -> NDArray[Any]:
         # Clipped before, because the agent's sample may lie outside, and after, because of the
-        # last bit and of bounds on one side. Twice two ufuncs are quicker than `np.clip`.
+        # last bit. Twice two ufuncs are quicker than `np.clip`.
         unit = np.minimum(np.maximum(value, -1.0), 1.0)
         mapped = self._center + unit * self._half
         bounded: NDArray[Any] = np.minimum(np.maximum(mapped, self._low), self._high)

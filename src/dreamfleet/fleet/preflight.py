@@ -28,12 +28,15 @@ _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
 
 
-def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -> None:
+def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -> list[str]:
     """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
 
     Args:
         config: The run.
         make_env: Called with an environment's number; None for the environment of the task.
+
+    Returns:
+        What was recognised or assumed about the environment, a sentence each.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
@@ -49,12 +52,13 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
     if config.offline:
         blueprint = find_source(config.offline[0]).blueprint
         check_agent(config, blueprint.obs_space, blueprint.act_space)
-        return
+        return []
     together = min(config.envs_per_process, max(config.envs, config.eval_envs))
     make_env = make_env or partial(environment, config)
     look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
     check_agent(config, look.obs_space, look.act_space)
     check_memory(config, look.bytes, look.further_bytes)
+    return look.notes
 
 
 def check_outputs(config: RunConfig) -> None:
@@ -167,12 +171,14 @@ def check_files(config: RunConfig, limit: int | None = None) -> None:
 
 
 class _Look(NamedTuple):
-    """The spaces of an environment, and the memory that the first and a further one take."""
+    """The spaces of an environment, the memory that the first and a further one take, and what
+    was assumed."""
 
     obs_space: Spaces
     act_space: Spaces
     bytes: int
     further_bytes: int
+    notes: list[str]
 
 
 def _look_at_environments(make_env: Callable[[int], Any], *, both: bool) -> _Look:
@@ -188,4 +194,5 @@ def _look_at_environments(make_env: Callable[[int], Any], *, both: bool) -> _Loo
             stack.callback(env.close)
             taken.append(me.memory_info().rss)
         first, further = max(0, taken[1] - taken[0]), max(0, taken[-1] - taken[1])
-        return _Look(env.obs_space, env.act_space, first, further)
+        notes = list(getattr(env, "notes", ()))
+        return _Look(env.obs_space, env.act_space, first, further, notes)

@@ -215,7 +215,7 @@ def test_a_missing_extra_is_one_sentence_with_the_command(
         ({"size": 32}, r"size=32 does not fit: it is 2 whole numbers, such as \[64,64\]"),
         ({"size": (8, 0)}, "size is too small"),
         ({"length": "long"}, "length=long does not fit: it is a whole number"),
-        ({"task": "gym:CartPole-v1", "hats": 3}, "'hats': it has max_episode_steps, obs, ren.*siz"),
+        ({"task": "gym:CartPole-v1", "hats": 3}, "'hats': it has .*max_episode_steps, obs, .*siz"),
         ({"task": "gym:CartPole-v1", "rendr": True}, "did you mean 'render'"),
         ({"task": "gym:CartPole-v1", "obs": "pixel"}, "choose from state, pixels, both"),
         ({"task": "gym:CartPole-v1", "render": "yes"}, "it is true or false"),

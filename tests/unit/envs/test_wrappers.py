@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dreamfleet import Space
+from dreamfleet import ConfigError, Space
 from dreamfleet.envs import EnvCrashedError, EpisodicEnv, Outcome, SpaceError, make_env, noop
 from dreamfleet.envs.base import Arrays
 from dreamfleet.envs.wrappers import (
@@ -68,13 +68,69 @@ def test_finite_bounds_map_to_the_unit_interval() -> None:
         assert inner.actions[-1]["action"].dtype == np.float64
 
 
-def test_infinite_bounds_are_clipped_only() -> None:
-    space = Space(np.float32, (3,), [-np.inf, 0, -2], [np.inf, np.inf, 2])
-    inner = Recorder({"action": space})
-    env = NormalizeActions(inner)
+INF, MAX = np.inf, np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "bounds", "natives", "note"),
+    [
+        (-INF, INF, None, (-1, 1), "has no bounds: the agent acts within -1 to 1; the option"),
+        (-MAX, MAX, None, (-1, 1), "has no bounds: the agent acts within -1 to 1; the option"),
+        (0, INF, None, (0, 1), "has a bound missing: the agent acts within 0 to 1;"),
+        (5, INF, None, (5, 6), "within 5 to 6"),
+        (-INF, -3, None, (-4, -3), "within -4 to -3"),
+        (-2, 2, None, (-2, 2), ""),
+        (3, 3, None, (3, 3), ""),
+        (-INF, INF, (-7, 9), (-7, 9), ""),
+        (0, INF, (-7, 9), (0, 9), ""),
+        (-INF, INF, {"action": (-7, 9)}, (-7, 9), ""),
+    ],
+)
+def test_missing_bounds_of_actions_are_said_and_set(
+    low: float, high: float, bounds: Any, natives: tuple, note: str
+) -> None:
+    inner = Recorder({"action": Space(np.float32, (2,), low, high)})
+    env = NormalizeActions(inner, bounds)
+    assert env.act_space["action"] == Space(np.float32, (2,), -1, 1)
     begin(env)
-    act(env, action=np.array([5, -0.5, 0.5], np.float32))
-    assert inner.actions[-1]["action"].tolist() == [1, 0, 1]
+    for given, native in zip((-1, 1), natives, strict=True):
+        act(env, action=np.full(2, given, np.float32))
+        assert inner.actions[-1]["action"].tolist() == [native] * 2
+    assert len(env.notes) == bool(note)
+    assert note in "".join(env.notes)
+
+
+def test_some_missing_bounds_are_counted() -> None:
+    space = Space(np.float32, (3,), [-INF, 0, -2], [INF, INF, 2])
+    inner = Recorder({"push": space, "action": Space(np.int32, (), 0, 3)})
+    env = make_env(lambda: inner, time_limit=5)
+    begin(env)
+    act(env, push=np.array([5, -0.5, 0.5], np.float32))
+    assert inner.actions[-1]["push"].tolist() == [1, 0.25, 1]
+    assert env.notes == [
+        "Action 'push' has a bound missing in 2 of 3 dimensions: the agent acts within -1 to 1, "
+        "0 to 1; the option action_bounds=[low,high] sets others."
+    ]
+    assert make_env(lambda: inner, action_bounds={"push": [-3, 3]}).notes == []
+
+
+@pytest.mark.parametrize(
+    ("low", "bounds", "words"),
+    [
+        (-1, (-2, 2), "without bounds, and there are none here: leave it out"),
+        (-INF, {"pull": (-2, 2)}, "action 'pull' is not one of them"),
+        (-INF, {"reset": (-2, 2)}, "action 'reset' is not one of them"),
+        (-INF, (2, -2), r"action_bounds=\[2, -2\] leaves nothing of action 'push'"),
+        (-INF, (float("nan"), 1), "leaves nothing"),
+        (-INF, (7, 9), "leaves nothing"),
+        (-INF, 3, r"action_bounds=3 does not fit: it is 2 numbers, such as \[-2,2\]"),
+        (-INF, {"push": "far"}, "does not fit"),
+    ],
+)
+def test_wrong_bounds_of_actions_are_refused(low: float, bounds: Any, words: str) -> None:
+    inner = Recorder({"push": Space(np.float32, (3,), low, 1)})
+    with pytest.raises(ConfigError, match=words):
+        make_env(lambda: inner, action_bounds=bounds)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -17,6 +17,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.preflight import check_directory, check_files, check_memory, preflight
 from dreamfleet.replay import Fractions
 from dreamfleet.spaces import Space
+from dreamfleet.training import train
 
 CONFIG = RunConfig(envs=4, batch_size=16, batch_length=64, logdir=Path("nowhere"))
 
@@ -149,3 +150,23 @@ def test_the_command_says_so_in_one_sentence(
     assert main(["train", "--logdir", str(logdir), *arguments]) == 1
     assert words in capsys.readouterr().err
     assert not logdir.exists()
+
+
+def test_what_was_assumed_about_the_environment_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "boundless.py").write_text(
+        "import gymnasium, numpy as np\n"
+        "def make():\n"
+        "    env = gymnasium.make('Pendulum-v1')\n"
+        "    env.action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))\n"
+        "    return env\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("dreamfleet.training.combined", lambda **parts: None)
+    config = CONFIG.changed(
+        {"task": "boundless:make", "logdir": tmp_path / "run", "eval_episodes": 0}
+    )
+    lines: list[str] = []
+    train(config, say=lines.append)
+    assert sum("has no bounds: the agent acts within -1 to 1" in line for line in lines) == 1
