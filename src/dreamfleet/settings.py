@@ -27,8 +27,8 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -36,6 +36,8 @@ import msgspec
 from dreamfleet.errors import ConfigError
 
 Config = TypeVar("Config")
+
+_EXACT = 2**53  # a float holds every whole number below it
 
 
 class SettingError(ConfigError):
@@ -89,12 +91,25 @@ def convert(path: str, value: Any, kind: Any) -> Any:
             return value
         raise SettingError(path, value, describe(kind))
     value = _plain_value(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SettingError(path, value, describe(kind))
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise SettingError(path, value, describe(kind))
+        if _takes_whole_numbers_only(kind) and value.is_integer() and abs(value) < _EXACT:
+            value = int(value)  # 1e6 is how many people write a million
+    elif isinstance(value, PurePath):
+        value = str(value)
+    elif isinstance(value, (tuple, list)):
+        value = [str(each) if isinstance(each, PurePath) else each for each in value]
     try:
         return msgspec.convert(value, kind, dec_hook=_decode)
     except msgspec.ValidationError:
         raise SettingError(path, value, describe(kind)) from None
+
+
+def _takes_whole_numbers_only(kind: Any) -> bool:
+    inner, _ = _bare(kind)
+    kinds = {_bare(each)[0] for each in typing.get_args(inner)} or {inner}
+    return int in kinds and float not in kinds
 
 
 def _plain_value(value: Any) -> Any:
@@ -238,10 +253,11 @@ def read(words: Sequence[str], kind: Any) -> Any:
     if kind is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     if kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            return word
+        with suppress(ValueError):
+            return int(word)
+        with suppress(ValueError):
+            return float(word)
+        return word
     return _json(word) if kind is Any else word
 
 

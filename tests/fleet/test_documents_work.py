@@ -133,7 +133,7 @@ def test_an_agent_of_your_own_is_trained_and_used(tmp_path: Path) -> None:
     command = [program, "eval", "runs/bandit", "--episodes", "1"]
     run([*command, "--agent", "bandit:BanditType"], tmp_path)
     refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "(--agent bandit:BanditType) to have it imported" in refused.stderr
     # What only reads a run's directory needs no code of its agent.
     (tmp_path / "bandit.py").unlink()

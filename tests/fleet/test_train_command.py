@@ -120,7 +120,7 @@ def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     command = [*COMMAND, "--task", "gym:CartPole-v9", "--logdir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error:" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

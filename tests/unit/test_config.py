@@ -134,3 +134,19 @@ def test_numbers_of_numpy_among_options_stay_numbers(tmp_path: Path) -> None:
     options = {"gravity": np.float32(0.5), "size": np.array([8, 8])}
     config = RunConfig(logdir=tmp_path, env_options=options)
     assert RunConfig.from_json(config.to_json()).env_options == {"gravity": 0.5, "size": (8, 8)}
+
+
+def test_paths_and_whole_floats_from_python_are_taken(tmp_path: Path) -> None:
+    config = RunConfig(
+        from_checkpoint=tmp_path,  # type: ignore[arg-type]
+        prefill=[tmp_path / "a", "b"],  # type: ignore[arg-type, list-item]
+        keys=tmp_path / "keys",  # type: ignore[arg-type]
+        steps=1e6,  # type: ignore[arg-type]
+    )
+    assert (config.from_checkpoint, config.keys) == (str(tmp_path), str(tmp_path / "keys"))
+    assert config.prefill == (str(tmp_path / "a"), "b")
+    assert (config.steps, type(config.steps)) == (1_000_000, int)
+    assert RunConfig().changed({"offline": (tmp_path,)}).offline == (str(tmp_path),)
+    assert RunConfig.from_json(config.to_json()) == config
+    with pytest.raises(ConfigError, match=r"steps=1\.5 is not valid"):
+        RunConfig(steps=1.5)  # type: ignore[arg-type]

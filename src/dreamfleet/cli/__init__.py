@@ -45,7 +45,8 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command; returns the exit code: 2 for what was asked and cannot work, 1 for what went
+    wrong later."""
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args else "--help"
     if name in ("-h", "--help"):
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(name, args[1:])
     except DreamfleetError as error:
         complain(str(error))
-        return 1
+        # An error about what was given is a ValueError too.
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -26,7 +26,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import convert, read, switchable_groups
+from dreamfleet.settings import convert, describe, read, switchable_groups
 
 _WIDEST = 100
 _NOT_GIVEN: Any = object()
@@ -114,8 +114,9 @@ def parse(
         strict: Whether anything else is an error.
 
     Raises:
-        ConfigError: An option does not exist.
+        ConfigError: An option does not exist, or has no value.
     """
+    _check_values(options, arguments)
     fields = [
         (f"option{number}", _typed(option), dataclasses.field(default=_start(option)))
         for number, option in enumerate(options)
@@ -191,10 +192,22 @@ def _start(option: Option) -> Any:
     return bool(option.default) if option.switch else _NOT_GIVEN
 
 
+def _check_values(options: Sequence[Option], arguments: Sequence[str]) -> None:
+    """Refuse a flag without its value, which tyro answers with a box of several lines."""
+    valued = {o.flag: o for o in options if not o.positional and not o.switch}
+    for place, word in enumerate(arguments, 1):
+        option = valued.get(word.replace("_", "-"))
+        if option and (place == len(arguments) or re.match(r"-[^\d.]", arguments[place])):
+            raise ConfigError(f"{option.flag} needs a value: {describe(option.kind)}.")
+
+
 def _unknown_option(word: str, options: Sequence[Option]) -> ConfigError:
     flag = word.partition("=")[0].replace("_", "-")
     if not flag.startswith("-"):
         return ConfigError(f"{word!r} belongs to no option. See --help.")
+    for option in options:
+        if option.positional and flag == f"--{option.name}":
+            return ConfigError(f"{option.flag} is written without {flag}: its value alone will do.")
     close = difflib.get_close_matches(flag, [o.flag for o in options if not o.positional], n=1)
     hint = f"Did you mean {close[0]}?" if close else "See --help."
     return ConfigError(f"There is no option {flag}. {hint}")

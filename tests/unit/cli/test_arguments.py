@@ -120,6 +120,16 @@ def test_flags_are_settings() -> None:
     assert config_of(["--batch-length", "8", "--report-length", "4"]).report_length == 4
 
 
+def test_whole_numbers_may_be_written_short() -> None:
+    line = (
+        "--steps 1e6 --batch-size 1_6 --replay.max-bytes 1.5e9 --set envs=4e0 replay.capacity=2e4"
+    )
+    config = config_of(shlex.split(line))
+    assert (config.steps, config.batch_size, config.replay.max_bytes) == (10**6, 16, 1_500_000_000)
+    assert (config.envs, config.replay.capacity) == (4, 20_000)
+    assert all(type(each) is int for each in (config.steps, config.envs, config.replay.max_bytes))
+
+
 @pytest.mark.parametrize(
     "line", [line for lines in (EXAMPLES, *cli.EXAMPLES.values()) for line, _ in lines], ids=str
 )
@@ -164,12 +174,21 @@ def test_every_example_is_a_command(line: str) -> None:
         (["status", "runs", "--zzz"], "no option --zzz. See --help."),
         (["bench", "nothing"], "NAME=nothing is not valid: use one of transport, replay"),
         (["check-env", "bundled:catch", "--options", "size"], "NAME=VALUE, not 'size'"),
+        (["train", "--task"], "--task needs a value: text.\n"),
+        (["train", "--task", "--steps", "5"], "--task needs a value"),
+        (["train", "--batch_size", "-x"], "--batch-size needs a value: a whole number, at least 1"),
+        (["train", "--outputs"], "--outputs needs a value: a list, each entry one of jsonl, media"),
+        (["eval", "runs", "--video"], "--video needs a value: a path"),
+        (["eval", "--logdir", "runs"], "LOGDIR is written without --logdir: its value alone will"),
+        (["train", "--steps", "1.5"], "steps=1.5 is not valid: use a whole number, at least 0.\n"),
+        (["train", "--steps", "1e300"], "steps=1e+300 is not valid: use a whole number"),
+        (["train", "--steps", "inf"], "steps=inf is not valid: use a whole number"),
     ],
 )
 def test_a_mistake_is_answered_in_one_sentence(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
@@ -186,7 +205,7 @@ def test_python_and_the_command_refuse_with_the_same_sentence(
     with pytest.raises(ConfigError) as caught:
         configure(changes)
     ((path, value),) = changes.items()
-    assert main(["train", f"--{path.replace('_', '-')}", str(value)]) == 1
+    assert main(["train", f"--{path.replace('_', '-')}", str(value)]) == 2
     assert capsys.readouterr().err.strip() == f"error: {caught.value}"
 
 

@@ -158,7 +158,7 @@ def test_one_environment_at_a_time_is_made(
 def test_mistakes_are_answered_in_one_sentence(
     here: Path, capsys: pytest.CaptureFixture, args: list[str], words: str
 ) -> None:
-    assert main(["check-env", *args]) == 1
+    assert main(["check-env", *args]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1

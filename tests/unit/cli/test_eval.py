@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_takes_no_result_along(
     assert main(["eval", run, "--episodes", "1", "--json", str(new)]) == 0
     assert new.exists()
     capsys.readouterr()
-    assert main(["eval", run, "--episodes", "1", "--json", str(new.parent)]) == 1
+    assert main(["eval", run, "--episodes", "1", "--json", str(new.parent)]) == 2
     said = capsys.readouterr()
     assert "mean return" in said.out
     assert "cannot be written: Is a directory." in said.err
@@ -179,9 +179,9 @@ def test_small_images_are_enlarged(tmp_path: Path) -> None:
 def test_mistakes_are_sentences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
-    assert main(["eval", str(trained(tmp_path)), *arguments]) == 1
+    assert main(["eval", str(trained(tmp_path)), *arguments]) == 2
     assert words in capsys.readouterr().err
-    assert main(["eval", str(tmp_path / "nowhere")]) == 1
+    assert main(["eval", str(tmp_path / "nowhere")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
@@ -194,7 +194,7 @@ def test_what_renders_no_frames_is_not_recorded(
     monkeypatch.syspath_prepend(str(tmp_path))
     video = tmp_path / "play.mp4"
     run = trained(tmp_path / "run", "unseen_envs:make")
-    assert main(["eval", str(run), "--video", str(video)]) == 1
+    assert main(["eval", str(run), "--video", str(video)]) == 2
     assert "renders no frames" in capsys.readouterr().err
     assert not video.exists()
 

@@ -117,7 +117,7 @@ def test_mistakes_are_sentences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     logdir = run(tmp_path / "run", 10)
-    assert main(["plot", *(logdir if word == "RUN" else word for word in arguments)]) == 1
+    assert main(["plot", *(logdir if word == "RUN" else word for word in arguments)]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -147,7 +147,7 @@ def test_the_command_says_so_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     logdir = tmp_path / "run"
-    assert main(["train", "--logdir", str(logdir), *arguments]) == 1
+    assert main(["train", "--logdir", str(logdir), *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not logdir.exists()
 
