@@ -69,6 +69,10 @@ def note_end(order: Path, started: Path, name: str) -> None:
         file.write(f"{name} ")
 
 
+def note_variable(name: str, path: Path) -> None:
+    path.write_text(os.environ[name])
+
+
 def leave_a_child(path: Path) -> None:
     """End with a child that still runs; notes its pid."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

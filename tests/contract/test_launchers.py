@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,20 @@ from launcher_parts import (
     ignore_the_request,
     leave_a_child,
     note_end,
+    note_variable,
     save_when_stopped,
     write,
 )
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.launchers import LAUNCHERS, Launcher, RestartPolicy, Worker, find_launcher
+from dreamfleet.fleet.launchers import (
+    LAUNCHERS,
+    STOPPED,
+    Launcher,
+    RestartPolicy,
+    Worker,
+    find_launcher,
+)
 from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
 
@@ -69,7 +78,7 @@ def test_a_worker_that_is_asked_to_stop_saves_first(launcher: Launcher, tmp_path
     assert appears(started)
     assert running.wait(0) is None
     running.terminate()
-    assert running.wait(LONG) is not None
+    assert running.wait(LONG) == STOPPED
     assert saved.read_text() == "saved"
     running.terminate()  # does nothing to one that has ended
     running.kill()
@@ -186,6 +195,17 @@ def test_processes_and_threads_are_what_they_say(tmp_path: Path) -> None:
         assert process.pid != os.getpid()
         assert thread.pid == os.getpid()
         assert process.wait(LONG) == thread.wait(LONG) == 0
+
+
+def test_a_process_gets_its_environment_variables(tmp_path: Path) -> None:
+    """Threads share theirs, which the serial launcher says."""
+    one = worker("env-0", partial(note_variable, "OF_THE_WORKER", tmp_path / "value"))
+    one = replace(one, environment={"OF_THE_WORKER": "yes"})
+    with find_launcher("local")(tmp_path) as launcher:
+        launcher.prepare([one])
+        assert launcher.start(one).wait(LONG) == 0
+    assert (tmp_path / "value").read_text() == "yes"
+    assert "OF_THE_WORKER" not in os.environ
 
 
 def test_children_of_a_process_that_died_go_too(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from dreamfleet.agents.dreamer.losses import (
     replay_value_losses,
     value_loss,
 )
-from dreamfleet.agents.dreamer.optimizer import make_optimizer
+from dreamfleet.agents.dreamer.optimizer import make_optimizer, stages
 from dreamfleet.agents.dreamer.rssm import State
 from dreamfleet.agents.dreamer.saving import named_leaves
 
@@ -249,12 +249,18 @@ def test_optimizer() -> None:
     data = load("11_optimizer")
     config = OptimizerConfig(learning_rate=float(data["cfg/lr"]), warmup=int(data["cfg/warmup"]))
     params = {k: jnp.asarray(v) for k, v in part(data, "in/param0/").items()}
-    whole = make_optimizer(config)
-    state = whole.init(params)
+    whole, single = make_optimizer(config), stages(config)
+    state, states = whole.init(params), [stage.init(params) for stage in single]
     steps = len(data["out/lr_at_update"])
     assert steps == 6
     for n in range(steps):
         grads = {k: jnp.asarray(v) for k, v in part(data, f"in/grad{n}/").items()}
+        x = grads
+        for i, name in enumerate(("after_agc", "after_rms", "after_momentum")):
+            with jax.numpy_dtype_promotion("standard"):
+                x, states[i] = single[i].update(x, states[i], params)
+            for key, expected in part(data, f"out/{name}{n}/").items():
+                assert_close(x[key], expected, 5e-5)
         updates, state = whole.update(grads, state, params)
         for key, expected in part(data, f"out/update{n}/").items():
             assert_close(updates[key], expected, 5e-5)

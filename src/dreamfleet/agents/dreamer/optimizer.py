@@ -18,15 +18,7 @@ from dreamfleet.agents.dreamer.config import OptimizerConfig
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """The optimizer of all networks, as one Optax chain."""
-    stages = [
-        clip_by_parameter_norm(config.clip, config.clip_floor),
-        optax.scale_by_rms(config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True),
-        optax.ema(config.beta1),
-    ]
-    if config.weight_decay:
-        stages.append(optax.add_decayed_weights(config.weight_decay, _is_kernel))
-    stages.append(optax.scale_by_learning_rate(learning_rate(config)))
-    chain = optax.chain(*stages)
+    chain = optax.chain(*stages(config))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # Optax mixes dtypes, which our tests do not allow elsewhere.
@@ -35,6 +27,18 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         return updates, following
 
     return optax.GradientTransformation(chain.init, update)
+
+
+def stages(config: OptimizerConfig) -> list[optax.GradientTransformation]:
+    """What the optimizer does to gradients, one after the other."""
+    result = [
+        clip_by_parameter_norm(config.clip, config.clip_floor),
+        optax.scale_by_rms(config.beta2, config.eps, eps_in_sqrt=False, bias_correction=True),
+        optax.ema(config.beta1),
+    ]
+    if config.weight_decay:
+        result.append(optax.add_decayed_weights(config.weight_decay, _is_kernel))
+    return [*result, optax.scale_by_learning_rate(learning_rate(config))]
 
 
 def clip_by_parameter_norm(clip: float, floor: float) -> optax.GradientTransformation:

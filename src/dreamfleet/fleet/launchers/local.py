@@ -32,10 +32,9 @@ from typing import Self
 import cloudpickle
 import setproctitle
 
-from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers import STOPPED, Worker
 from dreamfleet.roles.runtime import process_was_asked_to_stop
 
-STOPPED = 128 + signal.SIGTERM
 """Exit code of a worker that stopped because it was asked to."""
 _TAIL_BYTES, _TAIL_LINES = 20_000, 60
 _ORPHAN_SECONDS = 10.0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers import STOPPED, Worker
 from dreamfleet.roles.runtime import StopSignal
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class SerialWorker:
         code = 0
         try:
             self._signal.run(self._worker.function)
+            if self._signal.event.is_set():
+                code = STOPPED
         except BaseException as error:
             log.exception("%s failed", self._worker.name)
             code = 1
