@@ -18,9 +18,14 @@ from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.settings import (
+    AboveZero,
+    Count,
+    CountOrZero,
     Setting,
+    ZeroOrMore,
     changed,
     from_plain,
+    require,
     settings,
     to_plain,
     unknown_setting,
@@ -31,17 +36,6 @@ if TYPE_CHECKING:
     from dreamfleet.transport import Keys
 
 OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
-
-
-Count = Annotated[int, Meta(ge=1)]
-CountOrZero = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-SecondsOrZero = Annotated[float, Meta(ge=0)]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class RunConfig:
     """Seed of the agent, of the environments and of the replay's samples."""
     steps: CountOrZero = 0
     """Training environment steps after which the run ends; 0 for no end."""
-    duration: SecondsOrZero = 0.0
+    duration: ZeroOrMore = 0.0
     """Seconds after which the run ends; 0 for no end."""
     target_score: float | None = None
     """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
@@ -107,7 +101,7 @@ class RunConfig:
     """File of the run key, which tcp addresses need; made in the logdir if it is not given."""
     actor_batch: Annotated[int, Meta(ge=-1)] = 0
     """Environments in a policy call, at most all of them; 0 or less for half of them."""
-    actor_wait: SecondsOrZero = 0.02
+    actor_wait: ZeroOrMore = 0.02
     """Seconds that a policy call waits for more environments."""
     actor_threads: Count = 1
     """Threads that take batches apart and put answers together; one at a time is in the policy."""
@@ -126,17 +120,17 @@ class RunConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 
-    log_every: Seconds = 10.0
+    log_every: AboveZero = 10.0
     """Seconds between two writes of metrics."""
-    report_every: SecondsOrZero = 300.0
+    report_every: ZeroOrMore = 300.0
     """Seconds between two reports, and between two videos of an environment with images; 0 for
     never."""
     outputs: tuple[OutputName, ...] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb."""
-    save_every: SecondsOrZero = 120.0
+    save_every: ZeroOrMore = 120.0
     """Seconds between two checkpoints; 0 saves at the end only."""
-    episode_timeout: Seconds = 180.0
+    episode_timeout: AboveZero = 180.0
     """Seconds without a step after which an environment's episode and carry are dropped."""
 
     prefill: tuple[str, ...] = ()
@@ -152,9 +146,9 @@ class RunConfig:
     """Whether a process that fails is started again, or ends the run."""
     max_restarts: CountOrZero = 10
     """Restarts of one process within `restart_window` after which the run gives up."""
-    restart_window: Seconds = 3600.0
+    restart_window: AboveZero = 3600.0
     """Seconds after which a restart is forgotten, so that a long run survives rare failures."""
-    env_timeout: SecondsOrZero = 300.0
+    env_timeout: ZeroOrMore = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
     started again; 0 for no timeout."""
 
@@ -162,30 +156,30 @@ class RunConfig:
         validate(self)
         if not isinstance(self.agent_config, ForeignSettings):
             agent = self.agent_type
-            _require(
+            require(
                 agent.name not in self.__dataclass_fields__,
                 f"The agent {self.agent} calls its settings {agent.name!r}, which is a setting of "
                 "every run: give its type another name.",
             )
             settings = agent.config() if self.agent_config is None else self.settings_of(agent)
             object.__setattr__(self, "agent_config", settings)
-        _require(
+        require(
             "seed" not in self.env_options,
             "env_options may not hold a seed: every environment gets its own; set the run's seed.",
         )
         # Reports use the replay's training sequences.
         object.__setattr__(self, "report_length", min(self.report_length, self.batch_length))
-        _require(
+        require(
             not self.from_checkpoint_regex or bool(self.from_checkpoint),
             "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
         )
-        _require(
+        require(
             not (self.offline and self.prefill),
             "offline learns from the runs it names and collects no steps to go before with "
             "prefill: name all directories after offline.",
         )
         for remote, address in (("remote_envs", "actor_addr"), ("remote_replay", "replay_addr")):
-            _require(
+            require(
                 not getattr(self, remote) or "{auto}" not in getattr(self, address),
                 f"{remote} needs an {address} that others can know: write one without {{auto}}.",
             )
@@ -220,7 +214,7 @@ class RunConfig:
         file without importing the agent."""
         if isinstance(self.agent_config, ForeignSettings):
             return from_plain(agent.config, self.agent_config.values, f"{agent.name}.")
-        _require(
+        require(
             isinstance(self.agent_config, agent.config),
             f"agent_config is a {type(self.agent_config).__name__}, and the agent {agent.name} "
             f"takes a {agent.config.__name__}: set agent_config=None for its defaults.",

@@ -29,7 +29,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -37,7 +37,24 @@ from dreamfleet.errors import ConfigError
 
 Config = TypeVar("Config")
 
+# The ranges that many settings have.
+Count = Annotated[int, msgspec.Meta(ge=1)]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+ZeroOrMore = Annotated[float, msgspec.Meta(ge=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
 _EXACT = 2**53  # a float holds every whole number below it
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse settings that do not go together.
+
+    Raises:
+        ConfigError: The condition does not hold.
+    """
+    if not condition:
+        raise ConfigError(message)
 
 
 class SettingError(ConfigError):

@@ -12,10 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import validate
-
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=1)]
+from dreamfleet.settings import Count, Fraction, validate
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,18 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import validate
+from dreamfleet.settings import (
+    AboveZero,
+    Count,
+    CountOrZero,
+    Fraction,
+    ZeroOrMore,
+    require,
+    validate,
+)
 
-Count = Annotated[int, Meta(ge=1)]
-CountOrZero = Annotated[int, Meta(ge=0)]
-Scale = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Percentile = Annotated[float, Meta(ge=0, le=100)]
-AboveZero = Annotated[float, Meta(gt=0)]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        _require(
+        require(
             self.deter % self.blocks == 0,
             f"model.deter={self.deter} must be a multiple of model.blocks={self.blocks}.",
         )
-        _require(self.kernel % 2 == 1, f"model.kernel={self.kernel} must be odd.")
-        _require(
+        require(self.kernel % 2 == 1, f"model.kernel={self.kernel} must be odd.")
+        require(
             self.min_std <= self.max_std,
             f"model.min_std={self.min_std} is above model.max_std={self.max_std}: lower it.",
         )
@@ -106,25 +104,25 @@ class ModelConfig:
 class LossConfig:
     """What is optimised, and how the terms are weighed."""
 
-    reconstruction_scale: Scale = 1.0
+    reconstruction_scale: ZeroOrMore = 1.0
     """Weight of each decoded key's loss."""
-    float_scale: Scale = 1.0
+    float_scale: ZeroOrMore = 1.0
     """Additional weight of decoded floats: errors of small numbers are small when squared."""
-    reward_scale: Scale = 1.0
+    reward_scale: ZeroOrMore = 1.0
     """Weight of the reward prediction."""
-    continue_scale: Scale = 1.0
+    continue_scale: ZeroOrMore = 1.0
     """Weight of the continuation prediction."""
-    dynamics_scale: Scale = 1.0
+    dynamics_scale: ZeroOrMore = 1.0
     """Weight of moving the prior towards the posterior."""
-    representation_scale: Scale = 0.1
+    representation_scale: ZeroOrMore = 0.1
     """Weight of moving the posterior towards the prior."""
-    policy_scale: Scale = 1.0
+    policy_scale: ZeroOrMore = 1.0
     """Weight of the policy loss in imagination."""
-    value_scale: Scale = 1.0
+    value_scale: ZeroOrMore = 1.0
     """Weight of the value loss in imagination."""
-    replay_value_scale: Scale = 0.3
+    replay_value_scale: ZeroOrMore = 0.3
     """Weight of the value loss on replayed states; 0 leaves it out."""
-    free_nats: Scale = 1.0
+    free_nats: ZeroOrMore = 1.0
     """KL below this many nats is not penalised."""
     reward_grad: bool = True
     """Whether the reward loss shapes the representation."""
@@ -134,23 +132,23 @@ class LossConfig:
     """Effective planning horizon: the discount is 1 - 1/horizon."""
     continue_discount: bool = True
     """Learn the discount into the continuation head instead of multiplying it in."""
-    return_lambda: Share = 0.95
+    return_lambda: Fraction = 0.95
     """Mixing of one-step and long returns."""
-    entropy_scale: Scale = 3e-4
+    entropy_scale: ZeroOrMore = 3e-4
     """Weight of the policy's entropy."""
     imag_length: Count = 15
     """Imagined steps from each start."""
     imag_last: CountOrZero = 0
     """Start imagination from this many last states of each sequence; 0 takes all."""
-    slow_regularizer: Scale = 1.0
+    slow_regularizer: ZeroOrMore = 1.0
     """Weight of keeping the critic close to its exponential moving average (EMA)."""
-    slow_rate: Share = 0.02
+    slow_rate: Fraction = 0.02
     """Share of the critic's parameters mixed into its EMA after each update."""
     slow_target: bool = False
     """Bootstrap returns from the EMA of the critic instead of the critic itself."""
-    return_rate: Share = 0.01
+    return_rate: Fraction = 0.01
     """Rate at which the return normaliser follows the data."""
-    return_limit: Scale = 1.0
+    return_limit: ZeroOrMore = 1.0
     """Returns that spread less than this are not scaled up."""
     return_low: Percentile = 5.0
     """Lower percentile of the return normaliser."""
@@ -159,12 +157,12 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        _require(
+        require(
             self.replay_value_scale == 0 or self.imag_last != 1,
             "loss.imag_last=1 leaves no pair of steps for the replay value loss: "
             "set it to 2 or more, or loss.replay_value_scale to 0.",
         )
-        _require(
+        require(
             self.return_low < self.return_high,
             f"loss.return_low={self.return_low} is not below "
             f"loss.return_high={self.return_high}: lower it.",
@@ -177,17 +175,17 @@ class OptimizerConfig:
 
     learning_rate: AboveZero = 4e-5
     """Step size after the warm-up."""
-    clip: Scale = 0.3
+    clip: ZeroOrMore = 0.3
     """Largest gradient norm of a tensor relative to the norm of its parameters."""
-    clip_floor: Scale = 1e-3
+    clip_floor: ZeroOrMore = 1e-3
     """Parameter norm below which the clipping threshold stops shrinking."""
-    eps: Scale = 1e-20
+    eps: ZeroOrMore = 1e-20
     """Added to the root mean square in the denominator."""
     beta1: Decay = 0.9
     """Decay of the momentum."""
     beta2: Decay = 0.999
     """Decay of the squared gradients."""
-    weight_decay: Scale = 0.0
+    weight_decay: ZeroOrMore = 0.0
     """Decay of kernels towards zero, in units of the learning rate."""
     warmup: CountOrZero = 1000
     """Updates over which the learning rate rises linearly from zero."""
