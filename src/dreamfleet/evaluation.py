@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import Agent, Mode
 from dreamfleet.agents.registry import AgentType
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, noop, renderer
+from dreamfleet.envs.naming import Task, maker_of, name_of
 from dreamfleet.errors import ConfigError
 from dreamfleet.metrics import Episode, EpisodeStats
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, labelled
@@ -85,6 +86,7 @@ def evaluate(
     seed: int = 0,
     video: Path | None = None,
     fps: float = 20.0,
+    env: Task | None = None,
 ) -> Evaluation:
     """Play complete episodes with a trained agent, each in an environment with a seed of its own.
 
@@ -96,6 +98,8 @@ def evaluate(
         seed: Another seed plays other episodes.
         video: Record the first episode to this file.
         fps: Frames a second of the video.
+        env: What makes the environments, a task or a class or a function; None for the task that
+            the policy was trained on.
 
     Raises:
         ConfigError: There is no checkpoint, or a setting cannot work.
@@ -112,25 +116,27 @@ def evaluate(
     if policy.blueprint is None:
         raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")
     config = policy.blueprint.config
+    task = config.task if env is None else name_of(env)
+    maker = maker_of(task) if env is None or isinstance(env, str) else env
     with ExitStack() as stack:
         recorder = None
         if video:
-            title = f"{config.task} step {policy.step:,}"
+            title = f"{task} step {policy.step:,}"
             writer = stack.enter_context(Mp4Writer(video, fps=fps, title=title))
-            recorder = partial(_Recorded, writer=writer, title=title, task=config.task)
+            recorder = partial(_Recorded, writer=writer, title=title, task=task)
 
         def environment(start: int, number: int) -> Any:
             at = env_seed(config.seed + seed, _SEEDS_FROM + start + number)
             if recorder and start + number == 0:
-                return recorder(make_visible_env(config.task, seed=at, **config.env_options))
-            return make_env(config.task, seed=at, **config.env_options)
+                return recorder(make_visible_env(maker, seed=at, **config.env_options))
+            return make_env(maker, seed=at, **config.env_options)
 
         played = []
         for start in range(0, episodes, _AT_ONCE):
             count = min(_AT_ONCE, episodes - start)
             played += play(policy.agent, partial(environment, start), count, policy.mode)
     return Evaluation(
-        config.task,
+        task,
         policy.step,
         protocol(policy),
         seed,

@@ -1,7 +1,7 @@
 """Training from Python: what `dreamfleet train` does.
 
-    from dreamfleet import preset, train
-    result = train(preset("default").changed({"steps": 10_000, "logdir": "runs/short"}))
+    from dreamfleet import train
+    result = train(env=MyEnv, steps=10_000, dreamer__model="1m")
 
 `configure` gives the configuration that the command line would make of some settings.
 """
@@ -13,13 +13,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import DreamfleetError
+from dreamfleet.display import live, print_line
+from dreamfleet.envs.naming import PROGRAM, Task, directory_of, maker_of, name_of
+from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, evaluate
-from dreamfleet.fleet.factories import factories
+from dreamfleet.fleet.factories import environment, factories
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import claim_directory
 from dreamfleet.formatting import clock
@@ -57,26 +60,35 @@ def configure(changes: Mapping[str, Any], preset: str = "default") -> RunConfig:
     elif options:
         given["env_options"] = {**base.env_options, **options}
     if "logdir" not in given:
-        name = str(given.get("task", base.task)).replace(":", "-").replace("/", "-")
-        given["logdir"] = Path("runs") / name
+        given["logdir"] = Path("runs") / directory_of(str(given.get("task", base.task)))
     return base.changed(given)
 
 
 def train(
-    config: RunConfig,
+    config: RunConfig | None = None,
     *,
-    say: Say = log.info,
-    display: Callable[[Path], AbstractContextManager[Say]] | None = None,
+    env: Task | None = None,
+    preset: str | None = None,
+    say: Say = print_line,
+    display: Callable[[Path], AbstractContextManager[Say]] | None = live,
+    **settings: Any,
 ) -> Evaluation | None:
     """Train an agent with a fleet of processes until the run ends, then evaluate it.
 
-    The same directory again resumes the run.
+    The same directory again resumes the run. A script needs no guard around this call: processes do
+    not import the program that started them.
 
     Args:
-        config: The run.
+        config: The run; None for the preset with the settings that follow.
+        env: The environment: a task (`gym:CartPole-v1`, `module:factory`), a class, or a function
+            that returns an environment, also one of a script or a notebook; None for the task of
+            the configuration.
+        preset: The settings to start from; None for the default ones.
         say: Takes lines for the person.
         display: Shows the run in this directory while it trains, and gives what takes the lines
             about progress; None lets `say` take them.
+        settings: By their name, such as `steps=10_000`; two underscores stand for a dot:
+            `dreamer__loss__horizon=100`.
 
     Returns:
         The evaluation at the end; None if `eval_episodes` is 0.
@@ -86,33 +98,67 @@ def train(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
-    notes = preflight(config)
+    config = _config_of(config, env, preset, settings)
+    maker = _maker(config, env)
+    notes = preflight(config, partial(environment, config, maker))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     for note in notes:
         say(note)
     start = time.monotonic()
     shown = display(config.logdir) if display else nullcontext(say)
     with claim_directory(config.logdir), shown as progress:
-        combined(**factories(config), args=config, say=say, progress=progress)
-    result = final_evaluation(config, start, say) if config.eval_episodes else None
+        combined(**factories(config, maker), args=config, say=say, progress=progress)
+    result = final_evaluation(config, start, say, maker) if config.eval_episodes else None
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
 
 
-def final_evaluation(config: RunConfig, start: float, say: Say = log.info) -> Evaluation:
+def _config_of(
+    config: RunConfig | None, env: Task | None, preset: str | None, settings: Mapping[str, Any]
+) -> RunConfig:
+    """The configuration that the arguments of `train` stand for."""
+    changes = {name.replace("__", "."): value for name, value in settings.items()}
+    if env is not None:
+        if "task" in changes:
+            raise ConfigError("env and task are the same thing: give one of them.")
+        changes["task"] = name_of(env)
+    if config is None:
+        return configure(changes, preset or "default")
+    if preset is not None:
+        raise ConfigError("A configuration has its settings already: leave the preset out.")
+    return config.changed(changes) if changes else config
+
+
+def _maker(config: RunConfig, env: Task | None) -> Task:
+    """What makes the environments of a run, in whichever process."""
+    if config.offline:
+        return config.task
+    only_here = callable(env) and config.task.startswith(PROGRAM)
+    maker = env if env and only_here else maker_of(config.task)
+    if config.remote_envs and not isinstance(maker, str):
+        raise ConfigError(
+            f"remote_envs are started by other programs, which do not have {config.task}: put it "
+            "into a module, and name it as module:name."
+        )
+    return maker
+
+
+def final_evaluation(
+    config: RunConfig, start: float, say: Say = log.info, env: Task | None = None
+) -> Evaluation:
     """Evaluate the saved policy; keep the result and a video of the first episode."""
     policy = Policy.load(config.logdir, agent=config.agent)
     path = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
     note = ""
     try:
         wanted = "media" in config.outputs
-        result = evaluate(policy, config.eval_episodes, video=path if wanted else None)
+        result = evaluate(policy, config.eval_episodes, video=path if wanted else None, env=env)
         if wanted:
             note = f"Video of its first episode: {path}"
     except Exception as error:
         # Whatever the video failed for, the scores that the training was for are not lost. An
         # error that has another cause is raised again.
-        result = evaluate(policy, config.eval_episodes)
+        result = evaluate(policy, config.eval_episodes, env=env)
         reason = error if isinstance(error, DreamfleetError) else repr(error)
         note = f"There is no video of it: {reason}"
     with (config.logdir / "evaluations.jsonl").open("a") as file:

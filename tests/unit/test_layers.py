@@ -17,6 +17,7 @@ LAYERS = [
     ["benchmarks"],
     ["reference"],
     ["training"],
+    ["display"],
     ["parallel"],
     ["fleet"],
     ["roles"],

@@ -24,6 +24,7 @@ def eval(  # noqa: A001 - the command's name
     fps: Annotated[float, Meta(gt=0)] = 20.0,
     agent: str | None = None,
     best: bool = False,
+    task: str | None = None,
 ) -> None:
     """Play complete episodes with a trained agent and say what it scores.
 
@@ -41,11 +42,13 @@ def eval(  # noqa: A001 - the command's name
         fps: Frames a second of the video.
         agent: An agent of your own, as package.module:name, which is imported then.
         best: Take the checkpoint with the best evaluation score instead of the newest.
+        task: The environment, if it is not the one that the run names; also for a run of a program
+            that had an environment of its own.
     """
     policy = Policy.load(logdir, "best" if best else "latest", agent=agent, greedy=greedy)
     assert policy.blueprint is not None
-    say(f"{policy.blueprint.config.task} after {policy.step:,} steps; {protocol(policy)}")
-    result = evaluate(policy, episodes, seed=seed, video=video, fps=fps)
+    say(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {protocol(policy)}")
+    result = evaluate(policy, episodes, seed=seed, video=video, fps=fps, env=task)
     say(f"returns        {'  '.join(f'{value:.4g}' for value in result.returns)}")
     say(f"mean return    {result.summary()}")
     if video:

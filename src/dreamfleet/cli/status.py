@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from dreamfleet.cli.console import out, say, write
-from dreamfleet.cli.live import live, picture, picture_svg
+from dreamfleet.display import live, picture, picture_svg
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.status import RunStatus, Watcher
 
@@ -49,7 +49,7 @@ def status(
             if found is not None:
                 _show(found, json)
     if live_display:
-        with live(logdir):
+        with live(logdir, out):
             threading.Event().wait()
 
 

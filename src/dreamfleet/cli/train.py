@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dreamfleet.cli.arguments import Groups, Option, help_of, parse, setting_options
-from dreamfleet.cli.console import say
-from dreamfleet.cli.live import live
+from dreamfleet.cli.console import out, say
 from dreamfleet.config import RunConfig
+from dreamfleet.display import live
 from dreamfleet.presets import PRESETS
 from dreamfleet.presets import preset as find_preset
 from dreamfleet.training import configure
@@ -53,7 +54,7 @@ def train(arguments: Sequence[str]) -> None:
         footer = "'dreamfleet train --help-all' shows every setting, those of the agent as well."
         say(help_of("train", SUMMARY, options, groups=SHORT, examples=EXAMPLES, footer=footer))
         return
-    run(config_of(arguments), say=say, display=live)
+    run(config_of(arguments), say=say, display=partial(live, console=out, say=say))
 
 
 def config_of(arguments: Sequence[str]) -> RunConfig:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from dreamfleet.envs.base import Env, EnvError, UnknownTaskError, env_seed
+from dreamfleet.envs.naming import PROGRAM, only_there
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
     Bounds,
@@ -141,10 +142,11 @@ def make_env(
     return NormalizeActions(CheckSpaces(env), action_bounds)
 
 
-def make_visible_env(task: str, *, seed: int = 0, **options: Any) -> Wrapper:
+def make_visible_env(task: str | Callable[..., Any], *, seed: int = 0, **options: Any) -> Wrapper:
     """The environment of a task, made with `render=True` if it has that option."""
     # Only if it is named: a factory that passes any keyword on may pass it to one without it.
-    if "render" in inspect.signature(_constructor(task)).parameters:
+    make = _constructor(task) if isinstance(task, str) else task
+    if "render" in inspect.signature(make).parameters:
         options = {**options, "render": True}
     return make_env(task, seed=seed, **options)
 
@@ -214,7 +216,8 @@ def _user_factory(task: str) -> Callable[..., Any]:
     try:
         factory = load_object(task)
     except ConfigError as error:
-        raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
+        words = only_there(task) if task.startswith(PROGRAM) else f"{error}{_suggestions(task)}"
+        raise UnknownTaskError(words) from error
     if not callable(factory):
         raise UnknownTaskError(
             f"{task} is no callable: name a function that returns an environment."

@@ -15,6 +15,7 @@ from typing import Any
 from dreamfleet.agents.api import Agent
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
+from dreamfleet.envs.naming import Task
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
@@ -27,34 +28,39 @@ from dreamfleet.offline import AdoptedReplay, find_source
 from dreamfleet.replay import Replay, Stream, make_selector
 
 
-def factories(config: RunConfig) -> dict[str, Callable[..., Any]]:
-    """The arguments of `combined` for a configuration."""
+def factories(config: RunConfig, env: Task | None = None) -> dict[str, Callable[..., Any]]:
+    """The arguments of `combined` for a configuration.
+
+    Args:
+        config: The run.
+        env: What makes its environments, if its task alone does not tell.
+    """
     return {
-        "make_agent": partial(agent, config),
+        "make_agent": partial(agent, config, env),
         "make_replay_train": partial(replay, config, "replay"),
         "make_replay_eval": partial(replay, config, "eval_replay"),
-        "make_env_train": partial(environment, config),
-        "make_env_eval": partial(environment, config),
+        "make_env_train": partial(environment, config, env),
+        "make_env_eval": partial(environment, config, env),
         "make_stream": partial(stream, config),
         "make_logger": partial(logger, config),
     }
 
 
-def environment(config: RunConfig, envid: int) -> Any:
+def environment(config: RunConfig, env: Task | None, envid: int) -> Any:
     """One of the run's environments, with a seed of its own."""
     seed = env_seed(config.seed, envid)
-    return make_env(config.task, seed=seed, **config.env_options)
+    return make_env(env or config.task, seed=seed, **config.env_options)
 
 
-def agent(config: RunConfig) -> Agent:
+def agent(config: RunConfig, env: Task | None = None) -> Agent:
     """A fresh agent for the spaces of the task."""
     if config.offline:
         source = find_source(config.offline[0]).blueprint
         obs_space, act_space = source.obs_space, source.act_space
     else:
-        env = make_env(config.task, **config.env_options)
-        obs_space, act_space = env.obs_space, env.act_space
-        env.close()
+        made = make_env(env or config.task, **config.env_options)
+        obs_space, act_space = made.obs_space, made.act_space
+        made.close()
     kind = config.agent_type
     return kind.make(obs_space, act_space, config.settings_of(kind), seed=config.seed)
 

@@ -15,6 +15,7 @@ import psutil
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
+from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
@@ -54,7 +55,7 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
         check_agent(config, blueprint.obs_space, blueprint.act_space)
         return []
     together = min(config.envs_per_process, max(config.envs, config.eval_envs))
-    make_env = make_env or partial(environment, config)
+    make_env = make_env or partial(environment, config, None)
     look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
     check_agent(config, look.obs_space, look.act_space)
     check_memory(config, look.bytes, look.further_bytes)
@@ -76,11 +77,11 @@ def check_directory(config: RunConfig) -> None:
     if not (config.logdir / "config.json").is_file():
         return
     there = read_config(config.logdir)
-    for name, theirs, ours in (
-        ("task", there.task, config.task),
-        ("agent", there.agent, config.agent),
+    for name, theirs, ours, same in (
+        ("task", there.task, config.task, same_task(there.task, config.task)),
+        ("agent", there.agent, config.agent, there.agent == config.agent),
     ):
-        if theirs != ours:
+        if not same:
             raise ConfigError(
                 f"{config.logdir} holds a run with {name} {theirs}, not {ours}: choose another "
                 "--logdir, or the settings of that run."

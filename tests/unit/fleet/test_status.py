@@ -17,8 +17,8 @@ import pytest
 from fleet_parts import small_run
 from rich.console import Console
 
-from dreamfleet.cli.live import picture
 from dreamfleet.config import RunConfig
+from dreamfleet.display import picture
 from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
 from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher, _Progress
 from dreamfleet.transport import Server, resolve

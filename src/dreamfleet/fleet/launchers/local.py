@@ -32,10 +32,10 @@ from typing import Self
 import cloudpickle
 import setproctitle
 
+from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.launchers import STOPPED, Worker
 from dreamfleet.roles.runtime import process_was_asked_to_stop
 
-"""Exit code of a worker that stopped because it was asked to."""
 _TAIL_BYTES, _TAIL_LINES = 20_000, 60
 _ORPHAN_SECONDS = 10.0
 
@@ -58,7 +58,14 @@ class LocalLauncher:
 
     def prepare(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
-            self._payloads[worker.name] = cloudpickle.dumps(worker.function)
+            try:
+                self._payloads[worker.name] = cloudpickle.dumps(worker.function)
+            except Exception as error:  # whatever an object of the user's raises
+                raise ConfigError(
+                    f"What {worker.name} runs cannot be sent to its process ({error}): make what "
+                    "cannot be pickled inside of its constructor, or put it into a module and give "
+                    "its name, module:name."
+                ) from error
 
     def start(self, worker: Worker) -> LocalWorker:
         return LocalWorker(worker, self._payloads[worker.name], self.log_file(worker))

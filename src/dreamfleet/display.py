@@ -1,14 +1,17 @@
-"""A run drawn in the terminal, from the same `RunStatus` that every other display shows."""
+"""A run drawn in a terminal or a notebook, from the same `RunStatus` that every other display
+shows."""
 
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,7 +20,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dreamfleet.cli.console import out, say
 from dreamfleet.fleet.record import WorkerState
 from dreamfleet.fleet.stall import some_of
 from dreamfleet.fleet.status import RunStatus, Usage, Watcher, WorkerStatus
@@ -40,37 +42,84 @@ _COLORS: dict[WorkerState, str] = {
 
 
 @contextmanager
-def live(logdir: Path, console: Console = out) -> Iterator[Say]:
-    """Show a run until the block ends, if there is a terminal to show it on.
+def live(logdir: Path, console: Console | None = None, say: Say | None = None) -> Iterator[Say]:
+    """Show a run until the block ends, if there is a notebook or a terminal to show it on.
 
-    Yields what takes the lines about progress: nobody if the display shows the same, and the person
+    Yields what takes the lines about progress: nobody if the display shows the same, and `say`
     if there is no display.
     """
-    if not console.is_terminal:
-        yield say
-        return
-    ended = threading.Event()
-    with Live(console=console, auto_refresh=False, transient=False) as display:
-        thread = threading.Thread(
-            target=_follow, args=[logdir, display, ended], name="display", daemon=True
-        )
-        thread.start()
-        try:
+    console = console or Console(highlight=False)
+    if publish := _notebook():
+        with _followed(logdir, lambda status: publish(*_for_notebook(status))):
             yield silent
-        finally:
-            ended.set()
-            thread.join()
+    elif console.is_terminal:
+        with (
+            Live(console=console, auto_refresh=False, transient=False) as display,
+            _followed(logdir, lambda status: display.update(picture(status), refresh=True)),
+        ):
+            yield silent
+    else:
+        yield say or print_line
 
 
-def _follow(logdir: Path, display: Live, ended: threading.Event) -> None:
-    with Watcher(logdir) as watcher:
-        while True:
-            last = ended.wait(_SECONDS_BETWEEN_LOOKS)
-            status = watcher.look()
-            if last:  # the run as it was stays on the screen
-                return
-            if status is not None:
-                display.update(picture(status), refresh=True)
+def print_line(line: str) -> None:
+    """Print a line at once, also into a pipe or a file."""
+    print(line, flush=True)  # noqa: T201 - what a person asked to see
+
+
+@contextmanager
+def _followed(logdir: Path, show: Callable[[RunStatus], None]) -> Iterator[None]:
+    """Show what the run in a directory is doing, by a thread, until the block ends."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        with Watcher(logdir) as watcher:
+            while True:
+                last = ended.wait(_SECONDS_BETWEEN_LOOKS)
+                status = watcher.look()
+                if last:  # the run as it was stays on the screen
+                    return
+                if status is not None:
+                    show(status)
+
+    thread = threading.Thread(target=follow, name="display", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _notebook() -> Callable[[str, str], None] | None:
+    """What shows text, or HTML where that is understood, in one place of a notebook's cell, again
+    and again; None outside of a notebook.
+
+    IPython's own display needs no further package, unlike rich's.
+    """
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if getattr(shell, "kernel", None) is None:  # none at all, or one in a terminal
+        return None
+    place: Any = None
+
+    def publish(text: str, html: str) -> None:
+        nonlocal place
+        data = {"text/plain": text, "text/html": html}
+        if place is None:
+            place = ipython.display.display(data, raw=True, display_id=True)
+        else:
+            place.update(data, raw=True)
+
+    return publish
+
+
+def _for_notebook(status: RunStatus) -> tuple[str, str]:
+    """The picture of a run as text and as HTML."""
+    console = Console(record=True, width=_WIDEST, force_terminal=True, file=io.StringIO())
+    console.print(picture(status))
+    text = console.export_text(clear=False)
+    return text, console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def picture(status: RunStatus) -> RenderableType:

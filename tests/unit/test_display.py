@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dreamfleet.cli import live, main
+from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
-from dreamfleet.cli.live import picture, sparkline
 from dreamfleet.config import RunConfig
+from dreamfleet.display import live, picture, sparkline
 from dreamfleet.fleet.status import RunStatus, Usage, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
 
@@ -170,9 +170,9 @@ def test_following_without_a_terminal_lasts_until_the_run_ends(
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
     plain, terminal = Console(force_terminal=False), Console(force_terminal=True, quiet=True)
-    with live.live(tmp_path, plain) as progress:
-        assert progress is live.say
-    with live.live(tmp_path, terminal) as progress:
+    with live(tmp_path, plain, print) as progress:
+        assert progress is print
+    with live(tmp_path, terminal) as progress:
         assert progress is silent
 
 

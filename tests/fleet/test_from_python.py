@@ -1,0 +1,119 @@
+"""Training from Python: environments of a script, settings as arguments, progress."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fleet_parts import rows, small_run
+
+from dreamfleet import ConfigError, Policy, train
+from dreamfleet.config import read_config
+from dreamfleet.envs.bundled import Dummy
+
+TARGET = """
+import functools
+import threading
+
+import gymnasium
+import numpy as np
+
+import dreamfleet
+
+
+class Target(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length=20):
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros(2, np.float32), 1.0, False, self.steps >= self.length, {}
+
+
+short = dict(agent="random", envs=2, train_ratio=1, batch_size=2, batch_length=8,
+             log_every=0.2, eval_episodes=1, outputs=["jsonl"])
+"""
+UNGUARDED = f"""
+print("once")
+{TARGET}
+result = dreamfleet.train(env=functools.partial(Target, length=7), steps=150, **short)
+assert result.returns == [7.0]
+result = dreamfleet.train(env=lambda: Target(), env_options={{}}, steps=150, **short)
+assert result.returns == [20.0]
+lock = threading.Lock()
+try:
+    dreamfleet.train(env=lambda: lock and Target(), logdir="runs/never", steps=1, **short)
+except dreamfleet.ConfigError as error:
+    print("refused:", error)
+"""
+GUARDED = f"""
+{TARGET}
+if __name__ == "__main__":
+    for task, steps in ((Target, 150), ("__main__:Target", 400)):
+        result = dreamfleet.train(env=task, steps=steps, **short)
+    assert result.step >= 400
+"""
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_script_without_a_guard_trains_on_what_only_it_has(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    done = run("script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("once") == 1
+    assert re.search("^(step|Waiting:) ", done.stdout, re.MULTILINE)  # without a terminal
+    assert "refused: What agent runs cannot be sent to its process" in done.stdout
+    assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"Target-length=7", "lambda"}
+
+
+def test_an_environment_of_a_script_is_resumed_by_its_name_and_evaluated_elsewhere(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "guarded.py").write_text(GUARDED)
+    done = run("guarded.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    logdir = tmp_path / "runs" / "Target"
+    assert len(rows(logdir / "evaluations.jsonl")) == 2
+    assert read_config(logdir).task == "__main__:Target"
+    assert set(Policy.load(logdir).obs_space) == {"vector"}
+    command = ("-m", "dreamfleet.cli", "eval", "runs/Target", "--episodes", "1")
+    refused = run(*command, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "write --task module:Target" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    found = run(*command, "--task", "guarded:Target", cwd=tmp_path)
+    assert "mean return    20" in found.stdout, found.stderr
+
+
+def test_settings_are_arguments(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = small_run(tmp_path, launcher="serial", steps=80, eval_episodes=1)
+    result = train(config, say=said.append, display=None, replay__chunk=32)
+    assert result is not None
+    assert read_config(tmp_path).replay.chunk == 32
+    assert "Training random on bundled:dummy" in said[0]
+    for given, words in (
+        ({"env": Dummy, "task": "bundled:dummy"}, "env and task are the same thing"),
+        ({"preset": "debug"}, "leave the preset out"),
+        ({"replay__chonk": 3}, "did you mean"),
+        ({"env": lambda: Dummy(), "remote_envs": True, "actor_addr": "tcp://127.0.0.1:9"},
+         "put it into a module"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            train(config, **given)
