@@ -179,6 +179,151 @@ def test_a_call_made_before_the_server_is_there_waits_for_it(
             assert future.result(20).tolist() == [0] * size
 
 
+# --- calls that nobody waits for -----------------------------------------------------------------
+
+
+class Noted:
+    """A server whose method notes what it was called with."""
+
+    def __init__(self, address: str, keys: Keys | None) -> None:
+        self.values: list[object] = []
+        self._changed = threading.Condition()
+        self.server = Server(address, "Noted", keys=keys)
+        self.server.bind("note", self.note)
+
+    def note(self, value: object) -> None:
+        with self._changed:
+            self.values.append(value)
+            self._changed.notify_all()
+
+    def await_values(self, count: int) -> list[object]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.values) >= count, 120)
+            return self.values
+
+
+def test_a_call_is_sent_though_nobody_waits_for_its_answer(
+    transport: tuple[str, Keys | None],
+) -> None:
+    address, keys = transport
+    noted = Noted(address, keys)
+    with noted.server, Client(noted.server.address, keys=keys) as client:
+        futures = [client.note(number) for number in range(3)]
+        assert noted.await_values(3) == [0, 1, 2]
+        assert [future.result(20) for future in futures] == [None] * 3
+
+
+def test_a_call_waits_for_its_server_though_nobody_waits_for_it(
+    transport: tuple[str, Keys | None],
+) -> None:
+    address, keys = transport
+    probe = Server(address, keys=keys)
+    probe.close()
+    with Client(probe.address, keys=keys) as client:
+        future = client.note(1)
+        noted = Noted(probe.address, keys)
+        with noted.server:
+            assert noted.await_values(1) == [1]
+            assert future.result(20) is None
+
+
+def test_eight_clients_that_nobody_waits_for_make_a_batch_of_eight(
+    transport: tuple[str, Keys | None],
+) -> None:
+    address, keys = transport
+    batches: list[int] = []
+    done = threading.Event()
+
+    def act(who: np.ndarray) -> tuple[np.ndarray, None]:
+        batches.append(len(who))
+        done.set()
+        return who, None
+
+    server = BatchServer(address, keys=keys)
+    server.bind("act", act, batch=8, wait=600)
+    with server:
+        clients = [Client(server.address, keys=keys) for _ in range(8)]
+        futures = [client.act(who) for who, client in enumerate(clients)]
+        assert done.wait(120)
+        assert [future.result(20) for future in futures] == list(range(8))
+        for client in clients:
+            client.close()
+    assert batches == [8]
+
+
+def test_a_repeatable_call_is_sent_again_though_nobody_waits_for_it(plain: Plain) -> None:
+    client = plain.client()
+    future = client.safe_gate()
+    assert plain.gate.entered.acquire(timeout=20)
+    # The server ends while the method runs, so there is no answer.
+    closing = threading.Thread(target=plain.server._loop.close, args=(0.0,))
+    closing.start()
+    closing.join()
+    plain.server = plain.make(plain.server.address)
+    plain.server.start(block=False)
+    deadline = time.monotonic() + 120
+    while client.stats()["resent"] == 0:
+        assert time.monotonic() < deadline
+        assert not future.done()
+    assert plain.gate.entered.acquire(timeout=120)
+    plain.gate.open.set()
+    assert future.result(20) == ()
+
+
+def test_a_client_that_is_closed_has_delivered_its_calls(
+    transport: tuple[str, Keys | None],
+) -> None:
+    address, keys = transport
+    noted = Noted(address, keys)
+    with noted.server:
+        for number, connect in enumerate((False, True)):
+            client = Client(noted.server.address, keys=keys)
+            if connect:
+                client.connect(60)
+            client.note(np.full(200_000, number))
+            client.close(flush=60)
+            assert noted.server.stats()["requests"] == number + 1
+        assert [int(value[0]) for value in noted.await_values(2)] == [0, 1]
+
+
+def test_calls_that_cannot_be_delivered_are_named_when_the_client_is_closed(
+    transport: tuple[str, Keys | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    address, keys = transport
+    probe = Server(address, keys=keys)
+    probe.close()
+    for flush, words in ((0.01, ["2 of 'note', 1 of 'echo'"]), (0.0, [])):
+        caplog.clear()
+        client = Client(probe.address, "Lonely", keys=keys)
+        futures = [client.note(1), client.note(2), client.echo(3)]
+        client.close(flush)
+        assert [
+            record.getMessage().split(": ")[-1].rstrip(".") for record in caplog.records
+        ] == words
+        for future in futures:
+            with pytest.raises(Closed, match="Lonely was closed before"):
+                future.result()
+
+
+def test_a_client_that_is_left_by_an_error_does_not_wait(
+    transport: tuple[str, Keys | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    address, keys = transport
+    probe = Server(address, keys=keys)
+    probe.close()
+    client = Client(probe.address, keys=keys)
+    client._flush = lambda deadline: pytest.fail("it waits")
+
+    def fail() -> None:
+        with client:
+            client.note(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not caplog.records
+
+
 def test_many_threads_may_share_a_client(plain: Plain) -> None:
     client = plain.client(maxinflight=4)
     wrong = []
@@ -554,7 +699,7 @@ def test_an_unknown_address_is_not_asked_for_all_the_time() -> None:
         future = client.echo(1)
         while len(asked) <= len(PAUSES):
             assert not future.wait(0.1)
-    pauses = np.diff(asked)
+    pauses = np.diff(asked[: len(PAUSES) + 1])
     assert all(pause >= least for pause, least in zip(pauses, PAUSES, strict=True)), pauses
 
 
@@ -790,6 +935,34 @@ def test_plain_numbers_are_stacked_too(transport: tuple[str, Keys | None]) -> No
         futures = [a.act(1, True), b.act(2, False)]
         assert sorted(int(f.result(20)) for f in futures) == [2, 3]
     assert seen == [("i", "b", (2,))]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(3, 2.5, True, 2**63, {"a": 1, "b": [2.0, (False,)]}),
+        *(np.float32(3), np.int64(3), np.zeros(()), np.zeros(3), np.ones((2, 3), bool)),
+        {"a": np.zeros(2, np.uint8), "b": np.int32(1)},
+    ],
+    ids=repr,
+)
+def test_a_batch_server_answers_with_the_types_of_a_server(value: object) -> None:
+    server, batching = Server("ipc://{auto}"), BatchServer("ipc://{auto}")
+    server.bind("same", lambda value: value)
+    batching.bind("same", lambda value: (value, None), batch=1)
+    server.bind("nothing", lambda value: None)
+    batching.bind("nothing", lambda value: (None, None), batch=1)
+    with server, batching, Client(server.address) as one, Client(batching.address) as other:
+        assert _types(one.same(value).result(20)) == _types(other.same(value).result(20))
+        assert one.nothing(value).result(20) is other.nothing(value).result(20) is None
+
+
+def _types(tree: object) -> object:
+    if isinstance(tree, dict):
+        return {key: _types(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree), [_types(value) for value in tree]
+    return type(tree), np.asarray(tree).dtype, np.shape(tree), np.asarray(tree).tolist()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -119,4 +120,4 @@ def close_when_stopped(client: Client) -> None:
     """End a thread's wait for a reply with `Closed` when the role is asked to stop. In a process of
     its own the signal does."""
     if _thread.signal is not None:
-        _thread.signal.on_stop(client.close)
+        _thread.signal.on_stop(partial(client.close, 0.0))

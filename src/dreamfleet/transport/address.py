@@ -52,12 +52,20 @@ class Address:
     def loopback(self) -> bool:
         if self.kind != "tcp":
             return True
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
+        if self.named:
+            return self.host == "localhost"
+        return ipaddress.ip_address(self.host).is_loopback
+
+    @property
+    def named(self) -> bool:
+        """Whether the host is a name, and not a number."""
+        if self.kind != "tcp":
             return False
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return True
+        return False
 
 
 def parse(text: str) -> Address:
@@ -92,6 +100,20 @@ def resolve(text: str) -> str:
             port = probe.getsockname()[1]
         return Address("tcp", address.host, port).text
     return address.text
+
+
+def endpoints(address: Address) -> list[str]:
+    """What libzmq may be told to connect to. A name stands for one or several numbers, and the
+    server may listen at any of them; for none if nobody knows the name."""
+    if not address.named or address.host == "*":  # which stands for every number
+        return [address.endpoint]
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    found.sort(key=lambda info: info[0] != socket.AF_INET)  # where most servers listen
+    hosts = dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found)
+    return [Address("tcp", host, address.port).endpoint for host in hosts]
 
 
 def prepare(address: Address) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dreamfleet.transport import wire
 from dreamfleet.transport.codec import (
     ARRAY,
+    PLAIN,
     SCALAR,
     TUPLE,
     Buffer,
@@ -151,7 +152,8 @@ class BatchServer(BaseServer):
         Args:
             method: The name clients call.
             workfn: Gets the call's arguments, every leaf an array with a leading axis n, and
-                returns a tree with the same leading axis, and any info for `postfn`.
+                returns a tree with the same leading axis, or None where there is nothing to answer,
+                and any info for `postfn`.
             postfn: Gets a list of infos.
             batch: Items in a full batch.
             wait: Seconds the oldest request waits for the batch to fill.
@@ -360,6 +362,7 @@ def _take(batcher: _Batcher) -> list[Request]:
 
 # --- stacking requests and splitting results -----------------------------------------------------
 
+_PYTHON_NUMBERS = tuple(np.asarray(number).dtype for number in (True, 1, 2**63, 1.0))
 _signatures: dict[tuple[int, int, tuple[type, ...]], tuple[Schema, Signature]] = {}
 _MAX_SIGNATURES = 1024
 
@@ -452,6 +455,9 @@ def _concatenate(column: Sequence[Any], requests: Sequence[Request]) -> NDArray[
 def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
     """Every request's share of the result, ready to be sent.
 
+    A caller that sent only numbers of Python gets its numbers as those, and one that sent only
+    arrays without axes as such arrays: what a `Server` with the same function would answer.
+
     Raises:
         RemoteError: The result does not have one row per item.
     """
@@ -461,21 +467,38 @@ def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
     row = 0
     for request in requests:
         cut = slice(row, row + request.rows) if request.rows else row
-        shares.append(encode(_cut(result, cut)))
+        shares.append(encode(_cut(result, cut, _number_kind(request))))
         row += request.items
     return shares
 
 
-def _cut(tree: Any, cut: slice | int) -> Any:
+def _number_kind(request: Request) -> int:
+    """How the caller's numbers came: all of them PLAIN or as an ARRAY, or as SCALAR of numpy."""
+    if request.rows:
+        return SCALAR
+    kinds = {leaf.kind for leaf in request.schema.leaves if not leaf.shape}
+    if request.plain:
+        kinds.add(PLAIN)
+    return kinds.pop() if len(kinds) == 1 else SCALAR
+
+
+def _cut(tree: Any, cut: slice | int, kind: int) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _cut(value, cut) for key, value in tree.items()}
+        return {key: _cut(value, cut, kind) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        rows = [_cut(value, cut) for value in tree]
+        rows = [_cut(value, cut, kind) for value in tree]
         return rows if isinstance(tree, list) else tuple(rows)
-    return np.asarray(tree)[cut]
+    if tree is None:
+        return None
+    row = np.asarray(tree)[cut]
+    if kind == PLAIN and not np.ndim(row) and row.dtype in _PYTHON_NUMBERS:
+        return row.item()
+    return np.asarray(row) if kind == ARRAY else row
 
 
 def _check_rows(tree: Any, total: int, path: tuple[str, ...]) -> None:
+    if tree is None:
+        return
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             _check_rows(value, total, (*path, str(key)))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -28,13 +29,15 @@ from dreamfleet.transport.wire import Waker
 log = logging.getLogger(__name__)
 
 _FOREVER = float("inf")
+FLUSH_SECONDS = 1.0
+"""How long a client that is closed tries to deliver its calls."""
 
 
 class Future:
     """The answer to one call.
 
-    Waiting for it is what moves the connection: the waiting thread itself reads the socket, so an
-    answer reaches it without passing through another thread.
+    Whoever waits for it reads the socket, so an answer reaches the waiting thread without passing
+    through another one. The call itself is sent whether or not anybody waits.
     """
 
     __slots__ = ("_client", "_done", "_error", "_seen", "_value", "method", "request")
@@ -109,14 +112,17 @@ class Client:
     What is sent is copied before the call returns, so buffers may be reused at once; received
     arrays are read-only.
 
-    There is no thread behind a client. A thread that waits for an answer reads the socket itself,
-    and gives other threads' answers to them.
+    A thread that waits for an answer reads the socket itself, and gives other threads' answers to
+    them. While there is no connection, a thread in the background connects and then sends the calls
+    that were made meanwhile, so that nobody needs to wait for them; it ends when they are sent.
+    Without anybody who waits, the loss of a connection is noticed by the next call.
 
     Args:
         address: Where the server listens; see `dreamfleet.transport.address`. Or a function that
             says where: it is asked at every attempt to connect, because a server may come back
             elsewhere. While nobody knows, it returns "" or raises `AddressUnknown`, and is asked
-            again after a pause of at most half a second. It must be quick, and not use this client.
+            again after a pause of at most half a second. It must be quick, and not use this client;
+            any thread may ask it.
         name: Shown in errors and logs.
         maxinflight: Calls without an answer; one more makes the caller wait.
         timeout: Seconds any wait may take, unless the wait says otherwise; None waits as long as
@@ -145,6 +151,9 @@ class Client:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._receiving = False  # a thread waits at the socket, outside of the lock
+        self._sending = False  # the background thread looks after calls that were not sent
+        self._sender: threading.Thread | None = None
+        self._confirmed = False  # the server has answered the greeting of `_flush`
         self._waiters = 0  # other threads, which wait for that one
         self._closed = False
         self._pending: dict[int, Future] = {}
@@ -212,8 +221,21 @@ class Client:
             "connected": float(self._welcome is not None),
         }
 
-    def close(self) -> None:
-        """Hang up. Calls without an answer fail with `Closed`."""
+    def close(self, flush: float = FLUSH_SECONDS) -> None:
+        """Hang up. Calls without an answer fail with `Closed`, but the server gets them.
+
+        Args:
+            flush: Seconds to wait until the server has read every call. A warning says which ones
+                were not sent by then. With 0, what was not sent is dropped.
+        """
+        try:
+            if flush > 0:
+                with suppress(Closed):
+                    self._flush(time.monotonic() + flush)
+        finally:
+            self._close(warn=flush > 0)
+
+    def _close(self, warn: bool) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -222,21 +244,40 @@ class Client:
             self._waiters += 1
             while self._receiving:
                 self._changed.wait()
+            dropped = Counter(future.method for future in self._unsent())
+            problem = self._connection.problem
             self._fail_all(
                 Closed, f"{self.name} was closed before {self.address or 'a server'} answered."
             )
             self._connection.close()
             self._waker.close()
             self._changed.notify_all()
+        if self._sender:
+            self._sender.join()
+        if dropped and warn:
+            calls = ", ".join(f"{count} of {method!r}" for method, count in dropped.items())
+            log.warning(
+                "%s was closed, and calls were never sent (%s): %s.", self.name, problem, calls
+            )
         for error in self._errors:
             if not isinstance(error, Closed):
                 log.error("%s: a call failed and nobody looked: %s", self.name, error)
 
+    def _flush(self, deadline: float) -> None:
+        """Wait until the server has read every call: it answers a greeting in its turn."""
+        self._progress(lambda: not self._unsent(), deadline)
+        with self._lock:
+            if not (self._welcome and self._pending):
+                return
+            self._confirmed = False
+            self._connection.greet()
+        self._progress(lambda: self._confirmed or not self._pending, deadline)
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(FLUSH_SECONDS if kind is None else 0.0)  # an error does not wait
 
     # --- sending ---------------------------------------------------------------------------------
 
@@ -263,9 +304,37 @@ class Client:
         self._counts["requests"] += 1
         if self._welcome:
             self._send(self._number, future, self._welcome)
-        elif self._receiving:
-            self._waker.wake()  # the sleeper has one more call whose patience may end
+        else:
+            self._send_later()
         return future
+
+    def _unsent(self) -> list[Future]:
+        return [future for future in self._pending.values() if not future.request.sent_to]
+
+    def _send_later(self) -> None:
+        """Have calls sent when there is a connection, whether or not somebody waits for them."""
+        if self._receiving:
+            self._waker.wake()  # the sleeper has one more call whose patience may end
+        if not self._sending:
+            self._sending = True
+            self._sender = threading.Thread(
+                target=self._send_unsent, name=f"{self.name}-sends", daemon=True
+            )
+            self._sender.start()
+
+    def _send_unsent(self) -> None:
+        def done() -> bool:
+            # Under the lock: a call that is made after this starts another thread.
+            self._sending = bool(self._unsent())
+            return not self._sending
+
+        try:
+            with suppress(Closed):
+                self._progress(done, _FOREVER)
+        finally:
+            with self._lock:
+                if self._sender is threading.current_thread():
+                    self._sending = False
 
     def _send(self, number: int, future: Future, welcome: Welcome) -> None:
         request: _Request = future.request
@@ -386,10 +455,12 @@ class Client:
             self._send(number, future, self._welcome)
         else:
             request.sent_to = 0
+            self._send_later()
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._welcome:
             if self._welcome.incarnation == welcome.incarnation:
+                self._confirmed = True
                 return
             self._on_lost(self.address)
         self._welcome = welcome
@@ -416,6 +487,8 @@ class Client:
                 self._counts["resent"] += 1
             elif request.sent_to:
                 self._pending.pop(number)._fail(Disconnected(lost))
+        if self._pending:
+            self._send_later()
 
     def _next_expiry(self) -> float:
         """Seconds until a call has waited too long for a connection."""

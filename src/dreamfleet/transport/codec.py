@@ -1,7 +1,8 @@
 """Values to bytes and back, without pickle.
 
 A value is a tree of dicts, lists and tuples whose leaves are numpy arrays, numpy scalars, str,
-bytes, bool, int, float and None. It is split in two:
+bytes, bool, int, float and None. (Text and bytes of numpy arrive as those of Python.) It is split
+in two:
 
     schema   the structure, dtypes and shapes; the same from call to call, so the receiver parses
              and validates it once and keeps it
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -104,6 +106,8 @@ def encode(value: Any) -> Encoded:
     except _Unsendable as problem:
         place = "/".join(reversed(problem.path)) or "the value"
         raise CodecError(f"Cannot send {place}: {problem.reason}") from None
+    except UnicodeEncodeError as problem:
+        raise CodecError(f"Cannot send a key: {_not_text(str(problem.object))}") from None
     return Encoded(schema, sink.plain, b"".join(sink.blob), sink.frames)
 
 
@@ -145,10 +149,18 @@ def _describe(value: Any, sink: _Sink, depth: int) -> Any:
                 problem.path.append(str(index))
                 raise
         return [LIST if isinstance(value, list) else TUPLE, children]
+    if isinstance(value, np.str_):
+        return _describe_text(str(value), sink)
+    if isinstance(value, np.bytes_):
+        return _describe_bytes(bytes(value), sink)
     if isinstance(value, np.generic):
         return _describe_array(np.asarray(value), sink, SCALAR)
     if isinstance(value, (bytearray, memoryview)):
         return _describe_bytes(bytes(value), sink)
+    if isinstance(value, np.ma.MaskedArray):
+        raise _Unsendable("its mask would be lost; send `filled()`, or data and mask.")
+    if isinstance(value, Enum):
+        raise _Unsendable(f"{value!r} is an enum; send its `value`.")
     if hasattr(value, "__array__"):  # arrays of other libraries arrive as numpy arrays
         return _describe_array(np.asarray(value), sink)
     raise _Unsendable(
@@ -160,14 +172,14 @@ def _describe(value: Any, sink: _Sink, depth: int) -> Any:
 def _describe_dict(value: Mapping[Any, Any], sink: _Sink, depth: int) -> Any:
     children = []
     for key, child in value.items():
-        if type(key) is not str:
+        if type(key) is not str and type(key) is not np.str_:
             raise _Unsendable(f"keys of a dict are strings, not {key!r}.")
         try:
             children.append(_describe(child, sink, depth + 1))
         except _Unsendable as problem:
-            problem.path.append(key)
+            problem.path.append(ascii(key)[1:-1])
             raise
-    return [DICT, list(value), children]
+    return [DICT, list(map(str, value)), children]
 
 
 def _describe_array(array: NDArray[Any], sink: _Sink, kind: int = ARRAY) -> Any:
@@ -186,12 +198,19 @@ def _describe_array(array: NDArray[Any], sink: _Sink, kind: int = ARRAY) -> Any:
 
 
 def _describe_text(value: str, sink: _Sink) -> Any:
+    try:
+        data = value.encode()
+    except UnicodeEncodeError:
+        raise _Unsendable(_not_text(value)) from None
     if len(value) <= SMALL:
         sink.plain.append(value)
         return PLAIN
-    data = value.encode()
     sink.frames.append(data)
     return [STR, len(data)]
+
+
+def _not_text(value: str) -> str:
+    return f"{value[:40]!a} has lone surrogates, which UTF-8 cannot carry; send it as bytes."
 
 
 def _describe_bytes(value: bytes, sink: _Sink) -> Any:

@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.address import Address, parse
+from dreamfleet.transport.address import Address, endpoints, parse
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.errors import AddressError, AddressUnknown, MessageError
 from dreamfleet.transport.security import Keys
@@ -55,8 +55,10 @@ class Message:
 _FOREVER = float("inf")
 _RETRY = 0.5  # seconds, the longest pause between two attempts
 _FIRST_RETRY = 0.02
+_CONNECT_TIMEOUT = 3000  # ms; then the name's next number is tried
 _NOBODY = "nobody listens there"
 _UNKNOWN = "nobody has published its address yet"
+_UNKNOWN_NAME = "the name of its machine is not known"
 
 Event = Welcome | Lost | Message | MessageError
 
@@ -97,6 +99,7 @@ class Connection:
         self._waker = waker
         self._greeted = False
         self._pause = _FIRST_RETRY
+        self._turn = 0  # which of the server's endpoints is tried
         self._open(self._locate())
 
     @property
@@ -132,30 +135,43 @@ class Connection:
         self._socket.linger = 1000
         self._socket.reconnect_ivl = 20
         self._socket.reconnect_ivl_max = 500
-        self._socket.ipv6 = address is not None and ":" in address.host
+        named = address is not None and address.named
+        choices = endpoints(address) if address else []
+        endpoint = choices[self._turn % len(choices)] if choices else ""
+        self._socket.ipv6 = "[" in endpoint
+        if named:
+            # One attempt, because the next one may be at another number of the same name.
+            self._socket.reconnect_ivl = -1
+            self._socket.connect_timeout = _CONNECT_TIMEOUT
         if self._keys and address and address.kind == "tcp":
             self._keys.protect_client(self._socket)
         # Without a limit: libzmq's only I/O thread blocks on a monitor that is full, and nobody
         # reads this one while the client is idle.
-        endpoint = f"inproc://monitor-{secrets.token_hex(8)}"
-        self._socket.monitor(endpoint, _EVENTS)
+        events = f"inproc://monitor-{secrets.token_hex(8)}"
+        self._socket.monitor(events, _EVENTS | zmq.Event.CLOSED if named else _EVENTS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.rcvhwm = 0
         self._monitor.linger = 0
-        self._monitor.connect(endpoint)
+        self._monitor.connect(events)
         self._monitor_descriptor = self._monitor.fileno()
         self._monitor_ready = True  # its descriptor only tells of changes after this
         self._final = False  # libzmq has given up, and does not try again by itself
+        self._failed = False  # the attempt at one number of a name has
         self._retry_at = time.monotonic() + self._pause if self._find else _FOREVER
         self._poller = select.poll()
         for source in (self._socket, self._monitor, self._waker):
             self._poller.register(source.fileno(), select.POLLIN)
         if address:
-            self._connect(address)
+            if not endpoint:
+                self.problem = _UNKNOWN_NAME
+                self._try_another()
+            elif self.problem == _UNKNOWN_NAME:
+                self.problem = _NOBODY
+            self._connect(address, endpoint or address.endpoint)
 
-    def _connect(self, address: Address) -> None:
+    def _connect(self, address: Address, endpoint: str) -> None:
         try:
-            self._socket.connect(address.endpoint)
+            self._socket.connect(endpoint)
         except zmq.ZMQError:
             text = (
                 f"{address.text} is no address to connect to: write the name or number of the "
@@ -168,6 +184,10 @@ class Connection:
 
     def send(self, frames: list[Any]) -> None:
         wire.send(self._socket, frames)
+
+    def greet(self) -> None:
+        """Have the server greet back, after it has read what was sent before."""
+        self.send(wire.pack(wire.HELLO, 0, encode(None)))
 
     def sleep(self, timeout: float) -> None:
         """Wait for something to read, a wake-up or the end of `timeout` seconds. Touches no
@@ -243,16 +263,23 @@ class Connection:
                 return
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.problem = "it takes connections but does not greet"
-                self.send(wire.pack(wire.HELLO, 0, encode(None)))
-            elif event == zmq.Event.DISCONNECTED:
+                self.greet()
+            elif event in (zmq.Event.DISCONNECTED, zmq.Event.CLOSED):
                 if self._greeted:
                     self._lose()
                     return
+                if self._address and self._address.named:
+                    self._try_another()
             else:
                 self.problem = _HANDSHAKE_FAILURES[zmq.Event(event)]
                 if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                     self._final = True
                     self._retry_at = time.monotonic() + _RETRY
+
+    def _try_another(self) -> None:
+        """Try the name's next number after a pause."""
+        self._failed = True
+        self._retry_at = min(self._retry_at, time.monotonic() + self._pause)
 
     def _lose(self) -> None:
         while message := wire.receive(self._socket):
@@ -265,11 +292,13 @@ class Connection:
         self._reopen(self._locate())
 
     def _retry(self) -> None:
-        """Try again where the server is now. At the same address libzmq tries again by itself,
+        """Try again where the server is now. At the same number libzmq tries again by itself,
         except after a failure that it takes for final."""
         self._pause = min(2 * self._pause, _RETRY)
         address = self._locate()
-        if self._final or address != self._address:
+        if self._failed:
+            self._turn += 1
+        if self._final or self._failed or address != self._address:
             self._reopen(address)
         else:
             self._retry_at = time.monotonic() + self._pause

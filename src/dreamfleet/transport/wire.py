@@ -61,11 +61,14 @@ def pack(
     """The frames of a message.
 
     Raises:
-        CodecError: The value is larger than a message may be.
+        CodecError: The value is larger than a message may be, or the method has no possible name.
     """
-    header = _encode_header(
-        Header(kind, number, to, method, rows, value.schema, value.plain, value.blob)
-    )
+    try:
+        header = _encode_header(
+            Header(kind, number, to, method, rows, value.schema, value.plain, value.blob)
+        )
+    except UnicodeEncodeError:
+        raise CodecError(f"{method!a} cannot be the name of a method.") from None
     if len(header) > MAX_HEADER:
         raise CodecError(
             f"Cannot send so many small values at once: they take {len(header)} bytes, and "

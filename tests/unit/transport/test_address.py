@@ -1,5 +1,6 @@
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,6 +156,78 @@ def test_a_server_that_listens_everywhere_is_found_by_name() -> None:
     server.bind("ping", lambda: "pong")
     with server, Client(server.address.replace("*", "127.0.0.1"), keys=keys) as client:
         assert client.ping().result(20) == "pong"
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What names stand for, instead of what this machine says."""
+    known: dict[str, list[str]] = {}
+
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET6, socket.SOCK_STREAM, 6, "", (number, port, 0, 0))
+            if ":" in number
+            else (socket.AF_INET, socket.SOCK_STREAM, 6, "", (number, port))
+            for number in known[host]
+        ]
+
+    monkeypatch.setattr("dreamfleet.transport.address.socket.getaddrinfo", getaddrinfo)
+    return known
+
+
+def ping_server(address: str, keys: Keys | None = None) -> Server:
+    try:
+        server = Server(address, keys=keys)
+    except AddressError as error:
+        if "[::1]" in address:
+            pytest.skip(f"this machine has no IPv6: {error}")
+        raise
+    server.bind("ping", lambda: "pong")
+    return server
+
+
+@pytest.mark.parametrize("listens", ["127.0.0.1", "127.0.0.2", "[::1]"])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_server_is_found_at_any_number_of_its_name(
+    names: dict[str, list[str]], listens: str, encrypted: bool
+) -> None:
+    names["machine"] = ["::1", "127.0.0.1", "127.0.0.2"]
+    keys = Keys.generate() if encrypted else None
+    with ping_server(f"tcp://{listens}:{{auto}}", keys) as server:
+        port = server.address.rpartition(":")[2]
+        with Client(f"tcp://machine:{port}", keys=keys) as client:
+            assert client.ping().result(120) == "pong"
+
+
+def test_a_name_is_asked_for_again_when_its_server_is_gone(names: dict[str, list[str]]) -> None:
+    names["machine"] = ["127.0.0.1"]
+    with ping_server("tcp://127.0.0.1:{auto}") as server:
+        port = server.address.rpartition(":")[2]
+        client = Client(f"tcp://machine:{port}")
+        assert client.ping().result(120) == "pong"
+    names["machine"] = ["127.0.0.2"]
+    with client, ping_server(f"tcp://127.0.0.2:{port}"):
+        assert client.ping().result(120) == "pong"
+
+
+def test_a_name_that_nobody_knows_yet_is_waited_for(names: dict[str, list[str]]) -> None:
+    with ping_server("tcp://127.0.0.1:{auto}") as server:
+        port = server.address.rpartition(":")[2]
+        with (
+            Client(f"tcp://machine:{port}", patience=0.1) as client,
+            pytest.raises(Disconnected, match="the name of its machine is not known"),
+        ):
+            client.ping().result(120)
+        with Client(f"tcp://machine:{port}") as client:
+            future = client.ping()
+            assert not future.done()
+            names["machine"] = ["127.0.0.1"]
+            assert future.result(120) == "pong"
 
 
 def test_an_address_that_cannot_be_bound_says_why() -> None:

@@ -1,5 +1,6 @@
 """Every value survives the trip, and malformed data is refused before anything is allocated."""
 
+import enum
 from typing import Any
 
 import hypothesis.extra.numpy as hnp
@@ -97,6 +98,15 @@ def test_text_and_bytes_of_any_size(size: int) -> None:
     assert round_trip(bytearray(b"x" * size)) == b"x" * size
 
 
+@pytest.mark.parametrize("size", [3, SMALL + 1])
+def test_text_and_bytes_of_numpy_arrive_as_those_of_python(size: int) -> None:
+    text, data = round_trip([np.str_("é" * size), np.bytes_(b"x" * size)])
+    assert (type(text), text) == (str, "é" * size)
+    assert (type(data), data) == (bytes, b"x" * size)
+    (key,) = round_trip({np.str_("key"): 1})
+    assert (type(key), key) == (str, "key")
+
+
 @pytest.mark.parametrize(
     "array",
     [
@@ -140,6 +150,14 @@ def test_a_snapshot_does_not_change_with_the_array() -> None:
 # --- what cannot be sent -------------------------------------------------------------------------
 
 
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    HIGH = 1
+
+
 def nested(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -162,6 +180,15 @@ def nested(depth: int) -> Any:
         ([0] * (MAX_NODES + 1), "at most"),
         ({1, 2}, "type set"),
         (lambda: None, "type function"),
+        ({"a": Colour.RED}, "a: <Colour.RED: 1> is an enum; send its `value`"),
+        (Level.HIGH, "is an enum"),
+        (np.ma.masked_array([1, 2], [0, 1]), r"its mask would be lost; send `filled\(\)`"),
+        (np.ma.masked, "its mask would be lost"),
+        ({"a": "\ud800"}, r"a: '\\ud800' has lone surrogates"),
+        ("\ud800" * 10_000, "has lone surrogates"),
+        (np.str_("\udfff"), "has lone surrogates"),
+        ({"\ud800": 1}, r"key: '\\ud800' has lone surrogates"),
+        ({"\ud800": object()}, r"\\ud800: values of type object"),
     ],
 )
 def test_what_cannot_be_sent_is_named(value: Any, words: str) -> None:

@@ -116,5 +116,5 @@ def test_strangers_cannot_disturb_the_others() -> None:
                 assert friend.ping().result(20) == "pong"
     finally:
         for stranger in strangers:
-            stranger.close()
+            stranger.close(flush=0)
         server.close()
