@@ -53,9 +53,9 @@ def is_frame(dtype: Any, shape: tuple[int, ...]) -> bool:
 class Space:
     """A dtype, a shape and bounds.
 
-    Integer and bool spaces are discrete: `low` is inclusive, `high` exclusive, so a space with n
-    choices runs from 0 to n. Float spaces are continuous: both bounds are inclusive and may be
-    infinite. Bounds broadcast to the shape.
+    Integer and bool spaces are discrete: `low` is inclusive and `high` exclusive, as in Python's
+    `range`, so the range of n choices is [0, n). Float spaces are continuous: both bounds are
+    inclusive and may be infinite, [-1, 1]. Bounds broadcast to the shape.
     """
 
     dtype: np.dtype[Any]
@@ -107,6 +107,11 @@ class Space:
         if not self.discrete:
             raise ConfigError(f"{self} is continuous and has no classes.")
         return np.asarray(self.high - self.low, np.int64)
+
+    @property
+    def range(self) -> str:
+        """The lowest and the highest bound: [0, 5) for the integers 0 to 4, [-1, 1] for floats."""
+        return f"[{self.low.min():g}, {self.high.max():g}{')' if self.discrete else ']'}"
 
     def contains(self, value: Any) -> bool:
         array = np.asarray(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from msgspec import Meta
 from rich.table import Table
 
 from dreamfleet.agents import SpaceError
-from dreamfleet.cli.console import say, write
+from dreamfleet.cli.console import write
+from dreamfleet.cli.watched import Person, run_watched
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
@@ -28,6 +30,7 @@ def check_env(
     options: dict[str, Any] | None = None,
     steps: Annotated[int, Meta(ge=1)] = 1000,
     seed: Annotated[int, Meta(ge=0)] = 0,
+    timeout: Annotated[float, Meta(ge=0)] = RunConfig.env_timeout,
     sheet: Path | None = Path("check-env.png"),
 ) -> None:
     """Play an environment and say what is wrong with it, and how to fix it.
@@ -35,28 +38,59 @@ def check_env(
     Args:
         task: Such as gym:CartPole-v1, dmc:walker_walk or my_package.my_module:my_factory.
         options: Of the environment, such as obs=pixels size=[64,64] time_limit=500.
-        steps: How many random steps to play.
+        steps: How many random steps to play; resets are not counted.
         seed: Of the environment and of the actions.
+        timeout: Seconds that the constructor, a reset or a step may take before it counts as hung,
+            as env_timeout in a run; 0 for no timeout.
         sheet: Where to put a picture of frames, if there are any; None for nowhere.
     """
+    request = {
+        "task": task,
+        "options": options or {},
+        "steps": steps,
+        "seed": seed,
+        "sheet": str(sheet) if sheet else None,
+    }
+    run_watched(check, request, timeout=timeout)
+
+
+def check(person: Person, request: dict[str, Any]) -> str:
+    """What `check_env` does, in a process of its own."""
+    say, task = person.say, request["task"]
+    options = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in request["options"].items()
+    }
     hows = (make_env, make_visible_env)
-    make, visible = (partial(_make, how, task, options or {}) for how in hows)
-    result = diagnose(make, steps=steps, seed=seed, make_visible=visible)
+    make, visible = (partial(_make, how, task, options) for how in hows)
+    result = diagnose(
+        make,
+        steps=request["steps"],
+        seed=request["seed"],
+        make_visible=visible,
+        may_restart=bool(options.get("restarts")),
+        tell=person.tell,
+    )
     if result.obs_space:
         result.problems += _agent(result)
         say(_spaces(result))
+    for note in result.notes:
+        say(f"note    {note}")
     if result.steps:
         say(_summary(result))
-    if sheet and result.frames:
+    if request["sheet"] and result.frames:
+        sheet = Path(request["sheet"])
         write(sheet, encode_png(contact_sheet([_small(f) for f in result.frames])))
         say(f"frames         {len(result.frames)} in {sheet}")
     for title, findings in (("problem", result.problems), ("hint", result.hints)):
         for finding in findings:
             say(f"{title:<8}{_sentence(finding)}")
+            if finding.trace:
+                say(indent(finding.trace, "        "))
     if result.problems:
         count = len(result.problems)
         raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
-    say(f"{task} is fine." if not result.hints else f"{task} can be used.")
+    return f"{task} is fine." if not result.hints else f"{task} can be used."
 
 
 def _make(how: Callable[..., Any], task: str, options: dict[str, Any], seed: int) -> Any:
@@ -73,11 +107,10 @@ def _agent(result: Diagnosis) -> Iterator[Finding]:
 
 
 def _spaces(result: Diagnosis) -> Table:
-    table = Table("", "key", "dtype", "shape", "low", "high", box=None, pad_edge=False)
+    table = Table("", "key", "dtype", "shape", "range", box=None, pad_edge=False)
     for role, spaces in (("observation", result.obs_space), ("action", result.act_space)):
         for key, space in spaces.items():
-            low, high = space.low.min(), space.high.max() - space.discrete
-            table.add_row(role, key, space.dtype.name, str(space.shape), f"{low:g}", f"{high:g}")
+            table.add_row(role, key, space.dtype.name, str(space.shape), space.range)
     return table
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,20 +30,27 @@ from dreamfleet.envs.base import (
     sample_action,
 )
 from dreamfleet.errors import ConfigError, MissingExtraError
-from dreamfleet.spaces import FLAGS, RESET, SpaceError, without_logs
+from dreamfleet.spaces import FLAGS, SpaceError, without_logs
 
 _FRAMES = 20
 _COMPARED_STEPS = 200
 _SLOW = 100.0
 _BRIEF = 4096
+_PACKAGE = str(Path(__file__).parents[1])
+
+Call = Literal["constructor", "reset", "step", "render", "close"]
+Tell = Callable[[Call, int, int], None]
+"""Told before each call of the environment: which, the steps (of the constructor: environments)
+made so far, and how many steps there will be."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding, and the fix."""
+    """A finding, the fix, and the traceback if there is one."""
 
     what: str
     fix: str
+    trace: str = ""
 
 
 @dataclass
@@ -57,6 +66,7 @@ class Diagnosis:
     make_seconds: float = 0.0
     steps_per_second: float = 0.0
     slowest_reset: float = 0.0
+    notes: list[str] = field(default_factory=list)
     problems: list[Finding] = field(default_factory=list)
     hints: list[Finding] = field(default_factory=list)
     frames: list[NDArray[np.uint8]] = field(default_factory=list)
@@ -68,14 +78,19 @@ def diagnose(
     steps: int = 1000,
     seed: int = 0,
     make_visible: Callable[[int], Env] | None = None,
+    may_restart: bool = False,
+    tell: Tell | None = None,
 ) -> Diagnosis:
     """Play random actions.
 
     Args:
         make: The environment for a seed, as `make_env` gives it.
-        steps: How many to play.
+        steps: How many to play; resets are not counted.
         seed: Of the environment and of the actions.
         make_visible: The same environment, made so that it renders.
+        may_restart: Whether it may start an episode in the middle of another, because the option
+            `restarts` is set.
+        tell: Told before each call of the environment.
 
     Raises:
         ConfigError: The options are wrong, which is no problem of the environment.
@@ -83,70 +98,110 @@ def diagnose(
         MissingExtraError: Its package is not installed.
     """
     result = Diagnosis()
+    trajectory: list[Arrays] = []
+    last: tuple[Call, int] = "constructor", 0
+
+    def told(call: Call, done: int, steps: int) -> None:
+        nonlocal last
+        last = call, done
+        if tell:
+            tell(call, done, steps)
+
     try:
+        told("constructor", 0, steps)
         start = time.perf_counter()
         env = make(seed)
         result.make_seconds = time.perf_counter() - start
         result.obs_space, result.act_space = env.obs_space, env.act_space
-        trajectory = _play(env, steps, seed, result)
-        _close(env)
-        _count_episodes(result, trajectory)
-        result.problems += _flags(trajectory)
+        result.notes = list(getattr(env, "notes", ()))
+        _play(env, steps, seed, result, trajectory, told)
+        _close(env, told)
+        result.problems += _flags(trajectory, may_restart)
         compared = min(steps, _COMPARED_STEPS)
-        result.hints += _seeds(make, trajectory[: compared + 1], seed)
+        result.hints += _seeds(make, trajectory, compared, seed, told)
     except (ConfigError, UnknownTaskError, MissingExtraError):
         raise
     except (EnvError, SpaceError) as error:
-        result.problems.append(Finding(str(error), ""))
+        result.problems.append(Finding(str(error), "", _cause(error)))
         return result
-    except Exception as error:
-        result.problems.append(
-            Finding(
-                f"It raised {type(error).__name__}: {error}.",
-                "Fix it, or let it be rebuilt with the option restarts.",
-            )
-        )
+    except (Exception, SystemExit) as error:
+        result.problems.append(_raised(error, *last, result))
         return result
     result.hints += [*_values(result, trajectory), *_speed(result)]
     if make_visible and not result.frames:
-        result.hints += _render(make_visible, compared, seed, result)
+        result.hints += _render(make_visible, compared, seed, result, told)
     return result
 
 
-def _play(env: Env, steps: int, seed: int, result: Diagnosis) -> list[Arrays]:
-    """A trajectory of steps + 1 observations. Times, frames and problems go to the result."""
+def _raised(error: BaseException, call: Call, done: int, result: Diagnosis) -> Finding:
+    """An exception of the environment's own."""
+    where = {"constructor": "The constructor", "step": f"Step {done + 1}"}.get(call, f"{call}()")
+    what = f"{where} raised {type(error).__name__}: {error}".rstrip(".") + "."
+    # An environment that is made again gives up when it finishes no episode between two failures.
+    helps = isinstance(error, Exception) and call in ("reset", "step")
+    if helps and result.episodes:
+        count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had finished before"
+        fix = f"Fix it, or let it be made again each time with the option restarts=3: {count}."
+    else:
+        fix = "Fix it."
+    return Finding(what, fix, own_traceback(error))
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback without the frames of this package that lead to the person's own code."""
+    frame = error.__traceback__
+    while frame and frame.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.tb_next
+    lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
+    return "".join(lines).rstrip()
+
+
+def _cause(error: BaseException) -> str:
+    """The traceback of the exception that made us refuse the environment, if there was one."""
+    return own_traceback(error.__cause__) if error.__cause__ else ""
+
+
+def _play(
+    env: Env, steps: int, seed: int, result: Diagnosis, trajectory: list[Arrays], tell: Tell
+) -> None:
+    """Append all observations of so many steps, and of the resets that they need, to the
+    trajectory. Times, episodes, frames and problems go to the result, also if a step raises."""
     rng = np.random.default_rng(seed)
     frame_of = renderer(env)
     every = max(1, steps // _FRAMES)
     times: list[float] = []
     previous: Arrays = {}
     copy: Arrays = {}
-    trajectory: list[Arrays] = []
-    for number in range(steps + 1):
-        action = sample_action(env.act_space, rng)
-        if number == 0 or trajectory[-1]["is_last"]:
-            action = noop(env.act_space)
-        start = time.perf_counter()
-        obs = env.step(action)
-        elapsed = time.perf_counter() - start
-        if action[RESET]:
-            result.slowest_reset = max(result.slowest_reset, elapsed)
-        else:
-            times.append(elapsed)
-        if not result.problems:
-            result.problems += _overwritten(previous, copy)
-        previous, copy = obs, {key: value.copy() for key, value in obs.items()}
-        trajectory.append({key: _brief(value) for key, value in copy.items()})
-        if (
-            number % every == 0
-            and len(result.frames) < _FRAMES
-            and (frame := frame_of(copy)) is not None
-        ):
-            result.frames.append(frame)
-    result.steps = len(times)
-    # The median: a step that had to wait for a processor says nothing about the environment.
-    result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
-    return trajectory
+    try:
+        while len(times) < steps:
+            reset = not trajectory or bool(trajectory[-1]["is_last"])
+            action = noop(env.act_space) if reset else sample_action(env.act_space, rng)
+            tell("reset" if reset else "step", len(times), steps)
+            start = time.perf_counter()
+            obs = env.step(action)
+            elapsed = time.perf_counter() - start
+            if reset:
+                result.slowest_reset = max(result.slowest_reset, elapsed)
+            else:
+                times.append(elapsed)
+            if not result.problems:
+                result.problems += _overwritten(previous, copy)
+            previous, copy = obs, {key: value.copy() for key, value in obs.items()}
+            trajectory.append({key: _brief(value) for key, value in copy.items()})
+            if reset and obs["is_last"]:
+                raise EnvError(
+                    "An episode was over with its first observation: at least one action has to "
+                    "follow a reset."
+                )
+            if len(times) % every == 0 and not reset and len(result.frames) < _FRAMES:
+                tell("render", len(times), steps)
+                if (frame := frame_of(copy)) is not None:
+                    result.frames.append(frame)
+    finally:
+        result.steps = len(times)
+        _count_episodes(result, trajectory)
+        # The median: a step that had to wait for a processor says nothing about the environment.
+        result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
 
 
 def _brief(value: NDArray[Any]) -> NDArray[Any]:
@@ -175,11 +230,11 @@ def _overwritten(then: Arrays, copy: Arrays) -> Iterator[Finding]:
             )
 
 
-def _flags(trajectory: list[Arrays]) -> Iterator[Finding]:
+def _flags(trajectory: list[Arrays], may_restart: bool) -> Iterator[Finding]:
     if not trajectory[0]["is_first"]:
         yield Finding("The observation after a reset is not is_first.", "Set is_first there.")
     for before, after in pairwise(trajectory):
-        if after["is_first"] and not before["is_last"]:
+        if after["is_first"] and not before["is_last"] and not may_restart:
             yield Finding(
                 "An episode started although the one before had not ended.",
                 "Set is_last on the last observation of every episode.",
@@ -199,14 +254,16 @@ def _flags(trajectory: list[Arrays]) -> Iterator[Finding]:
         )
 
 
-def _seeds(make: Callable[[int], Env], trajectory: list[Arrays], seed: int) -> Iterator[Finding]:
-    difference = _difference(make, trajectory, seed, seed)
+def _seeds(
+    make: Callable[[int], Env], trajectory: list[Arrays], steps: int, seed: int, tell: Tell
+) -> Iterator[Finding]:
+    difference = _difference(make, trajectory, steps, seed, seed, tell)
     if difference:
         yield Finding(
             f"The same seed gives another run: {difference}.",
             "Take all randomness from the seed, if runs should be repeatable.",
         )
-    elif not _difference(make, trajectory, seed, seed + 1):
+    elif not _difference(make, trajectory, steps, seed, seed + 1, tell):
         yield Finding(
             "Another seed gives the same run.",
             "Use the seed, unless the environment is deterministic: otherwise all copies of it "
@@ -215,13 +272,20 @@ def _seeds(make: Callable[[int], Env], trajectory: list[Arrays], seed: int) -> I
 
 
 def _difference(
-    make: Callable[[int], Env], trajectory: list[Arrays], action_seed: int, env_seed: int
+    make: Callable[[int], Env],
+    trajectory: list[Arrays],
+    steps: int,
+    action_seed: int,
+    env_seed: int,
+    tell: Tell,
 ) -> str:
+    tell("constructor", 1, steps)
     env = make(env_seed)
-    # As many actions as the trajectory was played with, so that they are the same ones.
-    again = _play(env, len(trajectory) - 1, action_seed, Diagnosis())
-    _close(env)
-    for number, (one, two) in enumerate(zip(trajectory, again, strict=True)):
+    again: list[Arrays] = []
+    _play(env, steps, action_seed, Diagnosis(), again, tell)
+    _close(env, tell)
+    # The one may have more resets among as many steps, but then they differ before its end.
+    for number, (one, two) in enumerate(zip(trajectory, again, strict=False)):
         for key, value in one.items():
             if not np.array_equal(value, two[key]):
                 return f"{key!r} differs at step {number}"
@@ -248,17 +312,18 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
 
 
 def _render(
-    make: Callable[[int], Env], steps: int, seed: int, result: Diagnosis
+    make: Callable[[int], Env], steps: int, seed: int, result: Diagnosis, tell: Tell
 ) -> Iterator[Finding]:
     """Take the frames from a second environment: the one for training does not render."""
     visible = Diagnosis()
     try:
+        tell("constructor", 1, steps)
         env = make(seed)
         try:
-            _play(env, steps, seed, visible)
+            _play(env, steps, seed, visible, [], tell)
         finally:
-            _close(env)
-    except Exception as error:
+            _close(env, tell)
+    except (Exception, SystemExit) as error:
         yield Finding(
             f"It cannot be rendered: {str(error).rstrip('.')}.", "Training needs no frames."
         )
@@ -273,7 +338,8 @@ def _speed(result: Diagnosis) -> Iterator[Finding]:
         )
 
 
-def _close(env: Env) -> None:
+def _close(env: Env, tell: Tell) -> None:
     close = getattr(env, "close", None)
     if close:
+        tell("close", 0, 0)
         close()

@@ -1,12 +1,14 @@
 """`dreamfleet check-env` as a person types it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dreamfleet.cli import main
+from dreamfleet.cli import main, watched
+from dreamfleet.cli.watched import own_frames
 
 MODULE = """
 import gymnasium
@@ -51,7 +53,9 @@ def test_a_sound_environment(here: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["check-env", "bundled:catch", "--steps", "200"]) == 0
     out = capsys.readouterr().out
     assert "image" in out
-    assert "25 in 175 random steps" in out
+    assert "in 200 random steps" in out
+    assert "[0, 256)" in out, "the notation of the documentation"
+    assert "[0, 3)" in out
     assert "steps/s" in out
     assert "bundled:catch is fine." in out
     assert (here / "check-env.png").read_bytes().startswith(b"\x89PNG")
@@ -140,7 +144,161 @@ def test_one_environment_at_a_time_is_made(
     monkeypatch.syspath_prepend(str(here))
     assert main(["check-env", "one_of_its_kind:Single", "--steps", "50"]) == 0
     assert main(["check-env", "one_of_its_kind:broken"]) == 1
-    assert "problem It raised OSError: no such device." in capsys.readouterr().out
+    assert "problem The constructor raised OSError: no such device." in capsys.readouterr().out
+
+
+HANGING = """
+import ctypes
+from dreamfleet.envs.bundled import Catch
+
+hang = ctypes.PyDLL(None).sleep  # in C, and nothing else of Python runs meanwhile
+
+
+class Constructor(Catch):
+    def __init__(self, seed=0):
+        hang(1000)
+
+
+class Reset(Catch):
+    count = 0
+
+    def _begin(self):
+        self.count += 1
+        if self.count == 3:
+            hang(1000)
+        return super()._begin()
+
+
+class Step(Catch):
+    count = 0
+
+    def _advance(self, action):
+        self.count += 1
+        if self.count == 42:
+            self.simulate()
+        return super()._advance(action)
+
+    def simulate(self):
+        print("simulating")
+        hang(1000)
+"""
+
+CRASHING = """
+import ctypes
+import os
+from dreamfleet.envs.bundled import Catch
+
+
+class Crash(Catch):
+    def _advance(self, action):
+        ctypes.string_at(0)
+
+
+class Leave(Catch):
+    def _begin(self):
+        os._exit(0)
+
+
+class Chatty(Catch):
+    def _advance(self, action):
+        print("still here")
+        return super()._advance(action)
+"""
+
+
+def test_what_hangs_is_ended_and_named(here: Path) -> None:
+    (here / "hanging.py").write_text(HANGING)
+    command = [sys.executable, "-m", "dreamfleet.cli", "check-env", "--timeout", "8"]
+    checks = {
+        name: subprocess.Popen(
+            [*command, f"hanging:{name}"],
+            cwd=here,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in ("Constructor", "Reset", "Step")
+    }
+    said = {name: check.communicate(timeout=300)[0] for name, check in checks.items()}
+    assert {check.returncode for check in checks.values()} == {1}
+    assert "hangs: the constructor took more than 8 s" in said["Constructor"]
+    assert "hangs: reset() took more than 8 s" in said["Reset"]
+    assert "hangs: step() number 42 took more than 8 s" in said["Step"]
+    for name, text in said.items():
+        assert "most recent call first" in text
+        assert "hanging.py" in text
+        assert "watched.py" not in text, "only the person's own frames are of interest"
+        assert ("simulate" in text) == (name == "Step")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Crash", "ended its process with SIGSEGV in step() number 1"),
+     ("Leave", "ended its process with code 0 in reset()")],
+)  # fmt: skip
+def test_an_environment_that_ends_the_process_does_not_end_the_command(
+    here: Path, capsys: pytest.CaptureFixture, name: str, words: str
+) -> None:
+    (here / "crashing.py").write_text(CRASHING)
+    assert main(["check-env", f"crashing:{name}"]) == 1
+    said = capsys.readouterr()
+    assert words in said.err
+    if name == "Crash":
+        assert "crashing.py" in said.out
+
+
+def test_what_an_environment_prints_is_shown_in_part(
+    here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (here / "crashing.py").write_text(CRASHING)
+    assert main(["check-env", "crashing:Chatty"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("still here") == 20
+    assert " more lines ..." in out
+    assert out.endswith("crashing:Chatty is fine.\n")
+
+
+SLOW = """
+import threading
+from dreamfleet.envs.bundled import Catch
+
+def slow():
+    threading.Event().wait(3)
+    return Catch()
+"""
+
+
+def test_progress_is_told_without_a_terminal(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (here / "slow_start.py").write_text(SLOW)
+    monkeypatch.setattr(watched, "_SPEAK_EVERY", 0.5)
+    assert main(["check-env", "slow_start:slow", "--steps", "5"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"making the environment, 0:\d\d \(\d s in this call\)\n", out), out
+
+
+def test_the_frames_that_lead_to_the_persons_code_are_left_out() -> None:
+    ours = Path(watched.__file__)
+    trace = f"""Fatal Python error: Segmentation fault
+
+Thread 0x1 (most recent call first):
+  File "{ours}", line 1 in _end_with_parent
+  File "/lib/threading.py", line 2 in run
+
+Current thread 0x2 (most recent call first):
+  File "/lib/socket.py", line 3 in recv
+  File "/home/me/envs.py", line 4 in step
+  File "{ours}", line 5 in main
+"""
+    assert (
+        own_frames(trace)
+        == """Fatal Python error: Segmentation fault
+
+Current thread 0x2 (most recent call first):
+  File "/lib/socket.py", line 3 in recv
+  File "/home/me/envs.py", line 4 in step"""
+    )
 
 
 @pytest.mark.parametrize(

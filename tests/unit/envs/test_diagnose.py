@@ -98,6 +98,7 @@ PROBLEMS = {
     ),
     "never first": (change(is_first=lambda obs, env: False), "not is_first"),
     "first again": (change(is_first=lambda obs, env: env.taken in (0, 5)), "had not ended"),
+    "over at once": (change(is_last=lambda obs, env: True), "over with its first observation"),
     "first reward": (change(reward=lambda obs, env: np.float32(1)), "has a reward.*Return 0"),
 }
 HINTS = {
@@ -140,8 +141,8 @@ def test_nothing_is_found_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch
     result = look(Sound)
     assert result.problems == []
     assert result.hints == []
-    assert (result.episodes, result.score, result.length) == (4, 20, 20)
-    assert result.steps == 96, "resets are not counted"
+    assert (result.episodes, result.score, result.length) == (5, 20, 20)
+    assert result.steps == 100, "resets are not counted"
     assert len(result.frames) == 20
     assert result.steps_per_second == pytest.approx(1000)
     assert result.slowest_reset == pytest.approx(0.001)
@@ -160,6 +161,90 @@ def test_hints_are_given(name: str) -> None:
     result = look(kind)
     assert result.problems == []
     assert re.search(words, said(result.hints)), said(result.hints)
+
+
+class Exiting(Raising):
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        raise SystemExit(3)
+
+
+class Failing(Sound):
+    """As a simulator that fails now and then: after 50 steps, whatever the episode."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.total = 0
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        self.total += 1
+        if self.total > 50:
+            self.lose_connection()
+        return super()._advance(action)
+
+    def lose_connection(self) -> None:
+        raise ConnectionError("the simulator is gone")
+
+
+class Unbuilt(Sound):
+    def __init__(self, seed: int) -> None:
+        raise OSError("no such device")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "restarts"),
+    [
+        (Failing, "Step 51 raised ConnectionError: the simulator is gone.", True),
+        (Raising, "Step 8 raised ZeroDivisionError: in the physics.", False),
+        (Exiting, "Step 1 raised SystemExit: 3.", False),
+        (Unbuilt, "The constructor raised OSError: no such device.", False),
+    ],
+)
+def test_what_it_raises_is_shown_and_restarts_offered_only_where_they_help(
+    kind: type[Sound], words: str, restarts: bool
+) -> None:
+    result = look(kind)
+    (problem,) = result.problems
+    assert problem.what == words
+    assert ("restarts" in problem.fix) == restarts, problem.fix
+    assert "test_diagnose.py" in problem.trace
+    assert words.partition("raised ")[2].rstrip(".") in problem.trace
+    assert 'diagnose.py", line' not in problem.trace.replace("test_diagnose.py", "")
+    if kind is Failing:
+        assert "in lose_connection" in problem.trace
+        assert (result.steps, result.episodes) == (50, 2), "what it did before is told"
+
+
+def test_an_episode_that_restarts_begin_is_no_problem_where_they_are_allowed() -> None:
+    options = {"restarts": 3}
+    kinds = iter(range(99))
+
+    def build(seed: int = 0) -> Sound:
+        return Failing(next(kinds))
+
+    def make(seed: int) -> Any:
+        return make_env(build, seed=seed, **options)
+
+    assert "had not ended" in said(diagnose(make, steps=100).problems)
+    assert diagnose(make, steps=100, may_restart=True).problems == []
+
+
+def test_every_call_is_told_before_it_is_made() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Telling(Sound):
+        def _begin(self) -> Arrays:
+            assert calls[-1][0] == "reset"
+            return super()._begin()
+
+        def _advance(self, action: Mapping[str, Any]) -> Outcome:
+            assert calls[-1][0] == "step"
+            return super()._advance(action)
+
+    result = diagnose(Telling, steps=100, tell=lambda call, done, _: calls.append((call, done)))
+    assert result.problems == []
+    assert [done for call, done in calls if call == "step"][:100] == list(range(100))
+    assert calls[0] == ("constructor", 0)
+    assert {call for call, _ in calls} == {"constructor", "reset", "step", "render", "close"}
 
 
 def test_a_refused_observation_is_a_problem_and_no_crash() -> None:

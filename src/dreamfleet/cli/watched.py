@@ -1,0 +1,282 @@
+"""A function of a command in a process of its own, where foreign code may hang, crash or print.
+
+The two processes share a directory: `calls` says which call of the foreign code is under way,
+`report` holds what the person is told, `output` what the foreign code wrote itself, `trace` where
+it stood when it was asked (also while it hangs in C) or when it crashed, and `end` what the
+function returned or raised.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+import dreamfleet
+from dreamfleet.cli.console import out, say
+from dreamfleet.envs import EnvError
+from dreamfleet.envs.diagnose import Call
+from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.formatting import clock
+
+_CALLS: tuple[Call | None, ...] = (None, "constructor", "reset", "step", "render", "close")
+_PACKAGE = str(Path(dreamfleet.__file__).parent)
+_LOOK_EVERY, _SPEAK_EVERY, _TRACE_SECONDS = 0.1, 10.0, 5.0
+_MOST_LINES = 10
+# As for the environment processes of a run, so that the speed is the same.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Standing(NamedTuple):
+    """The call that is under way."""
+
+    call: Call | None
+    done: int
+    steps: int
+
+    def __str__(self) -> str:
+        match self.call:
+            case None:
+                return "starting Python"
+            case "constructor":
+                return f"making the environment{' again' if self.done else ''}"
+            case "step":
+                return f"step {self.done + 1:,} of {self.steps:,}"
+            case _:
+                return f"{self.call}()"
+
+
+class Person(NamedTuple):
+    """What the function in the other process speaks to."""
+
+    say: Callable[..., None]
+    """Prints text, or what lays itself out."""
+    tell: Callable[[Call, int, int], None]
+    """Takes note of a call of foreign code before it is made."""
+
+
+def run_watched(
+    function: Callable[[Person, Any], str], request: Mapping[str, Any], *, timeout: float
+) -> None:
+    """Run a function of a module in another process, and print what it says.
+
+    Args:
+        function: Found by its name in the other process; returns the last sentence.
+        request: Its argument, made of what JSON knows.
+        timeout: Seconds that a call of foreign code may take; 0 for no timeout.
+
+    Raises:
+        EnvError: A call took longer, or ended the process.
+        DreamfleetError: What the function raised, by its message.
+    """
+    name = [function.__module__, function.__name__]
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-") as directory:
+        place = Path(directory)
+        calls = _shared(place)
+        reader, writer = os.pipe()
+        start = {"name": name, "path": sys.path, "width": out.width, "request": request}
+        with (place / "output").open("wb") as output:
+            process = subprocess.Popen(
+                # The directory is no place to import from: -P.
+                [sys.executable, "-P", "-m", __spec__.name, directory, str(reader)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[reader],
+                env={**os.environ, **_ONE_THREAD},
+                start_new_session=True,
+            )
+        os.close(reader)
+        try:
+            with os.fdopen(writer, "w", closefd=False) as pipe:
+                pipe.write(json.dumps(start) + "\n")
+            _watch(process, place, calls, timeout)
+        finally:
+            with suppress(ProcessLookupError):  # nothing that it has started is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            os.close(writer)
+
+
+def _watch(process: subprocess.Popen[bytes], place: Path, calls: Any, timeout: float) -> None:
+    begun = changed = spoken = time.monotonic()
+    count = -1
+    heading = out.status("") if out.is_terminal else None
+    with (place / "report").open() as report:
+        if heading:
+            heading.start()
+        try:
+            while process.poll() is None:
+                now = time.monotonic()
+                if calls[0] != count:
+                    count, changed = int(calls[0]), now
+                _print_new(report)
+                waited = now - changed
+                if 0 < timeout < waited and (standing := _standing(calls)).call:
+                    raise _hangs(process, place, standing, timeout)
+                text = f"{_standing(calls)}, {clock(now - begun)}"
+                if waited >= _SPEAK_EVERY / 2:
+                    text += f" ({waited:.0f} s in this call)"
+                if heading:
+                    heading.update(text)
+                elif now - spoken >= _SPEAK_EVERY:
+                    spoken = now
+                    say(text)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_EVERY)
+        finally:
+            if heading:
+                heading.stop()
+            _print_new(report)
+    _print_output(place)
+    if not (place / "end").exists():
+        raise _ended(process.returncode, place, _standing(calls))
+    end = json.loads((place / "end").read_text())
+    if "error" in end:
+        raise (ConfigError if end["mistake"] else DreamfleetError)(end["error"])
+    say(end["said"])
+
+
+def _print_new(report: Any) -> None:
+    if text := report.read():
+        say(text.removesuffix("\n"))
+
+
+def _print_output(place: Path) -> None:
+    """What the foreign code wrote, if it is not too much."""
+    lines = (place / "output").read_text(errors="replace").splitlines()
+    if not lines:
+        return
+    shown = lines
+    if len(lines) > 2 * _MOST_LINES:
+        left_out = f"... {len(lines) - 2 * _MOST_LINES:,} more lines ..."
+        shown = [*lines[:_MOST_LINES], left_out, *lines[-_MOST_LINES:]]
+    say("\n".join(["\nThe environment wrote:", *(f"  {line[:500]}" for line in shown)]))
+
+
+def _hangs(
+    process: subprocess.Popen[bytes], place: Path, standing: Standing, timeout: float
+) -> EnvError:
+    trace = place / "trace"
+    before, end = trace.stat().st_size, time.monotonic() + _TRACE_SECONDS
+    process.send_signal(signal.SIGUSR1)
+    while process.poll() is None and time.monotonic() < end:
+        size = trace.stat().st_size
+        time.sleep(_LOOK_EVERY)
+        if before < size == trace.stat().st_size:  # it has been written to the end
+            break
+    _print_output(place)
+    shown = _print_trace(place)
+    return EnvError(
+        f"The environment hangs: {_name(standing)} took more than {timeout:g} s"
+        f"{', and stands where the traceback above says' if shown else ''}. Fix it, or raise "
+        "--timeout if it is that slow."
+    )
+
+
+def _ended(code: int, place: Path, standing: Standing) -> EnvError:
+    _print_trace(place)
+    how = f"code {code}" if code >= 0 else signal.Signals(-code).name
+    return EnvError(
+        f"The environment ended its process with {how} in {_name(standing)}: a crash in compiled "
+        "code, os._exit, or the machine ran out of memory."
+    )
+
+
+def _name(standing: Standing) -> str:
+    match standing.call:
+        case None:
+            return "its start"
+        case "constructor":
+            return "the constructor"
+        case "step":
+            return f"step() number {standing.done + 1:,}"
+        case _:
+            return f"{standing.call}()"
+
+
+def _print_trace(place: Path) -> bool:
+    trace = own_frames((place / "trace").read_text(errors="replace"))
+    if trace:
+        say(f"\n{trace}\n")
+    return bool(trace)
+
+
+def own_frames(trace: str) -> str:
+    """What faulthandler wrote (the innermost frame first), without the frames of this package that
+    called the person's own code, and without threads that ran nothing else."""
+    shown = []
+    for thread in trace.strip().split("\n\n"):
+        title, _, frames = thread.partition("\n")
+        own, ours, _ = frames.partition(f'  File "{_PACKAGE}')
+        if own or not ours:
+            shown.append(f"{title}\n{own}".rstrip())
+    return "\n\n".join(shown) or trace.strip()
+
+
+def _shared(place: Path) -> Any:
+    """A count of calls, then the call, the steps made and the steps that there will be."""
+    for name in ("report", "trace"):
+        (place / name).touch()
+    return np.memmap(place / "calls", np.int64, "w+", shape=(4,))
+
+
+def _standing(calls: Any) -> Standing:
+    return Standing(_CALLS[int(calls[1])], int(calls[2]), int(calls[3]))
+
+
+def _end_with_parent(pipe: int) -> None:
+    os.read(pipe, 1)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """What the other process does."""
+    place, pipe = Path(sys.argv[1]), int(sys.argv[2])
+    with os.fdopen(pipe, closefd=False) as file:
+        start = json.loads(file.readline())
+    threading.Thread(target=_end_with_parent, args=[pipe], daemon=True).start()
+    sys.path[:] = start["path"]
+    calls = np.memmap(place / "calls", np.int64, "r+", shape=(4,))
+    with (place / "trace").open("a") as trace, (place / "report").open("a") as report:
+        faulthandler.enable(trace)
+        faulthandler.register(signal.SIGUSR1, trace)
+        console = Console(file=report, highlight=False, width=start["width"])
+
+        def tell(call: Call, done: int, steps: int) -> None:
+            calls[1:] = _CALLS.index(call), done, steps
+            calls[0] += 1
+
+        def speak(message: Any) -> None:
+            console.print(message, markup=False, soft_wrap=isinstance(message, str))
+            report.flush()
+
+        module, name = start["name"]
+        try:
+            function = getattr(importlib.import_module(module), name)
+            end = {"said": function(Person(speak, tell), start["request"])}
+        except DreamfleetError as error:
+            # An error about what was given is a ValueError too.
+            end = {"error": str(error), "mistake": isinstance(error, ValueError)}
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        (place / "end").write_text(json.dumps(end))
+        os._exit(0)  # threads that the foreign code left behind must not keep the process
+
+
+if __name__ == "__main__":
+    main()
