@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dreamfleet import ConfigError, Policy, Space
-from dreamfleet.agents import Dreamer, RandomAgent
+from dreamfleet.agents import Dreamer, ExecutionConfig, RandomAgent
 from dreamfleet.agents.api import Mode
 from dreamfleet.agents.registry import find_agent
 from dreamfleet.checkpoint import Checkpoint
@@ -162,13 +162,18 @@ def test_a_moved_checkpoint_loads_in_a_process_that_knows_nothing(
         (run[0] / "elsewhere").rename(run[0] / "ckpt")
 
 
-def test_devices_of_the_training_machine_are_not_needed() -> None:
-    settings = worlds.config(train_platform="tpu", policy_platform="gpu")
+def test_devices_and_folders_of_the_training_machine_are_not_used(tmp_path: Path) -> None:
+    """A downloaded checkpoint must not say where compiled programs are loaded from."""
+    folders = {"cache_dir": str(tmp_path / "cache"), "dump_dir": str(tmp_path / "dump")}
+    settings = worlds.config(train_platform="tpu", policy_platform="gpu", **folders)
     config = RunConfig(agent_config=settings)
     blueprint = Blueprint(config, worlds.VECTOR, worlds.ACTIONS, {})
     agent = blueprint.build(find_agent("dreamer"))
     assert isinstance(agent, Dreamer)
-    assert agent.config.execution.train_platform == ""
+    here = agent.config.execution
+    assert (here.train_platform, here.policy_platform) == ("", "")
+    assert (here.cache_dir, here.dump_dir) == (ExecutionConfig().cache_dir, "")
+    assert not list(tmp_path.iterdir())
 
 
 OWN_AGENT = """

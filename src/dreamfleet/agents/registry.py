@@ -74,7 +74,7 @@ class AgentType(ABC, Generic[Config]):
         return ()
 
     def anywhere(self, config: Config) -> Config:
-        """The settings without the devices of the machine that trained."""
+        """The settings without the devices and folders of the machine that trained."""
         return config
 
     def process_environment(

@@ -96,6 +96,27 @@ def test_a_disk_that_refuses_costs_only_time(
     assert run(tmp_path) == 1
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_programs_are_not_kept_where_others_may_write(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever may write there could have their own program executed."""
+    folder, before = tmp_path / "cache", jax.config.values["jax_compilation_cache_dir"]
+    folder.mkdir()
+    folder.chmod(mode)
+    assert not programs.enable_cache(str(folder))
+    assert "others may write to it" in caplog.text
+    assert jax.config.values["jax_compilation_cache_dir"] == before
+
+
+def test_a_new_folder_of_programs_is_private(tmp_path: Path) -> None:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    assert programs.enable_cache(str(tmp_path / "cache"))
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_a_kept_training_step_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dreamfleet.agents.dreamer.config import DreamerConfig
+from dreamfleet.agents.dreamer.config import DreamerConfig, ExecutionConfig
 from dreamfleet.agents.dreamer.features import check_spaces, stored_space
 from dreamfleet.agents.dreamer.interfaces import check_networks
 from dreamfleet.agents.registry import AgentType
@@ -68,8 +68,13 @@ class DreamerType(AgentType[DreamerConfig]):
         return tuple(name for name in networks if name != "default")
 
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
-        execution = replace(
-            config.execution, train_platform="", policy_platform="", shard_parameters=False
+        # Only what the parameters are used with. Folders and devices are those of this machine: a
+        # file that somebody sent must not choose where programs are loaded from.
+        trained = config.execution
+        execution = ExecutionConfig(
+            compute_dtype=trained.compute_dtype,
+            policy_backend=trained.policy_backend,
+            replay_context=trained.replay_context,
         )
         return replace(config, execution=execution)
 

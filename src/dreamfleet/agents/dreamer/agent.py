@@ -70,7 +70,7 @@ class Dreamer:
         check_networks(self.obs_space, config.model)
         self._actions_of = action_features(self.act_space)
         self._placement = Placement.of(config.execution, devices)
-        enable_cache(config.execution.cache_dir)
+        self._cached = enable_cache(config.execution.cache_dir)
         state = init_state(config, self.obs_space, self.act_space, seed)
         self._shardings = self._placement.parameters(state)
         self._state: TrainState = jax.device_put(state, self._shardings)
@@ -88,19 +88,20 @@ class Dreamer:
         config, place = self.config, self._placement
         state, batch, whole = self._shardings, place.batch, place.replicated
         on_cpu = place.platform == "cpu"
+        traces = _trace_cache(config) if on_cpu and self._cached else None
         self._train_program = Program(
             "train",
             functools.partial(_train_leaves, config=config),
             donate_first=True,
             out_shardings=(jax.tree.leaves(state), batch, batch, whole),
-            traces=_trace_cache(config) if on_cpu else None,
+            traces=traces,
         )
         self._report_program = Program(
             "report",
             functools.partial(report_step, config=config),
             out_shardings=(batch, whole, whole),
             compiler_options=COMPILE_QUICKLY if on_cpu else None,
-            traces=_trace_cache(config) if on_cpu else None,
+            traces=traces,
         )
         dtype = config.execution.compute_dtype
         self._copy_program = Program(
@@ -316,7 +317,7 @@ def _trace_cache(config: DreamerConfig) -> TraceCache | None:
     Traces depend on the code of this package. Networks from elsewhere are traced each time.
     """
     folder, model = config.execution.cache_dir, config.model
-    if not folder or {model.encoder, model.decoder, model.dynamics} != {"default"}:
+    if {model.encoder, model.decoder, model.dynamics} != {"default"}:
         return None
     execution = replace(config.execution, cache_dir="", dump_dir="")
     return TraceCache(folder, replace(config, execution=execution))

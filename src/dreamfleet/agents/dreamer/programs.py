@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +36,34 @@ export.register_namedtuple_serialization(State, serialized_name="dreamfleet.agen
 COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def enable_cache(folder: str) -> None:
-    """Keep compiled programs between runs."""
+def enable_cache(folder: str) -> bool:
+    """Keep compiled programs between runs; returns whether the folder is fit for it.
+
+    Programs that are found there are executed, so nobody else may write to it.
+    """
     if not folder:
-        return
+        return False
     path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if reason := _not_private(path):
+        log.warning("Compiled programs are not kept in %s, because %s.", path, reason)
+        return False
     settings: Any = jax.config
     settings.update("jax_compilation_cache_dir", str(path))
     settings.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return True
+
+
+def _not_private(path: Path) -> str:
+    """Why others may write to a folder; empty if they may not."""
+    if not hasattr(os, "getuid"):  # Windows keeps the home directory private in another way
+        return ""
+    found = path.stat()
+    if found.st_uid != os.getuid():
+        return "it belongs to another user: choose another cache_dir"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it: run chmod go-w {path}"
+    return ""
 
 
 class Program:
