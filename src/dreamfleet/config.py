@@ -70,6 +70,9 @@ class RunConfig:
 
     eval_episodes: CountOrZero = 20
     """Episodes of the evaluation at the end; 0 for none."""
+    eval_max_steps: Count = 27_000
+    """Steps after which an evaluation episode is cut short; its score so far counts. The default is
+    that of Atari: 108,000 frames at four a step."""
 
     launcher: str = "local"
     """Who starts the roles: local (processes of this machine) or serial (threads of one process,

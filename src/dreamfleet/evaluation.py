@@ -1,148 +1,186 @@
 """Evaluation: complete episodes with a trained policy, in environments that training never uses.
 
-result = evaluate("runs/gym-CartPole-v1", episodes=20)
-result.summary(), result.returns
+    result = evaluate("runs/gym-CartPole-v1", episodes=20)
+    result.summary(), result.returns
+
+The policy stays in this process. Environments run in processes of their own, as in training, with
+their output in the run's logs; one that fails costs its episode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Mode
+from dreamfleet.agents.api import Agent
 from dreamfleet.agents.registry import AgentType
-from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, noop, renderer
+from dreamfleet.clock import LocalClock
+from dreamfleet.config import RunConfig
+from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
+from dreamfleet.envs.base import EnvCrashedError
 from dreamfleet.envs.naming import Task, maker_of, name_of
-from dreamfleet.errors import ConfigError
-from dreamfleet.metrics import Episode, EpisodeStats
-from dreamfleet.metrics.frames import Mp4Writer, enlarged, labelled
+from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.files import atomic_write
+from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
+from dreamfleet.fleet.workers import eval_workers
+from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
+from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy
-from dreamfleet.spaces import RESET, without_logs, without_reset
+from dreamfleet.roles.episodes import EpisodeServer, Group
+from dreamfleet.spaces import RESET
+
+__all__ = ["Evaluation", "EvaluationError", "evaluate", "play", "protocol"]
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
 
 _SEEDS_FROM = 1_000_000
-_AT_ONCE = 8
+_SAY_SECONDS = 10.0
+_STOP_SECONDS = 20.0
+_MOST_FAILURES = 3  # of a process, without an episode in between
 _PROTOCOLS = {
     False: "actions sampled from the policy, as in training",
     True: "greedy actions, the mode of the policy",
 }
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The result, with an entry for each episode."""
+class EvaluationError(DreamfleetError):
+    """Every episode failed; the message shows the first error."""
 
-    task: str
-    step: int
-    protocol: str
-    seed: int
-    returns: list[float]
-    lengths: list[int]
 
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.returns))
+class Result(NamedTuple):
+    """An evaluation, and its episodes."""
 
-    @property
-    def standard_error(self) -> float | None:
-        """Of the mean; None for a single return, which has no spread."""
-        if len(self.returns) < 2:
-            return None
-        return float(np.std(self.returns, ddof=1) / np.sqrt(len(self.returns)))
-
-    def record(self) -> dict[str, Any]:
-        """Everything, for a file."""
-        return {
-            "task": self.task,
-            "step": self.step,
-            "protocol": self.protocol,
-            "seed": self.seed,
-            "episodes": len(self.returns),
-            "mean": self.mean,
-            "standard_error": self.standard_error,
-            "returns": self.returns,
-            "lengths": self.lengths,
-        }
-
-    def summary(self) -> str:
-        """The mean, in words."""
-        error, count = self.standard_error, len(self.returns)
-        spread = f" ± {error:.2g} (standard error, {count} episodes)" if error is not None else ""
-        return f"{self.mean:.4g}{spread}"
+    evaluation: Evaluation
+    played: list[Played]
 
 
 def evaluate(
     policy: Policy | Path | str,
     episodes: int = 10,
     *,
+    env: Task | None = None,
+    envs: int = 0,
+    max_steps: int = 0,
     agent: Agent | AgentType[Any] | str | None = None,
     greedy: bool = False,
     seed: int = 0,
     video: Path | None = None,
     fps: float = 20.0,
-    env: Task | None = None,
+    say: Say = log.info,
 ) -> Evaluation:
-    """Play complete episodes with a trained agent, each in an environment with a seed of its own.
+    """Play complete episodes with a trained agent, in new environments.
 
     Args:
         policy: A run's directory, a checkpoint, or a policy that was loaded from one.
         episodes: How many.
+        env: What makes the environments, a task or a class or a function; None for the task that
+            the policy was trained on.
+        envs: Environments at the same time, no more of which are made; 0 for the run's `eval_envs`,
+            or as many as it trained with.
+        max_steps: Steps after which an episode is cut short; 0 for the run's `eval_max_steps`.
         agent: For an agent of your own, see `Policy.load`.
         greedy: Take the mode of the policy instead of samples.
         seed: Another seed plays other episodes.
         video: Record the first episode to this file.
         fps: Frames a second of the video.
-        env: What makes the environments, a task or a class or a function; None for the task that
-            the policy was trained on.
+        say: Takes lines that tell how far it is.
 
     Raises:
         ConfigError: There is no checkpoint, or a setting cannot work.
+        EvaluationError: Every episode failed.
     """
-    if episodes < 1:
-        raise ConfigError(f"episodes={episodes} is not valid: use a whole number, at least 1.")
-    if video and video.suffix != ".mp4":
-        raise ConfigError(f"video={video} is not valid: its name has to end in .mp4.")
-    if isinstance(policy, Policy):
-        if agent is not None or greedy:
-            raise ConfigError("This policy is loaded: say agent and greedy when you load it.")
-    else:
+    logdir = None if isinstance(policy, Policy) else Path(policy)
+    if not isinstance(policy, Policy):
         policy = Policy.load(policy, agent=agent, greedy=greedy)
+    elif agent is not None or greedy:
+        raise ConfigError("This policy is loaded: say agent and greedy when you load it.")
+    return play(
+        policy,
+        episodes,
+        env=env,
+        envs=envs,
+        max_steps=max_steps,
+        seed=seed,
+        video=video,
+        fps=fps,
+        logdir=logdir,
+        say=say,
+    ).evaluation
+
+
+def play(
+    policy: Policy,
+    episodes: int,
+    *,
+    env: Task | None = None,
+    envs: int = 0,
+    max_steps: int = 0,
+    seed: int = 0,
+    video: Path | None = None,
+    fps: float = 20.0,
+    logdir: Path | None = None,
+    say: Say = log.info,
+) -> Result:
+    """What `evaluate` does, with every episode, and with logs in this directory of a run."""
+    for name, value, least in (
+        ("episodes", episodes, 1),
+        ("envs", envs, 0),
+        ("max_steps", max_steps, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name}={value} is not valid: use a whole number, at least {least}.")
+    if video:
+        if video.suffix != ".mp4":
+            raise ConfigError(f"video={video} is not valid: its name has to end in .mp4.")
+        find_encoder()  # fails here and now if there is none
     if policy.blueprint is None:
         raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")
     config = policy.blueprint.config
     task = config.task if env is None else name_of(env)
     maker = maker_of(task) if env is None or isinstance(env, str) else env
-    with ExitStack() as stack:
-        recorder = None
+    max_steps = max_steps or config.eval_max_steps
+    count = min(envs or config.eval_envs or config.envs, episodes)
+    with _folder(logdir, config) as (folder, kept), tempfile.TemporaryDirectory() as private:
+        recording = None
         if video:
             title = f"{task} step {policy.step:,}"
-            writer = stack.enter_context(Mp4Writer(video, fps=fps, title=title))
-            recorder = partial(_Recorded, writer=writer, title=title, task=task)
-
-        def environment(start: int, number: int) -> Any:
-            at = env_seed(config.seed + seed, _SEEDS_FROM + start + number)
-            if recorder and start + number == 0:
-                return recorder(make_visible_env(maker, seed=at, **config.env_options))
-            return make_env(maker, seed=at, **config.env_options)
-
-        played = []
-        for start in range(0, episodes, _AT_ONCE):
-            count = min(_AT_ONCE, episodes - start)
-            played += play(policy.agent, partial(environment, start), count, policy.mode)
-    return Evaluation(
-        task,
-        policy.step,
-        protocol(policy),
-        seed,
-        [episode.score for episode in played],
-        [episode.length for episode in played],
+            recording = _Recording(video.absolute(), fps, task, title, Path(private) / "recorded")
+        make = partial(_environment, maker, config, seed, recording)
+        run = replace(config, logdir=Path(private))
+        with _Environments(run, make, count, max_steps, folder) as environments:
+            some = "1 environment" if count == 1 else f"{count} environments"
+            where = f"; their output: {folder / 'logs'}" if kept else ""
+            say(f"Evaluating: {episodes} episodes in {some}{where}")
+            tick = _Progress(environments.server, episodes, say).tick
+            played = environments.server.play(policy.agent, policy.mode, episodes, tick)
+        video_error = recording.problem() if recording else ""
+    found = evaluation_of(
+        played,
+        task=task,
+        step=policy.step,
+        protocol=protocol(policy),
+        seed=seed,
+        max_steps=max_steps,
+        video_error=video_error,
     )
+    if found is None:
+        raise EvaluationError(
+            f"All {episodes} episodes failed. The first error was:\n{played[0].error}"
+        )
+    return Result(found, played)
 
 
 def protocol(policy: Policy) -> str:
@@ -150,51 +188,243 @@ def protocol(policy: Policy) -> str:
     return _PROTOCOLS[policy.greedy]
 
 
-def play(
-    agent: Agent, make_env: Callable[[int], Any], episodes: int, mode: Mode = "eval"
-) -> list[Episode]:
-    """One episode in each of so many environments, stepped together in this process."""
-    with ExitStack() as stack:
-        envs = [make_env(number) for number in range(episodes)]
-        for env in envs:
-            stack.callback(env.close)
-        actions: list[Any] = [noop(without_reset(env.act_space)) for env in envs]
-        carry, stats = agent.init_policy(episodes), EpisodeStats()
-        finished: dict[int, Episode] = {}
-        while len(finished) < episodes:
-            rows = [env.step(action) for env, action in zip(envs, actions, strict=True)]
-            obs = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
-            for episode in stats.add(np.arange(episodes), obs):
-                finished.setdefault(episode.envid, episode)
-            # An environment that is done plays another episode until all are; it does not count.
-            carry, chosen, _ = agent.policy(carry, without_logs(obs), mode)
-            reply = {**chosen, RESET: obs["is_last"]}
-            actions = [{k: np.asarray(v)[row] for k, v in reply.items()} for row in range(episodes)]
-    return [finished[number] for number in range(episodes)]
+# --- environments --------------------------------------------------------------------------------
+
+
+def _environment(
+    maker: Task,
+    config: RunConfig,
+    seed: int,
+    recording: _Recording | None,
+    envid: int,
+    attempt: int = 0,
+) -> Any:
+    """An environment of an evaluation; the first one is recorded if a video is wanted. One that is
+    built again has another seed, and plays other episodes."""
+    at = env_seed(config.seed + seed, _SEEDS_FROM + envid)
+    if attempt:
+        at = env_seed(at, attempt)
+    if recording and envid == 0 and not recording.over:
+        env = make_visible_env(maker, seed=at, **config.env_options)
+        return _Recorded(env, recording)
+    return make_env(maker, seed=at, **config.env_options)
+
+
+@contextmanager
+def _folder(logdir: Path | None, config: RunConfig) -> Iterator[tuple[Path, bool]]:
+    """Where logs go, and whether they stay there: into the run's directory, or nowhere if there is
+    none to write to."""
+    for folder in (logdir, config.logdir):
+        if folder and (folder / "ckpt" / "agent").is_dir() and os.access(folder, os.W_OK):
+            yield folder, True
+            return
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-eval-") as temporary:
+        yield Path(temporary), False
+
+
+class _Environments:
+    """The environment processes of an evaluation, and the server that they call.
+
+    A process that ends is started again; one that fails again and again without playing an episode
+    is given up.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        make: Callable[..., Any],
+        count: int,
+        max_steps: int,
+        folder: Path,
+    ) -> None:
+        self._launcher: Launcher = find_launcher(config.launcher)(folder)
+        size = config.envs_per_process
+        ids = range(count)
+        self._groups: list[Group] = [
+            tuple(ids[start : start + size]) for start in range(0, count, size)
+        ]
+        self.server = EpisodeServer(
+            self._launcher.default_address, self._groups, max_steps=max_steps, why=self._why
+        )
+        run = replace(
+            config,
+            actor_addr=self.server.address,
+            keys="",
+            on_failure="restart",
+            max_restarts=_MOST_FAILURES - 1,
+        )
+        self._workers = eval_workers(make, self._groups, run)
+        self._lock = threading.Lock()
+        self._running: dict[Group, RunningWorker] = {}
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        self._launcher.__enter__()
+        self._launcher.prepare(self._workers)
+        self.server.__enter__()
+        for worker, group in zip(self._workers, self._groups, strict=True):
+            thread = threading.Thread(
+                target=self._watch, args=[worker, group], name=f"watch-{worker.name}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._ended.set()
+            running = list(self._running.values())
+        for each in running:
+            each.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for each in running:
+            if each.wait(max(0.0, deadline - time.monotonic())) is None:
+                each.kill()
+                each.wait()
+        self.server.__exit__()
+        for thread in self._threads:
+            thread.join()
+        self._launcher.__exit__(*error)
+
+    def _watch(self, worker: Worker, group: Group) -> None:
+        """Run a process until the evaluation is over."""
+        failures = before = 0
+        while True:
+            with self._lock:
+                if self._ended.is_set():
+                    return
+                running = self._running[group] = self._launcher.start(worker)
+            code = running.wait()
+            if self._ended.is_set():
+                return
+            finished = sum(each.episode is not None for each in self.server.played(group))
+            failures = 1 if finished > before else failures + 1
+            before = finished
+            output = running.output()
+            for_good = failures >= _MOST_FAILURES or EnvCrashedError.__name__ in output
+            error = _traceback(output) or f"{worker.name} ended with code {code}."
+            self.server.fail(group, error, for_good=for_good)
+            if for_good:
+                return
+
+    def _why(self, group: Group) -> str:
+        """Why an environment has failed whose process goes on."""
+        return (
+            _traceback(self._running[group].output())
+            or "The environment was started again in the middle of an episode."
+        )
+
+
+def _traceback(output: str) -> str:
+    """The last traceback that a process has written; empty if it has written none."""
+    lines = output.splitlines()
+    starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    if not starts:
+        return ""
+    ends = (at for at in range(starts[-1] + 1, len(lines)) if lines[at][:1].strip())
+    return "\n".join(lines[starts[-1] : next(ends, len(lines)) + 1])
+
+
+class _Progress:
+    """Says now and then how far an evaluation is."""
+
+    def __init__(self, server: EpisodeServer, episodes: int, say: Say) -> None:
+        self._server, self._episodes, self._say = server, episodes, say
+        self._due = LocalClock(_SAY_SECONDS)
+
+    def tick(self) -> None:
+        if not self._due():
+            return
+        played = self._server.played()
+        scores = [each.episode.score for each in played if each.episode is not None]
+        mean = f", mean score so far {sum(scores) / len(scores):.4g}" if scores else ""
+        failed = f", {len(played) - len(scores)} failed" if len(played) > len(scores) else ""
+        self._say(f"{len(played)} of {self._episodes} episodes{failed}{mean}")
+
+
+# --- video ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """The video of the first episode. The process of its environment makes it, and leaves a note
+    when it is done, which says why there is none if that failed."""
+
+    path: Path
+    fps: float
+    task: str
+    title: str
+    note: Path
+
+    @property
+    def over(self) -> bool:
+        return self.note.exists()
+
+    def done(self, problem: str = "") -> None:
+        atomic_write(self.note, problem)
+
+    def problem(self) -> str:
+        """Why there is no video; empty if there is one."""
+        if not self.over:
+            return "No episode of the first environment ended."
+        return self.note.read_text()
 
 
 class _Recorded(Wrapper):
     """Records the first episode: frames with a line above them that says the task, the step and
-    the return so far."""
+    the return so far. A video that fails costs no score."""
 
-    def __init__(self, env: Wrapper, *, writer: Mp4Writer, title: str, task: str) -> None:
+    def __init__(self, env: Wrapper, recording: _Recording) -> None:
         super().__init__(env)
-        self._writer, self._title, self._task = writer, title, task
+        self._recording = recording
+        self._writer: Mp4Writer | None = Mp4Writer(
+            recording.path, fps=recording.fps, title=recording.title
+        )
         self._frame_of = renderer(env)
-        self._score = 0.0
-        self._done = False
+        self._score, self._frames = 0.0, 0
 
     def step(self, action: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        if self._frames and action[RESET]:  # it was cut short
+            self._end()
         obs = self.env.step(action)
-        if not self._done:
-            frame = self._frame_of(obs)
-            if frame is None:
-                raise ConfigError(
-                    f"{self._task} renders no frames, so there is no video of it: let its factory "
-                    'make it with render_mode="rgb_array", or leave the video out.'
-                )
-            self._score += float(obs["reward"])
-            line = f"{self._title}  return {self._score:<8.5g}"
-            self._writer.add(labelled(enlarged(frame), line))
-        self._done = self._done or bool(obs["is_last"])
+        if self._writer is not None:
+            try:
+                self._record(self._writer, obs)
+            except Exception as error:
+                self._writer.__exit__(type(error), error, None)
+                self._writer = None
+                text = str(error) if isinstance(error, DreamfleetError) else repr(error)
+                self._recording.done(text)
+        if obs["is_last"]:
+            self._end()
         return obs
+
+    def _record(self, writer: Mp4Writer, obs: dict[str, NDArray[Any]]) -> None:
+        frame = self._frame_of(obs)
+        if frame is None:
+            raise ConfigError(
+                f"{self._recording.task} renders no frames, so there is no video of it: let its "
+                'factory make it with render_mode="rgb_array", or leave the video out.'
+            )
+        self._frames += 1
+        self._score += float(obs["reward"])
+        line = f"{self._recording.title}  return {self._score:<8.5g}"
+        writer.add(labelled(enlarged(frame), line))
+
+    def _end(self) -> None:
+        """Complete the video, once."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.__exit__(None, None, None)
+            self._recording.done()
+        except Exception as error:
+            text = str(error) if isinstance(error, DreamfleetError) else repr(error)
+            self._recording.done(text)
+
+    def close(self) -> None:
+        if self._frames:
+            self._end()
+        super().close()

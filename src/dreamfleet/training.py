@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -21,11 +20,13 @@ from dreamfleet.config import RunConfig
 from dreamfleet.display import live, print_line
 from dreamfleet.envs.naming import PROGRAM, Task, directory_of, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.evaluation import Evaluation, evaluate
+from dreamfleet.evaluation import Evaluation, play
 from dreamfleet.fleet.factories import environment, factories
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import claim_directory
 from dreamfleet.formatting import clock
+from dreamfleet.metrics.evaluations import append_evaluation
+from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.offline import find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
@@ -149,23 +150,23 @@ def final_evaluation(
     """Evaluate the saved policy; keep the result and a video of the first episode."""
     policy = Policy.load(config.logdir, agent=config.agent)
     path = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
-    note = ""
-    try:
-        wanted = "media" in config.outputs
-        result = evaluate(policy, config.eval_episodes, video=path if wanted else None, env=env)
-        if wanted:
-            note = f"Video of its first episode: {path}"
-    except Exception as error:
-        # Whatever the video failed for, the scores that the training was for are not lost. An
-        # error that has another cause is raised again.
-        result = evaluate(policy, config.eval_episodes, env=env)
-        reason = error if isinstance(error, DreamfleetError) else repr(error)
-        note = f"There is no video of it: {reason}"
-    with (config.logdir / "evaluations.jsonl").open("a") as file:
-        seconds = round(time.monotonic() - start, 1)
-        file.write(json.dumps({**result.record(), "seconds": seconds}) + "\n")
+    video: Path | None = path if "media" in config.outputs else None
+    no_encoder = ""
+    if video:
+        try:
+            find_encoder()
+        except DreamfleetError as error:
+            video, no_encoder = None, str(error)
+    result, _ = play(
+        policy, config.eval_episodes, env=env, video=video, logdir=config.logdir, say=say
+    )
+    append_evaluation(config.logdir, result, seconds=round(time.monotonic() - start, 1))
     low, high = min(result.returns), max(result.returns)
     say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
-    if note:
+    for note in result.notes():
         say(note)
+    if problem := no_encoder or result.video_error:
+        say(f"There is no video of it: {problem}")
+    elif video:
+        say(f"Video of its first episode: {path}")
     return result

@@ -9,7 +9,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from dreamfleet.cli.console import say, write
-from dreamfleet.evaluation import evaluate, protocol
+from dreamfleet.errors import ConfigError
+from dreamfleet.evaluation import play, protocol
 from dreamfleet.policy import Policy
 
 
@@ -24,6 +25,8 @@ def eval(  # noqa: A001 - the command's name
     fps: Annotated[float, Meta(gt=0)] = 20.0,
     agent: str | None = None,
     best: bool = False,
+    envs: Annotated[int, Meta(ge=0)] = 0,
+    max_steps: Annotated[int, Meta(ge=0)] = 0,
     task: str | None = None,
 ) -> None:
     """Play complete episodes with a trained agent and say what it scores.
@@ -34,7 +37,7 @@ def eval(  # noqa: A001 - the command's name
 
     Args:
         logdir: A run's directory, or one checkpoint.
-        episodes: How many episodes to play, each in an environment of its own.
+        episodes: How many episodes to play.
         greedy: Take the mode of the policy instead of a sample.
         video: Record the first episode to this file, such as play.mp4.
         json: Also write every return to this file.
@@ -42,17 +45,35 @@ def eval(  # noqa: A001 - the command's name
         fps: Frames a second of the video.
         agent: An agent of your own, as package.module:name, which is imported then.
         best: Take the checkpoint with the best evaluation score instead of the newest.
+        envs: Environments at the same time, no more of which are made; 0 for the run's eval_envs,
+            or as many as it trained with.
+        max_steps: Steps after which an episode is cut short; 0 for the run's eval_max_steps.
         task: The environment, if it is not the one that the run names; also for a run of a program
             that had an environment of its own.
     """
     policy = Policy.load(logdir, "best" if best else "latest", agent=agent, greedy=greedy)
     assert policy.blueprint is not None
     say(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {protocol(policy)}")
-    result = evaluate(policy, episodes, seed=seed, video=video, fps=fps, env=task)
+    result, _ = play(
+        policy,
+        episodes,
+        env=task,
+        envs=envs,
+        max_steps=max_steps,
+        seed=seed,
+        video=video,
+        fps=fps,
+        logdir=logdir,
+        say=say,
+    )
     say(f"returns        {'  '.join(f'{value:.4g}' for value in result.returns)}")
     say(f"mean return    {result.summary()}")
-    if video:
+    for note in result.notes():
+        say(note)
+    if video and not result.video_error:
         say(f"video          {video}")
     # Last: a file that cannot be written must not take the returns with it.
     if json:
         write(json, dumps(result.record(), indent=2) + "\n")
+    if result.video_error:
+        raise ConfigError(f"There is no video of it: {result.video_error}")

@@ -6,6 +6,7 @@ Whoever starts them (`dreamfleet.fleet.launchers`) needs nothing else, and they 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 
 from dreamfleet.config import RunConfig
@@ -74,6 +75,14 @@ def env_workers(
             policy = restart_policy(args)
             workers.append(Worker(f"env-{mine[0]}", "env", function, _ONE_THREAD, restart=policy))
     return workers
+
+
+def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig) -> list[Worker]:
+    """Workers for the environments of an evaluation, which are no part of a run."""
+    return [
+        Worker(f"eval-{ids[0]}", "env", partial(parallel_env, make, ids, args, True), _ONE_THREAD)
+        for ids in groups
+    ]
 
 
 def worker_names(args: RunConfig) -> list[str]:

@@ -25,8 +25,11 @@ from dreamfleet.training import final_evaluation
 
 
 def trained(logdir: Path, task: str = "gym:CartPole-v1", **options: Any) -> Path:
-    """A run's directory, as far as evaluation needs it."""
-    config = RunConfig(task=task, env_options=options, agent="random")
+    """A run's directory, as far as evaluation needs it. Its environments are threads, because
+    processes take seconds to start."""
+    config = RunConfig(
+        task=task, env_options=options, agent="random", envs_per_process=8, launcher="serial"
+    )
     env = make_env(task, **options)
     agent = RandomAgent(env.obs_space, env.act_space)
     env.close()
@@ -218,7 +221,7 @@ def test_training_keeps_its_evaluation_when_the_video_fails(
         monkeypatch.setattr(Mp4Writer, "__exit__", fail)
     else:
         monkeypatch.setattr(GymEnv, "render", fail)
-    config = RunConfig(logdir=trained(tmp_path), agent="random", eval_episodes=3)
+    config = RunConfig(logdir=trained(tmp_path), agent="random", eval_episodes=3, launcher="serial")
     said: list[str] = []
     final_evaluation(config, 0.0, said.append)
     text = "\n".join(said)

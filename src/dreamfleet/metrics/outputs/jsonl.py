@@ -128,6 +128,8 @@ class ScoresFile:
 def _plain(value: Any) -> Any:
     if isinstance(value, (str, bool, int)) or value is None:
         return value
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     number = np.asarray(value)
     if number.dtype.kind in "biu":
         return number.item()
