@@ -7,6 +7,7 @@ import importlib
 import sys
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 
 from dreamfleet.errors import ConfigError
 
@@ -20,13 +21,29 @@ def load_object(path: str) -> object:
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{path!r} names no object: write package.module:name.")
+    loaded = load_module(module, path)
+    try:
+        found: object = attrgetter(name)(loaded)
+    except AttributeError:
+        close = difflib.get_close_matches(name, vars(loaded), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "check the spelling."
+        raise ConfigError(f"The module {module!r} has no {name!r}: {hint}") from None
+    return found
+
+
+def load_module(module: str, path: str) -> ModuleType:
+    """The module that is part of `path`, also from the current directory.
+
+    Raises:
+        ConfigError: There is no such module, or it cannot be imported.
+    """
     # Installed commands, unlike `python file.py`, do not look into the current directory. It goes
     # last, so that nothing installed is shadowed.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
-        loaded = importlib.import_module(module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         # A module that exists but imports one that does not has another problem.
         if not f"{module}.".startswith(f"{error.name}."):
@@ -35,10 +52,3 @@ def load_object(path: str) -> object:
             f"There is no module {module!r}, which {path!r} names: install it, or start from the "
             "directory that holds it."
         ) from None
-    try:
-        found: object = attrgetter(name)(loaded)
-    except AttributeError:
-        close = difflib.get_close_matches(name, vars(loaded), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "check the spelling."
-        raise ConfigError(f"The module {module!r} has no {name!r}: {hint}") from None
-    return found

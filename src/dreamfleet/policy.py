@@ -40,6 +40,8 @@ from dreamfleet.spaces import (
 Arrays = dict[str, NDArray[Any]]
 Spaces = Mapping[str, Space]
 
+_RAW = "or use policy.for_gym(env), which takes what a Gymnasium environment returns."
+
 BLUEPRINT = "blueprint"
 """The part of a checkpoint that describes the agent."""
 
@@ -212,7 +214,10 @@ class Policy:
     ) -> tuple[Arrays, PolicyState]:
         """An action for one observation, or actions for a batch of them.
 
-        Continuous actions lie within -1 and 1, whatever the environment's own bounds are.
+        Observations are as the environment of `make_env` gives them: images are uint8 (height,
+        width, channels) of the trained size, whatever the environment's own layout is, and
+        discrete values start at 0. Continuous actions lie within -1 and 1, whatever the
+        environment's own bounds are. `for_gym` takes and gives what the environment itself does.
 
         Args:
             obs: A value for each key of `obs_space`; with a leading axis it is a batch, and so are
@@ -240,13 +245,17 @@ class Policy:
     def for_gym(self, env: Any) -> Any:
         """The policy for one Gymnasium environment: observations and actions as that has them.
 
+        Images are brought to the layout and size of training, with the options `image_layout` and
+        `action_bounds` that the policy was trained with.
+
         Returns a `dreamfleet.envs.gym.GymPlayer`: call it with an observation, and call its
         `reset` when an episode starts.
         """
         from dreamfleet.envs.gym import GymPlayer
 
         trained = self.blueprint.config.env_options if self.blueprint else {}
-        options = {name: trained[name] for name in ("action_bounds",) if name in trained}
+        shared = ("image_layout", "action_bounds")
+        options = {name: trained[name] for name in shared if name in trained}
         return GymPlayer(self, self.obs_space, env, **options)
 
     def _batch(self, obs: Mapping[str, Any]) -> tuple[Arrays, bool]:
@@ -258,12 +267,20 @@ class Policy:
                     f"The observation has no {key!r}: the policy was trained with "
                     f"{', '.join(self.obs_space)}."
                 )
-            value = np.asarray(obs[key], space.dtype)
+            given = np.asarray(obs[key])
+            if space.discrete and given.dtype.kind == "f":
+                # Cast silently, an image from 0 to 1 would be black.
+                raise ConfigError(
+                    f"{key!r} holds {given.dtype}, and the policy was trained with {space.dtype}: "
+                    f"give integers, {_RAW}"
+                )
+            value = given.astype(space.dtype, copy=False)
             single = value.shape == space.shape
             if not single and value.shape[1:] != space.shape:
                 raise ConfigError(
                     f"{key!r} has shape {value.shape}: the policy was trained with {space.shape}, "
-                    "before which there may be an axis for several observations."
+                    "before which there may be an axis for several observations; give that shape, "
+                    f"{_RAW}"
                 )
             sizes.add(None if single else len(value))
             arrays[key] = value[None] if single else value

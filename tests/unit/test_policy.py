@@ -21,7 +21,7 @@ from dreamfleet.agents.api import Mode
 from dreamfleet.agents.registry import find_agent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
-from dreamfleet.envs import SpaceError
+from dreamfleet.envs import SpaceError, make_env, noop
 from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.presets import PRESETS
 
@@ -110,6 +110,8 @@ def test_it_remembers_and_forgets(run: tuple[Path, Dreamer]) -> None:
         ({"vector": None}, "no 'vector'"),
         ({"vector": np.zeros((2, 4))}, r"shape \(2, 4\)"),
         ({"vector": np.zeros((3, 5))}, "more observations than others"),
+        ({"image": np.zeros((2, 16, 16, 3))}, "'image' holds float64, .* uint8: give .*for_gym"),
+        ({"image": np.zeros((2, 3, 16, 16), np.uint8)}, r"\(2, 3, 16, 16\).*for_gym\(env\)"),
     ],
 )
 def test_a_wrong_observation_is_named(
@@ -331,6 +333,53 @@ def test_an_environment_of_another_kind_is_refused(trained: dict[str, Space], wo
     policy = Policy(RandomAgent(trained, worlds.ACTIONS), trained, worlds.ACTIONS)
     with pytest.raises(SpaceError, match=words):
         policy.for_gym(Grid())
+
+
+class Stack(gymnasium.Env):
+    """Nothing about it is as agents take it."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "stack": gymnasium.spaces.Box(0, 255, (4, 32, 32), np.uint8),
+            "odd": gymnasium.spaces.Box(0, 1, (3, 32, 3), np.float32),
+            "gray": gymnasium.spaces.Box(0, 255, (32, 32), np.uint8),
+            "token": gymnasium.spaces.Discrete(3, start=5),
+        }
+    )
+    action_space = gymnasium.spaces.Tuple(
+        [gymnasium.spaces.Box(-np.inf, np.inf, (2,)), gymnasium.spaces.Discrete(2, start=7)]
+    )
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_gymnasium_is_converted_as_in_training(tmp_path: Path) -> None:
+    options = {"image_layout": {"odd": "hwc"}, "action_bounds": [-7, 9], "size": (16, 16)}
+    inner = Stack()
+    env = make_env(lambda: inner, **options)
+    agent = RandomAgent(env.obs_space, env.act_space)
+    saved(tmp_path, agent, RunConfig(agent="random", env_options=options))
+    policy = Policy.load(tmp_path)
+    given: list[Any] = []
+
+    def act(carry: Any, obs: Any, mode: Any) -> Any:
+        given.append(obs)
+        return carry, {"0": np.array([[-1.0, 1.0]]), "1": np.array([1])}, {}
+
+    policy.agent.policy = act  # type: ignore[method-assign]
+    raw, _ = inner.reset()
+    inner.reset = lambda **_: (raw, {})  # type: ignore[method-assign]
+    push, button = policy.for_gym(inner)(raw)
+    assert (push.tolist(), button) == ([-7, 9], 8)
+    expected = env.step(noop(env.act_space))
+    for key in ("stack", "odd", "gray", "token"):
+        assert given[0][key].dtype == expected[key].dtype
+        np.testing.assert_array_equal(given[0][key][0], expected[key])
+    assert expected["stack"].shape == (16, 16, 4)
 
 
 def test_the_example_plays(tmp_path: Path) -> None:

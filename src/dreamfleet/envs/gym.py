@@ -1,16 +1,18 @@
 """Gymnasium: `gym:ID` for any registered id, and the adapter for any Gymnasium environment.
 
-Single observations are named `image` (uint8 with three dimensions) or `vector`; the keys of Dict
-spaces are joined with a slash. Single actions are named `action`. Discrete values start at 0
-whatever the space's own start is.
+Single observations are named `image` (see `layouts`) or `vector`; the keys of Dict and the numbers
+of Tuple spaces are joined with a slash. Single actions are named `action`. Discrete values start
+at 0 whatever the space's own start is.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import gymnasium
@@ -18,11 +20,28 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome, Spaces
+from dreamfleet.envs.base import (
+    Arrays,
+    Env,
+    EnvError,
+    EpisodicEnv,
+    Outcome,
+    Spaces,
+    UnknownTaskError,
+)
 from dreamfleet.envs.images import resize
+from dreamfleet.envs.layouts import (
+    Asked,
+    Layout,
+    as_integers,
+    find_layout,
+    layouts_asked,
+    vector_note,
+)
 from dreamfleet.envs.registry import check_name
-from dreamfleet.envs.wrappers import Bounds, affine_actions, as_integers
+from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import MissingExtraError
+from dreamfleet.imports import load_module
 from dreamfleet.spaces import Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
@@ -31,32 +50,61 @@ Observe = Literal["state", "pixels", "both"]
 _Path = tuple[Any, ...]
 
 # An integer vector is given to the agent as one-hot codes; with more choices than this it is
-# given as numbers instead.
+# given as numbers instead, and so it is if the codes of all its elements together are longer.
 _MOST_CLASSES = 256
+_MOST_INPUTS = 32_768
 
 
 class GymTranslation:
     """Between the spaces of Gymnasium and ours.
 
+    Args:
+        observation_space: Gymnasium's.
+        action_space: Gymnasium's.
+        image_layout: The option of that name.
+
     Raises:
         SpaceError: A space that no agent here can take.
+        ConfigError: The option does not fit.
     """
 
-    def __init__(self, observation_space: Any, action_space: Any) -> None:
-        obs_leaves = _leaves(observation_space, "observation")
-        act_leaves = _leaves(action_space, "action")
+    def __init__(
+        self, observation_space: Any, action_space: Any, image_layout: Asked = None
+    ) -> None:
         self._readers: dict[str, tuple[_Path, Callable[[Any], NDArray[Any]]]] = {}
-        self._writers: dict[str, tuple[_Path, Callable[[Any], Any]]] = {}
+        self._writers: dict[_Path, tuple[str, Callable[[Any], Any]]] = {}
+        self._action_space = action_space
         self.obs_space: Spaces = {}
         self.act_space: Spaces = {}
-        for path, space in obs_leaves.items():
-            key = _joined(path) or ("image" if len(space.shape or ()) == 3 else "vector")
-            self.obs_space[key], read = _observation(space, key)
+        self.notes: list[str] = []
+        leaves = _leaves(observation_space, "observation")
+        shapes = {_joined(path) or "vector": space.shape or () for path, space in leaves.items()}
+        asked = layouts_asked(image_layout, shapes, names=("image", "vector"))
+        for path, space in leaves.items():
+            key = _joined(path) or "vector"
+            if 0 in (space.shape or ()):
+                self.notes.append(f"Observation {key!r} has shape {space.shape}: it is left out.")
+                continue
+            layout = _layout(space, key, asked.get(key, ""))
+            if layout is None:
+                self.obs_space[key], read = _observation(space, key, inside=bool(path))
+                if type(space).__name__ == "Box" and key not in asked:
+                    self.notes.append(vector_note(key, space.dtype, space.shape))
+            else:
+                if not path:
+                    key, layout = "image", replace(layout, key="image")
+                self.obs_space[key], read = Space(np.uint8, layout.image), layout
+                self.notes.append(layout.note)
+            if key in self._readers:
+                raise SpaceError(f"Two observations are named {key!r}: rename one of them.")
             self._readers[key] = path, read
-        for path, space in act_leaves.items():
+        if not self._readers:
+            raise SpaceError("The observation holds no number: there is nothing to learn from.")
+        self.notes = [note for note in self.notes if note]
+        for path, space in _leaves(action_space, "action").items():
             key = _joined(path) or "action"
             self.act_space[key], write = _action(space, key)
-            self._writers[key] = path, write
+            self._writers[path] = key, write
 
     def observe(self, observation: Any) -> Arrays:
         """An observation of Gymnasium's, by key."""
@@ -70,16 +118,15 @@ class GymTranslation:
 
     def act(self, action: Mapping[str, Any]) -> Any:
         """An action as the Gymnasium environment takes it."""
-        result: dict[Any, Any] = {}
-        for key, (path, write) in self._writers.items():
-            value = write(action[key])
-            if not path:
-                return value
-            inner = result
-            for parent in path[:-1]:
-                inner = inner.setdefault(parent, {})
-            inner[path[-1]] = value
-        return result
+        return self._native(action, self._action_space, ())
+
+    def _native(self, action: Mapping[str, Any], space: Any, path: _Path) -> Any:
+        if path in self._writers:
+            key, write = self._writers[path]
+            return write(action[key])
+        inner = (_inner(space) or {}).items()
+        parts = {name: self._native(action, part, (*path, name)) for name, part in inner}
+        return parts if isinstance(space.spaces, Mapping) else tuple(parts.values())
 
 
 class GymEnv(EpisodicEnv):
@@ -87,14 +134,22 @@ class GymEnv(EpisodicEnv):
 
     `obs="pixels"` replaces the observations by rendered frames under the key `image`, "both"
     adds them; the environment has to have been made with `render_mode="rgb_array"` for that.
+    `image_layout` says how the axes of images lie where that cannot be recognised. `notes` say
+    what was recognised.
     """
 
-    def __init__(self, env: Any, *, seed: int = 0, obs: Observe = "state") -> None:
+    def __init__(
+        self, env: Any, *, seed: int = 0, obs: Observe = "state", image_layout: Asked = None
+    ) -> None:
+        _check_reset(env)
         self._env = env
         self._seed: int | None = seed
         self._state = obs != "pixels"
         self._pixels = obs != "state"
-        self._translation = translation = GymTranslation(env.observation_space, env.action_space)
+        self._translation = translation = GymTranslation(
+            env.observation_space, env.action_space, image_layout if self._state else None
+        )
+        self.notes = translation.notes if self._state else []
         obs_space = dict(translation.obs_space) if self._state else {}
         if self._pixels:
             if "image" in obs_space:
@@ -106,13 +161,18 @@ class GymEnv(EpisodicEnv):
 
     def _begin(self) -> Arrays:
         # Seeded once: seeding every reset would repeat the same episode.
-        observation, _ = self._env.reset(seed=self._seed)
+        result = self._env.reset(seed=self._seed)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise _old_interface(self._env, "its reset returns no pair of observation and info")
         self._seed = None
-        return self._observe(observation)
+        return self._observe(result[0])
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
         native = self._translation.act(action)
-        observation, reward, terminated, truncated, _ = self._env.step(native)
+        result = self._env.step(native)
+        if len(result) != 5:
+            raise _old_interface(self._env, f"its step returns {len(result)} values")
+        observation, reward, terminated, truncated, _ = result
         last = bool(terminated or truncated)
         return Outcome(self._observe(observation), float(reward), last, bool(terminated))
 
@@ -156,6 +216,7 @@ class GymPlayer:
         obs_space: The observations that the policy was trained on.
         env: Its spaces are used; it is not stepped.
         action_bounds: The option of that name that the policy was trained with.
+        image_layout: The option of that name that the policy was trained with.
     """
 
     def __init__(
@@ -165,9 +226,12 @@ class GymPlayer:
         env: Any,
         *,
         action_bounds: Bounds | Mapping[str, Bounds] | None = None,
+        image_layout: Asked = None,
     ) -> None:
         self._policy = policy
-        self._translation = translation = GymTranslation(env.observation_space, env.action_space)
+        self._translation = translation = GymTranslation(
+            env.observation_space, env.action_space, image_layout
+        )
         self._scale, _ = affine_actions(translation.act_space, action_bounds)
         self._resize: dict[str, tuple[int, int]] = {}
         self._state: Any = None
@@ -205,26 +269,51 @@ def tasks() -> list[str]:
 
 
 def constructor(name: str) -> Callable[..., Env] | None:
-    """What makes a task of this suite."""
+    """What makes a task of this suite. In `module:Id-v0` the module is imported first."""
+    module, colon, short = name.rpartition(":")
+    if colon:
+        load_module(module, name)
     try:
-        gymnasium.spec(name)
+        spec = gymnasium.spec(short)
     except gymnasium.error.Error:
-        return None
-    return functools.partial(_make, name)
+        if not colon:
+            return None
+        close = difflib.get_close_matches(short, gymnasium.registry, n=1)
+        hint = f"did you mean {close[0]}?" if close else "check the spelling."
+        raise UnknownTaskError(f"The module {module!r} registers no {short}: {hint}") from None
+    if spec.entry_point is None:
+        raise UnknownTaskError(
+            f"gym:{name} is a vector environment, which is not supported: register a single one, "
+            "and Dreamfleet makes as many as you say."
+        )
+    return functools.partial(_make, short)
 
 
 def _make(
-    name: str, *, seed: int = 0, obs: Observe = "state", render: bool = False, **options: Any
+    name: str,
+    *,
+    seed: int = 0,
+    obs: Observe = "state",
+    render: bool = False,
+    image_layout: Asked = None,
+    **options: Any,
 ) -> Env:
-    known = _creator_options(gymnasium.spec(name).entry_point)
-    for option in options if known else ():
-        check_name(f"gym:{name}", option, {*known, "max_episode_steps", "obs", "render"})
-    if render or obs != "state":
-        options["render_mode"] = "rgb_array"
-        _quiet_pygame()
-    # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
-    env = gymnasium.make(name, disable_env_checker=True, **options)
-    return GymEnv(env, seed=seed, obs=obs)
+    try:
+        known = _creator_options(gymnasium.spec(name).entry_point)
+        for option in options if known else ():
+            check_name(f"gym:{name}", option, {*known, "max_episode_steps", "obs", "render"})
+        if render or obs != "state":
+            options["render_mode"] = "rgb_array"
+            _quiet_pygame()
+        # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
+        env = gymnasium.make(name, disable_env_checker=True, **options)
+    except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
+        raise MissingExtraError(f"gym:{name} cannot be made here: {error}") from error
+    except TypeError as error:
+        if "must inherit from the gymnasium.Env" not in str(error):
+            raise
+        raise _old_interface(name, "it does not inherit from gymnasium.Env") from error
+    return GymEnv(env, seed=seed, obs=obs, image_layout=image_layout)
 
 
 def _creator_options(entry_point: Any) -> set[str]:
@@ -244,23 +333,71 @@ def _quiet_pygame() -> None:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
+def _check_reset(env: Any) -> None:
+    """Refuse an environment that cannot be reset as Gymnasium does."""
+    if callable(env.observation_space):
+        raise EnvError(
+            f"{type(env).__name__} is an environment of several agents, which is not supported: "
+            "return one with an observation_space and an action_space, not methods of that name."
+        )
+    # Wrappers have the interface of Gymnasium, whatever they wrap.
+    inner = getattr(env, "unwrapped", env)
+    try:
+        parameters = inspect.signature(inner.reset).parameters
+    except ValueError:  # compiled code that does not tell
+        return
+    if "seed" not in parameters and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
+        raise _old_interface(env, "its reset takes no seed")
+
+
+def _old_interface(env: Any, how: str) -> EnvError:
+    name = env if isinstance(env, str) else type(getattr(env, "unwrapped", env)).__name__
+    return EnvError(
+        f"{name} has the interface of the old gym ({how}): give it that of "
+        "Gymnasium, where reset(seed=None, options=None) returns observation and info and step "
+        "returns five values, or wrap it in GymV21CompatibilityV0 of the package shimmy."
+    )
+
+
 def _leaves(space: Any, role: str, path: _Path = ()) -> dict[_Path, Any]:
-    """The spaces inside Dict spaces by their path, which is empty for any other space."""
-    if hasattr(space, "spaces") and isinstance(space.spaces, Mapping):
-        result: dict[_Path, Any] = {}
-        for name, inner in space.spaces.items():
-            result |= _leaves(inner, role, (*path, name))
-        if not result:
-            raise SpaceError(f"The {role} space is an empty Dict: there is nothing in it.")
-        return result
-    return {path: space}
+    """The spaces inside Dict and Tuple spaces by their path, which is empty for any other space."""
+    inner = _inner(space)
+    if inner is None:
+        return {path: space}
+    result: dict[_Path, Any] = {}
+    for name, part in inner.items():
+        result |= _leaves(part, role, (*path, name))
+    if not result:
+        raise SpaceError(
+            f"The {role} space is an empty {type(space).__name__}: there is nothing in it."
+        )
+    return result
+
+
+def _inner(space: Any) -> Mapping[Any, Any] | None:
+    """The spaces in a Dict by name, those in a Tuple by number; None for any other space."""
+    if type(space).__name__ == "Tuple":
+        return dict(enumerate(space.spaces))
+    spaces = getattr(space, "spaces", None)
+    return spaces if isinstance(spaces, Mapping) else None
 
 
 def _joined(path: _Path) -> str:
     return "/".join(map(str, path))
 
 
-def _observation(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
+def _layout(space: Any, key: str, asked: str) -> Layout | None:
+    """How the values of a space are images; None if they are not."""
+    if type(space).__name__ != "Box":
+        return None
+    return find_layout(key, space.dtype, space.shape, space.low, space.high, asked)
+
+
+def _observation(
+    space: Any, key: str, *, inside: bool
+) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
     kind = type(space).__name__
     if kind == "Box":
         return _box(space, key)
@@ -269,12 +406,17 @@ def _observation(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[A
         return target, lambda value: as_integers(key, value - start, np.int32)
     if kind == "MultiBinary":
         return Space(bool, space.shape), lambda value: np.asarray(value, bool)
-    raise _unsupported(kind, f"Observation {key!r}", "FilterObservation or TransformObservation")
+    wrapper = "FilterObservation, which leaves it out" if inside else "TransformObservation"
+    if kind in ("Text", "OneOf"):
+        wrapper = "FlattenObservation"
+    raise _unsupported(f"Observation {key!r} is a {kind} space", wrapper)
 
 
 def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
     kind = type(space).__name__
     dtype = space.dtype
+    if 0 in (space.shape or ()):
+        raise SpaceError(f"Action {key!r} has shape {space.shape}: leave it out of the space.")
     if kind == "Box" and np.dtype(dtype).kind == "f":
         return (
             Space(np.float32, space.shape, space.low, space.high),
@@ -289,26 +431,33 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
         return target, lambda value: np.asarray(value + start, dtype)
     if kind == "MultiBinary":
         return Space(np.int32, space.shape, 0, 2), lambda value: np.asarray(value, dtype)
-    if kind == "Box" and np.all(space.high.astype(np.int64) - space.low < _MOST_CLASSES):
+    # In floats, because the difference of two integers may be too large for one.
+    if kind == "Box" and np.all(space.high.astype(float) - space.low < _MOST_CLASSES):
         start = space.low.astype(np.int64)
         target = Space(np.int32, space.shape, 0, space.high.astype(np.int64) - start + 1)
         return target, lambda value: np.asarray(value + start, dtype)
-    raise _unsupported(kind, f"Action {key!r}", "TransformAction")
+    kind = f"{kind} space" if kind != "Box" else f"Box of more than {_MOST_CLASSES} integers"
+    raise _unsupported(f"Action {key!r} is a {kind}", "TransformAction")
 
 
 def _box(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
-    dtype, shape = np.dtype(space.dtype), space.shape
-    if is_image(dtype, shape):
-        return Space(np.uint8, shape), lambda value: as_integers(key, value, np.uint8)
-    if dtype.kind in "iub":
-        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-        if np.all(high - low < _MOST_CLASSES) and np.all(low >= 0):
-            target = Space(np.int32, shape, 0, high + 1)
-            return target, lambda value: as_integers(key, value, np.int32)
-        return Space(np.float32, shape, low, high), lambda value: np.asarray(value, np.float32)
+    """A Box that holds no images, as a vector or a matrix."""
+    dtype = np.dtype(space.dtype)
+    # More than two axes are only taken as an image; somebody said that it is none.
+    shape = space.shape if len(space.shape) <= 2 else (int(np.prod(space.shape)),)
     with np.errstate(over="ignore"):
-        low, high = space.low.astype(np.float32), space.high.astype(np.float32)
-    return Space(np.float32, shape, low, high), lambda value: np.asarray(value, np.float32)
+        low, high = (bound.reshape(shape).astype(np.float64) for bound in (space.low, space.high))
+        classes = high - low + 1
+    small = np.all(classes <= _MOST_CLASSES) and np.sum(classes) <= _MOST_INPUTS
+    if dtype.kind in "iub" and small and np.all(low >= 0):
+        target = Space(np.int32, shape, 0, high + 1)
+        return target, lambda value: as_integers(key, value, np.int32).reshape(shape)
+    with np.errstate(over="ignore"):
+        low, high = low.astype(np.float32), high.astype(np.float32)
+    target = Space(np.float32, shape, low, high)
+    if shape == space.shape:
+        return target, lambda value: np.asarray(value, np.float32)
+    return target, lambda value: np.asarray(value, np.float32).reshape(shape)
 
 
 def _discrete(space: Any) -> tuple[Space, Any]:
@@ -318,9 +467,9 @@ def _discrete(space: Any) -> tuple[Space, Any]:
     return Space(np.int32, space.nvec.shape, 0, space.nvec), start
 
 
-def _unsupported(kind: str, what: str, wrapper: str) -> SpaceError:
+def _unsupported(what: str, wrapper: str) -> SpaceError:
     return SpaceError(
-        f"{what} is a {kind} space, which no agent here can take: use Box, Discrete, "
-        f"MultiDiscrete, MultiBinary or a Dict of these, for example with gymnasium.wrappers."
-        f"{wrapper}."
+        f"{what}, which no agent here can take: have a factory of yours return the environment in "
+        f"gymnasium.wrappers.{wrapper}; agents take Box, Discrete, MultiDiscrete, MultiBinary, and "
+        "Dict and Tuple of these."
     )

@@ -1,7 +1,8 @@
 """From the name of a task to its environment.
 
 A task is `SUITE:NAME`, or `package.module:factory` for any callable that returns a Gymnasium or
-native environment. A suite is imported when one of its tasks is made, so that an environment
+native environment, or `package.module:Id-v0` for an id that the module registers with Gymnasium. A
+suite is imported when one of its tasks is made, so that an environment
 process loads only what it needs. A new suite is one module (see `Suite`) and a line in `SUITES`.
 """
 
@@ -11,6 +12,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import re
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, cast
@@ -21,6 +23,7 @@ from dreamfleet.envs.base import Env, EnvError, UnknownTaskError, env_seed
 from dreamfleet.envs.naming import PROGRAM, only_there
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
+    ArrangeImages,
     Bounds,
     CheckSpaces,
     NormalizeActions,
@@ -43,11 +46,15 @@ SUITES: Mapping[str, str] = {
     "minigrid": "dreamfleet.envs.minigrid",
 }
 
+# A factory's name holds no hyphen.
+_GYM_ID = re.compile(r":.*-v\d+$")
+
 GENERAL: Mapping[str, Any] = {
     "repeat": int | None,
     "time_limit": int,
     "size": tuple[int, int] | None,
     "restarts": int,
+    "image_layout": str | dict[str, str] | None,
     "action_bounds": Bounds | dict[str, Bounds] | None,
 }
 """Options that every task has, and their types."""
@@ -74,6 +81,7 @@ def make_env(
     time_limit: int = 0,
     size: tuple[int, int] | None = None,
     restarts: int = 0,
+    image_layout: str | dict[str, str] | None = None,
     action_bounds: Bounds | dict[str, Bounds] | None = None,
     **options: Any,
 ) -> Wrapper:
@@ -90,6 +98,9 @@ def make_env(
         time_limit: End an episode after this many actions of the agent; 0 for no limit.
         size: Resize images to this height and width.
         restarts: Rebuild the environment when it raises, up to this often in a row.
+        image_layout: The order of the axes of images, for all or by key, where it cannot be
+            recognised or is wrong: hwc, chw, hw, shwc (s for the frames of a stack) and so on;
+            none for what is no image.
         action_bounds: The lowest and the highest value of continuous actions that have no bounds,
             for all or by key.
         options: The suite's own, such as `obs="pixels"`.
@@ -106,10 +117,11 @@ def make_env(
     given = {"repeat": repeat, "time_limit": time_limit, "size": size, "restarts": restarts}
     for name, value in given.items():
         check_option(name, value, GENERAL[name], least=int(name in ("repeat", "size")))
+    check_option("image_layout", image_layout, GENERAL["image_layout"])
     check_option("action_bounds", action_bounds, GENERAL["action_bounds"])
     make = _constructor(task) if isinstance(task, str) else task
     # Options are checked by our own annotations; those of other packages may mean anything.
-    ours = isinstance(task, str) and task.partition(":")[0] in SUITES
+    ours = isinstance(task, str) and _in_suite(task)
     accepted = inspect.signature(make, eval_str=ours).parameters
     # A suite with such an option of its own gets it: Atari pools over the repeated frames.
     if "repeat" in accepted:
@@ -118,13 +130,20 @@ def make_env(
     if "size" in accepted:
         options |= {} if size is None else {"size": size}
         size = None
+    if "image_layout" in accepted:
+        options |= {} if image_layout is None else {"image_layout": image_layout}
+        image_layout = None
+    elif ours and image_layout is not None:
+        raise ConfigError(f"{task} has no option 'image_layout': its images need none.")
     anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name, value in options.items():
         if not anything:
             check_name(str(task), name, accepted.keys() - {"seed"})
         if ours and name in accepted:
             check_option(name, value, accepted[name].annotation)
-    build = functools.partial(_build, task, make, options)
+    # The environments of suites are native, seeded, and have their images as agents take them.
+    adapted = None if ours else functools.partial(adapt, image_layout=image_layout)
+    build = functools.partial(_build, task, make, options, adapted)
     if restarts:
         # Restarted environments have other seeds, and play other episodes.
         env: Env = RestartOnException(
@@ -165,14 +184,26 @@ def tasks(suite: str) -> list[str]:
     return _suite(suite).tasks()
 
 
-def adapt(env: Any, *, seed: int = 0) -> Env:
-    """A native environment as it is, a Gymnasium environment adapted."""
+def adapt(env: Any, *, seed: int = 0, image_layout: str | Mapping[str, str] | None = None) -> Env:
+    """A native environment with its images as agents take them, a Gymnasium environment adapted.
+
+    Raises:
+        EnvError: It is neither.
+    """
     if hasattr(env, "obs_space") and hasattr(env, "act_space") and hasattr(env, "step"):
-        return cast(Env, env)
+        if isinstance(env, NormalizeActions):  # made by `make_env` already
+            return env
+        arranged = ArrangeImages(env, image_layout)
+        return arranged if arranged.useful else cast(Env, env)
+    if hasattr(env, "num_envs") and hasattr(env, "step"):
+        raise EnvError(
+            f"{type(env).__name__} is a vector environment, which is not supported: return one "
+            f"environment, and Dreamfleet makes as many as envs={env.num_envs} says."
+        )
     if hasattr(env, "observation_space") and hasattr(env, "action_space"):
         from dreamfleet.envs.gym import GymEnv
 
-        return GymEnv(env, seed=seed)
+        return GymEnv(env, seed=seed, image_layout=image_layout)
     raise EnvError(
         f"{type(env).__name__} is no environment: it needs obs_space, act_space and step, or the "
         "interface of gymnasium.Env."
@@ -180,7 +211,11 @@ def adapt(env: Any, *, seed: int = 0) -> Env:
 
 
 def _build(
-    task: str | Callable[..., Any], make: Callable[..., Any], options: Mapping[str, Any], seed: int
+    task: str | Callable[..., Any],
+    make: Callable[..., Any],
+    options: Mapping[str, Any],
+    adapted: Callable[..., Env] | None,
+    seed: int,
 ) -> Env:
     seeded = {"seed": seed} if "seed" in inspect.signature(make).parameters else {}
     try:
@@ -191,16 +226,26 @@ def _build(
             raise
         given = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ConfigError(f"{task} cannot be made with {given}: {error}.") from error
-    return adapt(made, seed=seed)
+    return adapted(made, seed=seed) if adapted else made
+
+
+def _in_suite(task: str) -> bool:
+    """Whether a suite makes the task. `module:Id-v0` is an id as Gymnasium writes it."""
+    return task.partition(":")[0] in SUITES or bool(_GYM_ID.search(task))
 
 
 def _constructor(task: str) -> Callable[..., Any]:
     prefix, colon, name = task.partition(":")
     if not colon or not name:
         raise UnknownTaskError(f"There is no task {task!r}: write SUITE:NAME.{_suggestions(task)}")
-    if prefix not in SUITES:
+    if not _in_suite(task):
         return _user_factory(task)
-    make = _suite(prefix).constructor(name)
+    if prefix not in SUITES:
+        prefix, name = "gym", task
+    try:
+        make = _suite(prefix).constructor(name)
+    except ConfigError as error:
+        raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
     if make is None:
         raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}")
     return make

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, Spaces
 from dreamfleet.envs.images import resize
+from dreamfleet.envs.layouts import Asked, as_integers, find_layout, layouts_asked, vector_note
 from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
 
@@ -215,18 +216,6 @@ class UnifyDtypes(Wrapper):
         return result
 
 
-def as_integers(key: str, value: Any, dtype: Any) -> NDArray[Any]:
-    """An observation as integers. Floats are refused, because they would silently lose their
-    fractions: an image from 0 to 1 would be black."""
-    array = np.asarray(value)
-    if array.dtype.kind == "f":
-        raise SpaceError(
-            f"Observation {key!r} has dtype {array.dtype}, but its space says {np.dtype(dtype)}: "
-            "return integers, or declare a float space."
-        )
-    return array if array.dtype == dtype else array.astype(dtype)
-
-
 class TimeLimit(Wrapper):
     """Ends an episode after `limit` actions, as last but not terminal."""
 
@@ -265,6 +254,55 @@ class ActionRepeat(Wrapper):
             if obs["is_last"]:
                 break
         return {**obs, "reward": np.array(reward, np.float32)}
+
+
+class ArrangeImages(Wrapper):
+    """Brings images of a native environment to uint8 (height, width, channels).
+
+    Bytes with three axes that may be several layouts are taken as what a native environment should
+    give. What is said to be no image becomes a vector.
+    """
+
+    def __init__(self, env: Env, asked: Asked = None) -> None:
+        super().__init__(env)
+        spaces = {k: s for k, s in without_logs(env.obs_space).items() if k not in RESERVED}
+        wanted = layouts_asked(asked, {key: space.shape for key, space in spaces.items()})
+        self._readers: dict[str, Callable[[Any], NDArray[Any]]] = {}
+        self._obs_space = dict(env.obs_space)
+        self._notes: list[str] = []
+        for key, space in spaces.items():
+            dtype, shape, high = space.dtype, space.shape, space.high - space.discrete
+            choice = wanted.get(key, "")
+            layout = find_layout(key, dtype, shape, space.low, high, choice, otherwise="hwc")
+            if layout is None:
+                self._notes.append("" if choice else vector_note(key, dtype, shape))
+                if len(shape) > 2:
+                    low, bound = space.low.reshape(-1), high.reshape(-1)
+                    self._obs_space[key] = Space(np.float32, low.shape, low, bound)
+                    self._readers[key] = lambda value: np.asarray(value, np.float32).reshape(-1)
+            elif not layout.plain:
+                self._obs_space[key] = Space(np.uint8, layout.image)
+                self._readers[key] = layout
+                self._notes.append(layout.note)
+
+    @property
+    def useful(self) -> bool:
+        """Whether it changes or says anything."""
+        return bool(self._readers or any(self._notes))
+
+    @property
+    def obs_space(self) -> Spaces:
+        return self._obs_space
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *filter(None, self._notes)]
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        obs = self.env.step(action)
+        # A key that is missing is left to the check that names it.
+        read = {key: reader(obs[key]) for key, reader in self._readers.items() if key in obs}
+        return {**obs, **read}
 
 
 class ResizeImages(Wrapper):

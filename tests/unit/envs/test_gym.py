@@ -7,7 +7,7 @@ import pytest
 from gymnasium import spaces
 
 from dreamfleet import Space
-from dreamfleet.envs import SpaceError, make_env, noop
+from dreamfleet.envs import EnvError, SpaceError, make_env, noop
 from dreamfleet.envs.gym import GymEnv
 from dreamfleet.errors import MissingExtraError
 
@@ -51,6 +51,13 @@ BOX = spaces.Box(-1, 1, (3,))
         (spaces.MultiDiscrete([[2, 3]]), Space(np.int32, (1, 2), 0, [[2, 3]])),
         (spaces.MultiDiscrete([2, 3], start=[5, -1]), Space(np.int32, (2,), 0, [2, 3])),
         (spaces.MultiBinary(3), Space(bool, (3,))),
+        (spaces.MultiBinary([2, 3]), Space(bool, (2, 3))),
+        (spaces.Discrete(1, start=7), Space(np.int32, (), 0, 1)),
+        (spaces.Box(0, 1, ()), Space(np.float32, (), 0, 1)),
+        (spaces.Box(0, 3, (), np.int64), Space(np.int32, (), 0, 4)),
+        (spaces.Box(3, 3, (2,)), Space(np.float32, (2,), 3, 3)),
+        (spaces.Box(3, 3, (2,), np.int64), Space(np.int32, (2,), 0, 4)),
+        (spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64), Space(np.float32, (2,), -(2**63), 2**63)),
     ],
     ids=str,
 )
@@ -86,6 +93,21 @@ def test_observation_spaces(space: Any, expected: Space) -> None:
             Space(np.int32, (2,), 0, 4),
             np.array([0, 3], np.int32),
             np.array([-1, 2]),
+        ),
+        (
+            spaces.Box(0, 1, (2,), bool),
+            Space(np.int32, (2,), 0, 2),
+            np.array([0, 1], np.int32),
+            np.array([False, True]),
+        ),
+        (spaces.Box(5, 5, (), np.int64), Space(np.int32, (), 0, 1), np.int32(0), np.array(5)),
+        (spaces.Box(0, 4, ()), Space(np.float32, (), 0, 4), np.float32(3), np.float32(3)),
+        (spaces.Discrete(1, start=7), Space(np.int32, (), 0, 1), np.int32(0), 7),
+        (
+            spaces.MultiDiscrete([[2], [3]], start=[[1], [2]]),
+            Space(np.int32, (2, 1), 0, [[2], [3]]),
+            np.array([[1], [0]], np.int32),
+            np.array([[2], [2]]),
         ),
     ],
     ids=str,
@@ -153,6 +175,136 @@ def test_dicts_are_flattened_and_put_together_again() -> None:
     assert inner.actions[0]["legs"] == 3
 
 
+def test_tuples_are_numbered_and_put_together_again() -> None:
+    obs = spaces.Tuple([BOX, spaces.Dict({"deep": spaces.Tuple([spaces.Discrete(3, start=5)])})])
+    act = spaces.Tuple([spaces.Discrete(2, start=-1), spaces.Dict({"arm": spaces.Tuple([BOX])})])
+    inner = Scripted(obs, act)
+    env = make_env(lambda: inner)
+    first = env.step(noop(env.act_space))
+    assert first["0"].shape == (3,)
+    assert first["1/deep/0"] in (0, 1, 2), "counted from 0"
+    env.step({"0": np.int32(1), "1/arm/0": np.ones(3, np.float32), "reset": np.array(False)})
+    assert act.contains(inner.actions[0])
+    assert inner.actions[0][0] == 0
+    card = make_env("gym:Blackjack-v1")
+    assert {"0", "1", "2"} < card.step(noop(card.act_space)).keys()
+
+
+def test_an_observation_without_numbers_is_left_out() -> None:
+    env = GymEnv(Scripted(spaces.Dict({"x": BOX, "none": spaces.Box(0, 1, (0, 3))}), BOX))
+    assert "none" not in env.step(noop(env.act_space))
+    assert env.notes == ["Observation 'none' has shape (0, 3): it is left out."]
+
+
+def _flattened(env: Any) -> Any:
+    return gymnasium.wrappers.FlattenObservation(env)
+
+
+@pytest.mark.parametrize(
+    ("space", "advised"),
+    [
+        (spaces.Text(5), _flattened),
+        (spaces.Dict({"say": spaces.Text(5), "x": BOX}), _flattened),
+        (spaces.Tuple([spaces.Text(5), spaces.Discrete(3, start=2)]), _flattened),
+        (spaces.OneOf([BOX, spaces.Discrete(3)]), _flattened),
+        (
+            spaces.Dict({"many": spaces.Sequence(BOX), "x": BOX}),
+            lambda env: gymnasium.wrappers.FilterObservation(env, ["x"]),
+        ),
+        (
+            spaces.Tuple([spaces.Sequence(BOX), BOX]),
+            lambda env: gymnasium.wrappers.FilterObservation(env, [1]),
+        ),
+        (
+            spaces.Sequence(BOX),
+            lambda env: gymnasium.wrappers.TransformObservation(env, lambda many: BOX.low, BOX),
+        ),
+    ],
+    ids=str,
+)
+def test_the_advice_about_other_spaces_works(space: Any, advised: Any) -> None:
+    inner = Scripted(space, spaces.Discrete(2))
+    with pytest.raises(SpaceError, match="which no agent here can take") as caught:
+        make_env(lambda: inner)
+    wrapped = advised(inner)
+    assert f"gymnasium.wrappers.{type(wrapped).__name__}" in str(caught.value)
+    env = make_env(lambda: wrapped)
+    for _ in range(3):
+        env.step({"action": np.int32(0), "reset": np.array(False)})
+
+
+class Old:
+    """As gym was before version 0.26."""
+
+    observation_space = BOX
+    action_space = spaces.Discrete(2)
+
+    def reset(self) -> Any:
+        return BOX.sample()
+
+    def step(self, action: Any) -> Any:
+        return BOX.sample(), 0.0, False, {}
+
+
+class HalfOld(Old, gymnasium.Env):
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        return BOX.sample(), {}
+
+
+class OtherHalfOld(Old):
+    def reset(self, **options: Any) -> Any:
+        return BOX.sample()
+
+
+gymnasium.register("OldTest-v0", Old)
+gymnasium.register("HalfOldTest-v0", HalfOld)
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        (Old, "its reset takes no seed"),
+        (HalfOld, "its step returns 4 values"),
+        (OtherHalfOld, "its reset returns no pair of observation and info"),
+        ("gym:OldTest-v0", "it does not inherit from gymnasium.Env"),
+        ("gym:HalfOldTest-v0", "its step returns 4 values"),
+    ],
+)
+def test_environments_of_the_old_gym_are_refused_with_the_way_out(task: Any, why: str) -> None:
+    def play() -> None:
+        env = make_env(task)
+        for _ in range(2):
+            env.step(noop(env.act_space, reset=False))
+
+    with pytest.raises(EnvError, match=rf"old gym \({why}\): .*shimmy") as caught:
+        play()
+    assert "\n" not in str(caught.value)
+
+
+def test_vector_and_multi_agent_environments_are_refused() -> None:
+    for mode in ("sync", "vector_entry_point"):
+        with pytest.raises(EnvError, match=r"VectorEnv is a vector environment.*as envs=3 says"):
+            make_env(lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode=mode))  # noqa: B023
+    gymnasium.register("OnlyVectorTest-v0", vector_entry_point="nowhere:Env")
+    with pytest.raises(EnvError, match="gym:OnlyVectorTest-v0 is a vector environment"):
+        make_env("gym:OnlyVectorTest-v0")
+
+    class Several(Old):
+        def observation_space(self, agent: str) -> Any: ...  # type: ignore[override]
+
+    with pytest.raises(EnvError, match="Several is an environment of several agents"):
+        make_env(Several)
+
+
+def test_what_an_environment_lacks_is_one_sentence() -> None:
+    def lacking() -> None:
+        raise ModuleNotFoundError("No module named 'engine'")
+
+    gymnasium.register("LackingTest-v0", lacking)
+    with pytest.raises(MissingExtraError, match=r"gym:LackingTest-v0 cannot be made.*'engine'"):
+        make_env("gym:LackingTest-v0")
+
+
 @pytest.mark.parametrize(
     ("end", "last", "terminal"),
     [
@@ -199,11 +351,16 @@ def test_only_the_first_episode_is_seeded() -> None:
 @pytest.mark.parametrize(
     ("obs", "act", "words"),
     [
-        (spaces.Tuple([BOX, BOX]), BOX, "Observation 'vector' is a Tuple space"),
         (spaces.Dict({"text": spaces.Text(5)}), BOX, "Observation 'text' is a Text space"),
-        (BOX, spaces.Tuple([BOX]), "Action 'action' is a Tuple space"),
-        (BOX, spaces.Box(0, 10**6, (2,), np.int64), "Action 'action'"),
+        (BOX, spaces.Tuple([BOX, spaces.Text(4)]), "Action '1' is a Text space.*TransformAction"),
+        (BOX, spaces.Box(0, 10**6, (2,), np.int64), "Action 'action' is a Box of more than 256"),
+        (BOX, spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64), "Action 'action' is a Box of more"),
+        (BOX, spaces.Box(0, 2**64 - 1, (), np.uint64), "Action 'action' is a Box of more"),
+        (BOX, spaces.Box(0, 1, (0,)), "Action 'action' has shape .0,.: leave it out"),
+        (spaces.Box(0, 1, (0,)), BOX, "nothing to learn from"),
         (spaces.Dict({}), BOX, "empty Dict"),
+        (spaces.Tuple([]), BOX, "empty Tuple"),
+        (spaces.Dict({"a/b": BOX, "a": spaces.Dict({"b": BOX})}), BOX, "Two .* named 'a/b'"),
         (spaces.Dict({"reward": BOX}), BOX, "'reward'.*rename"),
     ],
 )

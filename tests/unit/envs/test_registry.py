@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -62,6 +63,10 @@ def gymnasium_env():
 def broken():
     return "not an environment"
 
+gymnasium.register("LabPole-v3", "gymnasium.envs.classic_control:CartPoleEnv")
+gymnasium.register("lab/Pole-v0", "gymnasium.envs.classic_control:CartPoleEnv")
+gymnasium.register("Unversioned", "gymnasium.envs.classic_control:CartPoleEnv")
+
 class nested:
     make = staticmethod(no_seed)
 
@@ -80,6 +85,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield "my_lab.worlds"
     for name in [name for name in sys.modules if name.startswith("my_lab")]:
         del sys.modules[name]
+    for name in ("LabPole-v3", "lab/Pole-v0", "Unversioned"):
+        gymnasium.registry.pop(name, None)
 
 
 def test_your_own_native_environment(module: str) -> None:
@@ -97,6 +104,26 @@ def test_your_own_gymnasium_environment(module: str) -> None:
     one = env.step(noop(env.act_space))["vector"]
     two = make_env("gym:CartPole-v1", seed=5).step(noop(env.act_space))["vector"]
     assert one.tolist() == two.tolist(), "seeded although the factory takes no seed"
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "my_lab.worlds:LabPole-v3",
+        "gym:my_lab.worlds:LabPole-v3",
+        "my_lab.worlds:lab/Pole-v0",
+        "gym:my_lab.worlds:Unversioned",
+    ],
+)
+def test_ids_of_a_module_are_written_as_gymnasium_does(module: str, task: str) -> None:
+    assert not [name for name in gymnasium.registry if "LabPole" in name]
+    env = make_env(task, max_episode_steps=1)
+    env.step(noop(env.act_space))
+    assert env.step(noop(env.act_space, reset=False))["is_last"]
+    make_visible_env(task).close()
+    with pytest.raises(ConfigError, match=r"gym:.* has no option 'hats'"):
+        make_env(task, hats=3)
+    make_env("gym:lab/Pole-v0").close()
 
 
 def test_a_factory_itself_is_a_task(module: str) -> None:
@@ -169,6 +196,10 @@ def test_a_repeat_of_one_is_one() -> None:
         ("my_lab.world:native", UnknownTaskError, "no module 'my_lab.world'"),
         ("my_lab.worlds:nativ", UnknownTaskError, "did you mean 'native'"),
         ("my_lab.worlds:constant", UnknownTaskError, "no callable"),
+        ("my_lab.worlds:LabPol-v3", UnknownTaskError, "registers no LabPol-v3: did you mean LabP"),
+        ("gym:my_lab.worlds:Lab", UnknownTaskError, "'my_lab.worlds' registers no Lab: "),
+        ("gym:my_lab.world:LabPole-v3", UnknownTaskError, "no module 'my_lab.world'"),
+        ("my_lab.needy:LabPole-v3", UnknownTaskError, "imported: No module named 'a_package"),
         ("my_lab.worlds:broken", EnvError, "str is no environment"),
         ("my_lab.needy:make", EnvError, "cannot be imported: No module named 'a_package"),
     ],

@@ -1,0 +1,264 @@
+"""Which observations are images, and in what order their axes lie.
+
+Agents take images as uint8 (height, width, channels). Environments also have them with the channels
+first, as a stack of frames, gray without an axis for channels, or as floats from 0 to 1. A *layout*
+names the axes: `hwc`, `chw`, `hw`, `shwc` (s for the frames of a stack) and so on; `none` is for
+what is no image. What can only be one of them is taken as that. The rest is asked for: the option
+`image_layout` answers, for all observations or by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.spaces import SpaceError
+
+NONE = "none"
+Asked = str | Mapping[str, str] | None
+"""The option `image_layout`."""
+
+# A matrix of bytes, and an array of other numbers, may well be no image if it is smaller.
+_LEAST_SIDE = 16
+# More channels than this are only believed if the image is a square.
+_MOST_CHANNELS = 16
+# An axis as short as this may be that of the colours wherever it lies.
+_COLOURS = 4
+# Layouts by number of axes, and where height and width lie in them.
+_PLACES = {3: {"hwc": 0, "chw": 1}, 4: {"hwsc": 0, "shwc": 1, "schw": 2}}
+_OPTION = "the option image_layout"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an observation becomes an image."""
+
+    key: str
+    axes: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    """What is black, and what is white; uint8 is taken as it is."""
+    dtype: np.dtype[Any]
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Height, width and channels."""
+        size = dict(zip(self.axes, self.shape, strict=True))
+        return size["h"], size["w"], size.get("c", 1) * size.get("s", 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the environment already has it as agents take it."""
+        return self.axes == "hwc" and self.dtype == np.uint8
+
+    @property
+    def note(self) -> str:
+        """What was recognised; empty if nothing is changed."""
+        if self.plain:
+            return ""
+        what = {"hwc": "an image", "chw": "an image with the channels first (chw)"}.get(self.axes)
+        what = what or ("a stack of frames" if "s" in self.axes else "a gray image")
+        axes = "" if "c" in self.axes and len(self.axes) == 3 else f" ({self.axes})"
+        scaled = "" if self.dtype == np.uint8 else f" from {self.low:g} to {self.high:g}"
+        return (
+            f"Observation {self.key!r}, {self.dtype} {self.shape}, is taken as {what}{axes}{scaled}"
+            f" and becomes uint8 {self.image}; {_OPTION} changes that."
+        )
+
+    def __call__(self, value: Any) -> NDArray[np.uint8]:
+        array = np.asarray(value)
+        if self.plain:
+            return as_integers(self.key, array, np.uint8)
+        if array.shape != self.shape:
+            raise SpaceError(
+                f"Observation {self.key!r} has shape {array.shape}, but its space says "
+                f"{self.shape}: correct the space or the value."
+            )
+        if self.dtype == np.uint8:
+            pixels = as_integers(self.key, array, np.uint8)
+        else:
+            pixels = self._brightness(array)
+        order = ["hwsc".index(axis) for axis in self.axes]
+        moved = pixels.transpose(np.argsort(order)).reshape(self.image)
+        return np.ascontiguousarray(moved)
+
+    def _brightness(self, array: NDArray[Any]) -> NDArray[np.uint8]:
+        scale = 255 / (self.high - self.low)
+        bright = np.rint((array.astype(np.float32) - np.float32(self.low)) * np.float32(scale))
+        # NaN compares false.
+        if not (np.min(bright) >= 0 and np.max(bright) <= 255):
+            problem = "holds NaN or infinity"
+            if np.all(np.isfinite(bright)):
+                problem = f"runs from {array.min():g} to {array.max():g}"
+            raise SpaceError(
+                f"Observation {self.key!r} {problem}, and its space says {self.low:g} to "
+                f"{self.high:g}: correct the space or the value."
+            )
+        pixels: NDArray[np.uint8] = bright.astype(np.uint8)
+        return pixels
+
+
+def as_integers(key: str, value: Any, dtype: Any) -> NDArray[Any]:
+    """An observation as integers. Floats are refused, because they would silently lose their
+    fractions: an image from 0 to 1 would be black."""
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        raise SpaceError(
+            f"Observation {key!r} has dtype {array.dtype}, but its space says {np.dtype(dtype)}: "
+            "return integers, or declare a float space."
+        )
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def find_layout(
+    key: str,
+    dtype: Any,
+    shape: tuple[int, ...],
+    low: NDArray[Any],
+    high: NDArray[Any],
+    asked: str = "",
+    *,
+    otherwise: str = "",
+) -> Layout | None:
+    """The layout of an observation; None for what is no image.
+
+    Args:
+        key: Of the observation.
+        dtype: Of its values.
+        shape: Of its values.
+        low: The smallest values.
+        high: The largest values, inclusive.
+        asked: The layout that somebody asked for; empty to recognise it.
+        otherwise: The layout of bytes with three axes that may be several.
+
+    Raises:
+        SpaceError: It may be an image or not, or one in several ways.
+        ConfigError: The layout that was asked for does not fit.
+    """
+    kind = np.dtype(dtype)
+    axes = asked or _recognise(kind, shape, *_range(kind, low, high))
+    if not axes and kind == np.uint8 and len(shape) == 3:
+        axes = otherwise
+    if not axes:
+        layouts = "".join(f"{axes}, " for axes in _PLACES.get(len(shape), ()))
+        what = "may be an image or not" if layouts else "is no image that agents take"
+        raise SpaceError(
+            f"Observation {key!r} has dtype {kind} and shape {shape}, which {what}: set {_OPTION} "
+            f"to {layouts}{'or ' if layouts else ''}none, which gives it as a vector."
+        )
+    if axes == NONE:
+        return None
+    _check_axes(key, axes, shape)
+    black, white = (0.0, 255.0) if kind == np.uint8 else _range(kind, low, high)
+    if not (np.isfinite(black) and np.isfinite(white) and black < white):
+        raise SpaceError(
+            f"Observation {key!r} has no bounds that say what is black and what is white, so it "
+            f"is no image: give its space one low and one high for all pixels, such as 0 and 1, "
+            f"or set {_OPTION} to none."
+        )
+    return Layout(key, axes, shape, black, white, kind)
+
+
+def vector_note(key: str, dtype: Any, shape: tuple[int, ...]) -> str:
+    """What is said of a matrix that might have been an image; empty for anything else."""
+    if len(shape) != 2 or min(shape) < _LEAST_SIDE:
+        return ""
+    return (
+        f"Observation {key!r}, {np.dtype(dtype)} {shape}, is taken as a vector; {_OPTION}=hw takes "
+        "it as an image."
+    )
+
+
+def layouts_asked(
+    asked: Asked, shapes: Mapping[str, tuple[int, ...]], *, names: Collection[str] = ()
+) -> dict[str, str]:
+    """The layout that the option asks for, by key; keys for which it asks none are missing.
+
+    Args:
+        asked: The option. One layout for all is for the observations with as many axes.
+        shapes: Of the observations.
+        names: What else the only observation may be called.
+
+    Raises:
+        ConfigError: The option fits no observation.
+    """
+    if asked is None:
+        return {}
+    if isinstance(asked, str):
+        fitting = [key for key in shapes if asked == NONE or len(shapes[key]) == len(asked)]
+        if not fitting:
+            found = ", ".join(f"{key!r} with shape {shape}" for key, shape in shapes.items())
+            raise ConfigError(
+                f"image_layout={asked} fits no observation, there is {found}: name each axis by a "
+                "letter, such as hwc, chw, hw or shwc, or say none."
+            )
+        return dict.fromkeys(fitting, asked)
+    if len(shapes) == 1 and set(asked) <= set(names):
+        return dict.fromkeys(shapes, next(iter(asked.values())))
+    for key in asked:
+        if key not in shapes:
+            raise ConfigError(
+                f"image_layout names an observation {key!r}, and there is only {', '.join(shapes)}."
+            )
+    return dict(asked)
+
+
+def _check_axes(key: str, axes: str, shape: tuple[int, ...]) -> None:
+    if not set("hw") <= set(axes) <= set("hwcs") or len(set(axes)) < len(axes):
+        raise ConfigError(
+            f"image_layout={axes} is no layout: name each axis by a letter, h for height, w for "
+            "width, c for channels and s for the frames of a stack, or say none."
+        )
+    if len(axes) != len(shape):
+        raise ConfigError(
+            f"image_layout={axes} names {len(axes)} axes, and observation {key!r} has shape "
+            f"{shape}: name each axis by a letter, or say none."
+        )
+
+
+def _recognise(dtype: np.dtype[Any], shape: tuple[int, ...], low: float, high: float) -> str:
+    """The axes, `none`, or nothing where that is not clear."""
+    bright = high == 255 or (dtype.kind == "f" and high == 1)
+    ranged = low == 0 and bright and dtype.kind != "b"
+    if len(shape) < 2:
+        return NONE
+    if len(shape) == 2:
+        # A matrix is a board or a table more often than an image, unless it is made of bytes.
+        return "hw" if dtype == np.uint8 and ranged and min(shape) >= _LEAST_SIDE else NONE
+    if len(shape) > 4 or not (ranged or dtype == np.uint8):
+        return ""
+    for axes, place in _PLACES[len(shape)].items():
+        if _plausible(shape, place):
+            small = min(shape[place : place + 2]) < _LEAST_SIDE
+            return "" if small and dtype != np.uint8 else axes
+    return ""
+
+
+def _plausible(shape: tuple[int, ...], place: int) -> bool:
+    """Whether height and width may begin at this axis: they are longer than all others, which can
+    be true of one place at most, and nothing else is likely."""
+    height, width = shape[place : place + 2]
+    others = (*shape[:place], *shape[place + 2 :])
+    if max(others) >= min(height, width):
+        return False
+    if height == width:
+        return True
+    # (3, 64, 2) may be both.
+    return max(others) <= _MOST_CHANNELS and min(height, width) > _COLOURS
+
+
+def _range(dtype: np.dtype[Any], low: NDArray[Any], high: NDArray[Any]) -> tuple[float, float]:
+    """The one smallest and the one largest value of an observation; NaN if pixels differ."""
+    if dtype.kind == "b":
+        return 0.0, 1.0
+    pair = []
+    for bound in (np.asarray(low), np.asarray(high)):
+        first = bound.flat[0] if bound.size else np.nan
+        pair.append(float(first) if np.all(bound == first) else np.nan)
+    return pair[0], pair[1]
