@@ -29,6 +29,7 @@ LAYERS = [
     ["agents", "replay", "envs", "metrics"],
     ["transport"],
     ["checkpoint", "clock", "positions"],
+    ["masks"],
     ["spaces"],
     ["files", "formatting", "imports", "settings", "slots"],
     ["errors"],

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import AgentBase, Arrays, Carry, Flat, Mode
 from dreamfleet.agents.errors import StateMismatchError
 from dreamfleet.agents.registry import AgentType
+from dreamfleet.masks import ACTION_MASK, ActionMask, EmptyMasks
 from dreamfleet.spaces import Space
 
 
@@ -21,12 +22,14 @@ class RandomConfig:
 
 
 class RandomAgent(AgentBase):
-    """Uniform actions, without JAX and without parameters."""
+    """Uniform actions among those that are allowed, without JAX and without parameters."""
 
     def __init__(
         self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space], *, seed: int = 0
     ) -> None:
         super().__init__(obs_space, act_space)
+        self._mask = ActionMask.of(self.obs_space, self.act_space)
+        self._empty = EmptyMasks(self._mask) if self._mask else None
         self._seed = seed
         self._actions = 0
         self._updates = 0
@@ -44,8 +47,14 @@ class RandomAgent(AgentBase):
             np.random.Philox(key=self._seed, counter=[0, 0, 0, self._actions])
         )
         self._actions += 1
+        if self._mask and self._empty:
+            self._empty.look(obs)
+            return carry, {self._mask.name: self._mask.sample(rng, obs[ACTION_MASK])}, {}
         actions = {name: space.sample(rng, batch) for name, space in self.act_space.items()}
         return carry, actions, {}
+
+    def metrics(self) -> dict[str, float]:
+        return self._empty.metrics() if self._empty else {}
 
     def train(
         self,
@@ -83,6 +92,14 @@ class RandomType(AgentType[RandomConfig]):
         seed: int,
     ) -> RandomAgent:
         return RandomAgent(obs_space, act_space, seed=seed)
+
+    def check(
+        self,
+        obs_space: Mapping[str, Space],
+        act_space: Mapping[str, Space],
+        config: RandomConfig,  # noqa: ARG002 - the type's
+    ) -> None:
+        ActionMask.of(obs_space, act_space)
 
 
 RANDOM = RandomType()

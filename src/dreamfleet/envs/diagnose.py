@@ -30,6 +30,7 @@ from dreamfleet.envs.base import (
     sample_action,
 )
 from dreamfleet.errors import ConfigError, MissingExtraError
+from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import FLAGS, SpaceError, without_logs
 
 _FRAMES = 20
@@ -167,6 +168,7 @@ def _play(
     """Append all observations of so many steps, and of the resets that they need, to the
     trajectory. Times, episodes, frames and problems go to the result, also if a step raises."""
     rng = np.random.default_rng(seed)
+    mask = ActionMask.of(env.obs_space, env.act_space)
     frame_of = renderer(env)
     every = max(1, steps // _FRAMES)
     times: list[float] = []
@@ -176,6 +178,8 @@ def _play(
         while len(times) < steps:
             reset = not trajectory or bool(trajectory[-1]["is_last"])
             action = noop(env.act_space) if reset else sample_action(env.act_space, rng)
+            if mask and not reset:
+                action[mask.name] = mask.sample(rng, copy[ACTION_MASK])
             tell("reset" if reset else "step", len(times), steps)
             start = time.perf_counter()
             obs = env.step(action)
@@ -186,6 +190,8 @@ def _play(
                 times.append(elapsed)
             if not result.problems:
                 result.problems += _overwritten(previous, copy)
+                if mask and mask.empty(obs[ACTION_MASK]) and not obs["is_last"]:
+                    result.problems += [_forbids_all(len(times))]
             previous, copy = obs, {key: value.copy() for key, value in obs.items()}
             trajectory.append({key: _brief(value) for key, value in copy.items()})
             if reset and obs["is_last"]:
@@ -202,6 +208,13 @@ def _play(
         _count_episodes(result, trajectory)
         # The median: a step that had to wait for a processor says nothing about the environment.
         result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
+
+
+def _forbids_all(step: int) -> Finding:
+    return Finding(
+        f"{ACTION_MASK!r} forbids every action at step {step}.",
+        "Allow at least one action while the episode continues, or end it there.",
+    )
 
 
 def _brief(value: NDArray[Any]) -> NDArray[Any]:

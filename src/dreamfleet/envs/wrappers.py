@@ -14,6 +14,7 @@ from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, Spaces
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.layouts import Asked, as_integers, find_layout, layouts_asked, vector_note
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
 
 log = logging.getLogger(__name__)
@@ -237,11 +238,15 @@ class TimeLimit(Wrapper):
 
 
 class ActionRepeat(Wrapper):
-    """Takes every action `repeat` times and sums the rewards. Other keys are of the last step."""
+    """Takes every action `repeat` times and sums the rewards. Other keys are of the last step.
+
+    An action that the mask forbids after some of them is not taken again.
+    """
 
     def __init__(self, env: Env, repeat: int) -> None:
         super().__init__(env)
         self._repeat = repeat
+        self._mask = ActionMask.of(env.obs_space, env.act_space)
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         reward = 0.0
@@ -252,6 +257,9 @@ class ActionRepeat(Wrapper):
                 return obs
             reward += float(obs["reward"])
             if obs["is_last"]:
+                break
+            mask = self._mask
+            if mask and not mask.allows(np.asarray(obs[ACTION_MASK]), action[mask.name]):
                 break
         return {**obs, "reward": np.array(reward, np.float32)}
 
@@ -392,6 +400,11 @@ class CheckSpaces(Wrapper):
             key: (space.dtype, space.shape, not space.discrete)
             for key, space in env.obs_space.items()
         }
+
+    @property
+    def notes(self) -> list[str]:
+        masked = [f"Actions are masked by the observation {ACTION_MASK!r}."]
+        return [*super().notes, *(masked if ACTION_MASK in self.obs_space else [])]
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         if self._remaining > 0:

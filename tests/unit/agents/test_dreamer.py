@@ -244,6 +244,7 @@ def test_every_loss_has_its_own_weight() -> None:
         policy_scale=17.0,
         value_scale=19.0,
         replay_value_scale=23.0,
+        mask_scale=29.0,
     )
     expected = {
         "reconstruction/vector": 6,
@@ -257,6 +258,7 @@ def test_every_loss_has_its_own_weight() -> None:
         "policy": 17,
         "value": 19,
         "replay_value": 23,
+        "mask": 29,
     }
     assert loss_scales(config, expected, random_batch(MIXED, ACTIONS)) == expected
 

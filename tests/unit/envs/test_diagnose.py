@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from masked_parts import Doors
 
 from dreamfleet import ConfigError, Space
 from dreamfleet.envs import (
@@ -300,3 +301,36 @@ def test_long_runs_with_large_images_stay_small() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 300 * 300 * 300 * 3 / 3, "the frames themselves would be three times this"
+
+
+class Dead(Doors):
+    """A room without a way out, in the midst of an episode."""
+
+    def _advance(self, action: Mapping[str, Any]) -> Outcome:
+        outcome = super()._advance(action)
+        if self._rooms == 3:
+            outcome.obs["action_mask"] = np.zeros(5, np.int8)
+        return outcome
+
+
+def test_a_masked_environment_is_played_with_allowed_actions_only() -> None:
+    result = diagnose(Doors, steps=300)
+    assert result.problems == []
+    assert result.episodes > 30
+
+
+def test_a_mask_that_forbids_every_action_is_a_problem() -> None:
+    result = diagnose(Dead, steps=3)
+    assert [finding.what for finding in result.problems] == [
+        "'action_mask' forbids every action at step 3."
+    ]
+
+
+def test_a_mask_that_does_not_fit_is_a_problem() -> None:
+    class Wide(Sound):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self._obs_space["action_mask"] = Space(bool, (4,))
+
+    (finding,) = diagnose(Wide, steps=3).problems
+    assert "has shape (4,), and action 'action' has 3 choices" in finding.what

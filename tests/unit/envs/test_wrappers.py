@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from masked_parts import Doors
 
 from dreamfleet import ConfigError, Space
 from dreamfleet.envs import EnvCrashedError, EpisodicEnv, Outcome, SpaceError, make_env, noop
@@ -417,3 +418,14 @@ def test_reserved_keys_belong_to_the_contract(role: str, key: str) -> None:
 
     with pytest.raises(SpaceError, match=f"'{key}'.*rename"):
         Clash()
+
+
+def test_an_action_is_not_repeated_where_the_mask_forbids_it() -> None:
+    env = ActionRepeat(Doors(), 50)
+    for _ in range(3):
+        obs = env.step({"door": 0, "reset": True})
+        steps = 0
+        while not obs["is_last"]:
+            obs = env.step({"door": int(obs["action_mask"].argmax()), "reset": False})
+            steps += 1
+        assert steps > 1, "doors close now and then"

@@ -22,6 +22,7 @@ from dreamfleet.agents.dreamer.layers import cast
 from dreamfleet.agents.dreamer.learning import latent_entries
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.masks import ACTION_MASK
 
 Actor = TypeVar("Actor")
 
@@ -85,11 +86,12 @@ def policy_step(
     others = (previous, obs["is_first"], draws.state)
     observed = nets.dynamics.observe(before, tokens, *(each[:, None] for each in others))
     state = State(*(part[:, 0] for part in observed.state))
-    choices = nets.actor(state)
+    mask = nets.actor.mask
+    choices = nets.actor(state, mask.allowed(obs[ACTION_MASK]) if mask else None)
     if draws.actions is None:
         actions = mode_actions(features, choices)
     else:
-        actions = sample_actions(features, choices, draws.actions)
+        actions = sample_actions(features, choices, draws.actions, masked=mask is not None)
     entries = latent_entries(state, nets.dynamics.classes)
     following = {"deter": entries["dyn/deter"], "stoch": entries["dyn/stoch"], "previous": actions}
     return following, actions, entries

@@ -38,6 +38,7 @@ from dreamfleet.agents.dreamer.rssm import State
 from dreamfleet.agents.dreamer.saving import current_names, replace_leaves, select_matching, to_flat
 from dreamfleet.agents.errors import NonFiniteError
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ActionMask, EmptyMasks
 from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class Dreamer:
         check_spaces(self.obs_space, self.act_space)
         check_networks(self.obs_space, config.model)
         self._actions_of = action_features(self.act_space)
+        mask = ActionMask.of(self.obs_space, self.act_space)
+        self._empty_masks = EmptyMasks(mask) if mask else None
         self._placement = Placement.of(config.execution, devices)
         self._cached = enable_cache(config.execution.cache_dir)
         state = init_state(config, self.obs_space, self.act_space, seed)
@@ -134,6 +137,8 @@ class Dreamer:
         """Choose actions: samples in training and in evaluation, as in the paper, or the mode."""
         inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in _UNUSED}
         nonfinite.check_arrays("Observation", inputs, missing=True)
+        if self._empty_masks:
+            self._empty_masks.look(obs)
         shape = (len(inputs["is_first"]), self.config.model.stoch)
         draws = draw(
             self._action_seed, self._actions, self._actions_of, shape, greedy=mode == "greedy"
@@ -147,9 +152,11 @@ class Dreamer:
         return following, actions, entries
 
     def metrics(self) -> dict[str, float]:
-        """How old the parameters are that `policy` uses at the moment."""
+        """How old the parameters are that `policy` uses at the moment, and how often it met a mask
+        that allows nothing."""
         updates, seconds = self._publisher.age()
-        return {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
+        ages = {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
+        return {**ages, **(self._empty_masks.metrics() if self._empty_masks else {})}
 
     def _make_actor(self, nets: ActingNetworks) -> _Actor:
         """What `policy` calls with these parameters."""
@@ -267,6 +274,7 @@ class Dreamer:
                 done.result()
         for size in policy_batches:
             obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
+            obs["is_last"][:] = True  # where a mask of zeros is nothing to warn of
             self.policy(self.init_policy(size), obs)
         log.info("Compiled the agent in %.1f s", time.perf_counter() - start)
 

@@ -57,6 +57,8 @@ class ModelConfig:
     """Layers of the reward head."""
     continue_layers: Count = 1
     """Layers of the head that predicts whether the episode continues."""
+    mask_layers: Count = 1
+    """Layers of the head that predicts which actions are allowed, for tasks with `action_mask`."""
     actor_layers: Count = 3
     """Layers of the policy."""
     critic_layers: Count = 3
@@ -112,6 +114,8 @@ class LossConfig:
     """Weight of the reward prediction."""
     continue_scale: ZeroOrMore = 1.0
     """Weight of the continuation prediction."""
+    mask_scale: ZeroOrMore = 1.0
+    """Weight of the prediction of `action_mask`, for tasks that have one."""
     dynamics_scale: ZeroOrMore = 1.0
     """Weight of moving the prior towards the posterior."""
     representation_scale: ZeroOrMore = 0.1

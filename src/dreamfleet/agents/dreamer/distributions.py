@@ -53,6 +53,17 @@ def sample_index(
     return jnp.minimum(jnp.sum(below, -1, dtype=jnp.int32), probs.shape[-1] - 1)
 
 
+def sample_possible(
+    probs: Float[Array, "*batch classes"], uniform: Float[Array, "*batch"]
+) -> Int[Array, "*batch"]:
+    """`sample_index` that never draws a class without probability, whatever the rounding."""
+    possible = probs > 0.0
+    reached = (_cumulative(probs) > uniform[..., None]) & possible
+    last = probs.shape[-1] - 1 - jnp.argmax(possible[..., ::-1], -1)
+    index = jnp.where(jnp.any(reached, -1), jnp.argmax(reached, -1), last)
+    return index.astype(jnp.int32)
+
+
 def _cumulative(probs: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
     """Running sums; as a product with a triangle, which CPUs and GPUs do faster than a scan."""
     classes = probs.shape[-1]

@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.agents.dreamer.config import ModelConfig
+from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import FLAGS, Space, SpaceError, without_logs, without_reset
 
 Spaces = Mapping[str, Space]
 
-_IMPOSSIBLE = -1e9
+IMPOSSIBLE = -1e9
+"""The logit of what cannot be chosen: its probability is zero, its log-probability finite."""
 _MOST_CHOICES = 4096
 
 
@@ -74,7 +76,7 @@ class Feature:
         if min(self.choices) == self.classes:
             return logits
         table = np.arange(self.classes) < np.reshape(self.choices, (*self.shape, 1))
-        floor = np.asarray(_IMPOSSIBLE, logits.dtype)
+        floor = np.asarray(IMPOSSIBLE, logits.dtype)
         return logits.__array_namespace__().where(
             np.broadcast_to(table, logits.shape), logits, floor
         )
@@ -143,8 +145,13 @@ class Features:
 
 
 def observed(obs_space: Spaces) -> dict[str, Space]:
-    """The keys that are encoded and decoded."""
+    """The keys that are encoded."""
     return {key: space for key, space in without_logs(obs_space).items() if key not in FLAGS}
+
+
+def decoded(obs_space: Spaces) -> dict[str, Space]:
+    """The keys that the decoder predicts; a mask of actions has a head of its own."""
+    return {key: space for key, space in observed(obs_space).items() if key != ACTION_MASK}
 
 
 def action_features(act_space: Spaces) -> tuple[Feature, ...]:
@@ -192,6 +199,7 @@ def check_spaces(obs_space: Spaces, act_space: Spaces) -> None:
         )
     for name, space in actions.items():
         _check_choices(name, space)
+    ActionMask.of(obs_space, act_space)
 
 
 def check_encodable(spaces: Spaces, model: ModelConfig) -> None:

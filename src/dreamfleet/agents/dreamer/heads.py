@@ -1,4 +1,4 @@
-"""Heads on the latent state: reward, value, continuation and policy."""
+"""Heads on the latent state: reward, value, continuation, mask of actions and policy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.dreamer.features import Feature
+from dreamfleet.agents.dreamer.features import IMPOSSIBLE, Feature
 from dreamfleet.agents.dreamer.layers import MLP, Linear
 from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.masks import ActionMask
 
 
 class Head(eqx.Module):
@@ -49,6 +50,10 @@ Choice = Normal | Float[Array, "..."]
 """Distribution of one action key: a normal, or the logits of categoricals."""
 
 
+Allowed = Bool[Array, "..."] | None
+"""Which choices of the only action are allowed, shaped like its logits; None for all."""
+
+
 class Policy(eqx.Module):
     """A distribution over every action key, from one shared MLP."""
 
@@ -57,10 +62,16 @@ class Policy(eqx.Module):
     actions: tuple[Feature, ...] = eqx.field(static=True)
     min_std: float = eqx.field(static=True)
     max_std: float = eqx.field(static=True)
+    mask: ActionMask | None = eqx.field(static=True, default=None)
+    """Of the only action, if it has one."""
 
     @classmethod
     def init(
-        cls, rng: np.random.Generator, config: ModelConfig, actions: tuple[Feature, ...]
+        cls,
+        rng: np.random.Generator,
+        config: ModelConfig,
+        actions: tuple[Feature, ...],
+        mask: ActionMask | None = None,
     ) -> Policy:
         feature = config.deter + config.stoch * config.classes
         outputs = {}
@@ -69,19 +80,22 @@ class Policy(eqx.Module):
                 name = f"{action.name}.{part}"
                 outputs[name] = Linear.init(rng, config.units, action.width, 0.01)
         mlp = MLP.init(rng, feature, config.units, config.actor_layers)
-        return cls(mlp, outputs, actions, config.min_std, config.max_std)
+        return cls(mlp, outputs, actions, config.min_std, config.max_std, mask)
 
-    def __call__(self, state: State) -> dict[str, Choice]:
-        return self.choices(self.mlp(state.deter, state.stoch))
+    def __call__(self, state: State, allowed: Allowed = None) -> dict[str, Choice]:
+        return self.choices(self.mlp(state.deter, state.stoch), allowed)
 
-    def choices(self, x: Float[Array, "*batch units"]) -> dict[str, Choice]:
-        """The distributions, from the MLP's features."""
+    def choices(
+        self, x: Float[Array, "*batch units"], allowed: Allowed = None
+    ) -> dict[str, Choice]:
+        """The distributions, from the MLP's features; what is not `allowed` has probability 0."""
         result: dict[str, Choice] = {}
         for action in self.actions:
             name = action.name
             if action.discrete:
                 logits = self.outputs[f"{name}.logits"](x).astype(jnp.float32)
-                result[name] = action.mask_logits(logits)
+                logits = action.mask_logits(logits)
+                result[name] = logits if allowed is None else mask_logits(logits, allowed)
                 continue
             shape = (*x.shape[:-1], *action.shape)
             mean = self.outputs[f"{name}.mean"](x).astype(jnp.float32).reshape(shape)
@@ -89,6 +103,18 @@ class Policy(eqx.Module):
             std = dist.bounded_std(raw, self.min_std, self.max_std)
             result[name] = Normal(jnp.tanh(mean), std)
         return result
+
+
+def mask_logits(logits: Float[Array, "..."], allowed: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Logits of choices among those that are allowed."""
+    return jnp.where(allowed, logits, jnp.asarray(IMPOSSIBLE, logits.dtype))
+
+
+def predicted_mask(mask: ActionMask, logits: Float[Array, "*batch choices"]) -> Bool[Array, "..."]:
+    """Which choices are allowed according to the mask's head: those that probably are, and of
+    every element at least the likeliest."""
+    table: Array = mask.table(logits.astype(jnp.float32), -jnp.inf)
+    return (table > 0.0) | (table == jnp.max(table, -1, keepdims=True))
 
 
 def draw_noise(
@@ -108,15 +134,18 @@ def sample_actions(
     features: tuple[Feature, ...],
     choices: Mapping[str, Choice],
     noise: Mapping[str, Float[Array, "..."]],
+    *,
+    masked: bool = False,
 ) -> dict[str, Array]:
     """One action for each key: int32 for discrete ones, unclipped float32 for continuous ones."""
     actions = {}
+    sample = dist.sample_possible if masked else dist.sample_index
     for feature in features:
         choice = choices[feature.name]
         if isinstance(choice, Normal):
             actions[feature.name] = choice.mean + choice.std * noise[feature.name]
         else:
-            index = dist.sample_index(jax.nn.softmax(choice, -1), noise[feature.name])
+            index = sample(jax.nn.softmax(choice, -1), noise[feature.name])
             actions[feature.name] = index + feature.low
     return actions
 

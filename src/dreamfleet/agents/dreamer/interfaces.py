@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.dreamer.features import Spaces, check_decodable, check_encodable, observed
+from dreamfleet.agents.dreamer.features import (
+    Spaces,
+    check_decodable,
+    check_encodable,
+    decoded,
+    observed,
+)
 from dreamfleet.errors import ConfigError
 from dreamfleet.imports import load_object
 
@@ -54,7 +60,8 @@ class Decoder(Protocol):
 
     @classmethod
     def init(cls, rng: np.random.Generator, model: ModelConfig, spaces: Spaces) -> Any:
-        """A fresh decoder; `spaces` are the observation's keys without reward and flags."""
+        """A fresh decoder; `spaces` are the observation's keys without reward, flags and
+        `action_mask`, which has a head of its own."""
 
     def __call__(self, state: State) -> dict[str, Array]:
         """A prediction for each key that it predicts."""
@@ -142,10 +149,9 @@ def check_networks(obs_space: Spaces, model: ModelConfig) -> None:
     Raises:
         SpaceError: They do not; the message names the key, and the fix.
     """
-    spaces = observed(obs_space)
     # The default ones are asked without loading JAX.
-    for kind, name, check in (
-        ("encoder", model.encoder, check_encodable),
-        ("decoder", model.decoder, check_decodable),
+    for kind, name, check, spaces in (
+        ("encoder", model.encoder, check_encodable, observed(obs_space)),
+        ("decoder", model.decoder, check_decodable, decoded(obs_space)),
     ):
         (check if name == "default" else find_network(kind, model).check)(spaces, model)

@@ -1,7 +1,8 @@
 """The loss, from a replayed sequence to one number.
 
 1. The world model learns to reconstruct observations, rewards and continuation, and to predict its
-   own next state (`world_model_losses`).
+   own next state (`world_model_losses`). If the task has a mask of actions, it learns to predict
+   that too, and the imagined policy obeys the predicted mask.
 2. From the states of the sequence it imagines what follows under the policy (`imagine`). This needs
    no gradient: the policy follows REINFORCE for discrete and continuous actions alike, so the
    rollout runs outside of differentiation and only the heads on the imagined states are
@@ -25,16 +26,19 @@ from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig
 from dreamfleet.agents.dreamer.features import embed_actions
 from dreamfleet.agents.dreamer.heads import (
+    Allowed,
     Head,
     Policy,
     action_entropies,
     action_log_prob,
     draw_noise,
+    predicted_mask,
     sample_actions,
 )
 from dreamfleet.agents.dreamer.layers import MLP, cast, matmul_parts
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.rssm import Observed, State
+from dreamfleet.masks import ACTION_MASK, ActionMask
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -111,6 +115,7 @@ def loss_scales(
     known = {
         "reward": config.reward_scale,
         "continue": config.continue_scale,
+        "mask": config.mask_scale,
         "dynamics": config.dynamics_scale,
         "representation": config.representation_scale,
         "policy": config.policy_scale,
@@ -153,7 +158,17 @@ def world_model_losses(
         "dynamics": dynamics,
         "representation": representation,
     }
+    if nets.mask is not None and nets.actor.mask is not None:
+        losses["mask"] = mask_loss(nets.actor.mask, nets.mask(state), obs[ACTION_MASK])
     return losses, predictions
+
+
+def mask_loss(
+    mask: ActionMask, logits: Float[Array, "*batch choices"], target: Array
+) -> Float[Array, "*batch"]:
+    """Loss of the choices that are predicted to be allowed; an empty mask teaches nothing."""
+    each = dist.bernoulli_loss(logits, target.astype(bool).astype(jnp.float32))
+    return jnp.where(mask.empty(target), 0.0, jnp.sum(each, -1))
 
 
 def continue_target(terminal: Array, config: LossConfig) -> Float[Array, "..."]:
@@ -193,6 +208,8 @@ class Rollout(NamedTuple):
     """Of all states, the final one included."""
     predictions: Predictions
     """On all states, the final one included."""
+    allowed: Allowed = None
+    """Which choices the predicted masks allowed, of the states with actions."""
 
 
 def imagine(
@@ -219,18 +236,23 @@ def imagine(
 
     def step(
         latent: Any, draws: tuple[dict[str, Array], Array]
-    ) -> tuple[Any, tuple[State, dict[str, Array], tuple[Array, Predictions]]]:
+    ) -> tuple[Any, tuple[State, dict[str, Array], tuple[Array, Predictions], Allowed]]:
         noise, uniform = draws
         acting, evaluated = evaluate(latent.state)
-        actions = sample_actions(actor.actions, actor.choices(acting), noise)
+        allowed = None
+        if nets.mask is not None and actor.mask is not None:
+            allowed = predicted_mask(actor.mask, nets.mask(latent.state))
+        choices = actor.choices(acting, allowed)
+        actions = sample_actions(actor.actions, choices, noise, masked=allowed is not None)
         vector = embed_actions(actor.actions, actions, dtype)
         following = dynamics.imagine_step(latent, vector, uniform)
-        return following, (latent.state, actions, evaluated)
+        return following, (latent.state, actions, evaluated, allowed)
 
-    last, (states, actions, evaluated) = jax.lax.scan(step, dynamics.enter(start), (noise, uniform))
+    last, outputs = jax.lax.scan(step, dynamics.enter(start), (noise, uniform))
+    states, actions, evaluated, allowed = outputs
     _, final = evaluate(last.state)
     value, predictions = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), evaluated, final)
-    return Rollout(states, actions, value, predictions)
+    return Rollout(states, actions, value, predictions, allowed)
 
 
 def lambda_return(
@@ -446,9 +468,9 @@ def learn_from(
 
     def step_losses(models: tuple[Policy, Head], step: tuple[Any, ...]) -> tuple[Array, Learned]:
         actor, critic = models
-        states, actions, targets = step
+        states, actions, allowed, targets = step
         acting, judging = _features([actor.mlp, critic.mlp], states)
-        choices = actor.choices(acting)
+        choices = actor.choices(acting, allowed)
         entropies = action_entropies(choices, rank=1)
         log_prob = action_log_prob(actor.actions, choices, actions, rank=1)
         entropy = sum(entropies.values(), jnp.zeros_like(log_prob))
@@ -457,7 +479,7 @@ def learn_from(
         means = {name: jax.lax.stop_gradient(each.mean()) for name, each in entropies.items()}
         return policy + value, Learned(policy, value, means)
 
-    steps = (rollout.states, rollout.actions, targets)
+    steps = (rollout.states, rollout.actions, rollout.allowed, targets)
 
     def average(models: tuple[Policy, Head]) -> tuple[Learned, Any]:
         def body(total: Any, step: Any) -> tuple[Any, Learned]:

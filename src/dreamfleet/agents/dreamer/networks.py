@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.dreamer.features import Spaces, action_features, observed
+from dreamfleet.agents.dreamer.features import Spaces, action_features, decoded, observed
 from dreamfleet.agents.dreamer.heads import Head, Policy
 from dreamfleet.agents.dreamer.interfaces import Decoder, Dynamics, Encoder, find_network
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ActionMask
 
 
 class Networks(eqx.Module):
@@ -26,6 +27,8 @@ class Networks(eqx.Module):
     cont: Head
     actor: Policy
     critic: Head
+    mask: Head | None = None
+    """Logits of the choices being allowed, for tasks with a mask of actions."""
 
     @classmethod
     def init(
@@ -36,14 +39,16 @@ class Networks(eqx.Module):
         if model.encoder != "default":
             _check_tokens(encoder, spaces, model)
         width = sum(action.width for action in actions)
+        mask = ActionMask.of(obs_space, act_space)
         nets = cls(
             encoder=encoder,
             dynamics=find_network("dynamics", model).init(rng, model, width, encoder.width),
-            decoder=find_network("decoder", model).init(rng, model, spaces),
+            decoder=find_network("decoder", model).init(rng, model, decoded(obs_space)),
             reward=Head.init(rng, model, model.reward_layers, model.bins, 0.0),
             cont=Head.init(rng, model, model.continue_layers, 1, 1.0),
-            actor=Policy.init(rng, model, actions),
+            actor=Policy.init(rng, model, actions, mask),
             critic=Head.init(rng, model, model.critic_layers, model.bins, 0.0),
+            mask=Head.init(rng, model, model.mask_layers, sum(mask.choices), 1.0) if mask else None,
         )
         for kind in ("encoder", "dynamics", "decoder"):
             _check_parameters(kind, getattr(nets, kind))

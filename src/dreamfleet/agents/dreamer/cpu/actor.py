@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws
 from dreamfleet.agents.dreamer.cpu.images import ImageStages
 from dreamfleet.agents.dreamer.encoders import DefaultEncoder
-from dreamfleet.agents.dreamer.features import Feature, embed_actions
+from dreamfleet.agents.dreamer.features import IMPOSSIBLE, Feature, embed_actions
 from dreamfleet.agents.dreamer.heads import Policy
 from dreamfleet.agents.dreamer.layers import EPSILON
 from dreamfleet.agents.dreamer.rssm import RSSM
+from dreamfleet.masks import ACTION_MASK
 
 Floats = NDArray[np.float32]
 _ONE, _HALF = np.float32(1), np.float32(0.5)
@@ -122,6 +123,7 @@ class NumpyActor:
         self._actor = [_Dense.of(layer) for layer in actor.mlp.layers]
         self._outputs = {name: _Linear.of(layer) for name, layer in actor.outputs.items()}
         self._actions = actor.actions
+        self._mask = actor.mask
         self._min_std, self._max_std = actor.min_std, actor.max_std
 
     def __call__(
@@ -142,7 +144,8 @@ class NumpyActor:
         probs *= _ONE - self._unimix
         probs += self._unimix / np.float32(self._classes)
         stoch = _one_hot(_sample(probs, draws.state), self._classes)
-        actions = self._act(deter, stoch.reshape(batch, -1), draws)
+        allowed = self._mask.allowed(obs[ACTION_MASK]) if self._mask else None
+        actions = self._act(deter, stoch.reshape(batch, -1), draws, allowed)
         entries = {"dyn/deter": deter, "dyn/stoch": stoch}
         return {"deter": deter, "stoch": stoch, "previous": actions}, actions, entries
 
@@ -157,7 +160,9 @@ class NumpyActor:
             parts.append(self._images(obs))
         return parts
 
-    def _act(self, deter: Floats, stoch: Floats, draws: Draws) -> dict[str, NDArray[Any]]:
+    def _act(
+        self, deter: Floats, stoch: Floats, draws: Draws, allowed: NDArray[np.bool_] | None
+    ) -> dict[str, NDArray[Any]]:
         x = np.concatenate([deter, stoch], -1)
         for layer in self._actor:
             x = layer(x)
@@ -166,8 +171,12 @@ class NumpyActor:
             name = action.name
             noise = draws.actions[name] if draws.actions is not None else None
             if action.discrete:
-                logits = _classes_first(action.mask_logits(self._outputs[f"{name}.logits"](x)))
-                index = logits.argmax(0) if noise is None else _sample(_softmax(logits), noise)
+                logits = action.mask_logits(self._outputs[f"{name}.logits"](x))
+                if allowed is not None:
+                    logits = np.where(allowed, logits, np.float32(IMPOSSIBLE))
+                logits = _classes_first(logits)
+                sample = _sample if allowed is None else _sample_possible
+                index = logits.argmax(0) if noise is None else sample(_softmax(logits), noise)
                 actions[name] = (index + action.low).astype(np.int32)
                 continue
             mean = np.tanh(self._outputs[f"{name}.mean"](x)).reshape(-1, *action.shape)
@@ -260,10 +269,24 @@ def _softmax(logits: Floats) -> Floats:
 def _sample(probs: Floats, uniform: Floats) -> NDArray[np.int64]:
     """An index of the first axis for each uniform number."""
     classes = len(probs)
-    # Cumulative sums as a product with a triangle: numpy's own go element by element.
-    sums = np.tri(classes, dtype=np.float32) @ probs.reshape(classes, -1)
-    reached = np.add.reduce(sums <= uniform.reshape(-1), 0, dtype=np.int64)
+    reached = np.add.reduce(_cumulative(probs) <= uniform.reshape(-1), 0, dtype=np.int64)
     return np.asarray(np.minimum(reached, classes - 1).reshape(uniform.shape))
+
+
+def _sample_possible(probs: Floats, uniform: Floats) -> NDArray[np.int64]:
+    """`_sample` that never draws a class without probability, whatever the rounding."""
+    possible = probs.reshape(len(probs), -1) > 0.0
+    reached = (_cumulative(probs) > uniform.reshape(-1)) & possible
+    last = len(probs) - 1 - possible[::-1].argmax(0)
+    index = np.where(reached.any(0), reached.argmax(0), last)
+    return np.asarray(index.reshape(uniform.shape))
+
+
+def _cumulative(probs: Floats) -> Floats:
+    """Running sums over the first axis, the others flattened; as a product with a triangle,
+    because numpy's own go element by element."""
+    classes = len(probs)
+    return np.asarray(np.tri(classes, dtype=np.float32) @ probs.reshape(classes, -1))
 
 
 def _one_hot(index: NDArray[np.integer[Any]], classes: int) -> Floats:
