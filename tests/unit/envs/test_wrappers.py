@@ -429,3 +429,8 @@ def test_an_action_is_not_repeated_where_the_mask_forbids_it() -> None:
             obs = env.step({"door": int(obs["action_mask"].argmax()), "reset": False})
             steps += 1
         assert steps > 1, "doors close now and then"
+
+
+def test_a_mask_is_named_in_the_notes() -> None:
+    assert make_env(Doors).notes == ["Actions are masked by the observation 'action_mask'."]
+    assert make_env("bundled:dummy").notes == []
