@@ -18,8 +18,11 @@ from fleet_parts import (
     small_run,
     stored_streams,
 )
+from masked_parts import Doors
 
+from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.envs import make_env
 from dreamfleet.fleet.supervisor import FleetError
 from dreamfleet.parallel import combined
 
@@ -80,3 +83,17 @@ def test_ctrl_c_ends_a_serial_run_and_saves(tmp_path: Path) -> None:
         combined(**fleet, args=config, say=interrupt)
     assert saved_step(tmp_path) > 0
     assert role_threads() == []
+
+
+def doors(envid: int) -> Any:
+    return make_env(Doors, seed=envid)
+
+
+def test_the_random_agent_takes_no_forbidden_action_in_a_fleet(tmp_path: Path) -> None:
+    """The environments raise when a closed door is taken, which ends the run with an error."""
+    config = small_run(tmp_path, launcher="serial", steps=300, eval_envs=1)
+    agent = RandomAgent(doors(0).obs_space, doors(0).act_space)
+    fleet = parts(config, make_agent=lambda: agent, make_env_train=doors, make_env_eval=doors)
+    combined(**fleet, args=config)
+    assert saved_step(tmp_path) >= 300
+    assert agent.metrics() == {"policy/empty_masks": 0}

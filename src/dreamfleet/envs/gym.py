@@ -30,6 +30,7 @@ from dreamfleet.envs.base import (
     UnknownTaskError,
 )
 from dreamfleet.envs.images import resize
+from dreamfleet.envs.info_mask import MaskFromInfo
 from dreamfleet.envs.layouts import (
     Asked,
     Layout,
@@ -42,6 +43,7 @@ from dreamfleet.envs.registry import check_name
 from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import MissingExtraError
 from dreamfleet.imports import load_module
+from dreamfleet.masks import ACTION_MASK
 from dreamfleet.spaces import Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
@@ -53,6 +55,9 @@ _Path = tuple[Any, ...]
 # given as numbers instead, and so it is if the codes of all its elements together are longer.
 _MOST_CLASSES = 256
 _MOST_INPUTS = 32_768
+
+# Options that every task of this suite has.
+_OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask")
 
 
 class GymTranslation:
@@ -150,7 +155,9 @@ class GymEnv(EpisodicEnv):
             env.observation_space, env.action_space, image_layout if self._state else None
         )
         self.notes = translation.notes if self._state else []
-        obs_space = dict(translation.obs_space) if self._state else {}
+        # Frames do not say which actions are allowed.
+        self._kept = [key for key in translation.obs_space if self._state or key == ACTION_MASK]
+        obs_space = {key: translation.obs_space[key] for key in self._kept}
         if self._pixels:
             if "image" in obs_space:
                 raise SpaceError(
@@ -177,7 +184,8 @@ class GymEnv(EpisodicEnv):
         return Outcome(self._observe(observation), float(reward), last, bool(terminated))
 
     def _observe(self, observation: Any) -> Arrays:
-        result = self._translation.observe(observation) if self._state else {}
+        observed = self._translation.observe(observation) if self._kept else {}
+        result = {key: observed[key] for key in self._kept}
         if self._pixels:
             result["image"] = self._frame()
         return result
@@ -296,12 +304,13 @@ def _make(
     obs: Observe = "state",
     render: bool = False,
     image_layout: Asked = None,
+    info_mask: bool = False,
     **options: Any,
 ) -> Env:
     try:
         known = _creator_options(gymnasium.spec(name).entry_point)
         for option in options if known else ():
-            check_name(f"gym:{name}", option, {*known, "max_episode_steps", "obs", "render"})
+            check_name(f"gym:{name}", option, {*known, *_OWN})
         if render or obs != "state":
             options["render_mode"] = "rgb_array"
             _quiet_pygame()
@@ -313,7 +322,8 @@ def _make(
         if "must inherit from the gymnasium.Env" not in str(error):
             raise
         raise _old_interface(name, "it does not inherit from gymnasium.Env") from error
-    return GymEnv(env, seed=seed, obs=obs, image_layout=image_layout)
+    masked = MaskFromInfo(env) if info_mask else env
+    return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout)
 
 
 def _creator_options(entry_point: Any) -> set[str]:

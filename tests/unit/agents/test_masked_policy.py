@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agent_worlds import FLAGS, VECTOR, config, observations, random_batch
+from fleet_parts import parts, rows, small_run
 from masked_parts import DOORS, Doors, doors_of
 
 from dreamfleet import Space
@@ -29,8 +31,9 @@ from dreamfleet.agents.dreamer.heads import (
 from dreamfleet.agents.dreamer.learning import init_state
 from dreamfleet.agents.dreamer.losses import imagine
 from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.evaluation import play
+from dreamfleet.envs import make_env
 from dreamfleet.masks import ActionMask
+from dreamfleet.parallel import combined
 
 BUTTON = (
     VECTOR | {"action_mask": Space(np.int32, (4,), 0, 2)},
@@ -127,10 +130,8 @@ def test_rounding_never_draws_what_has_no_probability() -> None:
     )
 
 
-@WORLDS
-def test_log_probabilities_entropies_and_gradients_are_those_of_the_allowed(
-    obs: Spaces, act: Spaces
-) -> None:
+def test_log_probabilities_entropies_and_gradients_are_those_of_the_allowed() -> None:
+    obs, act = KEYS
     mask, features = mask_of(obs, act), action_features(act)
     nets = init_state(config(), obs, act, seed=0).nets
     rng = np.random.default_rng(0)
@@ -179,11 +180,15 @@ def test_nothing_changes_for_tasks_without_a_mask() -> None:
     assert init_state(config(), alone, act, seed=0).nets.mask is not None
 
 
+def doors(number: int = 0) -> Any:
+    return make_env(Doors, seed=number)
+
+
 def doors_batch(agent: Dreamer, size: int = 4, length: int = 6) -> dict[str, np.ndarray]:
     """What a replay would hold of environments that are played by the agent."""
     batch = random_batch(agent.obs_space, agent.act_space, size, length)
     for row in range(size):
-        env, carry = Doors(seed=row), agent.init_policy(1)
+        env, carry = doors(row), agent.init_policy(1)
         action: dict[str, Any] = {"door": 0, "reset": True}
         for step in range(length + 1):
             obs = env.step(action)
@@ -195,8 +200,8 @@ def doors_batch(agent: Dreamer, size: int = 4, length: int = 6) -> dict[str, np.
     return batch
 
 
-def test_it_learns_the_mask_and_imagines_with_it() -> None:
-    env = Doors()
+def test_it_learns_the_mask_imagines_with_it_and_plays_in_a_fleet(tmp_path: Path) -> None:
+    env = doors()
     quick = replace(config(), optimizer=OptimizerConfig(learning_rate=1e-2, warmup=2))
     agent = Dreamer(env.obs_space, env.act_space, quick)
     batch = doors_batch(agent, length=11)
@@ -227,5 +232,16 @@ def test_it_learns_the_mask_and_imagines_with_it() -> None:
     assert not allowed.all()
     taken = np.asarray(rollout.actions["door"])
     assert np.take_along_axis(allowed, taken[..., None], -1).all()
-    # Doors raises when a closed one is taken.
-    assert len(play(agent, Doors, 3, "eval")) == 3
+    # The environments raise when a closed door is taken, which ends the run with an error.
+    run = small_run(
+        tmp_path, launcher="serial", steps=300, eval_envs=1, train_ratio=11.0,
+        batch_size=4, batch_length=11, report_every=0.0,
+    )  # fmt: skip
+    run = run.changed({"agent": "dreamer", "dreamer.model": "debug"})
+    fleet = parts(run, make_agent=lambda: agent, make_env_train=doors, make_env_eval=doors)
+    updates = agent._updates
+    combined(**fleet, args=run)
+    assert agent._updates > updates
+    assert agent.metrics()["policy/empty_masks"] == 0
+    metrics = rows(tmp_path / "metrics.jsonl")
+    assert any("train/loss/mask" in row for row in metrics)
