@@ -57,6 +57,7 @@ def small_run(logdir: Path, **changes: Any) -> RunConfig:
         "agent": "random",
         "envs": 4,
         "envs_per_process": 2,
+        "actor_batch": 0,
         "steps": 600,
         "batch_size": 2,
         "batch_length": 4,

@@ -26,7 +26,7 @@ from dreamfleet.checkpoint import (
     Which,
     read_checkpoint,
 )
-from dreamfleet.config import RunConfig
+from dreamfleet.config import ForeignSettings, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import (
     FLAGS,
@@ -44,6 +44,8 @@ _RAW = "or use policy.for_gym(env), which takes what a Gymnasium environment ret
 
 BLUEPRINT = "blueprint"
 """The part of a checkpoint that describes the agent."""
+_FUNCTION = "function"
+"""Stands for the settings of an agent whose type nobody has named."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class Blueprint:
 
     @classmethod
     def of(cls, agent: Agent, config: RunConfig) -> Blueprint:
-        """That of an agent of a run."""
-        return cls(config, agent.obs_space, agent.act_space, agent.stored_space)
+        """That of an agent of a run. What the agent itself is counts: a function of the user's may
+        have made another one than the configuration says."""
+        described = _described(agent, config)
+        return cls(described, agent.obs_space, agent.act_space, agent.stored_space)
 
     def save(self) -> dict[str, str]:
         return {
@@ -86,6 +90,12 @@ class Blueprint:
             )
         return cls(config, obs_space, act_space, stored)
 
+    @property
+    def made_by_function(self) -> bool:
+        """Whether nothing but the user's own function can make the agent."""
+        settings = self.config.agent_config
+        return isinstance(settings, ForeignSettings) and settings.name == _FUNCTION
+
     def foreign_code(self) -> tuple[str, ...]:
         """Code outside of this package that making the agent would import."""
         name = self.config.agent
@@ -98,6 +108,20 @@ class Blueprint:
         """A fresh agent of this type, for use on any machine."""
         settings = agent.anywhere(self.config.settings_of(agent))
         return agent.make(self.obs_space, self.act_space, settings, seed=self.config.seed)
+
+
+def _described(agent: Agent, config: RunConfig) -> RunConfig:
+    """The configuration with what the agent really is."""
+    kind, mine = type(agent), getattr(agent, "config", None)
+    ours = kind.__module__.startswith("dreamfleet.")
+    names = [name for name in BUILT_IN if ours and isinstance(mine, find_agent(name).config)]
+    if names:
+        return replace(config, agent=names[0], agent_config=mine)
+    if config.agent not in BUILT_IN:  # whose agents need not keep their settings
+        known = isinstance(mine, config.agent_type.config)
+        return replace(config, agent_config=mine) if known else config
+    settings = ForeignSettings(_FUNCTION, {})
+    return replace(config, agent=f"{kind.__module__}:{kind.__qualname__}", agent_config=settings)
 
 
 def read_blueprint(logdir: Path) -> Blueprint | None:
@@ -186,6 +210,11 @@ class Policy:
         blueprint = Blueprint.load(snapshot.parts[BLUEPRINT])
         if agent is None:
             agent = blueprint.config.agent
+            if blueprint.made_by_function:
+                raise ConfigError(
+                    f"{path} was trained with an agent that a function of yours made, {agent}: "
+                    "pass such an agent, agent=..., and it takes over the parameters."
+                )
             if foreign := blueprint.foreign_code():
                 raise ConfigError(
                     f"{path} was trained with {', '.join(foreign)}, which is not part of "

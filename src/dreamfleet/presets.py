@@ -11,44 +11,10 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay.config import ReplayConfig
 
-_DEFAULT = RunConfig(
-    envs=8,
-    envs_per_process=8,
-    actor_batch=8,
-    batch_size=16,
-    batch_length=32,
-    report_length=32,
-    # An update for every eighth step. Updates are what takes the time, so more data is nearly free;
-    # with an update for every second step, eight episodes of CartPole were 2,000 updates, and a
-    # policy heard of its mistakes that late.
-    train_ratio=64.0,
-    steps=30_000,
-    agent_config=DreamerConfig(
-        model=size_preset("cpu-tiny"),
-        loss=LossConfig(
-            # Imagining from the last steps only makes an update several times cheaper.
-            imag_last=8,
-            # Squared errors of small numbers weigh next to nothing against the KL. Weighed with 1,
-            # the model saw the cart 0.07 to 0.2 off its place and the pole, which falls at 0.2, off
-            # by 0.02; with 10 it was no better in every second run, and policies drifted off the
-            # track without noticing. With 100 it is 0.01 and 0.005, and 1,200 to 2,900 updates do.
-            float_scale=100.0,
-            # With the published 333 steps, values are near 300 and differ by little between a good
-            # and a bad place: policies that had held 500 drifted off the track again.
-            horizon=100.0,
-            # A small model settles on one action early with the published 3e-4.
-            entropy_scale=3e-3,
-        ),
-        # A rate that high finds a policy soon and then walks past it; it falls to a tenth by the
-        # last update.
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup=100, decay=3_750),
-    ),
-)
-
 PRESETS: Mapping[str, RunConfig] = {
-    "default": _DEFAULT,
+    "default": RunConfig(),
     "debug": replace(
-        _DEFAULT,
+        RunConfig(),
         envs=2,
         envs_per_process=1,
         actor_batch=2,
@@ -60,7 +26,7 @@ PRESETS: Mapping[str, RunConfig] = {
         agent_config=DreamerConfig(model=size_preset("debug")),
     ),
     "pixels": replace(
-        _DEFAULT,
+        RunConfig(),
         task="bundled:catch",
         env_options={"size": (32, 32)},
         batch_length=16,
@@ -96,8 +62,11 @@ PRESETS: Mapping[str, RunConfig] = {
     ),
     "published": RunConfig(
         envs=16,
-        eval_envs=0,
+        envs_per_process=1,
+        actor_batch=0,
+        batch_length=64,
         train_ratio=32.0,
+        steps=0,
         replay=ReplayConfig(capacity=5_000_000),
         agent_config=DreamerConfig(model=size_preset("200m")),
     ),

@@ -18,7 +18,7 @@ from typing import Any
 
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, print_line
-from dreamfleet.envs.naming import PROGRAM, Task, directory_of, maker_of, name_of
+from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, play
 from dreamfleet.fleet.factories import environment, factories
@@ -60,8 +60,6 @@ def configure(changes: Mapping[str, Any], preset: str = "default") -> RunConfig:
         given["env_options"] = {**source.env_options, **options}
     elif options:
         given["env_options"] = {**base.env_options, **options}
-    if "logdir" not in given:
-        given["logdir"] = Path("runs") / directory_of(str(given.get("task", base.task)))
     return base.changed(given)
 
 

@@ -15,10 +15,12 @@ import dreamfleet
 from dreamfleet.agents import size_preset
 from dreamfleet.agents.random import RandomConfig
 from dreamfleet.agents.registry import BUILT_IN, find_agent
+from dreamfleet.cli.train import config_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
 from dreamfleet.settings import describe
+from dreamfleet.training import configure
 
 SOURCE = Path(dreamfleet.__file__).parent
 
@@ -42,8 +44,8 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], words: str) -> No
 
 
 def test_a_policy_batch_of_zero_is_half_the_environments() -> None:
-    assert RunConfig(envs=6, eval_envs=2).policy_batch == 4
-    assert RunConfig(envs=1).policy_batch == 1
+    assert RunConfig(envs=6, eval_envs=2, actor_batch=0).policy_batch == 4
+    assert RunConfig(envs=1, actor_batch=0).policy_batch == 1
     assert RunConfig(envs=6, actor_batch=5).policy_batch == 5
 
 
@@ -150,3 +152,16 @@ def test_paths_and_whole_floats_from_python_are_taken(tmp_path: Path) -> None:
     assert RunConfig.from_json(config.to_json()) == config
     with pytest.raises(ConfigError, match=r"steps=1\.5 is not valid"):
         RunConfig(steps=1.5)  # type: ignore[arg-type]
+
+
+def test_the_defaults_of_python_are_those_of_the_command() -> None:
+    assert RunConfig() == configure({}) == preset("default") == config_of([])
+    assert RunConfig().agent_config.model == size_preset("cpu-tiny")
+    assert RunConfig().logdir == Path("runs/gym-CartPole-v1")
+
+
+def test_the_directory_follows_the_task_unless_it_was_chosen() -> None:
+    other = {"task": "gym:Acrobot-v1"}
+    assert RunConfig().changed(other).logdir == Path("runs/gym-Acrobot-v1")
+    assert RunConfig(logdir="runs/mine").changed(other).logdir == Path("runs/mine")
+    assert RunConfig(logdir="all/{task}/1", **other).logdir == Path("all/gym-Acrobot-v1/1")

@@ -15,13 +15,13 @@ from agent_worlds import config
 from dreamfleet import Policy, make_env
 from dreamfleet.agents import Agent, find_agent
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def in_examples(monkeypatch: pytest.MonkeyPatch):
+def in_checkout(monkeypatch: pytest.MonkeyPatch):
     before = list(sys.path)
-    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.chdir(ROOT)
     yield
     sys.path[:] = before
 
@@ -65,9 +65,9 @@ class Loop:
         return {key: value[rows[:, None], steps] for key, value in self._stored.items()}
 
 
-@pytest.mark.usefixtures("in_examples")
+@pytest.mark.usefixtures("in_checkout")
 def test_the_model_free_agent_learns_cartpole() -> None:
-    kind = find_agent("vtrace:AGENT")
+    kind = find_agent("examples.vtrace:AGENT")
     env = make_env("gym:CartPole-v1")
     agent = kind.make(env.obs_space, env.act_space, kind.config(), seed=0)
     assert isinstance(agent, Agent)
@@ -81,8 +81,8 @@ def test_the_model_free_agent_learns_cartpole() -> None:
     assert np.mean(loop.scores[-20:]) >= 120
 
 
-def run(*arguments: str, cwd: Path = EXAMPLES) -> str:
-    """A command of Dreamfleet, as a person would type it in `examples/`."""
+def run(*arguments: str, cwd: Path = ROOT) -> str:
+    """A command of Dreamfleet, as a person would type it in the checkout."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "dreamfleet.cli", *arguments]
     done = subprocess.run(
@@ -92,35 +92,35 @@ def run(*arguments: str, cwd: Path = EXAMPLES) -> str:
     return done.stdout
 
 
-@pytest.mark.usefixtures("in_examples")
+@pytest.mark.usefixtures("in_checkout")
 def test_the_model_free_agent_trains_in_a_fleet(tmp_path: Path) -> None:
     """Started, resumed, loaded, evaluated and plotted."""
     logdir = tmp_path / "run"
-    train = ("train", "--agent", "vtrace:AGENT", "--task", "gym:CartPole-v1", "--logdir")
+    train = ("train", "--agent", "examples.vtrace:AGENT", "--task", "gym:CartPole-v1", "--logdir")
     sizes = ("--envs", "2", "--batch-size", "4", "--batch-length", "8", "--eval-episodes", "0")
     updates = []
     for steps in ("600", "1200"):
         run(*train, str(logdir), *sizes, "--train-ratio", "8", "--steps", steps)
-        policy = Policy.load(logdir, agent="vtrace:AGENT")
+        policy = Policy.load(logdir, agent="examples.vtrace:AGENT")
         assert policy.step >= int(steps)
         updates.append(int(policy.agent.save()["['updates']"]))
     assert 0 < updates[0] < updates[1]
     action, _ = policy({"vector": np.zeros(4, np.float32)})
     assert action["action"] in (0, 1)
-    assert json.loads((logdir / "config.json").read_text())["agent"] == "vtrace:AGENT"
-    assert "mean" in run("eval", str(logdir), "--agent", "vtrace:AGENT", "--episodes", "2")
+    assert json.loads((logdir / "config.json").read_text())["agent"] == "examples.vtrace:AGENT"
+    assert "mean" in run("eval", str(logdir), "--agent", "examples.vtrace:AGENT", "--episodes", "2")
     run("plot", str(logdir), "--out", str(tmp_path / "curves.png"))
 
 
-@pytest.mark.usefixtures("in_examples")
+@pytest.mark.usefixtures("in_checkout")
 def test_the_point_cloud_encoder_trains() -> None:
     base = config()
-    model = replace(base.model, encoder="point_cloud:PointEncoder")
-    settings, env = replace(base, model=model), make_env("point_cloud:make")
+    model = replace(base.model, encoder="examples.point_cloud:PointEncoder")
+    settings, env = replace(base, model=model), make_env("examples.point_cloud:make")
     dreamer = find_agent("dreamer")
     dreamer.check(env.obs_space, env.act_space, settings)
     agent = dreamer.make(env.obs_space, env.act_space, settings, seed=0)
-    loop = Loop(agent, "point_cloud:make", envs=2, steps=200)
+    loop = Loop(agent, "examples.point_cloud:make", envs=2, steps=200)
     for _ in range(200):
         loop.step()
     batch, carry, losses = loop.batch(4, 7, newest=200), agent.init_train(4), []
@@ -129,3 +129,15 @@ def test_the_point_cloud_encoder_trains() -> None:
         carry, _, metrics = agent.train(carry, batch)
         losses.append(float(metrics["opt/loss"]))
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.usefixtures("in_checkout")
+def test_only_the_agents_process_loads_jax() -> None:
+    """Every process of a run reads the settings of its agent."""
+    code = (
+        "import sys; from dreamfleet import configure\n"
+        "config = configure({'agent': 'examples.vtrace:AGENT'})\n"
+        "assert config.agent_config.units == 64 and config.context == 0\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

@@ -164,6 +164,35 @@ def test_a_moved_checkpoint_loads_in_a_process_that_knows_nothing(
         (run[0] / "elsewhere").rename(run[0] / "ckpt")
 
 
+def test_an_agent_that_a_function_made_is_described_as_it_is(tmp_path: Path) -> None:
+    """Whatever the configuration of the run says."""
+    spaces = worlds.VECTOR, worlds.ACTIONS
+    agent = Dreamer(*spaces, worlds.config())
+    for config in (RunConfig(), RunConfig(agent="random")):
+        assert config.agent_config != agent.config
+        saved(tmp_path / config.agent, agent, config)
+        loaded = Policy.load(tmp_path / config.agent).agent
+        assert isinstance(loaded, Dreamer)
+        assert loaded.config.model == agent.config.model
+    saved(tmp_path / "random-as-dreamer", RandomAgent(*spaces), RunConfig())
+    assert isinstance(Policy.load(tmp_path / "random-as-dreamer").agent, RandomAgent)
+
+
+class OfAFunction(RandomAgent):
+    pass
+
+
+def test_an_agent_of_an_unknown_type_is_asked_for(tmp_path: Path) -> None:
+    spaces = {"vector": Space(np.float32, (2,))}, {"action": Space(np.int32, (), 0, 5)}
+    agent = OfAFunction(*spaces)
+    saved(tmp_path, agent, RunConfig())
+    with pytest.raises(
+        ConfigError, match=r"made, [\w.]*test_policy:OfAFunction: pass such an agent"
+    ):
+        Policy.load(tmp_path)
+    assert Policy.load(tmp_path, agent=agent).agent is agent
+
+
 def test_devices_and_folders_of_the_training_machine_are_not_used(tmp_path: Path) -> None:
     """A downloaded checkpoint must not say where compiled programs are loaded from."""
     folders = {"cache_dir": str(tmp_path / "cache"), "dump_dir": str(tmp_path / "dump")}
@@ -415,7 +444,9 @@ def test_networks_of_your_own_are_imported_only_when_you_name_their_agent(
     config = RunConfig(agent_config=agent.config).changed(
         {"dreamer.model.encoder": "surprise_package.networks:Encoder"}
     )
-    saved(tmp_path, agent, config)
+    described = replace(Blueprint.of(agent, config), config=config)
+    parts = {"agent": agent.save(), BLUEPRINT: described.save()}
+    Checkpoint(tmp_path / "ckpt" / "agent").save(parts, step=1)
     with pytest.raises(ConfigError, match=r"with surprise_package\.networks:Encoder, which"):
         Policy.load(tmp_path)
     with pytest.raises(ConfigError, match="surprise_package"):  # now it is looked for

@@ -28,6 +28,7 @@ class RandomAgent(AgentBase):
         self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space], *, seed: int = 0
     ) -> None:
         super().__init__(obs_space, act_space)
+        self.config = RandomConfig()
         self._mask = ActionMask.of(self.obs_space, self.act_space)
         self._empty = EmptyMasks(self._mask) if self._mask else None
         self._seed = seed

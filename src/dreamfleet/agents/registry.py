@@ -34,6 +34,10 @@ class AgentType(ABC, Generic[Config]):
     config: type[Config]
     """A frozen dataclass that holds its settings; all of them have defaults."""
 
+    def default(self) -> Config:
+        """The settings of a run that states none."""
+        return self.config()
+
     @abstractmethod
     def make(self, obs_space: Spaces, act_space: Spaces, config: Config, *, seed: int) -> Agent:
         """A fresh agent."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -81,11 +80,6 @@ def same_task(before: str, now: str) -> bool:
         return True
     moved = before.startswith(PROGRAM) or now.startswith(PROGRAM)
     return moved and before.rpartition(":")[2] == now.rpartition(":")[2]
-
-
-def directory_of(task: str) -> str:
-    """A name for a directory of runs of this task."""
-    return re.sub(r"[^\w.=-]+", "-", task.removeprefix(PROGRAM)).strip("-.") or "environment"
 
 
 def _path_of(env: Any) -> str:

@@ -30,6 +30,14 @@ _MARGIN = 3  # pixels around a label
 _LARGEST_FACTOR = 8  # to make room for a label; that of a frame below 24 pixels may be cut
 
 
+def as_frames(value: Any) -> NDArray[np.uint8]:
+    """An image or a video as uint8. Floats are 0 for black and 1 for white, and cut there."""
+    array = np.asarray(value)
+    if array.dtype == np.uint8:
+        return array
+    return (np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
+
+
 def encode_png(image: NDArray[np.uint8]) -> bytes:
     """An image as PNG."""
     file = io.BytesIO()

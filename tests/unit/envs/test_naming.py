@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
 
+from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, UnknownTaskError, make_env
 from dreamfleet.envs.bundled import Dummy
-from dreamfleet.envs.naming import directory_of, maker_of, name_of, same_task
+from dreamfleet.envs.naming import maker_of, name_of, same_task
 
 
 class Maker:
@@ -43,7 +45,7 @@ def test_an_object_has_the_name_by_which_others_can_import_it_or_one_that_nobody
     env: Any, name: str, directory: str
 ) -> None:
     assert name_of(env) == name
-    assert directory_of(name) == directory
+    assert RunConfig(task=name).logdir == Path("runs") / directory
     if not isinstance(env, str) and name.startswith("__main__"):
         with pytest.raises(UnknownTaskError, match=r"put it into a module and write --task module"):
             make_env(name)

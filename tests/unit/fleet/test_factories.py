@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.factories import logger, replay
+from dreamfleet.envs import make_env, noop
+from dreamfleet.fleet.factories import logger, replay, stream
 from dreamfleet.replay import Fractions, Mixture, ReplayConfig, Uniform
+from dreamfleet.spaces import FLAGS
 
 
 def test_weights_and_biases_is_told_the_configuration_and_where_to_go_on(
@@ -41,3 +45,24 @@ def test_the_training_replay_samples_as_the_settings_say(tmp_path: Path) -> None
         assert (train.capacity, train.chunk, train.max_bytes) == (100, 16, 10**6)
         assert not train.online
         assert isinstance(evaluation._selector, Uniform)
+
+
+def test_the_guide_to_agents_names_every_key_of_a_batch(tmp_path: Path) -> None:
+    config = RunConfig(
+        logdir=tmp_path, task="bundled:dummy", env_options={"size": (8, 8)}, agent="random",
+        batch_size=2, batch_length=4,
+    )  # fmt: skip
+    env = make_env(config.task, **config.env_options)
+    stored = {"hidden": np.zeros((1, 3), np.float32)}
+    with replay(config, "replay") as buffer:
+        for _ in range(20):
+            obs = env.step(noop(env.act_space))
+            row = {key: np.asarray(value)[None] for key, value in obs.items()}
+            row["action"] = np.zeros(1, np.int32)
+            buffer.add_batch({**row, **stored}, np.array([0]))
+        batch = next(stream(config, buffer, "train"))
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+    table = page.split("A batch is a dict")[1].split("\n\n")[1]
+    told = dict(re.findall(r"^\| `(\w+)` \| (\w+)", table, re.MULTILINE))
+    spaces = {*env.obs_space, "action", *stored} - set(FLAGS)
+    assert {key: batch[key].dtype.name for key in batch.keys() - spaces} == told

@@ -19,7 +19,9 @@ from dreamfleet.replay import Fractions
 from dreamfleet.spaces import Space
 from dreamfleet.training import train
 
-CONFIG = RunConfig(envs=4, batch_size=16, batch_length=64, logdir=Path("nowhere"))
+CONFIG = RunConfig(
+    envs=4, envs_per_process=1, batch_size=16, batch_length=64, logdir=Path("nowhere")
+)
 
 
 FLAGS = {name: Space(bool) for name in ("is_first", "is_last", "is_terminal")}
@@ -101,7 +103,7 @@ def test_processes_that_the_shell_has_no_files_for_are_refused() -> None:
     check_files(RunConfig(envs=200, envs_per_process=10), limit=1024)
     check_files(RunConfig(envs=10_000), limit=-1)  # no limit
     with pytest.raises(ConfigError, match=r"303 processes need about 1312 open files.*allows 1024"):
-        check_files(RunConfig(envs=300), limit=1024)
+        check_files(RunConfig(envs=300, envs_per_process=1), limit=1024)
 
 
 @pytest.mark.parametrize(

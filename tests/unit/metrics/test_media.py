@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from dreamfleet.metrics import MediaOutput
 
@@ -45,3 +46,12 @@ def test_no_key_leads_out_of_the_directory(tmp_path: Path) -> None:
     MediaOutput(tmp_path / "media").write(1, {"../../evil": IMAGE, "/etc/evil": IMAGE, "..": IMAGE})
     assert len(files(tmp_path / "media")) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["media"]
+
+
+def test_float_images_are_shown(tmp_path: Path) -> None:
+    """0 is black and 1 is white; what lies outside is cut, and NaN is black."""
+    image = np.array([[-1, 0, 0.5], [1, 7, np.nan]], np.float32)[..., None]
+    MediaOutput(tmp_path).write(1, {"map": image, "play": np.zeros((2, 4, 4, 3), np.float64)})
+    assert files(tmp_path) == ["map/000000000001.png", "play/000000000001.mp4"]
+    shown = np.asarray(Image.open(tmp_path / "map/000000000001.png"))
+    assert shown.tolist() == [[0, 0, 128], [255, 255, 0]]

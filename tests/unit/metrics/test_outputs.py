@@ -39,8 +39,9 @@ EVERYTHING = {
         (ml_dtypes.bfloat16(1), "scalar"), (np.arange(3), "histogram"), ([1.0, 2.0], "histogram"),
         (np.zeros((4, 4, 3), np.uint8), "image"), (np.zeros((4, 4, 1), np.uint8), "image"),
         (np.zeros((2, 4, 4, 3), np.uint8), "video"), ("text", "text"),
-        (np.zeros((4, 4, 3)), None), (np.zeros((4, 4, 2), np.uint8), None), (np.zeros(0), None),
-        (None, None), (object(), None),
+        (np.zeros((4, 4, 3)), "image"), (np.zeros((2, 4, 4, 1), ml_dtypes.bfloat16), "video"),
+        (np.zeros((4, 4, 3), np.int32), None), (np.zeros((4, 4, 2), np.uint8), None),
+        (np.zeros(0), None), (None, None), (object(), None),
     ],
 )  # fmt: skip
 def test_kinds(value: object, kind: str | None) -> None:

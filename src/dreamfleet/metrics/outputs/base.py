@@ -36,8 +36,8 @@ def kind_of(value: Any) -> Kind | None:
 
     scalar     a number, or an array with one element and no dimensions
     histogram  one dimension: the samples
-    image      uint8, (height, width, 1 or 3)
-    video      uint8, (time, height, width, 1 or 3)
+    image      uint8 or floats from 0 to 1, (height, width, 1 or 3)
+    video      the same, (time, height, width, 1 or 3)
     text       a string
     """
     if isinstance(value, str):
@@ -49,16 +49,22 @@ def kind_of(value: Any) -> Kind | None:
         return "scalar"
     if array.ndim == 1 and array.size:
         return "histogram"
-    if array.size and is_frame(array.dtype, array.shape):
-        return "image"
-    if array.size and is_frame(array.dtype, array.shape[1:]):
-        return "video"
+    if array.size and (array.dtype == np.uint8 or is_float(array.dtype)):
+        if is_frame(np.uint8, array.shape):
+            return "image"
+        if is_frame(np.uint8, array.shape[1:]):
+            return "video"
     return None
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether it is bool, integer or float. Numpy does not count bfloat16 as a float."""
-    return dtype.kind in "biuf" or dtype.name == "bfloat16"
+    """Whether it is bool, integer or float."""
+    return dtype.kind in "biu" or is_float(dtype)
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether it is a float. Numpy does not count bfloat16 as one."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 class Outputs:

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dreamfleet.files import atomic_write
-from dreamfleet.metrics.frames import encode_png, write_video
+from dreamfleet.metrics.frames import as_frames, encode_png, write_video
 from dreamfleet.metrics.outputs.base import kind_of
 
 
@@ -33,10 +31,10 @@ class MediaOutput:
                 continue
             folder = self._folder(key)
             if kind == "image":
-                atomic_write(folder / f"{step:012d}.png", encode_png(np.asarray(value)))
+                atomic_write(folder / f"{step:012d}.png", encode_png(as_frames(value)))
             else:
                 label = f"{key} step {step:,}"
-                write_video(folder / f"{step:012d}", np.asarray(value), fps=self._fps, label=label)
+                write_video(folder / f"{step:012d}", as_frames(value), fps=self._fps, label=label)
             self._tidy(folder)
 
     def _folder(self, key: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.errors import import_extra
-from dreamfleet.metrics.frames import encode_gif, encode_png
+from dreamfleet.metrics.frames import as_frames, encode_gif, encode_png
 from dreamfleet.metrics.outputs.base import kind_of
 
 
@@ -35,9 +35,10 @@ class TensorBoardOutput:
                 if finite.size:
                     self._writer.add_histogram(key, finite, step)
             elif kind == "image":
-                self._add_picture(key, np.asarray(value).shape, encode_png(value), step)
+                image = as_frames(value)
+                self._add_picture(key, image.shape, encode_png(image), step)
             elif kind == "video":
-                video = np.asarray(value)
+                video = as_frames(value)
                 self._add_picture(key, video.shape[1:], encode_gif(video, self._fps), step)
             elif kind == "text":
                 self._writer.add_text(key, value, step)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.errors import import_extra
-from dreamfleet.metrics.frames import encode_gif
+from dreamfleet.metrics.frames import as_frames, encode_gif
 from dreamfleet.metrics.outputs.base import kind_of
 
 
@@ -49,10 +49,10 @@ class WandbOutput:
             finite = values[np.isfinite(values)]
             return self._wandb.Histogram(finite) if finite.size else None
         if kind == "image":
-            return self._wandb.Image(np.asarray(value))
+            return self._wandb.Image(as_frames(value))
         if kind == "video":
             # Given as a file, because from an array the package needs moviepy.
-            path.write_bytes(encode_gif(np.asarray(value), self._fps))
+            path.write_bytes(encode_gif(as_frames(value), self._fps))
             return self._wandb.Video(str(path), format="gif")
         return value if kind == "text" else None
 
