@@ -309,9 +309,11 @@ def _make(
 ) -> Env:
     try:
         known = _creator_options(gymnasium.spec(name).entry_point)
-        for option in options if known else ():
-            check_name(f"gym:{name}", option, {*known, *_OWN})
-        if render or obs != "state":
+        own = {*(known or ()), *_OWN} - {"render_mode"}
+        for option in options if known is not None else ():
+            check_name(f"gym:{name}", option, own)
+        # One that cannot render is played without frames, unless they are its observations.
+        if (render and (known is None or "render_mode" in known)) or obs != "state":
             options["render_mode"] = "rgb_array"
             _quiet_pygame()
         # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
@@ -326,12 +328,12 @@ def _make(
     return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout)
 
 
-def _creator_options(entry_point: Any) -> set[str]:
-    """The options of an environment's constructor; empty if it accepts any."""
+def _creator_options(entry_point: Any) -> set[str] | None:
+    """The options of an environment's constructor; None if it accepts any."""
     creator = entry_point if callable(entry_point) else load_env_creator(entry_point)
     parameters = inspect.signature(creator).parameters.values()
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return set() if anything else {p.name for p in parameters} - {"render_mode"}
+    return None if anything else {parameter.name for parameter in parameters}
 
 
 def _quiet_pygame() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from dreamfleet import Space
+from dreamfleet import ConfigError, Space
 from dreamfleet.envs import EnvError, SpaceError, make_env, noop
 from dreamfleet.envs.gym import GymEnv
 from dreamfleet.errors import MissingExtraError
@@ -393,6 +393,20 @@ def test_rendering_is_an_option() -> None:
     assert env.render().shape == (400, 600, 3)
     with pytest.raises(SpaceError, match="renders no frames"):
         GymEnv(gymnasium.make("CartPole-v1"), obs="pixels")
+
+
+class Blind(Scripted):
+    def __init__(self) -> None:
+        super().__init__(BOX, BOX)
+
+
+def test_an_environment_that_cannot_render_is_played_without_frames() -> None:
+    gymnasium.register("BlindTest-v0", Blind)
+    env = make_env("gym:BlindTest-v0", render=True)
+    env.step(noop(env.act_space))
+    assert env.render() is None
+    with pytest.raises(ConfigError, match="gym:BlindTest-v0 has no option 'hats'"):
+        make_env("gym:BlindTest-v0", hats=3)
 
 
 def test_a_missing_package_for_rendering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
