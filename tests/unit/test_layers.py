@@ -22,7 +22,7 @@ LAYERS = [
     ["parallel"],
     ["fleet"],
     ["roles"],
-    ["machine", "offline", "plotting"],
+    ["estimate", "machine", "offline", "plotting"],
     ["policy"],
     ["presets"],
     ["config"],

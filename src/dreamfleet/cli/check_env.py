@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from textwrap import indent
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 from msgspec import Meta
 from rich.table import Table
 
@@ -19,6 +21,8 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
+from dreamfleet.estimate import fleet_speed, size_name, suggest, this_machine
+from dreamfleet.formatting import clock, readable
 from dreamfleet.metrics.frames import contact_sheet, encode_png
 
 _LARGEST_FRAME = 160
@@ -63,8 +67,16 @@ def check(person: Person, request: dict[str, Any]) -> str:
     }
     hows = (make_env, make_visible_env)
     make, visible = (partial(_make, how, task, options) for how in hows)
+    me, taken = psutil.Process(), [0]
+
+    def measured(seed: int) -> Any:
+        before = me.memory_info().rss
+        env = make(seed)
+        taken.append(me.memory_info().rss - before)
+        return env
+
     result = diagnose(
-        make,
+        measured,
         steps=request["steps"],
         seed=request["seed"],
         make_visible=visible,
@@ -90,6 +102,7 @@ def check(person: Person, request: dict[str, Any]) -> str:
     if result.problems:
         count = len(result.problems)
         raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
+    _suggest(say, task, options, result, env_bytes=max(taken))
     return f"{task} is fine." if not result.hints else f"{task} can be used."
 
 
@@ -123,6 +136,52 @@ def _summary(result: Diagnosis) -> str:
         f"speed          {result.steps_per_second:,.0f} steps/s, slowest reset "
         f"{1000 * result.slowest_reset:.1f} ms, made in {result.make_seconds:.2f} s"
     )
+
+
+def _suggest(
+    say: Callable[..., None],
+    task: str,
+    options: dict[str, Any],
+    result: Diagnosis,
+    env_bytes: float,
+) -> None:
+    """Settings for it on this machine, and what they lead to."""
+    machine, free = this_machine(), shutil.disk_usage(Path.cwd()).free
+    found = suggest(
+        task,
+        options,
+        result.obs_space,
+        result.act_space,
+        machine,
+        steps_per_second=result.steps_per_second,
+        env_bytes=env_bytes,
+        disk=free,
+    )
+    config, expected = found.config, found.estimate
+    collected = fleet_speed(config, result.steps_per_second, machine)
+    processes = -(-config.envs // config.envs_per_process)
+    say("\nSuggestion for this machine, with estimates for when nothing else runs:")
+    model = size_name(config.agent_config.model)
+    several = "es" if processes > 1 else ""
+    say(
+        f"settings       preset {found.preset}, model {model}, train ratio {config.train_ratio:g}\n"
+        f"environments   {config.envs} in {processes} process{several}, at most "
+        f"{readable(round(collected))} steps/s"
+    )
+    if expected.updates and expected.steps:
+        seconds = expected.seconds(config, collected)
+        took = f", {config.steps:,} steps in about {clock(seconds)}" if seconds else ""
+        rate = min(expected.steps, collected)
+        say(f"learning       about {expected.updates:.2g} updates/s, {rate:.3g} steps/s{took}")
+    else:
+        say("learning       not estimated: JAX may have an accelerator")
+    held = min(config.replay.capacity, config.steps or config.replay.capacity)
+    say(
+        f"memory         about {expected.memory / 1e9:.1f} GB of {machine.memory / 1e9:.1f} GB\n"
+        f"disk           {expected.disk / 1e9:.2g} GB for {held:,} steps in the replay, "
+        f"{free / 1e9:.0f} GB free\n"
+    )
+    say(f"{found.command()}\n")
 
 
 def _sentence(finding: Finding) -> str:

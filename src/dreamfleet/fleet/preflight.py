@@ -17,6 +17,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
+from dreamfleet.estimate import warnings
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
@@ -37,7 +38,8 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
         make_env: Called with an environment's number; None for the environment of the task.
 
     Returns:
-        What was recognised or assumed about the environment, a sentence each.
+        What was recognised or assumed about the environment, and what will hardly work well on this
+        machine, a sentence each.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
@@ -59,7 +61,7 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
     look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
     check_agent(config, look.obs_space, look.act_space)
     check_memory(config, look.bytes, look.further_bytes)
-    return look.notes
+    return [*look.notes, *warnings(config, look.obs_space, look.act_space)]
 
 
 def check_outputs(config: RunConfig) -> None:

@@ -30,6 +30,13 @@ class Corridor(gymnasium.Env):
 """
 
 
+UNBOUNDED = (
+    MODULE.replace("SCALE", "1")
+    .replace("Corridor", "Unbounded")
+    .replace("spaces.Discrete(2)", "spaces.Box(-np.inf, np.inf, (1,), np.float32)")
+)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -59,6 +66,23 @@ def test_a_sound_environment(here: Path, capsys: pytest.CaptureFixture) -> None:
     assert "steps/s" in out
     assert "bundled:catch is fine." in out
     assert (here / "check-env.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_ends_with_a_command_for_this_machine(here: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["check-env", "bundled:catch", "--steps", "50", "--options", "size=[32,32]"]) == 0
+    out = capsys.readouterr().out
+    assert "\ndreamfleet train --task bundled:catch --preset pixels\n" in out
+    suggestion = out.partition("Suggestion for this machine, with estimates")[2]
+    for words in ("preset pixels, model cpu-tiny, train ratio", "8 in 1 process, at most",
+                  "updates/s", "GB of", "steps in the replay"):  # fmt: skip
+        assert words in suggestion, suggestion
+    assert all(len(line) <= 80 for line in suggestion.splitlines()), suggestion
+
+
+def test_what_was_assumed_about_spaces_is_told(here: Path, capsys: pytest.CaptureFixture) -> None:
+    (here / "unbounded.py").write_text(UNBOUNDED)
+    assert main(["check-env", "unbounded:Unbounded", "--steps", "20"]) == 0
+    assert re.search(r"^note    .*'action'.*bounds", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_options_and_the_place_of_the_picture(here: Path, capsys: pytest.CaptureFixture) -> None:
