@@ -36,6 +36,8 @@ from dreamfleet.settings import (
 if TYPE_CHECKING:
     from dreamfleet.transport import Keys
 
+PROGRESS_STEPS = 20
+"""Steps of an environment after which its failures before them are forgiven."""
 OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
 
 
@@ -158,9 +160,12 @@ class RunConfig:
     on_failure: Literal["restart", "stop"] = "restart"
     """Whether a process that fails is started again, or ends the run."""
     max_restarts: CountOrZero = 10
-    """Restarts of one process within `restart_window` after which the run gives up."""
-    restart_window: AboveZero = 3600.0
-    """Seconds after which a restart is forgotten, so that a long run survives rare failures."""
+    """Restarts of one process, or of one environment, without progress in between, after which the
+    run gives up. Progress is a finished episode or 20 steps of an environment, a checkpoint of the
+    agent, and stored steps or written metrics of the others."""
+    on_nan: Literal["end", "stop"] = "end"
+    """What NaN or infinity in a reward or an observation ends: the episode, before the bad step is
+    stored, or the run."""
     env_timeout: ZeroOrMore = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
     started again; 0 for no timeout."""

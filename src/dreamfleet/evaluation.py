@@ -38,6 +38,7 @@ from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy
 from dreamfleet.roles.episodes import EpisodeServer, Group
+from dreamfleet.roles.notes import notes_path, read_notes
 from dreamfleet.spaces import RESET
 
 __all__ = ["Evaluation", "EvaluationError", "evaluate", "play", "protocol"]
@@ -253,6 +254,7 @@ class _Environments:
             on_failure="restart",
             max_restarts=_MOST_FAILURES - 1,
         )
+        self._run = run
         self._workers = eval_workers(make, self._groups, run)
         self._lock = threading.Lock()
         self._running: dict[Group, RunningWorker] = {}
@@ -310,8 +312,10 @@ class _Environments:
 
     def _why(self, group: Group) -> str:
         """Why an environment has failed whose process goes on."""
+        noted = read_notes(notes_path(self._run, f"env-{group[0]}"))
         return (
-            _traceback(self._running[group].output())
+            noted.traceback
+            or _traceback(self._running[group].output())
             or "The environment was started again in the middle of an episode."
         )
 

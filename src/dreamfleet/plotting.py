@@ -32,7 +32,7 @@ from dreamfleet.metrics.curves import (
 _INCIDENTAL = (
     *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
     *("log_every", "report_every", "save_every", "on_failure", "max_restarts"),
-    *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "restart_window"),
+    *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "on_nan"),
 )
 _REPEATS = {"atari": 4, "atari100k": 4}
 _SHOWN = 3

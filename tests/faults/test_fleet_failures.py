@@ -6,24 +6,27 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fleet_parts import (
     CountingAgent,
     OnceRaising,
     Paced,
+    Raising,
     Troubled,
     Witness,
     broken_replay,
-    complain,
     left_behind,
     never_let_go_of_the_interpreter,
     parts,
+    rows,
     sleep_for_ever,
     small_run,
     stored_streams,
 )
 
 from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import FleetError
 from dreamfleet.parallel import combined
 
@@ -34,13 +37,12 @@ TARGET = 2.0
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        (complain, "RuntimeError: the pole is broken"),
-        (sleep_for_ever, "it hung for 0:00:03.3"),
-        (never_let_go_of_the_interpreter, "it hung for 0:00:03.3"),
+        (sleep_for_ever, "stepping environment 1 hung for 0:00:03.3"),
+        (never_let_go_of_the_interpreter, "stepping environment 1 hung for 0:00:03.3"),
     ],
-    ids=["raises", "sleeps", "hangs in C"],
+    ids=["sleeps", "hangs in C"],
 )
-def test_an_environment_in_trouble_is_started_again_and_the_others_go_on(
+def test_an_environment_that_hangs_is_started_again_and_the_others_go_on(
     tmp_path: Path, trouble: Callable[[], None], words: str
 ) -> None:
     config = small_run(
@@ -69,6 +71,45 @@ def test_an_environment_in_trouble_is_started_again_and_the_others_go_on(
     assert found[1]["action"].tolist() == (step % 5).tolist()
     other = found[0]["vector"][:, 1] * 26 + found[0]["vector"][:, 2]
     assert other.tolist() == list(range(len(other)))
+
+
+def test_an_environment_that_raises_again_and_again_costs_its_own_episodes_only(
+    tmp_path: Path,
+) -> None:
+    """Both share a process, which lives on. With fewer restarts allowed than failures the run still
+    ends as it should, because there is progress between them."""
+    config = small_run(
+        tmp_path, on_failure="restart", max_restarts=1, envs=2, steps=500, envs_per_process=2
+    )
+    lines: list[str] = []
+    make = partial(Raising, after=60, only=1)
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=make)
+    combined(**fleet, args=config, say=lines.append)
+    [line] = [line for line in lines if "failure: " in line]
+    assert "environment 1: RuntimeError: the pole is broken" in line
+    assert not any("is started again" in line for line in lines)
+    assert "Traceback" in (tmp_path / "logs" / "env-0.log").read_text()
+    record = read_record(tmp_path)
+    assert record is not None
+    assert [worker.restarts for worker in record.workers] == [0] * len(record.workers)
+    found = stored_streams(tmp_path / "replay")
+    healthy = found[0]["vector"][:, 1] * 26 + found[0]["vector"][:, 2]
+    assert healthy.tolist() == list(range(len(healthy)))
+    flaky = found[1]
+    life = [*range(26), *range(26), *range(8)]  # two episodes, and the beginning of a third
+    step = flaky["vector"][:, 2].astype(int).tolist()
+    assert step == (life * 9)[: len(step)]
+    cut_short = [n % 60 == 59 for n in range(len(step))]
+    ended = [number == 25 for number in step]
+    # The newest step may be the last before a failure of which the replay has not heard.
+    assert flaky["is_last"].tolist()[:-1] == np.logical_or(ended, cut_short).tolist()[:-1]
+    assert flaky["action"].tolist() == [number % 5 for number in step]
+    scores = rows(tmp_path / "scores.jsonl")
+    assert {row["episode/length"] for row in scores} == {25}
+    last = {k: v for row in rows(tmp_path / "metrics.jsonl") for k, v in row.items()}
+    assert last["env/failures"] == sum(cut_short[:-1])
+    assert last["env/failures"] >= 2
+    assert last["episodes/abandoned"] == last["env/failures"]
 
 
 @pytest.mark.parametrize("method", ["add_batch", "sample"])

@@ -20,6 +20,8 @@ Errors:
     └── EnvError
         ├── UnknownTaskError   no suite, task or factory has this name
         └── EnvCrashedError    the environment failed more often than it may be restarted
+    └── SpaceError
+        └── NotFiniteError     a reward or an observation holds NaN or infinity
 """
 
 from __future__ import annotations
@@ -60,6 +62,19 @@ class UnknownTaskError(EnvError, ValueError):
 
 class EnvCrashedError(EnvError, RuntimeError):
     """An environment that keeps failing."""
+
+
+class NotFiniteError(SpaceError):
+    """A reward or an observation with NaN or infinity.
+
+    Args:
+        message: What is wrong, and the fix.
+        key: The key of the observation.
+    """
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, Spaces
+from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, NotFiniteError, Spaces
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.layouts import Asked, as_integers, find_layout, layouts_asked, vector_note
 from dreamfleet.errors import ConfigError
@@ -420,10 +420,13 @@ class CheckSpaces(Wrapper):
                     f"space says {dtype} and {shape}: correct obs_space[{key!r}] or the value."
                 )
             if continuous and not _is_finite(value):
-                raise SpaceError(
+                raise NotFiniteError(
                     f"Observation {key!r} holds NaN or infinity: the environment has to return "
-                    "finite numbers (-inf alone may mark a missing value)."
+                    "finite numbers (-inf alone may mark a missing value).",
+                    key,
                 )
+        if obs["reward"] == -math.inf:  # nothing is missing there
+            raise NotFiniteError("The reward is -inf: return a finite number.", "reward")
         if self._remaining > 0:
             self._remaining -= 1
             self._check_bounds(obs)

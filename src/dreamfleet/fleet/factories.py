@@ -46,9 +46,12 @@ def factories(config: RunConfig, env: Task | None = None) -> dict[str, Callable[
     }
 
 
-def environment(config: RunConfig, env: Task | None, envid: int) -> Any:
-    """One of the run's environments, with a seed of its own."""
+def environment(config: RunConfig, env: Task | None, envid: int, attempt: int = 0) -> Any:
+    """One of the run's environments, with a seed of its own; one that is built again after it has
+    failed gets another seed, and plays other episodes."""
     seed = env_seed(config.seed, envid)
+    if attempt:
+        seed = env_seed(seed, attempt)
     return make_env(env or config.task, seed=seed, **config.env_options)
 
 
@@ -79,6 +82,7 @@ def replay(config: RunConfig, name: str) -> Replay:
         selector=make_selector(config.replay) if name == "replay" else None,
         seed=config.seed,
         max_bytes=config.replay.max_bytes,
+        mark_cut_short=True,
     )
 
 

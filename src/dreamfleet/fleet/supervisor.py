@@ -7,7 +7,6 @@ import queue
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import Launcher, RestartPolicy, RunningWorker, Worker
 from dreamfleet.fleet.record import FleetRecord, FleetState, WorkerRecord, WorkerState, write_record
+from dreamfleet.roles.notes import Noted, Notes, read_notes
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Supervisor:
         self._members = [_Member(worker, launcher) for worker in workers]
         self._launcher = launcher
         self._failures = Failures()
+        self._told_of_envs = False
         self._duration, self._say = duration, say
         self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
         self._record = FleetRecord.of_this_process(launcher_name)
@@ -91,6 +92,7 @@ class Supervisor:
                 for member in reversed(self._members):
                     self._start(member)
                 stopped = self._watch(tick, every)
+                self._look_at_notes()
                 failed = False
             finally:
                 self._write_record("ending")
@@ -109,6 +111,7 @@ class Supervisor:
         next_tick = time.monotonic() + every
         while True:
             now = time.monotonic()
+            self._look_at_notes()
             if now >= end:
                 return "duration"
             if now >= next_tick:
@@ -143,10 +146,10 @@ class Supervisor:
         how, reason = member.describe_exit(code)
         member.failure = reason or how
         error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
-        policy = member.worker.restart
-        if policy.on_failure == "stop":
+        policy, noted = member.worker.restart, member.noted()
+        if policy.on_failure == "stop" or noted.final:
             raise FleetError(error) from member.error
-        delay = self._failures.add(member.name, error, policy)
+        delay = self._failures.add(member.name, error, policy, noted.progress)
         self._say(
             f"{member.name} {how}{f' ({reason})' if reason else ''} and is started again in "
             f"{delay:g} s; see {member.log_file}"
@@ -156,6 +159,23 @@ class Supervisor:
         timer = threading.Timer(delay, self._events.put, [_Restart(member)])
         timer.daemon = True
         timer.start()
+
+    def _look_at_notes(self) -> None:
+        """Say which environment has failed and is built again, once; its worker goes on."""
+        for member in self._members:
+            noted = member.noted()
+            if noted.failures <= member.env_failures:
+                continue
+            member.env_failures = noted.failures
+            member.failure = noted.error
+            self._write_record()
+            if not self._told_of_envs:
+                self._told_of_envs = True
+                self._say(
+                    f"A failure: {noted.error}. Its episode was cut short and the environment is "
+                    "built or reset again; the others go on. This is said once; the status shows "
+                    f"how often it happens, and {member.log_file} has the traceback."
+                )
 
     def _stop_all(self, save_seconds: float) -> None:
         """Stop role after role, so that the agent sends and saves while the others still serve.
@@ -210,6 +230,7 @@ class _Member:
         self.worker, self.name = worker, worker.name
         self.restarts = 0
         self.failure = ""
+        self.env_failures = self.noted().failures  # those before this supervisor are known
         self._launcher = launcher
         self._running: RunningWorker | None = None
         self._started = 0.0
@@ -226,7 +247,12 @@ class _Member:
     def error(self) -> BaseException | None:
         return self._running.error if self._running else None
 
+    def noted(self) -> Noted:
+        return read_notes(self.worker.notes) if self.worker.notes else Noted()
+
     def start(self) -> RunningWorker:
+        if self.worker.notes:
+            Notes(self.worker.notes)  # nobody takes what the one before was doing for this one
         self._running = self._launcher.start(self.worker)
         self._started = time.time()
         return self._running
@@ -255,7 +281,9 @@ class _Member:
         how = f"ended with code {code}"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
-            return how, f"it hung for {hung.removeprefix(_HUNG).rstrip(')!')}"
+            noted, seconds = self.noted(), hung.removeprefix(_HUNG).rstrip(")!")
+            who = "it" if noted.doing == "waiting" else f"{noted.doing} environment {noted.envid}"
+            return how, f"{who} hung for {seconds}"
         if not any(line.startswith("Traceback") for line in lines):
             return how, ""
         return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
@@ -282,39 +310,42 @@ class _Member:
 
 
 class _Failure(NamedTuple):
-    time: float
     name: str
     error: str
 
 
 class Failures:
-    """The failures of the last while. Older ones are forgotten, so a run of a month survives a
-    crash a day, and one that fails at every start ends soon.
+    """The failures of workers that have made no progress since. So a run survives a crash a day,
+    and one that fails at every start ends soon."""
 
-    Args:
-        clock: Seconds, rising.
-    """
+    def __init__(self) -> None:
+        self._failures: list[_Failure] = []
+        self._progress: dict[str, int] = {}
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._failures: deque[_Failure] = deque()
+    def add(self, name: str, error: str, policy: RestartPolicy, progress: int = 0) -> float:
+        """Seconds until the worker that failed is started again, doubling with each failure
+        without progress.
 
-    def add(self, name: str, error: str, policy: RestartPolicy) -> float:
-        """Seconds until the worker that failed is started again, doubling with each failure.
+        Args:
+            name: The worker.
+            error: How it failed.
+            policy: How often it may.
+            progress: A number that is larger than at its last failure if it has made progress.
 
         Raises:
-            FleetError: It has failed too often; shows the first error of any worker in the window,
-                because one failure often brings others along.
+            FleetError: It has failed too often; shows the first error of any worker that is not
+                forgiven yet, because one failure often brings others along.
         """
-        now = self._clock()
-        while self._failures and self._failures[0].time <= now - policy.window:
-            self._failures.popleft()
+        if progress > self._progress.get(name, 0):
+            self._failures = [each for each in self._failures if each.name != name]
+        self._progress[name] = progress
         count = sum(failure.name == name for failure in self._failures)
-        self._failures.append(_Failure(now, name, error))
+        self._failures.append(_Failure(name, error))
         if count >= policy.max_restarts:
             raise FleetError(
-                f"{name} failed again after {count} restarts within {policy.window:g} s; the run "
-                f"ends. The first error was: {self._failures[0].error}"
+                f"{name} failed again after {count} restarts without progress in between; the run "
+                f"ends (max_restarts is {policy.max_restarts}). The first error was: "
+                f"{self._failures[0].error}"
             )
         return min(_FIRST_DELAY * 2.0**count, _LONGEST_DELAY)
 

@@ -14,6 +14,7 @@ from dreamfleet.fleet.launchers import RestartPolicy, Worker
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.logger import parallel_logger
+from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
 
@@ -42,6 +43,7 @@ def fleet_workers(
             agent.process_environment(args.settings_of(agent), os.environ),
             restart=policy,
             ends_run=True,
+            notes=notes_path(args, "agent"),
         )
     ]
     if not args.remote_envs and not args.offline:
@@ -49,9 +51,19 @@ def fleet_workers(
     if not args.remote_replay:
         buffers = make_replay_train, make_replay_eval
         replay = partial(parallel_replay, *buffers, make_stream, args)
-        workers.append(Worker("replay", "replay", replay, _ONE_THREAD, restart=policy))
+        workers.append(
+            Worker(
+                "replay",
+                "replay",
+                replay,
+                _ONE_THREAD,
+                restart=policy,
+                notes=notes_path(args, "replay"),
+            )
+        )
     logger = partial(parallel_logger, make_logger, args)
-    workers.append(Worker("logger", "logger", logger, _ONE_THREAD, restart=policy))
+    notes = notes_path(args, "logger")
+    workers.append(Worker("logger", "logger", logger, _ONE_THREAD, restart=policy, notes=notes))
     return workers
 
 
@@ -72,8 +84,9 @@ def env_workers(
         for start in range(0, len(ids), args.envs_per_process):
             mine = ids[start : start + args.envs_per_process]
             function = partial(parallel_env, make, mine, args, is_eval)
-            policy = restart_policy(args)
-            workers.append(Worker(f"env-{mine[0]}", "env", function, _ONE_THREAD, restart=policy))
+            policy, name = restart_policy(args), f"env-{mine[0]}"
+            notes = notes_path(args, name)
+            workers.append(Worker(name, "env", function, _ONE_THREAD, restart=policy, notes=notes))
     return workers
 
 
@@ -96,4 +109,4 @@ def worker_names(args: RunConfig) -> list[str]:
 
 def restart_policy(args: RunConfig) -> RestartPolicy:
     """What the run says about workers that fail."""
-    return RestartPolicy(args.on_failure, args.max_restarts, args.restart_window)
+    return RestartPolicy(args.on_failure, args.max_restarts)

@@ -55,6 +55,9 @@ class Replay:
         selector: How sequences are chosen otherwise; uniformly if not given. See `make_selector`.
         seed: Seed of the samples.
         max_bytes: Bound on the chunks' bytes; the oldest sequences leave when it is reached.
+        mark_cut_short: Whether an episode that a new one follows before it has ended is stored as
+            one that was cut short: its last step gets `is_last`. `sample` sets it where it returns
+            both steps, in any case.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Replay:
         selector: Selector | None = None,
         seed: int = 0,
         max_bytes: int | None = None,
+        mark_cut_short: bool = False,
     ) -> None:
         for name, value in (("length", length), ("capacity", capacity), ("chunk", chunk)):
             if value < 1:
@@ -79,6 +83,7 @@ class Replay:
         self.chunk = chunk
         self.online = online
         self.max_bytes = max_bytes
+        self._mark_cut_short = mark_cut_short
         self.skipped_files: dict[str, str] = {}
         """Files in the directory that are not chunks of this replay, with the reason."""
         self._selector = selector or Uniform()
@@ -360,6 +365,7 @@ class Replay:
             selector=self._selector,
             before_release=self._readers.wait_until_none,
             found=found,
+            mark_cut_short=self._mark_cut_short,
         )
 
     def _open(self, path: Path) -> None:

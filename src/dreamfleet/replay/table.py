@@ -54,6 +54,7 @@ class Table:
         selector: Selector,
         before_release: Callable[[], None],
         found: int = 0,
+        mark_cut_short: bool = False,
     ) -> None:
         # A directory may hold more chunks than the capacity needs: it was larger, or had more
         # streams. They are all looked at before the oldest leave.
@@ -66,6 +67,7 @@ class Table:
         # How long a stream may pause, in steps of the others, before its last steps leave.
         self._patience = max(capacity, 4 * steps, _LEAST_PATIENCE)
         self._swept = 0
+        self._mark_cut_short = mark_cut_short
         self.journal = journal
         self._before_release = before_release
         selector.bind(self.store, self.items, length)
@@ -103,6 +105,7 @@ class Table:
         chains, ranks = self.chains.lookup(streams)
         places = self.chains.place(chains, ranks)
         last = self.journal.committed + len(streams)
+        arrays, cut_short = self._cut_short(arrays, places)
         try:
             self.store.write(places.slots, places.indices, arrays, last - len(streams) + 1)
             if source is not None and seq is not None:
@@ -111,11 +114,34 @@ class Table:
         finally:
             # Also when interrupted: what is committed is taken in, what is not leaves no trace.
             if self.journal.committed == last:
+                for slot, index in cut_short:
+                    self.store.columns["is_last"][slot, index] = True
                 self._take_in(places, last)
             else:
                 self.store.erase(places.slots, places.indices)
                 self.journal.forget_uncommitted()
                 self.store.release(slot for _, slot in places.links)
+
+    def _cut_short(
+        self, arrays: Mapping[str, NDArray[Any]], places: Places
+    ) -> tuple[Mapping[str, NDArray[Any]], list[tuple[int, int]]]:
+        """The steps with which episodes end that a first step follows although they had not ended:
+        those of this batch are marked as last in the arrays returned, and the places of stored
+        ones are returned, too."""
+        first, last = arrays.get("is_first"), arrays.get("is_last")
+        stored: list[tuple[int, int]] = []
+        if not self._mark_cut_short or first is None or last is None or not first.any():
+            return arrays, stored
+        chains, ranks = places.chains, places.ranks
+        for row in np.flatnonzero(first):
+            chain = chains[row]
+            slot, length = int(self.chains.head_slot[chain]), int(self.chains.head_len[chain])
+            if ranks[row]:
+                before = (chains == chain) & (ranks == ranks[row] - 1)
+                last = last | before
+            elif slot >= 0 and length > 0:
+                stored.append((slot, length - 1))
+        return {**arrays, "is_last": last}, stored
 
     def completed_at(self, number: int) -> int:
         """The tick of the step that completed a living item."""

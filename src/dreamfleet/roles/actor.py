@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, pad_rows, put_rows, take_rows
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import DreamfleetError
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.logger import VIDEO_ENV
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.slots import SlotTable
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
@@ -33,10 +33,6 @@ _GATHER_SECONDS = 0.01
 _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _FLUSH_SECONDS, _GIVE_UP_SECONDS = 60.0, 1.0
-
-
-class ActorFailed(DreamfleetError):
-    """The policy failed, or what follows it; the agent process ends because of it."""
 
 
 def parallel_actor(
@@ -143,6 +139,7 @@ class Actor:
         self._stored: deque[Future] = deque()
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
+        self._failures = EnvFailures()
 
     # --- acting: before the reply ----------------------------------------------------------------
 
@@ -156,6 +153,7 @@ class Actor:
 
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         envids, is_eval = obs.pop("envid"), obs.pop("is_eval")
+        self._failures.note(envids, obs.pop("failures"))
         evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         inputs = without_logs(obs)
         with self._policy_lock:
@@ -286,12 +284,37 @@ class Actor:
             "actor/wait_seconds": stats["act/wait"],
             "actor/policy_seconds": stats["act/work"],
             "actor/environments": float(count),
+            **self._failures.metrics(stats["act/items"]),
             **{f"actor/server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"actor/replay_client/{k}": v for k, v in replay.items()},
             **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
             "actor/waiting": why_waiting(self._args, idle, int(stats["act/waiting"]), replay),
         }
         self._logger.call("add", self._progress.step, metrics)
+
+
+class EnvFailures:
+    """How often environments have failed since this actor was started."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._total = 0
+
+    def note(self, envids: NDArray[Any], counts: NDArray[Any]) -> None:
+        """Take the count of each environment, which starts again with its process."""
+        if not counts.any():
+            return
+        for envid, count in zip(envids.tolist(), counts.tolist(), strict=True):
+            before = self._counts.get(envid, 0)
+            self._total += count - before if count >= before else count
+            self._counts[envid] = count
+
+    def metrics(self, steps: float) -> dict[str, float]:
+        """The count, and how many there were in a thousand of so many steps."""
+        return {
+            "env/failures": float(self._total),
+            "env/failures_per_1000_steps": 1000 * self._total / max(steps, 1.0),
+        }
 
 
 class Carries:

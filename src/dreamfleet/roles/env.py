@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.config import RunConfig
-from dreamfleet.envs.base import noop
+from dreamfleet.config import PROGRESS_STEPS, RunConfig
+from dreamfleet.envs.base import EnvCrashedError, NotFiniteError, noop
 from dreamfleet.roles.addresses import find_server
-from dreamfleet.roles.runtime import Factory, close_when_stopped, stop_event, unpack
-from dreamfleet.spaces import without_reset
+from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.runtime import (
+    ActorFailed,
+    Factory,
+    close_when_stopped,
+    stop_event,
+    unpack,
+)
+from dreamfleet.spaces import RESET, without_reset
 from dreamfleet.transport import Client, Closed, Disconnected, RemoteError
 
 log = logging.getLogger(__name__)
 
-ACTOR_FAILED = "ActorFailed"
-"""The kind of the error that an actor replies with when the fault is its own."""
 _FIRST_TIMEOUT = 3600.0
 _PAUSE = 1.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
+_TRACEBACKS = 3
 
 
 def parallel_env(
@@ -32,26 +41,33 @@ def parallel_env(
 ) -> None:
     """Run one environment, or several in lock-step, until the process is asked to stop.
 
-    An environment that raises ends the process, and so does one that hangs (`env_timeout`);
-    whoever supervises it starts it again.
+    An environment that raises loses its own episode and is built again, while the others go on; see
+    `RestartedEnv`. One that hangs ends the process (`env_timeout`), and whoever supervises it
+    starts it again.
 
     When the connection to the agent is lost, the running episodes are given up and all environments
     are reset as soon as it is back: nobody knows whether it received the last observations.
 
     Args:
-        make_env: Called with an environment's id, returns the environment.
+        make_env: Called with an environment's id, returns the environment. If it takes `attempt`,
+            it is told how often this environment was built before, so that another seed can be
+            used.
         envid: Unique in the run; several share a process and a message.
         args: The run; tells where the actions come from.
         is_eval: Whether the data is for evaluation.
+
+    Raises:
+        EnvCrashedError: An environment failed more often than `max_restarts`, without progress, or
+            returned NaN and `on_nan` is `stop`.
     """
     ids = [envid] if isinstance(envid, int) else list(envid)
     stop = stop_event(exit_process=True)
+    notes = Notes(notes_path(args, f"env-{ids[0]}"))
     make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
-    envs = []
-    for each in ids:
-        watchdog.reset(now=True)
-        envs.append(make(each))
+    envs = [RestartedEnv(make, each, args, notes, watchdog) for each in ids]
+    for env in envs:
+        env.build()
     watchdog.pause()
     block = ObservationBlock(ids, is_eval)
     server = find_server(args, "actor")
@@ -59,47 +75,212 @@ def parallel_env(
         close_when_stopped(client)
         try:
             client.connect(_FIRST_TIMEOUT)
-            _step_all(envs, block, client, stop, watchdog)
+            _step_all(envs, block, client, stop, watchdog, notes)
         except Closed:
             if not stop.is_set():
                 raise
         finally:
             watchdog.pause()
             for env in envs:
-                if close := getattr(env, "close", None):  # which an environment need not have
-                    close()
+                env.close()
 
 
 def _step_all(
-    envs: list[Any],
+    envs: Sequence[RestartedEnv],
     block: ObservationBlock,
     client: Client,
     stop: threading.Event,
     watchdog: Watchdog,
+    notes: Notes,
 ) -> None:
-    resets = [noop(without_reset(env.act_space)) for env in envs]
-    actions: list[Any] = resets
+    actions: list[Any] = [None] * len(envs)  # None resets
     while not stop.is_set():
         watchdog.reset()
-        obs = block.fill([env.step(action) for env, action in zip(envs, actions, strict=True)])
+        rows = [env.step(action) for env, action in zip(envs, actions, strict=True)]
+        notes.now("waiting")
+        actions = [None] * len(envs)
+        obs = block.fill(rows, [env.failures for env in envs])
+        if obs is None:
+            _rebuild(envs, stop)
+            continue
         try:
             future = client.call_block("act", obs)
+            # Those that failed are built while the agent chooses actions for the others.
+            _rebuild(envs)
             while not future.wait(watchdog.interval):
                 watchdog.reset()  # it is the agent that takes long, not the environment
             reply = future.result()
         except Disconnected as error:
             log.warning("The connection to the agent is lost, all environments reset: %s", error)
-            actions = resets
         except RemoteError as error:
-            if error.kind != ACTOR_FAILED:
+            if error.kind != ActorFailed.__name__:
                 raise
             # The agent process is about to end; whoever supervises it decides what comes next.
             stop.wait(_PAUSE)
-            actions = resets
         else:
-            actions = [
-                {key: value[row] for key, value in reply.items()} for row in range(len(envs))
-            ]
+            present = (index for index, row in enumerate(rows) if row is not None)
+            for row, index in enumerate(present):
+                actions[index] = {key: value[row] for key, value in reply.items()}
+
+
+def _rebuild(envs: Sequence[RestartedEnv], wait: threading.Event | None = None) -> None:
+    """Build those that failed, if they are due; with `wait`, wait until one of them is."""
+    missing = [env for env in envs if not env.built]
+    if wait is not None and missing:
+        wait.wait(max(0.0, min(env.due for env in missing) - time.monotonic()))
+    for env in missing:
+        if time.monotonic() >= env.due:
+            env.build()
+
+
+class RestartedEnv:
+    """An environment that is built again when it fails.
+
+    The step that failed is not sent. The next observation is the first of a new episode, by which
+    the replay knows that the episode before was cut short, and stores it so. After NaN or infinity
+    (`on_nan`) the environment is reset; it is built again if the reset fails, too.
+
+    A failure counts as one without progress until the environment has finished an episode or made
+    `PROGRESS_STEPS` steps. The second and later ones in a row wait before the next attempt, twice
+    as long each time.
+
+    Args:
+        make: Makes the environment; see `parallel_env`.
+        envid: Its id.
+        args: How often it may fail.
+        notes: Told what happens.
+        watchdog: Ends the process when this takes too long.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        envid: int,
+        args: RunConfig,
+        notes: Notes,
+        watchdog: Watchdog,
+    ) -> None:
+        self._make, self._envid, self._args = make, envid, args
+        self._notes, self._watchdog = notes, watchdog
+        self._takes_attempt = _takes_attempt(make)
+        self._attempt = 0
+        self._env: Any = None
+        self._reset_action: Any = None
+        self._episode_steps = self._steps = 0
+        self._in_a_row = 0
+        self.due = 0.0
+        """When it may be built again, on the monotonic clock."""
+        self.failures = 0
+        """In the life of this process."""
+
+    @property
+    def built(self) -> bool:
+        return self._env is not None
+
+    def build(self) -> None:
+        """Try to make the environment."""
+        again = {"attempt": self._attempt} if self._attempt and self._takes_attempt else {}
+        self._attempt += 1
+        self._watchdog.reset(now=True)
+        self._notes.now("building", self._envid)
+        try:
+            env = self._make(self._envid, **again)
+            self._reset_action = noop(without_reset(env.act_space))
+            self._env = env
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._notes.now("waiting")
+
+    def step(self, action: Any) -> Any:
+        """The next observation; None if there is none because the environment has failed.
+
+        Args:
+            action: What to do; None resets.
+        """
+        if self._env is None:
+            return None
+        reset = action is None or bool(action[RESET])
+        self._notes.now("resetting" if reset else "stepping", self._envid)
+        self._episode_steps = 0 if reset else self._episode_steps + 1
+        try:
+            obs = self._env.step(self._reset_action if action is None else action)
+            last = bool(obs["is_last"])
+        except NotFiniteError as error:
+            self._not_finite(error, rebuild=reset)
+            return None
+        except Exception as error:
+            self._failed(error)
+            return None
+        self._steps += 1
+        if last or self._steps % PROGRESS_STEPS == 0:
+            self._in_a_row = 0
+            self._notes.progress()
+        return obs
+
+    def close(self) -> None:
+        """Close the environment. An error of it is only logged: it is not needed any more."""
+        env, self._env = self._env, None
+        if close := getattr(env, "close", None):  # which an environment need not have
+            self._notes.now("closing", self._envid)
+            try:
+                close()
+            except Exception as error:
+                log.warning("Closing environment %d failed: %r", self._envid, error)
+
+    def _not_finite(self, error: NotFiniteError, *, rebuild: bool) -> None:
+        text = (
+            f"{error.key!r} holds NaN or infinity at step {self._episode_steps} of an episode of "
+            f"environment {self._envid}"
+        )
+        if self._args.on_nan == "stop":
+            self._notes.give_up()
+            raise EnvCrashedError(
+                f"{text}. The run ends because on_nan is stop: make the environment return finite "
+                "numbers, or set on_nan to end, which ends such an episode and goes on."
+            ) from error
+        self._count(text, error)
+        if rebuild:
+            self._remove()
+
+    def _failed(self, error: Exception) -> None:
+        if self._args.on_failure == "stop":
+            raise error
+        self._count(f"environment {self._envid}: {type(error).__name__}: {error}", error)
+        self._remove()
+
+    def _count(self, text: str, error: Exception) -> None:
+        """Note a failure, and give up if there were too many in a row."""
+        self.failures += 1
+        self._in_a_row += 1
+        self._steps = 0
+        text = " ".join(text.split())
+        self._notes.failed(text, error)
+        log.warning(
+            "%s (failure %d of this environment; its episode is cut short)",
+            text,
+            self.failures,
+            exc_info=error if self.failures <= _TRACEBACKS else None,
+        )
+        if self._in_a_row > self._args.max_restarts:
+            self._notes.give_up()
+            raise EnvCrashedError(
+                f"Environment {self._envid} failed {self._in_a_row} times and neither finished an "
+                f"episode nor made {PROGRESS_STEPS} steps in between; the last time it was {text}. "
+                f"Fix it, or raise max_restarts (now {self._args.max_restarts})."
+            ) from error
+
+    def _remove(self) -> None:
+        self._watchdog.reset(now=True)
+        self.close()
+        delay = _FIRST_DELAY * 2.0 ** (self._in_a_row - 2) if self._in_a_row > 1 else 0.0
+        self.due = time.monotonic() + min(delay, _LONGEST_DELAY)
+
+
+def _takes_attempt(make: Callable[..., Any]) -> bool:
+    with suppress(TypeError, ValueError):  # some callables have no signature
+        return "attempt" in inspect.signature(make).parameters
+    return False
 
 
 class ObservationBlock:
@@ -110,18 +291,30 @@ class ObservationBlock:
             "envid": np.array(ids, np.int64),
             "is_eval": np.full(len(ids), is_eval),
         }
+        self._failures = np.zeros(len(ids), np.int64)
         self._arrays: dict[str, NDArray[Any]] = {}
 
-    def fill(self, observations: Sequence[dict[str, Any]]) -> dict[str, NDArray[Any]]:
-        """One observation of each environment, in the order of their ids."""
+    def fill(
+        self, observations: Sequence[dict[str, Any] | None], failures: Sequence[int]
+    ) -> dict[str, NDArray[Any]] | None:
+        """One observation of each environment that has any, in the order of their ids, and how
+        often each has failed; None if there is no observation."""
+        present = [row for row, obs in enumerate(observations) if obs is not None]
+        if not present:
+            return None
         if not self._arrays:
-            first = {key: np.asarray(value) for key, value in observations[0].items()}
+            first = {k: np.asarray(v) for k, v in (observations[present[0]] or {}).items()}
             size = len(observations)
             self._arrays = {k: np.zeros((size, *v.shape), v.dtype) for k, v in first.items()}
         for row, obs in enumerate(observations):
-            for key, array in self._arrays.items():
-                array[row] = obs[key]
-        return {**self._fixed, **self._arrays}
+            if obs is not None:
+                for key, array in self._arrays.items():
+                    array[row] = obs[key]
+        self._failures[:] = failures
+        block = {**self._fixed, "failures": self._failures, **self._arrays}
+        if len(present) == len(observations):
+            return block
+        return {key: value[present] for key, value in block.items()}
 
 
 class Watchdog:

@@ -21,6 +21,7 @@ from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import Client, Closed, Disconnected, Future, TransportError
 
@@ -78,6 +79,7 @@ class Saver:
         self._replay, self._logger = replay, logger
         self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
         self._position: dict[str, Any] = {}
+        self._notes = Notes(notes_path(args, "agent"))
         self.updates = 0
 
     def restore(self) -> str:
@@ -139,6 +141,7 @@ class Saver:
             BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
         self._checkpoint.save(parts, step=step, score=self._evaluation_score())
+        self._notes.progress()
 
     def _newest_position(self) -> dict[str, Any]:
         """The replay's position; the last one known, if the replay is restarting."""

@@ -24,6 +24,7 @@ from dreamfleet.metrics import (
     kind_of,
 )
 from dreamfleet.roles.addresses import listen_address, publish_address
+from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Server
 
@@ -71,6 +72,7 @@ class Logger:
         self._newest: dict[str, float | str] = {}
         self._reported: dict[str, float] = {}  # when each role last reported
         self._step = _UNKNOWN
+        self._notes = Notes(notes_path(args, "logger"))
 
     def tran(
         self,
@@ -167,6 +169,7 @@ class Logger:
             self._output.write(self._step, metrics)
             self._output.flush()
             self._scores.flush()
+            self._notes.progress()
 
     def close(self) -> None:
         self.write()

@@ -26,6 +26,7 @@ from dreamfleet.replay import (
     SchemaError,
 )
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Server, TransportError, Unanswered
 
@@ -143,6 +144,7 @@ class ReplayService:
         self._batch_size = args.batch_size
         self._stop = stop
         self._usage = Usage()
+        self._notes = Notes(notes_path(args, "replay"))
         self._waiting = {"actor": "", "learner": ""}
         folder = args.logdir / "ckpt" / "replay"
         self._checkpoint = Checkpoint(folder, keep=2)
@@ -172,6 +174,7 @@ class ReplayService:
         added = self._train.add_batch(steps, envids, source, seq)
         if added:
             self._positions.stored(self._tick)
+            self._notes.progress()
             self._wait("actor", lambda: self._limiter.insert(added, _LIMITER_TIMEOUT, "actor"))
         return added
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import cloudpickle
 
+from dreamfleet.errors import DreamfleetError
 from dreamfleet.transport import Client
+
+
+class ActorFailed(DreamfleetError):
+    """The policy failed, or what follows it; the agent process ends because of it."""
+
 
 # --- factories -----------------------------------------------------------------------------------
 

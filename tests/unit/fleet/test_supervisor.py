@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,17 +12,9 @@ from fleet_parts import until_stopped
 
 from dreamfleet.fleet import supervisor
 from dreamfleet.fleet.launchers import RestartPolicy, Worker, find_launcher
+from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
-
-DAY = 86_400.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from dreamfleet.roles.notes import Notes
 
 
 def test_a_run_ends_after_its_duration(tmp_path: Path) -> None:
@@ -32,31 +26,59 @@ def test_a_run_ends_after_its_duration(tmp_path: Path) -> None:
 
 
 def test_the_delay_doubles_up_to_half_a_minute() -> None:
-    failures = Failures(Clock())
+    failures = Failures()
     delays = [failures.add("env-0", "", RestartPolicy()) for _ in range(9)]
     assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     assert failures.add("env-1", "", RestartPolicy()) == 0.5, "each worker has its own count"
 
 
-def test_a_crash_a_day_never_ends_a_run_and_is_always_mended_at_once() -> None:
-    clock = Clock()
-    failures = Failures(clock)
-    for day in range(31):
-        clock.now = day * DAY
-        assert failures.add("agent", "out of luck", RestartPolicy(max_restarts=2)) == 0.5
+def test_a_worker_that_makes_progress_may_fail_for_ever_and_is_always_mended_at_once() -> None:
+    failures = Failures()
+    for progress in range(31):
+        assert failures.add("agent", "bad luck", RestartPolicy(max_restarts=2), progress + 1) == 0.5
 
 
-def test_too_many_in_a_while_end_the_run_with_the_first_error_of_that_while() -> None:
-    clock, policy = Clock(), RestartPolicy(max_restarts=2)
-    failures = Failures(clock)
-    failures.add("env-0", "long ago and forgotten", policy)
-    clock.now = DAY
-    failures.add("replay", "the disk is broken", policy)
-    failures.add("agent", "the replay is gone", policy)
-    failures.add("agent", "the replay is gone again", policy)
-    with pytest.raises(FleetError, match="agent failed again after 2 restarts") as error:
-        failures.add("agent", "and again", policy)
+def test_too_many_without_progress_end_the_run_with_the_first_error_that_is_not_forgiven() -> None:
+    policy = RestartPolicy(max_restarts=2)
+    failures = Failures()
+    failures.add("agent", "long ago and forgiven", policy, 1)
+    failures.add("replay", "the disk is broken", policy, 7)
+    assert failures.add("agent", "the replay is gone", policy, 2) == 0.5
+    assert failures.add("agent", "the replay is gone again", policy, 2) == 1.0
+    words = "agent failed again after 2 restarts without progress .*max_restarts is 2"
+    with pytest.raises(FleetError, match=words) as error:
+        failures.add("agent", "and again", policy, 2)
     assert "The first error was: the disk is broken" in str(error.value)
+
+
+def noted_failures(path: Path, seen: list[str]) -> None:
+    """An environment worker whose environments failed, and then one that gives up."""
+    notes = Notes(path)
+    notes.failed("environment 3: RuntimeError: the pole is broken")
+    notes.failed("environment 3: RuntimeError: the pole is broken")
+    while not seen:
+        threading.Event().wait(0.01)
+    notes.give_up()
+    raise RuntimeError("failed too often")
+
+
+def test_a_failing_environment_is_told_once_and_a_worker_that_gives_up_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    lines: list[str] = []
+    notes = tmp_path / "workers" / "env-0"
+    leader = Worker("agent", "agent", until_stopped, ends_run=True)
+    broken = Worker("env-0", "env", partial(noted_failures, notes, lines), notes=notes)
+    with find_launcher("serial")(tmp_path) as launcher:
+        supervisor = Supervisor([leader, broken], launcher, logdir=tmp_path, say=lines.append)
+        with pytest.raises(FleetError, match="failed too often"):
+            supervisor.run(every=0.05)
+    [line] = lines  # and it was not started again
+    assert line.startswith("A failure: environment 3: RuntimeError: the pole is broken. Its")
+    assert str(tmp_path / "logs" / "serial.log") in line
+    record = read_record(tmp_path)
+    assert record is not None
+    assert record.workers[1].restarts == 0
 
 
 def test_a_record_that_cannot_be_written_keeps_nobody_from_saving(

@@ -53,10 +53,11 @@ def test_a_worker_is_data_that_can_be_sent(tmp_path: Path) -> None:
 
 
 def test_the_restart_policy_is_the_runs(tmp_path: Path) -> None:
-    config = small_run(tmp_path, on_failure="restart", max_restarts=3, restart_window=60.0)
+    config = small_run(tmp_path, on_failure="restart", max_restarts=3)
     for worker in workers_of(config):
         policy = worker.restart
-        assert (policy.on_failure, policy.max_restarts, policy.window) == ("restart", 3, 60.0)
+        assert (policy.on_failure, policy.max_restarts) == ("restart", 3)
+        assert worker.notes == tmp_path / "workers" / worker.name
 
 
 def test_only_the_agent_keeps_its_memory_pages(

@@ -88,6 +88,7 @@ def observations(
     return {
         "envid": np.array(ids, np.int64),
         "is_eval": np.broadcast_to(np.asarray(is_eval), size).copy(),
+        "failures": np.zeros(size, np.int64),
         "value": np.asarray(values, np.float64),
         "image": np.repeat(np.array(ids, np.uint8), 48).reshape(size, 4, 4, 3),
         "reward": np.zeros(size, np.float32),

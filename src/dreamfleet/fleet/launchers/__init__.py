@@ -43,9 +43,7 @@ class RestartPolicy:
     on_failure: Literal["restart", "stop"] = "restart"
     """Start it again after a delay that doubles each time, or end the run."""
     max_restarts: int = 10
-    """Restarts within the window after which the run ends all the same."""
-    window: float = 3600.0
-    """Seconds after which a failure is forgotten."""
+    """Restarts without progress in between after which the run ends all the same."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,8 @@ class Worker:
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     ends_run: bool = False
     """Whether the run is over when this worker's function has returned."""
+    notes: Path | None = None
+    """Where it notes its progress and its failures; None if it does not."""
 
 
 class RunningWorker(Protocol):

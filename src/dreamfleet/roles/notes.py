@@ -1,0 +1,137 @@
+"""What a worker notes for those who watch it: a small mapped file in the run's directory.
+
+The worker's supervisor counts restarts between which there was no progress, and any display names
+the environment that hangs. A note is a store into memory, so it may be made at every step, and it
+can be read while the worker is stuck in code that lets no other thread run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dreamfleet.config import RunConfig
+
+Doing = Literal["waiting", "building", "resetting", "stepping", "closing"]
+_DOING: tuple[Doing, ...] = ("waiting", "building", "resetting", "stepping", "closing")
+
+_PROGRESS, _FAILURES, _FINAL, _DOING_NOW, _ENVID, _SINCE = range(6)
+_WORDS = 8
+_TEXT_BYTES = 8192
+_LINE_LENGTH = 1000
+_BYTES = 8 * _WORDS + _TEXT_BYTES
+
+
+@dataclass(frozen=True)
+class Noted:
+    """The notes of one worker."""
+
+    progress: int = 0
+    """Rises with every sign of progress. What counts as one is up to the role."""
+    failures: int = 0
+    """Environments that failed and were built or reset again, in the life of the run."""
+    final: bool = False
+    """Whether the worker ended because another start would not help."""
+    doing: Doing = "waiting"
+    """What it does with an environment right now."""
+    envid: int = 0
+    """With which one."""
+    since: float = 0.0
+    """Unix time; since when."""
+    error: str = ""
+    """The last failure, one line."""
+    traceback: str = ""
+    """Its traceback; the end of it, if it is long."""
+
+
+def notes_path(args: RunConfig, worker: str) -> Path:
+    """Where the worker of this name keeps its notes."""
+    return args.logdir / "workers" / worker
+
+
+def read_notes(path: Path) -> Noted:
+    """What a worker has noted so far; nothing if there is no such file."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return Noted()
+    if len(content) < _BYTES:
+        return Noted()
+    words = np.frombuffer(content, "<i8", _WORDS)
+    floats = np.frombuffer(content, "<f8", _WORDS)
+    doing = int(words[_DOING_NOW])
+    text = content[8 * _WORDS :].rstrip(b"\0").decode(errors="replace")
+    error, _, trace = text.partition("\n")
+    return Noted(
+        progress=int(words[_PROGRESS]),
+        failures=int(words[_FAILURES]),
+        final=bool(words[_FINAL]),
+        doing=_DOING[doing] if 0 <= doing < len(_DOING) else "waiting",
+        envid=int(words[_ENVID]),
+        since=float(floats[_SINCE]),
+        error=error,
+        traceback=trace,
+    )
+
+
+class Notes:
+    """The notes of this worker. Counts go on from those of the worker before it.
+
+    Args:
+        path: The file; None, or one that cannot be written, keeps the notes in memory.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._map = _map(path)
+        self._words = np.frombuffer(self._map, "<i8", _WORDS)
+        self._floats = np.frombuffer(self._map, "<f8", _WORDS)
+        self._words[_FINAL] = self._words[_DOING_NOW] = 0
+
+    def progress(self) -> None:
+        """This worker gets on."""
+        self._words[_PROGRESS] += 1
+
+    def failed(self, line: str, error: BaseException | None = None) -> None:
+        """An environment failed: this line says how."""
+        begin = line[:_LINE_LENGTH].encode()[:_LINE_LENGTH] + b"\n"
+        trace = "".join(traceback.format_exception(error)).rstrip().encode() if error else b""
+        text = begin + trace[-(_TEXT_BYTES - len(begin)) :]
+        self._map[8 * _WORDS : _BYTES] = text.ljust(_TEXT_BYTES, b"\0")
+        self._words[_FAILURES] += 1
+
+    def give_up(self) -> None:
+        """This worker is about to end, and another start would not help."""
+        self._words[_FINAL] = 1
+
+    def now(self, doing: Doing, envid: int = 0) -> None:
+        """This worker begins to do something, with an environment."""
+        self._words[_DOING_NOW] = 0  # nobody reads one thing with the time of another
+        self._floats[_SINCE] = time.time()
+        self._words[_ENVID] = envid
+        self._words[_DOING_NOW] = _DOING.index(doing)
+
+
+def _map(path: Path | None) -> mmap.mmap:
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                if os.fstat(descriptor).st_size != _BYTES:
+                    # Written, not only made longer: a full disk is an error here, and no signal
+                    # at the first note.
+                    os.truncate(descriptor, 0)
+                    os.write(descriptor, bytes(_BYTES))
+                return mmap.mmap(descriptor, _BYTES)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            pass  # notes are for those who watch, and the work goes on without them
+    return mmap.mmap(-1, _BYTES)

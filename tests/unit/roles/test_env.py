@@ -1,0 +1,268 @@
+"""The environment role: an environment that fails costs its own episode, and nobody else's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import dummy_with_its_id, small_run
+
+from dreamfleet.config import PROGRESS_STEPS, RunConfig
+from dreamfleet.envs.base import EnvCrashedError
+from dreamfleet.envs.wrappers import CheckSpaces
+from dreamfleet.replay import Replay
+from dreamfleet.roles import env as role
+from dreamfleet.roles.env import ObservationBlock, RestartedEnv, Watchdog, _step_all
+from dreamfleet.roles.notes import Notes, notes_path, read_notes
+
+LENGTH = 25
+"""Steps of an episode of the dummy, after its first observation."""
+
+
+class Failing:
+    """A dummy that fails at some of its steps, counted over all that were made of its id."""
+
+    def __init__(self, trouble: Mapping[int, Callable[[Any], Any]], made: list[int], envid: int):
+        self._env = dummy_with_its_id(envid)
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+        self._trouble, self._steps = trouble, made
+        self.closed = False
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._steps[0] += 1
+        obs = self._env.step(action)
+        trouble = self._trouble.get(self._steps[0])
+        return trouble(obs) if trouble else obs
+
+    def close(self) -> None:
+        self.closed = True
+        raise OSError("the port is busy")
+
+
+def explode(obs: Any) -> Any:
+    raise RuntimeError("the pole\nis broken")
+
+
+def nan_reward(obs: Any) -> Any:
+    return {**obs, "reward": np.array(np.nan, np.float32)}
+
+
+def minus_infinity(obs: Any) -> Any:
+    return {**obs, "reward": np.array(-np.inf, np.float32)}
+
+
+def nan_vector(obs: Any) -> Any:
+    return {**obs, "vector": np.full_like(obs["vector"], np.nan)}
+
+
+class Agent:
+    """A client whose actor resets after last steps, and keeps what it was sent."""
+
+    def __init__(self, steps: int, stop: threading.Event) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        self._steps, self._stop = steps, stop
+
+    def call_block(self, method: str, obs: Mapping[str, Any]) -> Agent:
+        assert method == "act"
+        self.blocks.append({key: value.copy() for key, value in obs.items()})
+        if len(self.blocks) == self._steps:
+            self._stop.set()
+        return self
+
+    def wait(self, timeout: float | None) -> bool:
+        return True
+
+    def result(self) -> dict[str, Any]:
+        last = self.blocks[-1]["is_last"]
+        return {"action": np.zeros(len(last), np.int32), "reset": last}
+
+    def rows(self, envid: int, key: str) -> list[Any]:
+        return [
+            value for block in self.blocks for value in block[key][block["envid"] == envid].tolist()
+        ]
+
+
+def run(
+    args: RunConfig, makes: list[Callable[..., Any]], steps: int = 60
+) -> tuple[Agent, list[RestartedEnv]]:
+    stop, notes, watchdog = threading.Event(), Notes(notes_path(args, "env-0")), Watchdog(0)
+    envs = [RestartedEnv(make, envid, args, notes, watchdog) for envid, make in enumerate(makes)]
+    for env in envs:
+        env.build()
+    agent = Agent(steps, stop)
+    block = ObservationBlock(range(len(envs)), is_eval=False)
+    _step_all(envs, block, agent, stop, watchdog, notes)  # type: ignore[arg-type]
+    return agent, envs
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> RunConfig:
+    return small_run(tmp_path, on_failure="restart", env_timeout=0.0)
+
+
+def flaky(trouble: Mapping[int, Callable[[Any], Any]]) -> Callable[..., Any]:
+    made = [0]
+    return lambda envid: CheckSpaces(Failing(trouble, made, envid))  # type: ignore[arg-type]
+
+
+def test_an_exception_costs_its_own_episode_and_the_others_never_notice(
+    args: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy = lambda envid: CheckSpaces(dummy_with_its_id(envid))  # noqa: E731
+    agent, envs = run(args, [healthy, flaky({11: explode})])
+    step = agent.rows(1, "vector")
+    assert [int(row[2]) for row in step][:14] == [*range(10), 0, 1, 2, 3]
+    assert agent.rows(1, "is_first")[:12] == [True, *[False] * 9, True, False]
+    other = [int(row[1] * (LENGTH + 1) + row[2]) for row in agent.rows(0, "vector")]
+    assert other == list(range(60)), "the other one lost a step"
+    assert envs[1].failures == 1
+    assert agent.rows(1, "failures") == [0] * 10 + [1] * 49
+    noted = read_notes(notes_path(args, "env-0"))
+    assert noted.failures == 1
+    assert noted.error == "environment 1: RuntimeError: the pole is broken"
+    assert "Traceback" in caplog.text
+    assert "OSError('the port is busy')" in caplog.text, "an error in close is logged, and no more"
+
+
+def test_the_replay_stores_that_the_episode_was_cut_short(args: RunConfig, tmp_path: Path) -> None:
+    agent, _ = run(args, [flaky({11: explode})], steps=20)
+    for together in (False, True):  # a batch a step, and all steps in one batch
+        path = tmp_path / f"replay-{together}"
+        with Replay(1, 100, path, chunk=64, mark_cut_short=True) as replay:
+            columns = [{k: v for k, v in block.items() if k != "envid"} for block in agent.blocks]
+            if together:
+                joined = {k: np.concatenate([c[k] for c in columns]) for k in columns[0]}
+                columns = [joined]
+            for column in columns:
+                replay.add_batch(column, [0] * len(column["is_first"]))
+            assert replay._table is not None
+            stored = replay._table.store.columns
+            slot = int(replay._table.chains.head_slot[0])
+            assert stored["is_last"][slot, :20].tolist() == [n == 9 for n in range(20)]
+            assert not stored["is_terminal"][slot, :20].any()
+            assert np.array_equal(
+                stored["reward"][slot, :20], [row for c in agent.blocks for row in c["reward"]]
+            ), "no reward is invented"
+
+
+@pytest.mark.parametrize("trouble", [nan_reward, minus_infinity, nan_vector])
+def test_nan_ends_its_episode_before_it_is_stored(
+    args: RunConfig, trouble: Callable[[Any], Any]
+) -> None:
+    made: list[Any] = []
+    inner = flaky({11: trouble, 26: trouble})
+
+    def make(envid: int) -> Any:
+        made.append(envid)
+        return inner(envid)
+
+    agent, envs = run(args, [make], steps=30)
+    assert np.isfinite(agent.rows(0, "reward")).all()
+    assert np.isfinite(agent.rows(0, "vector")).all()
+    # Fourteen steps later the next one, then an episode that is under way.
+    lengths = np.diff(np.flatnonzero([*agent.rows(0, "is_first"), True])).tolist()
+    assert lengths == [10, 14, 6]
+    assert envs[0].failures == 2
+    assert made == [0], "a reset is enough"
+
+
+def test_nan_in_a_reset_builds_the_environment_again(args: RunConfig) -> None:
+    agent, envs = run(args, [flaky({1: nan_vector})], steps=5)
+    assert agent.rows(0, "is_first") == [True, False, False, False, False]
+    assert envs[0].failures == 1
+
+
+def test_nan_stops_the_run_with_environment_key_and_step_if_that_is_wished(tmp_path: Path) -> None:
+    args = small_run(tmp_path, on_failure="restart", on_nan="stop")
+    words = r"^'reward' holds NaN or infinity at step 10 of an episode of environment 0\. .*on_nan"
+    with pytest.raises(EnvCrashedError, match=words):
+        run(args, [flaky({11: nan_reward})])
+    assert read_notes(notes_path(args, "env-0")).final
+
+
+def test_failures_without_progress_end_it_and_those_with_progress_never_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(role, "_FIRST_DELAY", 0.0)
+    args = small_run(tmp_path, on_failure="restart", max_restarts=2, env_timeout=0.0)
+    apart = {n * (PROGRESS_STEPS + 1): explode for n in range(1, 21)}
+    _, envs = run(args, [flaky(apart)], steps=20 * PROGRESS_STEPS + 5)
+    assert envs[0].failures == 20
+    assert caplog.text.count("Traceback") == 3, "the first three are enough"
+    assert not read_notes(notes_path(args, "env-0")).final
+    words = "failed 3 times and neither finished an episode nor made 20 steps .* max_restarts"
+    with pytest.raises(EnvCrashedError, match=words):
+        run(args, [flaky({3: explode, 6: explode, 9: explode})])
+    assert read_notes(notes_path(args, "env-0")).final
+
+
+def test_a_constructor_that_fails_is_tried_again_with_another_seed(
+    args: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role, "_FIRST_DELAY", 0.0)
+    attempts: list[int] = []
+
+    def make(envid: int, attempt: int = 0) -> Any:
+        attempts.append(attempt)
+        if len(attempts) < 4:
+            raise OSError("no licence is free")
+        return dummy_with_its_id(envid)
+
+    agent, envs = run(args, [dummy_with_its_id, make], steps=10)
+    assert attempts == [0, 1, 2, 3]
+    assert envs[1].failures == 3
+    assert len(agent.rows(0, "reward")) == 10, "the other one did not wait"
+    assert len(agent.rows(1, "reward")) == 7
+
+
+def test_whoever_wants_to_stop_at_failures_gets_the_exception_itself(tmp_path: Path) -> None:
+    args = small_run(tmp_path, on_failure="stop")
+    with pytest.raises(RuntimeError, match="the pole"):
+        run(args, [flaky({11: explode})])
+
+
+def test_a_failure_waits_longer_each_time(args: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(role.time, "monotonic", lambda: now[0])
+    made = partial(flaky, dict.fromkeys(range(1, 100), explode))()
+    env = RestartedEnv(made, 0, args, Notes(), Watchdog(0))
+    delays = []
+    for _ in range(9):
+        env.build()
+        assert env.step(None) is None
+        delays.append(env.due - now[0])
+    assert delays == [0.0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_notes_tell_what_a_worker_does_and_survive_it(tmp_path: Path) -> None:
+    path = tmp_path / "workers" / "env-0"
+    notes = Notes(path)
+    notes.progress()
+    notes.failed("x" * 5000)
+    notes.give_up()
+    notes.now("stepping", 3)
+    noted = read_notes(path)
+    assert (noted.progress, noted.failures, noted.final) == (1, 1, True)
+    assert (noted.doing, noted.envid, noted.error) == ("stepping", 3, "x" * 1000)
+    Notes(path)
+    after = read_notes(path)
+    assert (after.progress, after.failures, after.final, after.doing) == (1, 1, False, "waiting")
+    path.write_bytes(b"short")
+    assert read_notes(path) == read_notes(tmp_path / "missing")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    Notes(blocked / "env-0").progress()  # where no file can be, notes are for nobody
+
+
+def test_the_role_says_what_it_logs_only_once_per_failure(
+    args: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(args, [flaky({11: explode})], steps=15)
+    assert len([r for r in caplog.records if "cut short" in r.message]) == 1
