@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class Layout:
     """What is black, and what is white; uint8 is taken as it is."""
     dtype: np.dtype[Any]
 
-    @property
+    @cached_property
     def image(self) -> tuple[int, int, int]:
         """Height, width and channels."""
         size = dict(zip(self.axes, self.shape, strict=True))
@@ -84,9 +85,11 @@ class Layout:
             pixels = as_integers(self.key, array, np.uint8)
         else:
             pixels = self._brightness(array)
-        order = ["hwsc".index(axis) for axis in self.axes]
-        moved = pixels.transpose(np.argsort(order)).reshape(self.image)
-        return np.ascontiguousarray(moved)
+        return np.ascontiguousarray(pixels.transpose(self._order).reshape(self.image))
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return sorted(range(len(self.axes)), key=lambda axis: "hwsc".index(self.axes[axis]))
 
     def _brightness(self, array: NDArray[Any]) -> NDArray[np.uint8]:
         scale = 255 / (self.high - self.low)
