@@ -61,7 +61,8 @@ class RunConfig:
     """
 
     task: str = "gym:CartPole-v1"
-    """The environment: SUITE:NAME or package.module:factory."""
+    """The environment: SUITE:NAME, package.module:factory, or package.module:Id-v0 for an id that
+    the module registers with Gymnasium."""
     env_options: dict[str, Any] = field(default_factory=dict)
     """Options of the task, such as time_limit=500."""
     logdir: Path = _LOGDIR
