@@ -10,7 +10,7 @@ BIN := .venv/bin
 PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
 
-.PHONY: help train test lint types check format setup setup-dev lock docs wheel clean
+.PHONY: help train test test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,22 @@ lock: setup-dev ## refresh the lock files
 	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)
 	@$(COMPILE) pyproject.toml locks/build.in $(FOR_USERS) -c locks/dev.txt -o locks/base.txt $(LOCKFLAGS)
 
+# Every dependency at its floor, or as new as it gets, in a virtual environment of its own. PYTHON=python3.13 chooses
+# another Python. Warnings are no errors here, because other packages deprecate things at their own pace.
+TESTS := tests/unit tests/contract
+test-lowest: RESOLUTION := --resolution lowest-direct
+test-lowest: WHICH := lowest
+test-lowest: test-versions ## tests and a short run with the oldest versions that pyproject.toml allows
+test-newest: WHICH := newest
+test-newest: test-versions ## tests and a short run with the newest versions; PYTHON=python3.13 for another Python
+
+test-versions: setup-dev
+	@$(BIN)/uv venv --quiet --clear --python $(PYTHON) .venv-$(WHICH)
+	@$(BIN)/uv pip install --quiet --python .venv-$(WHICH) $(RESOLUTION) $(LOCKFLAGS) -r pyproject.toml $(EXTRAS) \
+		--extra wandb --editable .
+	@.venv-$(WHICH)/bin/python -m pytest -q -p no:cacheprovider -W default -n 2 --dist worksteal $(TESTS)
+	@cd $$(mktemp -d) && $(CURDIR)/.venv-$(WHICH)/bin/dreamfleet train --logdir run --steps 1200
+
 docs: setup-dev ## write the configuration reference
 	@$(BIN)/python -m dreamfleet.reference docs/configuration.md
 
@@ -71,4 +87,4 @@ wheel: setup-dev ## build the wheel into dist/
 	@$(BIN)/python -m build --no-isolation --wheel --outdir dist .
 
 clean: ## remove .venv and what tools left behind
-	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-newest dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -35,13 +35,14 @@ class MetricsError(DreamfleetError):
     """Scores that cannot be read, or videos that cannot be written."""
 
 
-def import_extra(module: str, purpose: str, extra: str) -> ModuleType:
+def import_extra(module: str, purpose: str, extra: str, *, hint: str = "") -> ModuleType:
     """Import a package that belongs to an extra of this one.
 
     Args:
         module: Its name.
         purpose: What needs it, in the plural: it starts the sentence that is raised.
         extra: The extra that installs it.
+        hint: What to do instead of installing the extra, where that would not help.
 
     Raises:
         MissingExtraError: It is not installed.
@@ -50,7 +51,7 @@ def import_extra(module: str, purpose: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"{purpose} need the Python package {error.name}: {install_command(extra)}"
+            f"{purpose} need the Python package {error.name}: {hint or install_command(extra)}"
         ) from error
 
 

@@ -7,6 +7,7 @@ import ctypes.util
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
@@ -25,6 +26,9 @@ _DOMAINS_WITH_UNDERSCORES = ("ball_in_cup", "point_mass", "humanoid_CMU")
 
 _NO_RENDERER = "disable"
 _EGL_PLATFORM_DEVICE = 0x313F
+_NO_WHEELS = (
+    "it needs labmaze, which has no wheels for Python 3.13 or newer; use Python 3.11 or 3.12"
+)
 
 
 class DMControl(EpisodicEnv):
@@ -128,8 +132,10 @@ def _suite(*, render: bool) -> ModuleType:
     chosen = os.environ.get("MUJOCO_GL")
     if chosen is None or (chosen == _NO_RENDERER and render):
         os.environ["MUJOCO_GL"] = pick_renderer() if render else _NO_RENDERER
-    suite = import_extra("dm_control.suite", "Tasks of dmc:", "dmc")
-    rendering = import_extra("dm_control._render", "Tasks of dmc:", "dmc")
+    # The extra has the same limit, and installs nothing beyond it.
+    hint = "" if sys.version_info < (3, 13) else _NO_WHEELS
+    suite = import_extra("dm_control.suite", "Tasks of dmc:", "dmc", hint=hint)
+    rendering = import_extra("dm_control._render", "Tasks of dmc:", "dmc", hint=hint)
     if render and chosen == _NO_RENDERER:
         # Imported earlier in this process for the state only: choose again, in place.
         importlib.reload(rendering)
