@@ -5,15 +5,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dreamfleet.benchmarks.fleet import LAYOUTS
 
-def test_a_quick_run_measures_the_fleet_and_its_peer(tmp_path: Path) -> None:
+
+def test_a_quick_run_measures_the_fleet_and_its_peers_in_both_layouts(tmp_path: Path) -> None:
     """In a process of its own: the peer forks, which one with JAX's threads must not."""
     path = tmp_path / "rows.json"
-    command = [str(Path(sys.executable).with_name("dreamfleet")), "bench", "fleet", "--quick"]
+    command = [sys.executable, "-m", "dreamfleet.cli", "bench", "fleet", "--quick"]
     done = subprocess.run(
         [*command, "--json", str(path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    fleet = json.loads(path.read_text())[0]
-    assert fleet["value"] > 0
-    assert fleet["ratio"] == fleet["value"] / fleet["peer_value"]
+    rows = [row for row in json.loads(path.read_text()) if row["unit"] == "steps/s"]
+    assert [(row["name"], row["peer"]) for row in rows] == [
+        ("2 environments in one process", "AsyncVectorEnv, one process"),
+        ("2 environments in one process", "SyncVectorEnv, one process"),
+        ("2 environments, a process each", "AsyncVectorEnv, 2 processes"),
+        ("2 environments, a process each", "SyncVectorEnv, one process"),
+    ]
+    for row in rows:
+        assert row["value"] > 0
+        assert row["ratio"] == row["value"] / row["peer_value"]
+
+
+def test_what_people_run_is_measured() -> None:
+    assert [str(layout) for layout in LAYOUTS] == [
+        "8 environments in one process",
+        "8 environments, a process each",
+        "64 environments in 4 processes",
+        "256 environments in 8 processes",
+    ]

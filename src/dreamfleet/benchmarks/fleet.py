@@ -1,8 +1,9 @@
 """How fast a whole fleet collects: environments, actor, replay and logger, with a random agent.
 
-The peer is gymnasium's AsyncVectorEnv, stepping the same environments with nothing else around
-them: no agent, no replay, no logger. What a fleet can reach of it is a fair measure of what its
-messages and its storage cost.
+The peers are gymnasium's vector environments, stepping the same environments with nothing else
+around them: no agent, no replay, no logger. AsyncVectorEnv has as many processes as the fleet, with
+as many environments each; SyncVectorEnv steps all of them in one. What a fleet reaches of them is
+a fair measure of what its messages and its storage cost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -17,50 +21,85 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.config import RunConfig
-from dreamfleet.envs import make_env, noop
+from dreamfleet.envs import make_env
 from dreamfleet.fleet.factories import factories
 from dreamfleet.metrics import read_jsonl
 from dreamfleet.parallel import combined
+from dreamfleet.presets import preset
 from dreamfleet.replay import ReplayConfig
-from dreamfleet.spaces import without_reset
 
-_ENVS = 8
 _TASK = "bundled:dummy"
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Which environments share a process."""
+
+    envs: int
+    processes: int
+    steps: int  # that a measurement takes
+
+    @property
+    def each(self) -> int:
+        return self.envs // self.processes
+
+    def __str__(self) -> str:
+        if self.each == 1:
+            return f"{self.envs} environments, a process each"
+        return f"{self.envs} environments in {_count(self.processes)}"
+
+
+LAYOUTS = (
+    Layout(8, 1, 60_000),  # the default of `dreamfleet train`
+    Layout(8, 8, 20_000),  # --envs-per-process 1, for heavy simulators
+    Layout(64, 4, 80_000),
+    Layout(256, 8, 80_000),
+)
+
+
 def run(quick: bool = False) -> list[Row]:
-    """Measure a whole fleet with the random agent."""
-    steps = 4000 if quick else 120_000
-    # The peer before and after, because a machine's speed drifts.
-    seconds = 0.5 if quick else 6.0
-    before = _async_vector_env(seconds)
+    """Measure a whole fleet with the random agent, in the layouts that people run."""
+    rows: list[Row] = []
+    for layout in (Layout(2, 1, 500), Layout(2, 2, 500)) if quick else LAYOUTS:
+        rows += _compare(layout, 0.2 if quick else 2.0)
+    return rows
+
+
+def _compare(layout: Layout, seconds: float) -> Iterator[Row]:
+    # The peers before and after, because a machine's speed drifts.
+    before = [peer(layout, seconds) for peer in _PEERS.values()]
     with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-        rate, first = _fleet(Path(folder), steps, every=0.5 if quick else 2.0)
-    peer = (before + _async_vector_env(seconds)) / 2
-    note = "8 environments with 64x64x3 images, random agent, replay and logger on, train_ratio 1"
-    rows = [Row("first steps", first, "s", note="from the start of the run")] if first else []
-    return [
-        compare("fleet", rate, "steps/s", "AsyncVectorEnv alone", peer, note=note),
-        *rows,
-    ]
+        rate, first = _fleet(Path(folder), layout, every=min(1.0, seconds))
+    after = [peer(layout, seconds) for peer in _PEERS.values()]
+    note = "64x64x3 images, random agent, replay and logger on, train_ratio 1"
+    for name, *rates in zip(_PEERS, before, after, strict=True):
+        processes = _count(1 if name == "SyncVectorEnv" else layout.processes)
+        peer = f"{name}, {processes}"
+        yield compare(str(layout), rate, "steps/s", peer, statistics.mean(rates), note=note)
+    if first:
+        yield Row(f"{layout}: first steps", first, "s", note="from the start of the run")
 
 
-def _fleet(logdir: Path, steps: int, every: float) -> tuple[float, float | None]:
+def _count(processes: int) -> str:
+    return "one process" if processes == 1 else f"{processes} processes"
+
+
+def _fleet(logdir: Path, layout: Layout, every: float) -> tuple[float, float | None]:
     """Steps a second, the median over intervals, and seconds until steps were seen."""
     config = RunConfig(
         task=_TASK,
         logdir=logdir,
         agent="random",
-        envs=_ENVS,
-        envs_per_process=_ENVS,
-        actor_batch=_ENVS,
+        envs=layout.envs,
+        envs_per_process=layout.each,
+        actor_batch=preset("default").actor_batch,
         train_ratio=1.0,
         replay=ReplayConfig(capacity=100_000),
-        steps=steps,
+        steps=layout.steps,
         log_every=every,
         on_failure="stop",
     )
@@ -80,41 +119,57 @@ def _fleet(logdir: Path, steps: int, every: float) -> tuple[float, float | None]
 
 
 class _Bare(gymnasium.Env[dict[str, Any], Any]):
-    """The same environment behind gymnasium's interface."""
+    """Environments that share a process, as one of gymnasium's; they reset themselves."""
 
-    def __init__(self, seed: int) -> None:
-        self._env = make_env(_TASK, seed=seed)
-        self._reset = noop(without_reset(self._env.act_space))
+    def __init__(self, count: int) -> None:
+        self._envs = [make_env(_TASK, seed=seed) for seed in range(count)]
+        self._last = [True] * count
+        low, high = np.full((count, 8), -np.inf), np.full((count, 8), np.inf)
         self.observation_space = gymnasium.spaces.Dict(
             {
-                "image": gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8),
-                "vector": gymnasium.spaces.Box(-np.inf, np.inf, (8,), np.float32),
+                "image": gymnasium.spaces.Box(0, 255, (count, 64, 64, 3), np.uint8),
+                "vector": gymnasium.spaces.Box(low, high, dtype=np.float32),
             }
         )
-        self.action_space = gymnasium.spaces.Discrete(5)
+        self.action_space = gymnasium.spaces.MultiDiscrete([5] * count)
 
     def reset(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._seen(self._env.step(self._reset)), {}
+        self._last = [True] * len(self._envs)
+        return self.step(np.zeros(len(self._envs), int))[0], {}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        obs = self._env.step({"action": np.int32(action), "reset": False})
-        return self._seen(obs), float(obs["reward"]), False, bool(obs["is_last"]), {}
+        seen = [
+            env.step({"action": np.int32(each), "reset": last})
+            for env, each, last in zip(self._envs, action, self._last, strict=True)
+        ]
+        self._last = [bool(obs["is_last"]) for obs in seen]
+        stacked = {key: np.stack([obs[key] for obs in seen]) for key in ("image", "vector")}
+        return stacked, float(sum(obs["reward"] for obs in seen)), False, False, {}
 
-    def _seen(self, obs: dict[str, Any]) -> dict[str, Any]:
-        return {key: obs[key] for key in ("image", "vector")}
+
+def _async(layout: Layout, seconds: float) -> float:
+    makers = [partial(_Bare, layout.each)] * layout.processes
+    vector = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    return _rate(vector, layout.envs, seconds)
 
 
-def _async_vector_env(seconds: float) -> float:
-    envs = AsyncVectorEnv(
-        [partial(_Bare, seed) for seed in range(_ENVS)], autoreset_mode=AutoresetMode.NEXT_STEP
-    )
-    try:
-        envs.reset()
-        actions = envs.action_space.sample()
+def _sync(layout: Layout, seconds: float) -> float:
+    vector = SyncVectorEnv([partial(_Bare, 1)] * layout.envs, autoreset_mode=AutoresetMode.DISABLED)
+    return _rate(vector, layout.envs, seconds)
+
+
+_PEERS: dict[str, Callable[[Layout, float], float]] = {
+    "AsyncVectorEnv": _async,
+    "SyncVectorEnv": _sync,
+}
+
+
+def _rate(vector: Any, envs: int, seconds: float) -> float:
+    with closing(vector):
+        vector.reset()
+        actions = vector.action_space.sample()
         begin, count = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - begin) < seconds:
-            envs.step(actions)
-            count += _ENVS
+            vector.step(actions)
+            count += envs
         return count / elapsed
-    finally:
-        envs.close()
