@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.envs.base import NotFiniteError
 from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import SpaceError
 
@@ -96,12 +97,15 @@ class Layout:
         bright = np.rint((array.astype(np.float32) - np.float32(self.low)) * np.float32(scale))
         # NaN compares false.
         if not (np.min(bright) >= 0 and np.max(bright) <= 255):
-            problem = "holds NaN or infinity"
-            if np.all(np.isfinite(bright)):
-                problem = f"runs from {array.min():g} to {array.max():g}"
+            if not np.all(np.isfinite(bright)):
+                raise NotFiniteError(
+                    f"Observation {self.key!r} holds NaN or infinity: the environment has to "
+                    "return finite numbers.",
+                    self.key,
+                )
             raise SpaceError(
-                f"Observation {self.key!r} {problem}, and its space says {self.low:g} to "
-                f"{self.high:g}: correct the space or the value."
+                f"Observation {self.key!r} runs from {array.min():g} to {array.max():g}, and its "
+                f"space says {self.low:g} to {self.high:g}: correct the space or the value."
             )
         pixels: NDArray[np.uint8] = bright.astype(np.uint8)
         return pixels

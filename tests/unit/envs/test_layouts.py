@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from dreamfleet import ConfigError, Space
 from dreamfleet.envs import EpisodicEnv, Outcome, SpaceError, make_env, noop
+from dreamfleet.envs.base import NotFiniteError
 
 U8, F32, INF = np.uint8, np.float32, np.inf
 
@@ -231,8 +232,10 @@ def test_values_that_are_no_image_are_named(value: Any, words: str) -> None:
     _, make = shown((64, 64, 3), F32, 0, 1)
     env = make()
     env.env.env.env._env.reset = lambda **_: (value, {})
-    with pytest.raises(SpaceError, match=f"Observation 'image' {words}"):
+    with pytest.raises(SpaceError, match=f"Observation 'image' {words}") as caught:
         env.step(noop(env.act_space))
+    # What a run does then is a setting.
+    assert isinstance(caught.value, NotFiniteError) == ("NaN" in words)
 
 
 def test_native_environments_are_arranged_too() -> None:
