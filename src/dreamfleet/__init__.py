@@ -20,7 +20,7 @@ if typing.TYPE_CHECKING:
     from dreamfleet.evaluation import Evaluation, evaluate
     from dreamfleet.policy import Policy
     from dreamfleet.presets import preset
-    from dreamfleet.training import configure, train
+    from dreamfleet.training import configure, resume, train
 
 __version__ = version("dreamfleet")
 
@@ -36,6 +36,7 @@ __all__ = [
     "evaluate",
     "make_env",
     "preset",
+    "resume",
     "train",
 ]
 
@@ -47,6 +48,7 @@ _LATER = {
     "evaluate": "evaluation",
     "make_env": "envs",
     "preset": "presets",
+    "resume": "training",
     "train": "training",
 }
 

@@ -36,6 +36,9 @@ from dreamfleet.settings import (
 if TYPE_CHECKING:
     from dreamfleet.transport import Keys
 
+CONFIG_FILE = "config.json"
+"""In the directory of a run: the settings that it was last with."""
+
 PROGRESS_STEPS = 20
 """Steps of an environment after which its failures before them are forgiven."""
 OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
@@ -310,6 +313,10 @@ class RunConfig:
             plain[self.agent_type.name] = agent
         return json.dumps(plain, indent=2) + "\n"
 
+    def flat(self) -> dict[str, Any]:
+        """Every setting by its path, with values as JSON has them."""
+        return _flat(json.loads(self.to_json()))
+
     @classmethod
     def from_json(cls, text: str | bytes) -> RunConfig:
         """The configuration that `to_json` wrote. Settings that this version does not have are
@@ -335,7 +342,7 @@ class RunConfig:
                 key = unknown[-1] if unknown else str(name).rpartition(":")[2]
                 values["agent_config"] = ForeignSettings(key, groups.get(key, {}))
             return from_plain(cls, values)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "
                 "version of Dreamfleet that wrote it."
@@ -352,12 +359,35 @@ def read_config(logdir: Path) -> RunConfig:
     """The configuration of the run in a directory. This imports nothing that it names.
 
     Raises:
-        ConfigError: The directory holds no run.
+        ConfigError: The directory holds no run, or its configuration is damaged.
     """
-    path = logdir / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{logdir} holds no run: there is no {path}.")
-    return replace(RunConfig.from_json(path.read_text()), logdir=logdir)
+    return replace(read_config_file(logdir / CONFIG_FILE), logdir=logdir)
+
+
+def read_config_file(path: Path) -> RunConfig:
+    """The configuration in a file. This imports nothing that it names.
+
+    Raises:
+        ConfigError: It cannot be read, or holds no configuration.
+    """
+    try:
+        return RunConfig.from_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path.parent} holds no run: there is no {path}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path} is not valid. {error}") from None
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            result |= _flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
 
 
 def _of_older_versions(values: dict[str, Any]) -> dict[str, Any]:
@@ -365,6 +395,9 @@ def _of_older_versions(values: dict[str, Any]) -> dict[str, Any]:
     replay = {new: values.pop(f"replay_{new}", None) for new in ("capacity", "chunk")}
     if any(replay.values()):
         values["replay"] = {key: value for key, value in replay.items() if value is not None}
+    for name, value in values.items():
+        if value == "inproc://{auto}":  # what a launcher chose, which the next one need not
+            values[name] = "ipc://{auto}"
     if isinstance(values.get("offline"), bool):
         values["offline"] = values.pop("prefill", []) if values["offline"] else []
     return values

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dreamfleet.config import RunConfig
+from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.launchers import Launcher, find_launcher
@@ -137,5 +137,7 @@ def _prepared(args: RunConfig, launcher: Launcher) -> RunConfig:
         if not path.exists():
             Keys.generate().save(path)
         run = replace(run, keys=str(path.absolute()))
-    atomic_write(run.logdir / "config.json", run.to_json())
+    # Addresses that the launcher chose are left out: the next one may choose others.
+    given = {field: getattr(args, field) for field in changes}
+    atomic_write(run.logdir / CONFIG_FILE, replace(run, **given).to_json())
     return run

@@ -48,8 +48,9 @@ class Run:
 
     @property
     def setting(self) -> dict[str, Any]:
-        flat = _flat(json.loads(self.config.to_json()))
-        return {key: v for key, v in flat.items() if key.split(".")[0] not in _INCIDENTAL}
+        return {
+            key: v for key, v in self.config.flat().items() if key.split(".")[0] not in _INCIDENTAL
+        }
 
 
 @dataclass(frozen=True)
@@ -134,16 +135,6 @@ def _label(run: Run, different: Sequence[str]) -> str:
     if len(given) > _SHOWN:
         shown.append(f"... ({run.config.logdir.name})")
     return ", ".join([run.config.agent, *shown])
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            result |= _flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
-    return result
 
 
 def draw(panels: Sequence[Panel], out: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import math
@@ -159,6 +160,7 @@ def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
             yield from switchable_groups(value, f"{prefix}{name}.")
 
 
+@functools.cache
 def sentences(kind: type) -> Mapping[str, str]:
     """The text under each field of a class, which Python itself throws away."""
     found: dict[str, str] = {}

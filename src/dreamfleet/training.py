@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.config import RunConfig
+from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
 from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
@@ -31,25 +31,37 @@ from dreamfleet.offline import find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
+from dreamfleet.resuming import differences, holds_run, resumed, shortened, steps_made
 
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
 
-def configure(changes: Mapping[str, Any], preset: str = "default") -> RunConfig:
-    """The configuration of a preset with some settings changed, as the command makes it: the
+def configure(
+    changes: Mapping[str, Any],
+    preset: str | None = None,
+    *,
+    trust: bool = False,
+    say: Say = log.info,
+) -> RunConfig:
+    """The configuration of a run with some settings changed, as the command makes it.
+
+    A run that exists keeps the settings that it was last with; a new one has those of a preset. The
     directory is named after the task, and an offline run takes its task from the first source.
 
     Args:
         changes: Values by path, such as `{"envs": 4, "dreamer.model": "1m"}`. `env_options` are
-            added to those of the preset.
-        preset: Its name.
+            added to those of the run or of the preset.
+        preset: Its name; None for the default one.
+        trust: Import code outside of this package that the directory of a run names.
+        say: Takes a line for the person, if the run has other settings than the preset.
 
     Raises:
-        ConfigError: There is no such preset or setting, or a value does not fit.
+        ConfigError: There is no such preset or setting, a value does not fit, or the run names code
+            that `changes` do not name again.
     """
-    base = find_preset(preset)
+    base = find_preset(preset or "default")
     given = dict(changes)
     options = given.get("env_options", {})
     if "offline" in given and given["offline"] and not given.get("prefill"):
@@ -60,7 +72,16 @@ def configure(changes: Mapping[str, Any], preset: str = "default") -> RunConfig:
         given["env_options"] = {**source.env_options, **options}
     elif options:
         given["env_options"] = {**base.env_options, **options}
-    return base.changed(given)
+    place = {name: given[name] for name in ("task", "logdir") if name in given}
+    logdir = base.changed(place).logdir
+    if not holds_run(logdir):
+        return base.changed(given)
+    config = resumed(logdir, changes, trust=trust)
+    if preset and config.agent == base.agent:
+        kept = [line.split()[0] for line in differences(base.changed(given), config)]
+        if kept:
+            say(f"The preset {preset} is for new runs: {logdir} keeps its own {shortened(kept)}.")
+    return config
 
 
 def train(
@@ -97,35 +118,46 @@ def train(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
-    config = _config_of(config, env, preset, settings)
+    config = _config_of(config, env, preset, settings, say)
     maker = _maker(config, env)
     notes = preflight(config, partial(environment, config, maker))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     for note in notes:
         say(note)
     start = time.monotonic()
-    shown = display(config.logdir) if display else nullcontext(say)
-    with claim_directory(config.logdir), shown as progress:
-        combined(**factories(config, maker), args=config, say=say, progress=progress)
+    if not _is_over(config, say):
+        shown = display(config.logdir) if display else nullcontext(say)
+        with claim_directory(config.logdir), shown as progress:
+            combined(**factories(config, maker), args=config, say=say, progress=progress)
     result = final_evaluation(config, start, say, maker) if config.eval_episodes else None
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
 
 
 def _config_of(
-    config: RunConfig | None, env: Task | None, preset: str | None, settings: Mapping[str, Any]
+    config: RunConfig | None,
+    env: Task | None,
+    preset: str | None,
+    settings: Mapping[str, Any],
+    say: Say,
 ) -> RunConfig:
     """The configuration that the arguments of `train` stand for."""
+    changes = _changes(env, settings)
+    if config is None:
+        return configure(changes, preset, say=say)
+    if preset is not None:
+        raise ConfigError("A configuration has its settings already: leave the preset out.")
+    return config.changed(changes) if changes else config
+
+
+def _changes(env: Task | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as settings by their path."""
     changes = {name.replace("__", "."): value for name, value in settings.items()}
     if env is not None:
         if "task" in changes:
             raise ConfigError("env and task are the same thing: give one of them.")
         changes["task"] = name_of(env)
-    if config is None:
-        return configure(changes, preset or "default")
-    if preset is not None:
-        raise ConfigError("A configuration has its settings already: leave the preset out.")
-    return config.changed(changes) if changes else config
+    return changes
 
 
 def _maker(config: RunConfig, env: Task | None) -> Task:
@@ -140,6 +172,56 @@ def _maker(config: RunConfig, env: Task | None) -> Task:
             "into a module, and name it as module:name."
         )
     return maker
+
+
+def resume(
+    logdir: Path | str,
+    *,
+    trust: bool = False,
+    env: Task | None = None,
+    say: Say = print_line,
+    display: Callable[[Path], AbstractContextManager[Say]] | None = live,
+    **settings: Any,
+) -> Evaluation | None:
+    """Resume the run in a directory with the settings that it was last with.
+
+    Args:
+        logdir: Its directory.
+        trust: Import code outside of this package that the directory names. Otherwise name it
+            again, such as `task="my_module:my_factory"`.
+        env: The environment, if it is one of this program; see `train`.
+        say: See `train`.
+        display: See `train`.
+        settings: Those to change; see `train`.
+
+    Returns:
+        The evaluation at the end; None if `eval_episodes` is 0.
+
+    Raises:
+        ConfigError: There is no run, or it cannot work; nothing was started.
+        FleetError: A process failed, and the run ended because of it.
+        KeyboardInterrupt: The person ended the run; everything is saved.
+    """
+    config = resumed(Path(logdir), _changes(env, settings), trust=trust)
+    return train(config, env=env, say=say, display=display)
+
+
+def _is_over(config: RunConfig, say: Say) -> bool:
+    """Say what is resumed and what is changed in it; returns whether it has made its steps."""
+    if not holds_run(config.logdir):
+        return False
+    step = steps_made(config.logdir)
+    is_over = 0 < config.steps <= step
+    if is_over:
+        say(
+            f"The run has made its {config.steps:,} steps and is only evaluated: resume it with "
+            f"more, such as --steps {2 * step}."
+        )
+    else:
+        say(f"Resuming at step {step:,} with the settings that the run was last with")
+    for line in differences(read_config(config.logdir), config):
+        say(line)
+    return is_over
 
 
 def final_evaluation(

@@ -1,8 +1,8 @@
 """The command line: `dreamfleet COMMAND ...`.
 
 Each command is one module of this package with a function of its own name (`check-env` is
-`check_env`). The function's parameters are its options; those of `train` are the settings of a run.
-A command is imported only when it is asked for, so that the others stay quick.
+`check_env`). The function's parameters are its options; those of `train` and `resume` are the
+settings of a run. A command is imported only when it is asked for, so that the others stay quick.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dreamfleet.errors import DreamfleetError
 
 COMMANDS = {
     "train": "train an agent",
+    "resume": "resume a run with the settings that it was last with",
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
     "plot": "draw learning curves, with published ones",
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: Sequence[str]) -> None:
     function = name.replace("-", "_")
     command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
-    if name == "train":  # it reads its options itself: they are the settings of a run
+    if name in ("train", "resume"):  # they read their options themselves: the settings of a run
         command(arguments)
     elif {"-h", "--help"} & set(arguments):
         options, examples = function_options(command), EXAMPLES.get(name, ())

@@ -64,12 +64,24 @@ class Option:
         return any(each is dict or typing.get_origin(each) in (tuple, dict) for each in inner)
 
 
+@dataclasses.dataclass(frozen=True)
+class SettingsNamed:
+    """Marks a command's `**settings`: options for these settings of a run."""
+
+    names: tuple[str, ...]
+
+
 def function_options(function: Callable[..., Any]) -> list[Option]:
     """The options of a command: the parameters of its function."""
     hints = typing.get_type_hints(function, include_extras=True)
     sentences = dict(_sentences(inspect.getdoc(function) or ""))
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            (named,) = hints[name].__metadata__
+            settings = {option.name: option for option in setting_options(RunConfig())}
+            found += [dataclasses.replace(settings[each], default=None) for each in named.names]
+            continue
         positional = parameter.kind is parameter.POSITIONAL_ONLY
         sentence = sentences.get(name, "")
         found.append(Option(name, hints[name], parameter.default, sentence, positional))

@@ -5,59 +5,49 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from dreamfleet.cli.arguments import SettingsNamed
 from dreamfleet.cli.console import say
-from dreamfleet.config import RunConfig
+from dreamfleet.config import RunConfig, read_config, read_config_file
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories
 from dreamfleet.parallel import parallel_envs
+from dreamfleet.resuming import differences, with_changes
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
 
 Name = Literal["agent", "env", "logger", "replay"]
+HERE = SettingsNamed(("logdir", "keys", "actor_addr", "replay_addr", "logger_addr"))
+"""What may be another on another machine."""
 
 
 def role(
     name: Name,
     /,
-    logdir: Path | None = None,
     config: Path | None = None,
-    keys: Path | None = None,
-    actor_addr: str | None = None,
-    replay_addr: str | None = None,
-    logger_addr: str | None = None,
     first: int = 0,
     count: int | None = None,
+    trust: bool = False,
+    **settings: Annotated[Any, HERE],
 ) -> None:
     """Run one role of a run by hand: on a second computer, under Slurm or under Kubernetes.
 
     Every role needs the run's config.json, which 'dreamfleet train' writes, and, if the run uses
-    tcp, a copy of its file 'keys', with mode 600.
+    tcp, a copy of its file 'keys', with mode 600. Settings of the run that are others here, such as
+    an address, may be changed; what is changed is said.
 
     Args:
         name: agent (acts and learns), env (environments), logger or replay.
-        logdir: Where this role keeps what it writes; that of the configuration if not given.
         config: The run's config.json; the one in the logdir if not given.
-        keys: The run key; the one of the configuration if not given.
-        actor_addr: Where the actor is, if it is reached by another address from here.
-        replay_addr: Where the replay is, likewise.
-        logger_addr: Where the logger is, likewise.
         first: Of the environments: the id of the first one that is started here.
         count: Of the environments: how many are started here; the rest if not given.
+        trust: Import code of others that the config.json names, such as your own environment.
     """
-    given = {
-        "logdir": logdir,
-        "keys": None if keys is None else str(keys),
-        "actor_addr": actor_addr,
-        "replay_addr": replay_addr,
-        "logger_addr": logger_addr,
-    }
-    chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    args = replace(_read(config, logdir), **chosen)
+    before, source = _read(config, settings.get("logdir"))
+    args = with_changes(before, settings, trust=trust, source=source, name=False)
     # Fails here and now if the key cannot be read.
     args.run_keys  # noqa: B018
     logging.basicConfig(
@@ -65,6 +55,8 @@ def role(
     )
     parts = factories(args)
     say(f"Running {name} of {args.task}")
+    for line in differences(before, args):
+        say(line)
     if name == "env":
         ids = range(first, args.all_envs if count is None else first + count)
         parallel_envs(parts["make_env_train"], parts["make_env_eval"], args, say, ids)
@@ -80,13 +72,9 @@ def role(
         parallel_agent(parts["make_agent"], args)
 
 
-def _read(config: Path | None, logdir: Path | None) -> RunConfig:
-    if config is None and logdir is None:
+def _read(config: Path | None, logdir: Path | None) -> tuple[RunConfig, Path]:
+    if config is not None:
+        return read_config_file(config), config
+    if logdir is None:
         raise ConfigError("Say which run it is: --logdir DIR, or --config FILE.")
-    path = config or Path(str(logdir)) / "config.json"
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    # Whoever runs a role of it wants the code that it names.
-    return RunConfig.from_json(text).resolved()
+    return read_config(logdir), logdir

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from dreamfleet.cli.console import out, say, write
+from dreamfleet.config import read_config
 from dreamfleet.display import live, picture, picture_svg
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.status import RunStatus, Watcher
@@ -38,7 +39,8 @@ def status(
             threading.Event().wait(_BETWEEN)
             found = watcher.look(_PATIENCE)
         if found is None:
-            raise ConfigError(f"{logdir} holds no run: there is no {logdir / 'config.json'}.")
+            read_config(logdir)  # says what is wrong with it
+            raise ConfigError(f"{logdir} holds a run that has only just started: ask again.")
         if svg:
             write(svg, picture_svg(found))
         if not live_display:

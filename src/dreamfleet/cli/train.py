@@ -13,6 +13,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.display import live
 from dreamfleet.presets import PRESETS
 from dreamfleet.presets import preset as find_preset
+from dreamfleet.settings import read
 from dreamfleet.training import configure
 from dreamfleet.training import train as run
 
@@ -20,7 +21,7 @@ SUMMARY = """\
 Train an agent with a fleet of processes. The same command again resumes the run.
 
 Without arguments it trains Dreamer on gym:CartPole-v1. What is not given is taken from the
-preset."""
+preset, or, if the directory holds a run, from that run."""
 
 EXAMPLES = (
     ("train", "gym:CartPole-v1, on two cores"),
@@ -30,7 +31,7 @@ EXAMPLES = (
 )
 
 SHORT: Groups = {
-    "what": ("task", "env_options", "preset", "agent", "seed", "logdir"),
+    "what": ("task", "env_options", "preset", "agent", "seed", "logdir", "trust"),
     "when it ends": ("steps", "duration", "target_score", "eval_episodes"),
     "learning": ("train_ratio", "batch_size", "batch_length"),
     "starting from other runs": ("from_checkpoint", "prefill", "offline"),
@@ -39,43 +40,81 @@ SHORT: Groups = {
 }
 """The options that most people need."""
 
-_PRESET = Option("preset", str, "default", f"Settings to start from: {', '.join(PRESETS)}.")
+_PRESET = Option("preset", str, "default", f"Settings of a new run: {', '.join(PRESETS)}.")
 _SET = Option("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100.")
-_AGENT = Option("agent", str, None, "")
+_TRUST = Option(
+    "trust", bool, False, "Import code of others that the config.json of a resumed run names."
+)
+_FIRST = ("agent", "logdir", "offline", "prefill", "task")
+"""Settings that say which run it is, and by that which settings there are."""
 
 
 def train(arguments: Sequence[str]) -> None:
     """Train, with the settings that were typed."""
-    options = options_of(arguments)
-    if "--help-all" in arguments:
-        say(help_of("train", SUMMARY, options, groups=_all_groups(options), examples=EXAMPLES))
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        show_help("train", SUMMARY, options_of(arguments, new=True), EXAMPLES, arguments)
         return
-    if {"-h", "--help"} & set(arguments):
-        footer = "'dreamfleet train --help-all' shows every setting, those of the agent as well."
-        say(help_of("train", SUMMARY, options, groups=SHORT, examples=EXAMPLES, footer=footer))
-        return
-    run(config_of(arguments), say=say, display=partial(live, console=out, say=say))
+    start(config_of(arguments))
 
 
-def config_of(arguments: Sequence[str]) -> RunConfig:
+def start(config: RunConfig) -> None:
+    """Run a configuration, shown in the terminal."""
+    run(config, say=say, display=partial(live, console=out, say=say))
+
+
+def config_of(arguments: Sequence[str], command: str = "train") -> RunConfig:
     """The configuration that a command line stands for."""
-    values = parse("train", options_of(arguments), arguments)
-    preset, others = values.pop("preset", _PRESET.default), values.pop("set", {})
-    return configure({**values, **others}, preset)
+    options = options_of(arguments, command)
+    values = parse(command, options, arguments)
+    kinds = {option.name: option.kind for option in options}
+    for path, value in values.pop("set", {}).items():
+        typed = isinstance(value, str) and path in kinds
+        values[path] = read([value], kinds[path]) if typed else value
+    preset, trust = values.pop("preset", None), values.pop("trust", False)
+    return configure(values, preset, trust=trust, say=say)
 
 
-def options_of(arguments: Sequence[str]) -> list[Option]:
-    """The options of a command line: the preset gives the defaults, and the agent its settings."""
-    first: dict[str, Any] = parse("train", [_PRESET, _AGENT], arguments, strict=False)
-    config = find_preset(first.get("preset", _PRESET.default))
-    if "agent" in first:
-        config = config.changed({"agent": first["agent"]})
+def options_of(
+    arguments: Sequence[str], command: str = "train", *, new: bool = False
+) -> list[Option]:
+    """The options of a command line: an existing run, or else the preset, gives the defaults, and
+    the agent its settings.
+
+    Args:
+        arguments: What was typed.
+        command: For messages.
+        new: Leave a run that exists out.
+    """
+    plain = [option for option in setting_options(RunConfig()) if option.name in _FIRST]
+    first: dict[str, Any] = parse(command, [_PRESET, _TRUST, *plain], arguments, strict=False)
+    preset, trust = first.pop("preset", None), first.pop("trust", False)
+    if new:
+        config = find_preset(preset or _PRESET.default)
+        config = config.changed({name: first[name] for name in ("agent",) if name in first})
+    else:
+        config = configure(first, preset, trust=trust)
     found = [
         # It follows from the task.
         replace(option, default=None) if option.name == "logdir" else option
         for option in setting_options(config)
     ]
-    return [_PRESET, *found, _SET]
+    return [_PRESET, *found, _SET, _TRUST]
+
+
+def show_help(
+    command: str,
+    summary: str,
+    options: Sequence[Option],
+    examples: Sequence[tuple[str, str]],
+    arguments: Sequence[str],
+) -> None:
+    """The options that most people need, or all of them."""
+    if "--help-all" in arguments:
+        groups = _all_groups(options)
+        say(help_of(command, summary, options, groups=groups, examples=examples))
+    else:
+        footer = f"'dreamfleet {command} --help-all' shows every setting, also of the agent."
+        say(help_of(command, summary, options, groups=SHORT, examples=examples, footer=footer))
 
 
 def _all_groups(options: Sequence[Option]) -> Groups:

@@ -175,6 +175,12 @@ def suites() -> list[str]:
     return list(SUITES)
 
 
+def is_bundled(task: str) -> bool:
+    """Whether a task belongs to a suite of this package, so that no other module is named."""
+    suite, _, name = task.partition(":")
+    return suite in SUITES and ":" not in name
+
+
 def tasks(suite: str) -> list[str]:
     """The tasks of a suite, without its prefix.
 

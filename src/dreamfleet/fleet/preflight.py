@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import os
 import re
 import resource
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +17,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.agents.registry import BUILT_IN
+from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
@@ -22,10 +27,13 @@ from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.offline import check_sources, find_source
-from dreamfleet.policy import Spaces, find_checkpoint
+from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
+from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.replay import limiter_for
+from dreamfleet.spaces import Space, without_logs, without_reset
 
 _PROCESS_BYTES = 40_000_000  # an interpreter with numpy and the transport, before its environment
+_TICK_BYTES = 8  # of the replay, with every step
 _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
 
@@ -47,6 +55,7 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
     """
     find_launcher(config.launcher)
     check_outputs(config)
+    check_place(config.logdir)
     check_directory(config)
     check_replay(config)
     check_files(config)
@@ -60,7 +69,9 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
     make_env = make_env or partial(environment, config, None)
     look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
     check_agent(config, look.obs_space, look.act_space)
+    check_spaces(config, look.obs_space, look.act_space)
     check_memory(config, look.bytes, look.further_bytes)
+    check_disk(config, look.obs_space, look.act_space)
     return [*look.notes, *warnings(config, look.obs_space, look.act_space)]
 
 
@@ -74,9 +85,35 @@ def check_outputs(config: RunConfig) -> None:
             )
 
 
+def check_place(logdir: Path) -> None:
+    """Every process writes to the run's directory."""
+    there = _nearest(logdir)
+    if not there.is_dir():
+        raise ConfigError(
+            f"{there} is a file, and the run keeps everything in the directory {logdir}: choose "
+            "another --logdir."
+        )
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{there} cannot be written to ({error.strerror}): choose another --logdir, or let "
+            "yourself write there."
+        ) from None
+
+
+def _nearest(logdir: Path) -> Path:
+    """The directory, or the nearest one above it that exists."""
+    there = logdir.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    return there
+
+
 def check_directory(config: RunConfig) -> None:
     """A directory belongs to one run: another task or agent could not resume it."""
-    if not (config.logdir / "config.json").is_file():
+    if not holds_run(config.logdir):
         return
     there = read_config(config.logdir)
     for name, theirs, ours, same in (
@@ -90,9 +127,10 @@ def check_directory(config: RunConfig) -> None:
             )
     agent = config.agent_type
     if not agent.can_load(config.settings_of(agent), there.settings_of(agent)):
+        lines = [each for each in differences(there, config) if each.startswith(f"{agent.name}.")]
         raise ConfigError(
-            f"{config.logdir} holds a run of an agent of another size: choose another --logdir, "
-            "or the settings of that run."
+            f"{config.logdir} holds parameters of an agent of another size, so these settings "
+            f"cannot be changed: {shortened(lines)}. Leave them out, or choose another --logdir."
         )
 
 
@@ -136,6 +174,40 @@ def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None
         )
 
 
+def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
+    """Parameters and stored steps have the shapes of the environment that the run started with."""
+    try:
+        saved = read_blueprint(config.logdir)
+    except MissingPartError:  # of an older version
+        return
+    if saved is None:
+        return
+    for what, theirs, ours in (
+        ("observations", without_logs(saved.obs_space), without_logs(obs_space)),
+        ("actions", without_reset(saved.act_space), without_reset(act_space)),
+    ):
+        for key in dict.fromkeys([*theirs, *ours]):
+            before, now = _kind(theirs.get(key)), _kind(ours.get(key))
+            # An agent of a person's own may leave some of the keys out.
+            if before != now and (key in theirs or config.agent in BUILT_IN):
+                raise ConfigError(
+                    f"{config.task} has other {what} than the run in {config.logdir} was trained "
+                    f"with: {key!r} was {before} and is {now}. Make the environment as it was, or "
+                    "choose another --logdir."
+                )
+
+
+def _kind(space: Space | None) -> str:
+    """What an agent's parameters depend on."""
+    if space is None:
+        return "missing"
+    words = f"{space.dtype.name}{list(space.shape)}"
+    if not space.discrete or space.image:
+        return words
+    most, least = int(space.classes.max()), int(space.classes.min())
+    return f"{words} with {most} choices" if most == least else f"{words} of {space!r}"
+
+
 def check_memory(
     config: RunConfig, env_bytes: float, further_bytes: float, available: int | None = None
 ) -> None:
@@ -158,6 +230,43 @@ def check_memory(
             f"{config.all_envs} environments in {processes} processes of about "
             f"{needed / processes / 1e6:.0f} MB need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} "
             "GB of memory are free: use fewer envs, or more envs_per_process."
+        )
+
+
+def check_disk(
+    config: RunConfig, obs_space: Spaces, act_space: Spaces, free: int | None = None
+) -> None:
+    """A replay that fills the disk would end the run in the middle.
+
+    Args:
+        config: How many steps are collected, and how many are kept.
+        obs_space: What a step holds,
+        act_space: and what else.
+        free: Bytes there are; None to ask the machine.
+    """
+    if config.remote_replay:
+        return
+    agent, replay = config.agent_type, config.replay
+    stored = agent.stored_space(obs_space, act_space, config.settings_of(agent))
+    spaces = [*without_logs(obs_space).values(), *without_reset(act_space).values()]
+    step = _TICK_BYTES + sum(
+        space.dtype.itemsize * math.prod(space.shape) for space in (*spaces, *stored.values())
+    )
+    needed, taken = 0.0, 0
+    for name, envs in (("replay", config.envs), ("eval_replay", config.eval_envs)):
+        # Every environment has a file of its own that is not full.
+        collected = config.steps * envs / config.envs + envs * replay.chunk
+        kept = min(collected, replay.capacity) if config.steps else replay.capacity * bool(envs)
+        needed += min(kept * step, replay.max_bytes or math.inf)
+        taken += sum(path.stat().st_size for path in (config.logdir / name).glob("*"))
+    there = _nearest(config.logdir)
+    room = (shutil.disk_usage(there).free if free is None else free) + taken
+    if needed > room:
+        raise ConfigError(
+            f"The replay takes {needed / 1e9:.2f} GB of disk when it is full, at {step:,} bytes a "
+            f"step, and {there} has room for {room / 1e9:.2f} GB: lower replay.capacity "
+            f"({replay.capacity:,} steps), bound the files with replay.max_bytes, or choose "
+            "another --logdir."
         )
 
 

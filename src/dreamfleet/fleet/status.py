@@ -503,7 +503,7 @@ class _ConfigReader:
         """The configuration, and whether it has changed."""
         try:
             written = (self._logdir / "config.json").stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:
             return None, False
         changed = False
         if written != self._written:

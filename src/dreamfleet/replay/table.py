@@ -320,8 +320,8 @@ class Table:
             if full.disk > free:
                 problems.append(
                     f"The replay needs {_readable(full.disk)} of disk when full, but "
-                    f"{store.directory} has {_readable(free)} free: lower its capacity or set "
-                    "max_bytes."
+                    f"{store.directory} has {_readable(free)} free: lower replay.capacity "
+                    "or set replay.max_bytes."
                 )
         return problems
 

@@ -16,13 +16,14 @@ from dreamfleet import cli
 from dreamfleet.agents import size_preset
 from dreamfleet.cli import COMMANDS, main
 from dreamfleet.cli.arguments import Option, call, function_options, parse, summary_of
+from dreamfleet.cli.resume import EXAMPLES as RESUME_EXAMPLES
 from dreamfleet.cli.train import EXAMPLES, SHORT, config_of, options_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
 from dreamfleet.settings import convert, describe
 
-OTHERS = [name for name in COMMANDS if name != "train"]
+OTHERS = [name for name in COMMANDS if name not in ("train", "resume")]
 
 
 def function_of(command: str) -> Callable[..., Any]:
@@ -64,6 +65,16 @@ def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[s
     assert f"({preset('default').steps})" in text
     assert main(["train", "--preset", "pixels", "--help"]) == 0
     assert f"({preset('pixels').steps})" in capsys.readouterr().out
+
+
+def test_resume_has_the_options_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", "--help-all"]) == 0
+    text = capsys.readouterr().out
+    own = ("preset", "logdir", "set", "trust")
+    shown(text, [option for option in options_of([]) if option.name not in own])
+    assert text.startswith("usage: dreamfleet resume LOGDIR [OPTIONS]\n")
+    assert "--preset" not in text
+    assert f"({preset('default').steps})" not in text, "a run has its own"
 
 
 @pytest.mark.parametrize("agent", ["dreamer", "random"])
@@ -131,13 +142,15 @@ def test_whole_numbers_may_be_written_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [line for lines in (EXAMPLES, *cli.EXAMPLES.values()) for line, _ in lines], ids=str
+    "line",
+    [line for lines in (EXAMPLES, RESUME_EXAMPLES, *cli.EXAMPLES.values()) for line, _ in lines],
+    ids=str,
 )
 def test_every_example_is_a_command(line: str) -> None:
     """Parsed as it stands there; what it does is tested where the command is."""
     command, *arguments = shlex.split(line)
-    if command == "train":
-        config_of(arguments)
+    if command in ("train", "resume"):
+        config_of(arguments if command == "train" else ["--logdir", *arguments])
         return
     function = function_of(command)
     given: dict[str, Any] = {}

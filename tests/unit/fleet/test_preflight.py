@@ -14,7 +14,14 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.preflight import check_directory, check_files, check_memory, preflight
+from dreamfleet.fleet.preflight import (
+    check_directory,
+    check_disk,
+    check_files,
+    check_memory,
+    check_place,
+    preflight,
+)
 from dreamfleet.replay import Fractions
 from dreamfleet.spaces import Space
 from dreamfleet.training import train
@@ -111,7 +118,10 @@ def test_processes_that_the_shell_has_no_files_for_are_refused() -> None:
     [
         ({"task": "bundled:catch"}, "with task gym:CartPole-v1, not bundled:catch"),
         ({"agent": "random"}, "with agent dreamer, not random"),
-        ({"dreamer.model": "1m"}, "an agent of another size"),
+        (
+            {"dreamer.model": "1m"},
+            "of another size, so these settings cannot be changed: dreamer.model",
+        ),
     ],
 )
 def test_a_directory_belongs_to_one_run(
@@ -172,3 +182,80 @@ def test_what_was_assumed_about_the_environment_is_said_at_the_start(
     lines: list[str] = []
     train(config, say=lines.append)
     assert sum("has no bounds: the agent acts within -1 to 1" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("logdir", "words"),
+    [
+        ("file", "file is a file, and the run keeps everything in the directory"),
+        ("file/run", "file is a file"),
+        ("/proc/run", "/proc cannot be written to ("),
+        ("/sys/kernel/run", "/sys/kernel cannot be written to ("),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    logdir: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(["train", "--logdir", logdir]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_directory_without_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permissions do not hold root back, so the system's answer is played."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be written to \(Permission denied\): choose an"):
+        check_place(tmp_path / "run")
+
+
+def test_a_disk_that_the_replay_would_fill_is_refused(tmp_path: Path) -> None:
+    env = Closing()
+    spaces = env.obs_space, env.act_space
+    config = RunConfig(agent="random", envs=2, logdir=tmp_path / "run", steps=8_000)
+    step = 8 + 64 * 64 * 3 + 4 + 3 + 4
+    needed = step * (8_000 + 2 * 1024)
+    check_disk(config, *spaces, free=needed)
+    with pytest.raises(ConfigError) as caught:
+        check_disk(config, *spaces, free=needed - 1)
+    assert str(caught.value) == (
+        f"The replay takes 0.12 GB of disk when it is full, at 12,307 bytes a step, and {tmp_path} "
+        "has room for 0.12 GB: lower replay.capacity (1,000,000 steps), bound the files with "
+        "replay.max_bytes, or choose another --logdir."
+    )
+    named = {setting.path for setting in config.settings()}
+    assert {"replay.capacity", "replay.max_bytes"} <= named
+    # What bounds the files, and what they take already.
+    check_disk(config.changed({"replay.max_bytes": 10**6}), *spaces, free=10**6)
+    check_disk(config.changed({"replay.capacity": 1000}), *spaces, free=1000 * step)
+    with pytest.raises(ConfigError, match=r"takes 12\.31 GB"):
+        check_disk(config.changed({"steps": 0}), *spaces, free=needed)
+    with pytest.raises(ConfigError, match="takes"):
+        check_disk(config.changed({"eval_envs": 1}), *spaces, free=needed)
+    (tmp_path / "run" / "replay").mkdir(parents=True)
+    (tmp_path / "run" / "replay" / "a.chunk").write_bytes(bytes(10_000))
+    check_disk(config, *spaces, free=needed - 10_000)
+    elsewhere = config.changed({"remote_replay": True, "replay_addr": "tcp://h:1"})
+    check_disk(elsewhere, *spaces, free=0)
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = type("Usage", (), {"free": 1_000_000})
+    monkeypatch.setattr("dreamfleet.fleet.preflight.shutil.disk_usage", lambda _: usage)
+    assert main(["train", "--logdir", str(tmp_path / "run")]) == 2
+    assert "GB of disk when it is full" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -127,7 +127,7 @@ def create_chunk(directory: Path, info: ChunkInfo) -> int:
             ) from error
         raise StorageFullError(
             f"No room for another replay chunk of {size:,} bytes in {directory} "
-            f"({error.strerror}): free disk space, or lower the replay's capacity or max_bytes."
+            f"({error.strerror}): free disk space, or lower replay.capacity or replay.max_bytes."
         ) from error
     return fd
 

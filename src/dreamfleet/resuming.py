@@ -1,0 +1,132 @@
+"""Resuming: a run keeps the settings that it was last with, and says which of them are changed.
+
+They stand in the `config.json` of its directory. A file never chooses code that is imported: what
+it names outside of this package, a person names again, or says that the run is to be trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dreamfleet.agents.registry import BUILT_IN
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
+from dreamfleet.envs import is_bundled
+from dreamfleet.errors import ConfigError
+
+_MOST_SHOWN = 4
+
+
+def holds_run(logdir: Path) -> bool:
+    """Whether a run was started in this directory."""
+    return os.path.exists(logdir / CONFIG_FILE)  # noqa: PTH110 - no error where nobody may look
+
+
+def resumed(logdir: Path, changes: Mapping[str, Any], *, trust: bool = False) -> RunConfig:
+    """The settings that the run in a directory was last with, some of them changed.
+
+    Args:
+        logdir: The run's directory.
+        changes: Values by path. `env_options` are added to those of the run.
+        trust: Import code outside of this package that the directory names.
+
+    Raises:
+        ConfigError: There is no run, it names code that `changes` do not name again, or a change
+            does not fit.
+    """
+    before = read_config(logdir)
+    given: dict[str, Any] = {**changes, "logdir": logdir}
+    if not Path(before.keys).exists() and (logdir / "keys").exists():
+        given.setdefault("keys", "")  # the directory was moved, and its key with it
+    if steps_made(logdir):  # it has copied their steps, so they may be gone
+        given.setdefault("prefill", [path for path in before.prefill if Path(path).exists()])
+    return with_changes(before, given, trust=trust, source=logdir)
+
+
+def with_changes(
+    before: RunConfig, changes: Mapping[str, Any], *, trust: bool, source: Path, name: bool = True
+) -> RunConfig:
+    """Settings that were read from a file, some of them changed.
+
+    Args:
+        before: What was read.
+        changes: Values by path.
+        trust: Import code outside of this package that the file names.
+        source: For messages.
+        name: Whether the person may name that code instead.
+    """
+    given = dict(changes)
+    if "env_options" in given:
+        given["env_options"] = {**before.env_options, **given["env_options"]}
+    if not trust:
+        _refuse_code(source, _task_and_agent(before), given, name)
+    config = before.changed(given).resolved()
+    if not trust:
+        _refuse_code(source, _networks(config), given, name)
+    return config
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    """What is changed, a line for each setting: `batch_size 8 -> 16`."""
+    old, new = before.flat(), after.flat()
+    paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    # A run that makes its key itself is given none.
+    own = {"logdir", *(["keys"] if not after.keys else [])}
+    return [
+        f"{path} {_shown(old.get(path))} -> {_shown(new.get(path))}"
+        for path in paths
+        if path not in own
+    ]
+
+
+def shortened(lines: list[str]) -> str:
+    """Several changes in a sentence."""
+    rest = len(lines) - _MOST_SHOWN
+    return ", ".join(lines[:_MOST_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def steps_made(logdir: Path) -> int:
+    """Steps of the newest checkpoint; 0 if there is none."""
+    snapshot = Checkpoint(logdir / "ckpt" / "agent").load(parts=())
+    return snapshot.step if snapshot else 0
+
+
+def _task_and_agent(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if not is_bundled(config.task):
+        yield "task", config.task
+    if config.agent not in BUILT_IN:
+        yield "agent", config.agent
+
+
+def _networks(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.agent in BUILT_IN:  # another agent was named, and with it all of its code
+        named = config.agent_type.named_code(config.agent_config)
+        for setting in config.settings():
+            if setting.value in named:
+                yield setting.path, setting.value
+
+
+def _refuse_code(
+    source: Path, code: Iterator[tuple[str, str]], given: Mapping[str, Any], name: bool
+) -> None:
+    """Refuse code that a file names and the person does not."""
+    missing = [(path, value) for path, value in code if path not in given]
+    if not missing:
+        return
+    values = " and ".join(value for _, value in missing)
+    flags = " ".join(f"--{path.replace('_', '-')} {value}" for path, value in missing)
+    fix = f"say {flags}, or --trust (resume(..., trust=True) in Python)" if name else "say --trust"
+    raise ConfigError(
+        f"{source} names {values}, which is not part of Dreamfleet, and a file does not choose "
+        f"code that is imported: {fix}."
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) and value else json.dumps(value)
