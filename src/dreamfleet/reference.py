@@ -26,9 +26,9 @@ Settings are those of `dreamfleet.RunConfig`. On the command line each has a fla
 name turns it off (`--replay.no-online`). A model is chosen by its size: `--dreamer.model 1m`.
 From Python the same is `RunConfig().changed({"dreamer.model": "1m", "replay.capacity": 100_000})`.
 
-What is not given is taken from the preset, and the resolved configuration is saved as `config.json`
-in the run's directory. A setting that does not exist, is out of its range or contradicts another is
-refused at the start, with the fix.
+What is not given is taken from the preset, or from the run if it exists. The configuration is saved
+as `config.json` in the run's directory. A setting that does not exist, is out of its range or
+contradicts another is refused at the start, with the fix.
 """
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import json
 import math
@@ -160,9 +159,11 @@ def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
             yield from switchable_groups(value, f"{prefix}{name}.")
 
 
-@functools.cache
 def sentences(kind: type) -> Mapping[str, str]:
-    """The text under each field of a class, which Python itself throws away."""
+    """The text under each field of a class, which Python itself throws away; read once, because it
+    is slow."""
+    if kind in _SENTENCES:
+        return _SENTENCES[kind]
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(each):
@@ -174,6 +175,7 @@ def sentences(kind: type) -> Mapping[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                 assert isinstance(field.target, ast.Name)
                 found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    _SENTENCES[kind] = found
     return found
 
 
@@ -322,6 +324,7 @@ def names_of(kind: type) -> list[str]:
 
 
 _KINDS: dict[type, dict[str, Any]] = {}
+_SENTENCES: dict[type, Mapping[str, str]] = {}
 
 
 def _kinds(kind: type) -> dict[str, Any]:

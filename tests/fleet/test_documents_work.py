@@ -91,7 +91,7 @@ def test_every_command_works(
             run([sys.executable, *words], tmp_path)
         else:
             assert program == "dreamfleet", line
-            shown = shortened(words) if words[0] == "train" else words
+            shown = shortened(words) if words[0] in ("train", "resume") else words
             assert main(shown) == 0, f"{line}\n{capfd.readouterr().err}"
         for made in re.findall(r"[\w-]+\.(?:png|mp4|json)\b", line):
             assert (tmp_path / made).stat().st_size > 0, line
@@ -103,6 +103,7 @@ def a_run(logdir: Path) -> None:
     env = make_env(config.task, seed=1)
     agent = RandomAgent(env.obs_space, env.act_space)
     parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    parts["run"] = {"updates": 0}
     Checkpoint(logdir / "ckpt" / "agent").save(parts, step=90)
     (logdir / "config.json").write_text(config.to_json())
     scores = ScoresFile(logdir / "scores.jsonl")

@@ -143,7 +143,7 @@ def test_runs_that_are_learned_from_together_have_to_fit_each_other(
         with pytest.raises(ConfigError, match=r"other were collected with another.*with those"):
             preflight(replace(config, offline=(str(collected), str(other))), no_environment)
     arguments = ["train", "--offline", str(collected), str(copy), "--task", "bundled:catch"]
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "leave it out, and it is bundled:dummy" in capsys.readouterr().err
 
 

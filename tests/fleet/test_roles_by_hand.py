@@ -109,7 +109,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="--logdir DIR, or --config FILE"):
         command("env")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="holds no run: there is no"):
         command("env", logdir=tmp_path)
     (tmp_path / "config.json").write_text('{"envs": "many"}')
     with pytest.raises(

@@ -56,7 +56,7 @@ def test_an_output_that_is_not_installed_is_refused_before_anything_starts(
     )
     logdir = tmp_path / "run"
     code = main(["train", "--task", "bundled:dummy", "--logdir", str(logdir), "--outputs", "wandb"])
-    assert code == 1
+    assert code == 2
     assert "pip install 'dreamfleet[wandb]'" in capsys.readouterr().err.replace("\n", " ")
     assert not logdir.exists()
 
