@@ -72,7 +72,7 @@ def configure(
         given["env_options"] = {**source.env_options, **options}
     elif options:
         given["env_options"] = {**base.env_options, **options}
-    place = {name: given[name] for name in ("task", "logdir") if name in given}
+    place: dict[str, Any] = {name: given[name] for name in ("task", "logdir") if name in given}
     logdir = base.changed(place).logdir
     if not holds_run(logdir):
         return base.changed(given)
