@@ -16,7 +16,7 @@ from fleet_parts import parts, rows, small_run
 from masked_parts import DOORS, Doors, doors_of
 
 from dreamfleet import Space
-from dreamfleet.agents import Dreamer, OptimizerConfig
+from dreamfleet.agents import Dreamer, LossConfig, OptimizerConfig
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, _sample_possible
@@ -29,7 +29,14 @@ from dreamfleet.agents.dreamer.heads import (
     sample_actions,
 )
 from dreamfleet.agents.dreamer.learning import init_state
-from dreamfleet.agents.dreamer.losses import imagine
+from dreamfleet.agents.dreamer.losses import (
+    Predictions,
+    Rollout,
+    Targets,
+    imagine,
+    learn_from,
+    mask_loss,
+)
 from dreamfleet.agents.dreamer.rssm import State
 from dreamfleet.envs import make_env
 from dreamfleet.masks import ActionMask
@@ -166,6 +173,42 @@ def test_the_predicted_mask_allows_what_is_likely_and_at_least_the_likeliest() -
     logits = jnp.asarray([[-1.0, 2.0, -3.0, -0.5, -2.0, -4.0, -9.0]])
     expected = [[[0, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0]]]
     np.testing.assert_array_equal(predicted_mask(mask, logits), expected)
+
+
+def test_the_policy_learns_nothing_where_it_had_no_choice() -> None:
+    """The policy loss is that of the masked distribution, which is certain of its only choice."""
+    nets = init_state(config(), *BUTTON, seed=0).nets
+    zeros, ones = jnp.zeros((2, 3)), jnp.ones((2, 3))
+    states = State(jnp.ones((2, 3, 16)), jnp.ones((2, 3, 16)))
+    index = jnp.asarray([[0, 1, 2], [3, 2, 1]], jnp.int32)
+    nothing = jnp.zeros((3, 3))
+    rollout = Rollout(
+        states,
+        {"button": index + 1},
+        nothing,
+        Predictions(nothing, nothing, nothing),
+        jax.nn.one_hot(index, 4, dtype=bool),
+    )
+    targets = Targets(ones, ones, ones, zeros)
+
+    def policy(actor: Policy, rollout: Rollout) -> tuple[jax.Array, Any]:
+        learned = learn_from(actor, nets.critic, rollout, targets, LossConfig())
+        return learned.policy, learned.entropies["button"]
+
+    learn = jax.jit(jax.value_and_grad(policy, has_aux=True))
+    (loss, entropy), grads = learn(nets.actor, rollout)
+    assert float(loss) == float(entropy) == 0.0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+    free = rollout._replace(allowed=jnp.ones((2, 3, 4), bool))
+    (_, entropy), grads = learn(nets.actor, free)
+    assert float(entropy) > 1.0
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_an_empty_mask_teaches_nothing() -> None:
+    mask, logits = mask_of(*BUTTON), jnp.zeros((2, 4))
+    given = jnp.asarray([[1, 0, 0, 1], [0, 0, 0, 0]], jnp.int32)
+    np.testing.assert_allclose(mask_loss(mask, logits, given), [4 * np.log(2), 0.0], rtol=1e-6)
 
 
 def test_nothing_changes_for_tasks_without_a_mask() -> None:
