@@ -1,4 +1,8 @@
-"""What this machine has for training, and what it lacks; every problem comes with its fix."""
+"""What this machine has for training, and what it lacks; every problem comes with its fix.
+
+A finding is `fine` only if it was tried: a function compiled, a file written, a call made, an
+environment stepped, a frame rendered. What was merely read or found installed is `untried`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +23,6 @@ from typing import Literal
 import psutil
 
 from dreamfleet.errors import DreamfleetError, install_command
-from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.transport import Client, Server
 
 _LITTLE_MEMORY, _LITTLE_DISK, _FEW_FILES = 4e9, 5e9, 1024
@@ -34,6 +37,73 @@ env = make_env("dmc:cartpole_balance", obs="pixels", size=(16, 16))
 env.step(noop(env.act_space))
 print(os.environ["MUJOCO_GL"])
 """
+_COMPILE = """
+import collections, jax
+kinds = collections.Counter(
+    f"{x.platform} ({x.device_kind})" if x.platform != "cpu" else "cpu" for x in jax.devices())
+assert jax.jit(lambda x: (x @ x).sum())(jax.numpy.ones((8, 8))) == 512
+found = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+print(f"{jax.__version__} on {found}, a compiled function runs")
+"""
+_STEP = """
+from dreamfleet.envs import make_env, noop
+env = make_env({task!r}, **{options})
+env.step(noop(env.act_space))
+{further}
+env.close()
+"""
+_INTO_A_DIRECTORY = """
+import pathlib, tempfile
+import numpy as np
+with tempfile.TemporaryDirectory() as place:
+    file = pathlib.Path(place) / "file"
+    {write}
+    assert sum(each.stat().st_size for each in pathlib.Path(place).rglob("*") if each.is_file())
+"""
+
+
+def _step(task: str) -> tuple[str, str]:
+    return f"made and stepped {task}", _STEP.format(task=task, options={}, further="")
+
+
+TRIES: Mapping[str, tuple[str, str]] = {
+    "dmc": _step("dmc:cartpole_balance"),
+    "atari": _step("atari:pong"),
+    "crafter": _step("crafter:reward"),
+    "minigrid": _step("minigrid:Empty-5x5-v0"),
+    "classic": (
+        "rendered a frame of gym:CartPole-v1",
+        _STEP.format(
+            task="gym:CartPole-v1",
+            options={"render": True},
+            further="assert env.render().shape[-1] == 3",
+        ),
+    ),
+    "video": (
+        "wrote an MP4",
+        _INTO_A_DIRECTORY.format(
+            write="from dreamfleet.metrics.frames import write_mp4\n"
+            "    write_mp4(file.with_suffix('.mp4'), [np.zeros((64, 64, 3), np.uint8)] * 3)"
+        ),
+    ),
+    "tensorboard": (
+        "wrote an event file",
+        _INTO_A_DIRECTORY.format(
+            write="from dreamfleet.metrics import TensorBoardOutput\n"
+            "    output = TensorBoardOutput(file)\n"
+            "    output.write(1, {'metric': 1.0}); output.close()"
+        ),
+    ),
+    "plot": (
+        "drew a PNG",
+        _INTO_A_DIRECTORY.format(
+            write="import matplotlib; matplotlib.use('Agg')\n"
+            "    from matplotlib import pyplot\n"
+            "    pyplot.plot([0, 1]); pyplot.savefig(file)"
+        ),
+    ),
+}
+"""How extras are tried, each in a process of its own: what it then has done, and the program."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +111,7 @@ class Finding:
     """One thing that was checked."""
 
     what: str
-    state: Literal["fine", "absent", "hint", "problem"]
+    state: Literal["fine", "untried", "absent", "hint", "problem"]
     found: str
     fix: str = ""
 
@@ -55,23 +125,19 @@ def inspect_machine(logdir: Path = Path("runs")) -> Iterator[Finding]:
 
 def python() -> Iterator[Finding]:
     """Interpreter and package."""
-    yield Finding("Python", "fine", f"{platform.python_version()} in {sys.prefix}")
-    yield Finding("Dreamfleet", "fine", importlib.metadata.version("dreamfleet"))
+    yield Finding("Python", "untried", f"{platform.python_version()} in {sys.prefix}")
+    yield Finding("Dreamfleet", "untried", importlib.metadata.version("dreamfleet"))
 
 
 def jax() -> Iterator[Finding]:
-    """Devices, asked for in a process of their own: a broken driver may hang or crash."""
-    code = (
-        "import collections, jax; d = jax.devices(); kinds = collections.Counter("
-        "f'{x.platform} ({x.device_kind})' if x.platform != 'cpu' else 'cpu' for x in d); "
-        "print(jax.__version__ + ' on ' + ', '.join(f'{n} x {k}' for k, n in kinds.items()))"
-    )
-    done = _run([sys.executable, "-c", code])
+    """Devices, and a function compiled for them, in a process of its own: a broken driver may hang
+    or crash."""
+    done = _run([sys.executable, "-c", _COMPILE])
     if isinstance(done, str):
         fix = "Reinstall it (pip install --force-reinstall jax), or set JAX_PLATFORMS=cpu."
         yield Finding("JAX", "problem", done, fix)
         return
-    found = done.stdout.strip()
+    found = done.stdout.strip().splitlines()[-1]
     gpu = shutil.which("nvidia-smi") is not None
     if gpu and "cpu" in found and "gpu" not in found:
         fix = f"There is a GPU that JAX does not use: {install_command('cuda')}"
@@ -87,7 +153,7 @@ def processor_and_memory() -> Iterator[Finding]:
     busy = cores is not None and load > cores
     yield Finding(
         "processor",
-        "hint" if busy else "fine",
+        "hint" if busy else "untried",
         f"{cores} cores, load {load:.1f}",
         "Other programs keep it busy; training will be slower." if busy else "",
     )
@@ -96,7 +162,7 @@ def processor_and_memory() -> Iterator[Finding]:
     if memory.available < _LITTLE_MEMORY:
         yield Finding("memory", "hint", found, "Close other programs, or use few environments.")
     else:
-        yield Finding("memory", "fine", found)
+        yield Finding("memory", "untried", found)
 
 
 def disk(logdir: Path) -> Iterator[Finding]:
@@ -105,10 +171,17 @@ def disk(logdir: Path) -> Iterator[Finding]:
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    found = f"{free / 1e9:.1f} GB free in {there}"
-    if not os.access(there, os.W_OK):
-        yield Finding("disk", "problem", f"{there} cannot be written to", "Choose a --logdir.")
-    elif free < _LITTLE_DISK:
+    found = f"a file was written, {free / 1e9:.1f} GB free in {there}"
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        fix = "Choose a --logdir that can be written to."
+        yield Finding("disk", "problem", f"{there} cannot be written to: {error.strerror}", fix)
+        return
+    if free < _LITTLE_DISK:
         yield Finding("disk", "hint", found, "Images fill a replay quickly: lower replay.capacity.")
     else:
         yield Finding("disk", "fine", found)
@@ -139,7 +212,7 @@ def limits() -> Iterator[Finding]:
         fix = "Run 'ulimit -n 4096' in this shell first, if there are to be many environments."
         yield Finding("open files", "hint", f"{files} at most", fix)
     else:
-        yield Finding("open files", "fine", f"{files} at most" if files >= 0 else "no limit")
+        yield Finding("open files", "untried", f"{files} at most" if files >= 0 else "no limit")
 
 
 def rendering() -> Iterator[Finding]:
@@ -160,18 +233,25 @@ def rendering() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """The optional parts of the package, and which of them are there."""
+    """The optional parts of the package: which are there, and whether they work."""
     names = importlib.metadata.metadata("dreamfleet").get_all("Provides-Extra") or []
     for extra in (name for name in names if name not in _NOT_LISTED):
-        needed = list(dict.fromkeys(_packages("dreamfleet", extra)))
-        if all(map(_installed, needed)):
-            versions = (f"{name} {importlib.metadata.version(name)}" for name in needed)
-            yield Finding(f"extra {extra}", "fine", ", ".join(versions))
+        what, needed = f"extra {extra}", list(dict.fromkeys(_packages("dreamfleet", extra)))
+        if not all(map(_installed, needed)):
+            yield Finding(what, "absent", f"not installed: {install_command(extra)}")
+            continue
+        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in needed)
+        if extra not in TRIES:
+            yield Finding(what, "untried", f"{versions}, not tried")
+            continue
+        made, program = TRIES[extra]
+        done = _run([sys.executable, "-c", program])
+        if isinstance(done, str):
+            fix = "It is installed but does not work; try to install it again: "
+            fix += install_command(extra)
+            yield Finding(what, "hint", f"{versions}: {done}", fix)
         else:
-            fix = f"not installed: {install_command(extra)}"
-            yield Finding(f"extra {extra}", "absent", fix)
-    if _installed("imageio-ffmpeg") and isinstance(done := _run([find_encoder(), "-version"]), str):
-        yield Finding("ffmpeg", "hint", "it does not run", done)
+            yield Finding(what, "fine", f"{versions}: {made}")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -216,7 +296,12 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
     """What a program said, or in one line why it did not."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

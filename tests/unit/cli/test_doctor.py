@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
+import re
 import resource
 import subprocess
 from pathlib import Path
@@ -23,13 +25,50 @@ def only(findings: object) -> Finding:
     return finding
 
 
-def test_this_machine_is_looked_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_this_machine_is_looked_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "TRIES", {})  # they are tried by a test of their own
+    monkeypatch.setattr(machine, "_DRAW", "print('egl')")
     assert main(["doctor", "--logdir", str(tmp_path / "new")]) == 0
     text = capsys.readouterr().out
     for word in ("Python", "JAX", "cpu", "memory", "disk", "socket files", "ports", "open files"):
         assert word in text
-    assert "matplotlib" in text
     assert "fit for training" in text
+    tried = ("compiled function", "file was written", "calls get through", "draws", "✓ works")
+    for line in text.splitlines():
+        assert ("✓" in line) == any(words in line for words in tried), line
+    assert re.search(r"· +extra plot +matplotlib [\d.]+, not tried", text)
+    assert not list(tmp_path.iterdir()), "what was tried leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("extra", "module", "made"),
+    [("classic", "pygame", "rendered a frame"), ("video", "imageio_ffmpeg", "wrote an MP4")],
+)
+def test_an_extra_is_ticked_only_if_it_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extra: str, module: str, made: str
+) -> None:
+    pytest.importorskip(module)
+    monkeypatch.setattr(machine, "TRIES", {extra: machine.TRIES[extra]})
+    found = {finding.what: finding for finding in extras()}
+    assert found[f"extra {extra}"].state == "fine"
+    assert made in found[f"extra {extra}"].found
+    assert {each.state for each in found.values()} <= {"fine", "untried", "absent"}
+    # A package that is installed and broken.
+    (tmp_path / f"{module}.py").write_text("raise OSError('libGL.so.1 is missing')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    broken = {finding.what: finding for finding in extras()}[f"extra {extra}"]
+    assert broken.state == "hint"
+    assert "libGL.so.1 is missing" in broken.found
+    assert install_command(extra) in broken.fix
+
+
+def test_all_suites_and_files_are_tried() -> None:
+    suites, files = {"dmc", "atari", "crafter", "minigrid"}, {"video", "tensorboard", "plot"}
+    assert suites | files | {"classic"} == set(machine.TRIES)
+    for _, program in machine.TRIES.values():
+        compile(program, "try", "exec")
 
 
 def failing(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
@@ -70,8 +109,19 @@ def test_little_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert [f.state for f in machine.processor_and_memory() if f.what == "memory"] == ["hint"]
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
     assert only(disk(tmp_path)).state == "hint"
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert only(disk(tmp_path / "a" / "b")).state == "problem"
+
+
+def test_a_disk_that_cannot_be_written_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    assert only(disk(tmp_path)).state in ("fine", "hint")
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    finding = only(disk(tmp_path / "a" / "b"))
+    assert finding.state == "problem"
+    assert "Read-only file system" in finding.found
 
 
 def test_sockets_that_carry_nothing_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +135,10 @@ def test_sockets_that_carry_nothing_are_a_problem(monkeypatch: pytest.MonkeyPatc
 def test_an_extra_that_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_installed", lambda name: name != "matplotlib")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
+    monkeypatch.setattr(machine, "TRIES", {})
     found = {finding.what: finding for finding in extras()}
     assert found["extra plot"].found == f"not installed: {install_command('plot')}"
-    assert found["extra dmc"].found == "dm-control 1.0, mujoco 1.0"
+    assert found["extra dmc"].found.startswith("dm-control 1.0, mujoco 1.0")
     assert "extra dev" not in found
     assert "extra ray" not in found
 
@@ -95,13 +146,14 @@ def test_an_extra_that_is_missing_comes_with_its_command(monkeypatch: pytest.Mon
 def test_an_extra_of_another_package_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """`classic` asks for an extra of gymnasium, which itself is always there."""
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
+    monkeypatch.setattr(machine, "TRIES", {})
     requires = {
         "dreamfleet": ["gymnasium[classic-control]; extra == 'classic'", "gymnasium>=1.1"],
         "gymnasium": ["numpy", "pygame>=2; extra == 'classic-control'", "torch; extra == 'torch'"],
     }
     monkeypatch.setattr(importlib.metadata, "requires", requires.get)
     found = {finding.what: finding for finding in extras()}
-    assert found["extra classic"].found == "pygame 1.0"
+    assert found["extra classic"].found == "pygame 1.0, not tried"
     monkeypatch.setattr(machine, "_installed", lambda name: name != "pygame")
     found = {finding.what: finding for finding in extras()}
     assert found["extra classic"].state == "absent"
