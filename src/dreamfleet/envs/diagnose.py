@@ -138,11 +138,13 @@ def _raised(error: BaseException, call: Call, done: int, result: Diagnosis) -> F
     """An exception of the environment's own."""
     where = {"constructor": "The constructor", "step": f"Step {done + 1}"}.get(call, f"{call}()")
     what = f"{where} raised {type(error).__name__}: {error}".rstrip(".") + "."
-    # An environment that is made again gives up when it finishes no episode between two failures.
-    helps = isinstance(error, Exception) and call in ("reset", "step")
-    if helps and result.episodes:
-        count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had finished before"
-        fix = f"Fix it, or let it be made again each time with the option restarts=3: {count}."
+    # Whoever makes an environment again gives up when no episode ends between two failures.
+    if isinstance(error, Exception) and call in ("reset", "step") and result.episodes:
+        count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had ended before"
+        fix = (
+            f"Fix it. As {count}, training would cut this one short and make the environment "
+            "again; the option restarts=3 does so for eval."
+        )
     else:
         fix = "Fix it."
     return Finding(what, fix, own_traceback(error))
