@@ -135,7 +135,9 @@ class RunConfig:
     # policy heard of its mistakes that late.
     train_ratio: Annotated[float, Meta(ge=-1)] = 64.0
     """Replayed steps trained on per environment step collected (steps as the agent counts them,
-    so repeated actions count once); 0 or less for no limit."""
+    so repeated actions count once); 0 or less for no limit. Training starts when the replay holds
+    max(batch_size, envs) sequences; a run with `steps` makes up for the updates before at its end,
+    so it ends with this ratio, and others come close to it."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 

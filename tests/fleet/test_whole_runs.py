@@ -143,25 +143,15 @@ def test_the_first_failure_ends_the_run_and_is_shown(
     assert left_behind() == []
 
 
-def test_a_failing_environment_is_started_again(tmp_path: Path) -> None:
-    config = small_run(tmp_path, on_failure="restart", steps=100, envs=2, envs_per_process=1)
-    lines: list[str] = []
-    fleet = parts(config, make_agent=CountingAgent, make_env_train=Raising)
-    combined(**fleet, args=config, say=lines.append)
-    assert any("is started again" in line for line in lines)
-    found = stored_streams(tmp_path / "replay")
-    assert all(
-        (stream["vector"][1:, 2] != stream["vector"][:-1, 2]).all() for stream in found.values()
-    )
-    assert sum(len(stream["action"]) for stream in found.values()) >= 100
-
-
-def test_too_many_restarts_end_the_run_with_the_first_error(tmp_path: Path) -> None:
+def test_an_environment_that_fails_at_once_each_time_ends_the_run(tmp_path: Path) -> None:
+    """Its process does not start over: the second failure without progress is the last."""
     config = small_run(tmp_path, on_failure="restart", max_restarts=1, steps=0, envs=1)
-    fleet = parts(config, make_agent=CountingAgent, make_env_train=Raising)
-    with pytest.raises(FleetError, match=r"(?s)after 1 restarts.*the pole is broken") as error:
-        combined(**fleet, args=config)
-    assert "first error" in str(error.value)
+    fleet = parts(config, make_agent=CountingAgent, make_env_train=partial(Raising, after=5))
+    lines: list[str] = []
+    words = r"(?s)the pole is broken.*Environment 0 failed 2 times .*raise max_restarts \(now 1\)"
+    with pytest.raises(FleetError, match=words):
+        combined(**fleet, args=config, say=lines.append)
+    assert not any("is started again" in line for line in lines)
 
 
 @pytest.mark.parametrize("priority", [0.0, 1.0])
@@ -180,3 +170,26 @@ def test_priorities_that_the_learner_sends_decide_what_is_sampled(
     share = float(snapshot.parts["agent"]["share"])
     # One of four environments; new sequences, whose priority is infinite, still come first.
     assert share > 0.5 if priority else 0.1 < share < 0.4
+
+
+def test_a_run_ends_with_the_replay_ratio_that_was_asked_for(tmp_path: Path) -> None:
+    """Nothing is trained before there is enough data, which is half of this run."""
+    config = small_run(tmp_path, steps=200, envs=2, batch_size=16, batch_length=6, train_ratio=12.0)
+    lines: list[str] = []
+    combined(**parts(config, make_agent=CountingAgent), args=config, say=lines.append)
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    updates = snapshot.parts["run"]["updates"]
+    assert snapshot.parts["agent"]["updates"] == updates
+    assert updates == int(12.0 * snapshot.step / (16 * 6))
+    [ratio] = [
+        row["learner/replay_ratio"]
+        for row in rows(tmp_path / "metrics.jsonl")
+        if row.get("learner/updates") == updates
+    ][-1:]
+    assert ratio == pytest.approx(12.0, abs=16 * 6 / 200)
+    # The same again has nothing to make up for, and neither has one whose ratio was raised since.
+    combined(**parts(config, make_agent=CountingAgent), args=config)
+    again = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert again is not None
+    assert again.parts["run"]["updates"] == updates

@@ -345,6 +345,9 @@ class Watcher:
         if not self._progress.stands_still(every):
             return ""
         if status.complete:
+            state = str(status.metrics.get("learner/state", ""))
+            if state.startswith("making"):
+                return f"the run has made all its steps, and the learner is {state}"
             return "the run has made all its steps and is being saved"
         return why_waiting(status.metrics, workers, every, now) or (
             f"no progress for {self._progress.still_for:.0f} s, and no worker says that it waits"

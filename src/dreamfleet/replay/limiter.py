@@ -88,6 +88,12 @@ class SamplesPerInsert:
             self._avail -= count
             self._changed.notify_all()
 
+    def grant(self, count: int) -> None:
+        """Owe so many samples more, whatever is inserted."""
+        with self._changed:
+            self._avail += count
+            self._changed.notify_all()
+
     def save(self) -> dict[str, float]:
         with self._changed:
             return {"size": float(self._size), "avail": self._avail}

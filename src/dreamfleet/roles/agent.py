@@ -14,6 +14,8 @@ from dreamfleet.roles.runtime import Factory, stop_event, unpack
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 1.0
+
 
 def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
     """Act and learn until there were enough steps, or until the process is asked to stop.
@@ -47,6 +49,8 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
     learner.start()
     progress.finished.wait()
     actor.join()
+    while learner.is_alive() and progress.updates_left():
+        learner.join(_LOOK_SECONDS)
     progress.end_learning()
     learner.join()
     if progress.error is not None:

@@ -23,6 +23,7 @@ from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.replay import limiter_for
 from dreamfleet.transport import Client, Closed, Disconnected, Future, TransportError
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def parallel_learner(
         saver = Saver(agent, args, progress, updates, logger)
         learner = Learner(agent, args, progress, saver, reports, updates, logger)
         learner.prepare()
+        progress.updates_left = learner.updates_left
         barrier.wait()
         progress.on_learning_over(samples.close)
         learner.run(samples)
@@ -182,13 +184,14 @@ class Learner:
         self._aggregate, self._timer, self._usage = Aggregate(), Timer(), Usage()
         self._reports = {mode: RemoteStream(reports, mode) for mode in ("report", "eval")}
         self._since = (time.monotonic(), 0, 0)
+        self._asked = 0  # updates after which learning ends, once all steps are made
 
     def prepare(self) -> None:
         """Restore and compile: all that has to be done before data is collected."""
         restored = self._saver.restore()
         log.info("The agent is %s", restored)
         self._show("learner/start", restored)
-        if not self._progress.finished.is_set():
+        if not self._progress.finished.is_set() or self._missing():
             self._show("learner/state", "compiling the agent, which may take minutes")
             self._agent.compile(
                 batch_size=self._args.batch_size,
@@ -198,6 +201,31 @@ class Learner:
             )
         self._show("learner/state", "waiting for enough data to train on")
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
+
+    def updates_left(self) -> int:
+        """How many updates are missing to the train ratio, once the run has made all its steps; the
+        replay lets them be made. Called again and again, because the replay may be restarted."""
+        missing = self._missing()
+        if missing:
+            self._asked = self._saver.updates + missing
+            self._show("learner/state", f"making the last {missing} updates (train_ratio)")
+            self._updates.grant(missing * self._args.batch_size).wait(_STATE_SECONDS)
+        return missing
+
+    def _missing(self) -> int:
+        """Updates that `train_ratio` asks for and that were not made, because nothing was trained
+        before the replay held enough steps. No more than that: a run whose ratio was raised does
+        not make up for the time before."""
+        args, progress = self._args, self._progress
+        if args.offline or args.train_ratio <= 0 or progress.stopped or progress.error is not None:
+            return 0
+        if not 0 < args.steps <= progress.step:  # it ended at its target score
+            return 0
+        asked = int(args.train_ratio * progress.step / (args.batch_size * args.batch_length))
+        limiter = limiter_for(args)
+        held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt
+        most = int(held / args.batch_size) + LOOK_AHEAD
+        return max(0, min(asked - self._saver.updates, most))
 
     def _show(self, key: str, text: str) -> None:
         """Send a text for the person at once, if the logger is there to pass it on."""
@@ -226,6 +254,8 @@ class Learner:
                 if previous is not None:
                     self._process(*previous)
                 previous = outs, metrics
+            if self._asked and self._saver.updates >= self._asked:
+                break
             if should_log():
                 self._log()
             if should_report():
@@ -274,7 +304,7 @@ class Learner:
             "learner/updates_per_second": rate,
             "learner/steps_per_second": rate * batch,
             "learner/env_steps_per_second": collected / max(seconds, 1e-9),
-            # Of the whole run: what was trained on of each step, with the wait for enough data.
+            # Of the whole run, so also of the steps before the first update.
             "learner/replay_ratio": updates * batch / max(steps, 1),
             **{f"learner/timer/{key}": value for key, value in self._timer.stats().items()},
             **{f"learner/usage/{key}": value for key, value in self._usage.stats().items()},

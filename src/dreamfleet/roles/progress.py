@@ -11,7 +11,8 @@ class Progress:
 
     A run ends in two steps. First `finish`: the actor stops and sends what it has collected, while
     the learner goes on, because the replay's rate limiter may hold inserts back until something was
-    sampled. Then `end_learning`: the learner stops and saves.
+    sampled. It also makes the updates that are left (`updates_left`). Then `end_learning`: the
+    learner stops and saves.
     """
 
     def __init__(self, steps: int = 0) -> None:
@@ -19,6 +20,8 @@ class Progress:
         self.stopped = False
         """Whether the run was asked to stop, instead of having made all its steps."""
         self.error: BaseException | None = None
+        self.updates_left: Callable[[], int] = lambda: 0
+        """How many updates the learner has to make before it ends, which sets this."""
         self._limit = steps
         self._lock = threading.Lock()
         self._step = 0

@@ -71,7 +71,7 @@ def parallel_replay(
         "update",
     ):
         server.bind(name, _or_end(getattr(service, name)), workers=1, repeatable=True)
-    for name in ("stats", "position", "raise_position"):
+    for name in ("stats", "position", "raise_position", "grant"):
         server.bind(name, _or_end(getattr(service, name)), repeatable=True)
     should_save = LocalClock(args.save_every)
     logger_address = find_server(args, "logger")
@@ -225,6 +225,10 @@ class ReplayService:
         """The run has made at least this many steps, as a checkpoint of the agent knows."""
         self._positions.raise_to(steps)
         return self.position()
+
+    def grant(self, sequences: int) -> None:
+        """Let so many sequences be sampled for which no steps will be collected."""
+        self._limiter.grant(sequences)
 
     def save(self) -> None:
         """Save what the buffers do not keep in their files, and sync the rest."""
