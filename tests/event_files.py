@@ -8,11 +8,11 @@ from typing import Any
 
 
 def events(directory: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Read an event file back: each record is length, checksum, an event and its checksum."""
+    """Read event files back: each record is length, checksum, an event and its checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
-    (path,) = directory.glob("events*")
-    data, position = path.read_bytes(), 0
+    data = b"".join(path.read_bytes() for path in sorted(directory.glob("events*")))
+    position = 0
     found: dict[str, list[tuple[int, Any]]] = {}
     while position < len(data):
         (length,) = struct.unpack_from("<Q", data, position)

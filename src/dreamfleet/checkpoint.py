@@ -68,7 +68,8 @@ class Snapshot:
 class Checkpoint:
     """The checkpoints of one directory, written by one process.
 
-    The newest ones are kept, and the one with the highest score if any has a score.
+    The newest ones are kept, the one with the highest score if any has a score, and the newest one
+    that waits for its score.
 
     Args:
         directory: Where they lie; made when the first one is saved.
@@ -81,7 +82,14 @@ class Checkpoint:
         self.directory = Path(directory)
         self._keep = keep
 
-    def save(self, parts: Mapping[str, State], step: int, score: float | None = None) -> Path:
+    def save(
+        self,
+        parts: Mapping[str, State],
+        step: int,
+        score: float | None = None,
+        *,
+        pending: bool = False,
+    ) -> Path:
         """Write a checkpoint and remove the ones that are no longer kept.
 
         When this returns, the checkpoint survives a power cut.
@@ -91,6 +99,7 @@ class Checkpoint:
             step: The step counter of the run.
             score: How good it is, such as the mean score of an evaluation. None, or a score that
                 is not finite, is never the best.
+            pending: Its score follows (`rate`), and it is kept until then.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._clean_up()
@@ -102,7 +111,8 @@ class Checkpoint:
             "format": _FORMAT,
             "step": step,
             "time": time.time(),
-            "score": score if score is not None and math.isfinite(score) else None,
+            "score": _finite(score),
+            "pending": pending,
             "parts": {name: _write_part(writing, name, state) for name, state in parts.items()},
         }
         _write_manifest(writing / _MANIFEST, body)
@@ -144,6 +154,16 @@ class Checkpoint:
                 )
         return None
 
+    def pending(self) -> Path | None:
+        """Path of the newest checkpoint that waits for its score."""
+        return next((path for path in self._all() if _waits(path)), None)
+
+    def rate(self, path: Path, score: float | None) -> None:
+        """Give a checkpoint its score; None if there is none to be had. Another process than the
+        one that saves may do this."""
+        body = {**_read_manifest(path), "score": _finite(score), "pending": False}
+        _write_manifest(path / _MANIFEST, body)
+
     def latest(self) -> Path | None:
         """Path of the newest checkpoint, damaged or not."""
         return next(iter(self._all()), None)
@@ -168,7 +188,8 @@ class Checkpoint:
         return sorted(found, key=_serial, reverse=True)
 
     def _remove_older(self) -> None:
-        kept = {*self._all()[: self._keep], self.best()}
+        # In this order: one that gets its score in between is found as the best if it is.
+        kept = {*self._all()[: self._keep], self.pending(), self.best()}
         for path in self._all():
             if path not in kept:
                 # Renamed first: half of a checkpoint must not keep the name of a complete one.
@@ -296,6 +317,17 @@ def _score(path: Path) -> float | None:
     except CheckpointError:
         return None
     return score
+
+
+def _waits(path: Path) -> bool:
+    try:
+        return bool(_read_manifest(path).get("pending"))
+    except CheckpointError:
+        return False
+
+
+def _finite(score: float | None) -> float | None:
+    return score if score is not None and math.isfinite(score) else None
 
 
 def _serial(path: Path) -> int:

@@ -79,10 +79,15 @@ class RunConfig:
     """Seconds after which the run ends; 0 for no end."""
     target_score: float | None = None
     """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
-    environments, else training episodes) at which the run ends; None for no end."""
+    environments, else training episodes), or of a round of `eval_every`, at which the run ends;
+    None for no end."""
 
     eval_episodes: CountOrZero = 20
-    """Episodes of the evaluation at the end; 0 for none."""
+    """Episodes of the evaluation at the end, and of each round of `eval_every`; 0 for none."""
+    eval_every: CountOrZero = 0
+    """Training environment steps between two rounds of evaluation while training; 0 for none. A
+    round is played with the parameters that the run had when it began, by `eval_envs` environments,
+    which is at least one then."""
     eval_max_steps: Count = 27_000
     """Steps after which an evaluation episode is cut short; its score so far counts. The default is
     that of Atari: 108,000 frames at four a step."""
@@ -99,7 +104,8 @@ class RunConfig:
     envs: Count = 8
     """Environments that collect training data."""
     eval_envs: CountOrZero = 0
-    """Environments whose data is kept apart, for reports and evaluation scores."""
+    """Environments for evaluation while training: with `eval_every` for its rounds, without it they
+    play all the time, and their data is kept apart, for reports and evaluation scores."""
     envs_per_process: Count = 8
     """Environments that share a process and are stepped together, one message for all."""
     remote_envs: bool = False
@@ -113,6 +119,8 @@ class RunConfig:
     """Where the replay listens."""
     logger_addr: str = "ipc://{auto}"
     """Where the logger listens."""
+    evaluator_addr: str = "ipc://{auto}"
+    """Where the evaluator listens, if there is `eval_every`."""
     keys: str = ""
     """File of the run key, which tcp addresses need; made in the logdir if it is not given."""
     actor_batch: Annotated[int, Meta(ge=-1)] = 8
@@ -204,6 +212,16 @@ class RunConfig:
             "offline learns from the runs it names and collects no steps to go before with "
             "prefill: name all directories after offline.",
         )
+        require(
+            not self.eval_every or (self.eval_episodes > 0 and not self.offline),
+            "eval_every plays rounds of eval_episodes episodes in environments: set eval_episodes "
+            "to 1 or more, and leave offline out.",
+        )
+        require(
+            not (self.remote_envs and self.eval_every) or "{auto}" not in self.evaluator_addr,
+            "remote_envs and eval_every need an evaluator_addr that others can know: write one "
+            "without {auto}.",
+        )
         for remote, address in (("remote_envs", "actor_addr"), ("remote_replay", "replay_addr")):
             require(
                 not getattr(self, remote) or "{auto}" not in getattr(self, address),
@@ -212,13 +230,19 @@ class RunConfig:
 
     @property
     def all_envs(self) -> int:
-        return self.envs + self.eval_envs
+        """Environments of training and of evaluation."""
+        return self.envs + max(self.eval_envs, int(self.eval_every > 0))
+
+    @property
+    def actor_envs(self) -> int:
+        """Environments that the actor serves; the evaluator serves those of its rounds."""
+        return self.envs if self.eval_every else self.all_envs
 
     @property
     def policy_batch(self) -> int:
         """Environments in a full policy call."""
-        wanted = self.actor_batch if self.actor_batch > 0 else self.all_envs // 2
-        return max(1, min(wanted, self.all_envs))
+        wanted = self.actor_batch if self.actor_batch > 0 else self.actor_envs // 2
+        return max(1, min(wanted, self.actor_envs))
 
     @property
     def window(self) -> int:

@@ -37,11 +37,11 @@ from dreamfleet.fleet.workers import eval_workers
 from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy
-from dreamfleet.roles.episodes import EpisodeServer, Group
+from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
 from dreamfleet.roles.notes import notes_path, read_notes
 from dreamfleet.spaces import RESET
 
-__all__ = ["Evaluation", "EvaluationError", "evaluate", "play", "protocol"]
+__all__ = ["Evaluation", "EvaluationError", "evaluate", "play"]
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +51,6 @@ _SEEDS_FROM = 1_000_000
 _SAY_SECONDS = 10.0
 _STOP_SECONDS = 20.0
 _MOST_FAILURES = 3  # of a process, without an episode in between
-_PROTOCOLS = {
-    False: "actions sampled from the policy, as in training",
-    True: "greedy actions, the mode of the policy",
-}
 
 
 class EvaluationError(DreamfleetError):
@@ -172,7 +168,7 @@ def play(
         played,
         task=task,
         step=policy.step,
-        protocol=protocol(policy),
+        protocol=policy.protocol,
         seed=seed,
         max_steps=max_steps,
         video_error=video_error,
@@ -182,11 +178,6 @@ def play(
             f"All {episodes} episodes failed. The first error was:\n{played[0].error}"
         )
     return Result(found, played)
-
-
-def protocol(policy: Policy) -> str:
-    """How actions are chosen, in words."""
-    return _PROTOCOLS[policy.greedy]
 
 
 # --- environments --------------------------------------------------------------------------------
@@ -239,11 +230,7 @@ class _Environments:
         folder: Path,
     ) -> None:
         self._launcher: Launcher = find_launcher(config.launcher)(folder)
-        size = config.envs_per_process
-        ids = range(count)
-        self._groups: list[Group] = [
-            tuple(ids[start : start + size]) for start in range(0, count, size)
-        ]
+        self._groups = groups_of(range(count), config.envs_per_process)
         self.server = EpisodeServer(
             self._launcher.default_address, self._groups, max_steps=max_steps, why=self._why
         )
@@ -251,6 +238,7 @@ class _Environments:
             config,
             actor_addr=self.server.address,
             keys="",
+            eval_every=0,  # they call this server, not a run's evaluator
             on_failure="restart",
             max_restarts=_MOST_FAILURES - 1,
         )

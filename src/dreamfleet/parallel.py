@@ -8,6 +8,7 @@
     parallel_logger   the metrics server
     parallel_env      one environment, or several that are stepped together
     parallel_envs     all environments of one machine
+    parallel_evaluator  rounds of evaluation while the run trains
 
 Each role may run anywhere: all it needs are its factories and a `RunConfig`.
 """
@@ -28,6 +29,7 @@ from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.addresses import SERVERS, listen_address, remove_addresses
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
+from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
@@ -40,6 +42,7 @@ __all__ = [
     "parallel_agent",
     "parallel_env",
     "parallel_envs",
+    "parallel_evaluator",
     "parallel_learner",
     "parallel_logger",
     "parallel_replay",

@@ -25,12 +25,14 @@ from dreamfleet.metrics.curves import (
     bin_width,
     combine,
     published_curve,
+    read_evaluations,
     read_scores,
 )
 
 # Settings that do not make a run another experiment.
 _INCIDENTAL = (
     *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
+    *("eval_every", "eval_episodes", "eval_envs", "eval_max_steps", "evaluator_addr"),
     *("log_every", "report_every", "save_every", "on_failure", "max_restarts"),
     *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "on_nan"),
 )
@@ -75,12 +77,15 @@ class Panel:
         return max(float(group.curve.at[-1]) for group in self.groups)
 
 
-def read_panels(logdirs: Sequence[Path], bins: int = 50) -> list[Panel]:
+def read_panels(
+    logdirs: Sequence[Path], bins: int = 50, *, evaluations: bool = False
+) -> list[Panel]:
     """A panel for each task of these runs, which may be under way.
 
     Args:
         logdirs: Directories of runs.
         bins: Points of a curve at most; each is the mean of the episodes that ended there.
+        evaluations: Take the means of evaluations instead of training episodes.
 
     Raises:
         ConfigError: A directory holds no run.
@@ -88,12 +93,13 @@ def read_panels(logdirs: Sequence[Path], bins: int = 50) -> list[Panel]:
     """
     if not logdirs:
         raise ConfigError("Name at least one run's directory.")
-    return _panels([_read(logdir) for logdir in logdirs], bins)
+    return _panels([_read(logdir, evaluations) for logdir in logdirs], bins)
 
 
-def _read(logdir: Path) -> Run:
+def _read(logdir: Path, evaluations: bool) -> Run:
     config = read_config(logdir)
-    return Run(config, read_scores(logdir, action_repeat(config)))
+    read = read_evaluations if evaluations else read_scores
+    return Run(config, read(logdir, action_repeat(config)))
 
 
 def action_repeat(config: RunConfig) -> int:

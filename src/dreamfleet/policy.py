@@ -181,6 +181,13 @@ class Policy:
         """How the agent is asked to act."""
         return "greedy" if self.greedy else "eval"
 
+    @property
+    def protocol(self) -> str:
+        """How actions are chosen, in words."""
+        if self.greedy:
+            return "greedy actions, the mode of the policy"
+        return "actions sampled from the policy, as in training"
+
     @classmethod
     def load(
         cls,
@@ -345,7 +352,7 @@ def find_checkpoint(
         ) from error
     if which == "best":
         raise ConfigError(
-            f"{path} holds no checkpoint with an evaluation score: train with eval_envs, or take "
-            "the latest one."
+            f"{path} holds no checkpoint with an evaluation score: train with eval_every or "
+            "eval_envs, or take the latest one."
         )
     raise ConfigError(f"{path} holds no checkpoint: name a run's directory, or a checkpoint.")

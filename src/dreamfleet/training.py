@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
 from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.evaluation import Evaluation, play
-from dreamfleet.fleet.factories import environment, factories
+from dreamfleet.evaluation import Evaluation, EvaluationError, play
+from dreamfleet.fleet.factories import environment, factories, logger
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import claim_directory
 from dreamfleet.formatting import clock
-from dreamfleet.metrics.evaluations import append_evaluation
+from dreamfleet.metrics.evaluations import Played, append_evaluation, evaluation_metrics
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.offline import find_source
 from dreamfleet.parallel import combined
@@ -237,10 +238,17 @@ def final_evaluation(
             find_encoder()
         except DreamfleetError as error:
             video, no_encoder = None, str(error)
-    result, _ = play(
+    _finish_round(config, policy, env, say)
+    result, played = play(
         policy, config.eval_episodes, env=env, video=video, logdir=config.logdir, say=say
     )
-    append_evaluation(config.logdir, result, seconds=round(time.monotonic() - start, 1))
+    seconds = round(time.monotonic() - start, 1)
+    append_evaluation(config.logdir, result, kind="final", seconds=seconds)
+    if config.eval_every:
+        checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
+        if (newest := checkpoints.latest()) is not None:
+            checkpoints.rate(newest, result.mean)
+    _write_metrics(config, policy.step, played)
     low, high = min(result.returns), max(result.returns)
     say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
     for note in result.notes():
@@ -250,3 +258,35 @@ def final_evaluation(
     elif video:
         say(f"Video of its first episode: {path}")
     return result
+
+
+def _finish_round(config: RunConfig, last: Policy, env: Task | None, say: Say) -> None:
+    """Play the round of evaluation that the end of the run has interrupted, if there is one."""
+    checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
+    path = checkpoints.pending()
+    if path is None:
+        return
+    policy = Policy.load(path, agent=config.agent)
+    score = None
+    if policy.step < last.step:  # else the evaluation at the end is this round
+        say(f"The round of evaluation that began at step {policy.step:,} is played to its end.")
+        try:
+            result, played = play(
+                policy, config.eval_episodes, env=env, logdir=config.logdir, say=say
+            )
+            append_evaluation(config.logdir, result, kind="round")
+            _write_metrics(config, policy.step, played)
+            score = result.mean
+        except EvaluationError as error:
+            say(f"It failed: {error}")
+    checkpoints.rate(path, score)
+
+
+def _write_metrics(config: RunConfig, step: int, played: Sequence[Played]) -> None:
+    """Add an evaluation to the run's outputs, whose process has ended."""
+    try:
+        outputs = logger(config)
+        outputs.write(step, evaluation_metrics(played, step))
+        outputs.close()
+    except Exception as error:  # the result is in a file already
+        log.warning("The evaluation is missing in the outputs: %r", error, exc_info=error)

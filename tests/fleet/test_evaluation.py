@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_parts import left_behind
+from fleet_parts import (
+    EVERY_STEP,
+    Scored,
+    left_behind,
+    parts,
+    processes_by_title,
+    rows,
+    small_run,
+)
 
 from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
@@ -16,7 +28,14 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.envs.wrappers import TimeLimit
 from dreamfleet.evaluation import EvaluationError, evaluate
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers.local import STOPPED
+from dreamfleet.fleet.launchers.serial import SerialLauncher
+from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, Blueprint, Policy
+from dreamfleet.roles.env import parallel_env
+from dreamfleet.roles.episodes import EpisodeServer
+from dreamfleet.training import final_evaluation
 
 ENVS = """
 import os
@@ -130,3 +149,102 @@ def test_a_policy_in_memory_plays_in_an_environment_of_ones_own(folder: Path) ->
 
     result = evaluate(policy, 4, envs=4, env=factory)
     assert result.lengths == [2, 2, 2, 2]
+
+
+class Counted:
+    """A dummy that notes how many steps it has made."""
+
+    def __init__(self, envid: int) -> None:
+        self._env = make_env("bundled:dummy", seed=envid, **EVERY_STEP)
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+        self.steps = 0
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self.steps += 1
+        return self._env.step(action)
+
+
+def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
+    made: list[Counted] = []
+
+    def make(envid: int) -> Counted:
+        made.append(Counted(envid))
+        return made[-1]
+
+    with EpisodeServer(
+        "inproc://{auto}", [(5,), (6,)], max_steps=10, why=lambda group: ""
+    ) as server:
+        config = small_run(tmp_path, actor_addr=server.address)
+        with SerialLauncher(tmp_path) as launcher:
+            workers = [
+                launcher.start(Worker(f"env-{n}", "env", partial(parallel_env, make, n, config)))
+                for n in (5, 6)
+            ]
+            spaces = make_env("bundled:dummy", **EVERY_STEP)
+            agent = RandomAgent(spaces.obs_space, spaces.act_space)
+            counts = []
+            for _ in range(2):
+                played = server.play(agent, "eval", 3)
+                assert [each.episode and each.episode.length for each in played] == [10, 10, 10]
+                assert all(each.cut_short for each in played)
+                counts.append([env.steps for env in sorted(made, key=lambda env: env.steps)])
+            # The first round: two episodes of one environment, each with its reset. The other one
+            # has played its share and goes on until then. The second round begins with resets.
+            assert counts == [[22, 22], [44, 44]]
+            for worker in workers:
+                worker.terminate()
+            assert [worker.wait(60) for worker in workers] == [STOPPED, STOPPED]
+
+
+def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Everybody who takes part in rounds is killed, one after the other; then scores rise, and the
+    run ends at its target, which rounds decide where there are any."""
+    config = small_run(
+        tmp_path,
+        steps=0,
+        target_score=20.0,
+        eval_every=50,
+        eval_episodes=3,
+        on_failure="restart",
+        outputs=("jsonl", "tensorboard"),
+    )
+    assert (config.all_envs, config.actor_envs) == (5, 4)
+    victims = ["evaluator", "env-4", "agent"]
+    rounds = 0
+
+    def witness(line: str) -> None:
+        nonlocal rounds
+        found = len(rows(tmp_path / "evaluations.jsonl"))
+        if found > rounds and victims and victims[0] in processes_by_title():
+            rounds = found
+            processes_by_title()[victims.pop(0)].kill()
+        elif found > rounds and not victims:
+            (tmp_path / "go").touch()
+
+    factory = partial(Scored, tmp_path)
+    combined(**parts(config, make_env_eval=factory), args=config, progress=witness)
+    found = rows(tmp_path / "evaluations.jsonl")
+    assert not victims
+    assert len(found) >= 4
+    assert {each["kind"] for each in found} == {"round"}
+    assert found[0]["mean"] == 0
+    assert found[-1]["mean"] >= 20
+    steps = [each["step"] for each in found]
+    assert sorted(steps) == steps
+    assert all(b // 50 > a // 50 or a == b for a, b in pairwise(steps))
+    logged = [row for row in rows(tmp_path / "metrics.jsonl") if "eval/step" in row]
+    assert {row["step"]: row["eval/score"] for row in logged} == {
+        each["step"]: each["mean"] for each in found
+    }
+    assert all(row["step"] == row["eval/step"] for row in logged)
+    best = Policy.load(tmp_path, "best")
+    assert best.step == max(found, key=lambda each: (each["mean"], each["step"]))["step"]
+    assert left_behind() == []
+    # The evaluation at the end adds the last point, and says so everywhere.
+    final = final_evaluation(replace(config, launcher="serial"), 0.0, env="bundled:dummy")
+    last = rows(tmp_path / "evaluations.jsonl")[-1]
+    assert (last["kind"], last["mean"]) == ("final", final.mean)
+    assert rows(tmp_path / "metrics.jsonl")[-1]["eval/score"] == pytest.approx(final.mean)
+    assert Checkpoint(tmp_path / "ckpt" / "agent").load(parts=[]).score == final.mean  # type: ignore[union-attr]

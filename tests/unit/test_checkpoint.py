@@ -289,3 +289,24 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
 def test_keep_has_to_keep_something(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="at least 1"):
         Checkpoint(tmp_path, keep=0)
+
+
+def test_one_that_waits_for_its_score_is_kept_until_it_has_it(tmp_path: Path) -> None:
+    ckpt = Checkpoint(tmp_path)
+    asked = ckpt.save({"agent": {"x": np.ones(3)}}, step=1, pending=True)
+    for step in (2, 3, 4):
+        ckpt.save({"agent": {}}, step=step)
+    other = Checkpoint(tmp_path)  # another process looks for it, and gives it its score
+    assert other.pending() == asked
+    assert ckpt.best() is None
+    other.rate(asked, 5.0)
+    assert ckpt.pending() is None
+    loaded = ckpt.load("best")
+    assert (loaded.step, loaded.score) == (1, 5.0)
+    assert loaded.parts["agent"]["x"].tolist() == [1, 1, 1]
+    worse = ckpt.save({"agent": {}}, step=5, pending=True)
+    ckpt.rate(worse, 4.0)
+    unrated = ckpt.save({"agent": {}}, step=6, pending=True)
+    ckpt.rate(unrated, math.nan)
+    newest = ckpt.save({"agent": {}}, step=7)
+    assert names(tmp_path) == [asked.name, newest.name]

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from dreamfleet.cli.console import say, write
 from dreamfleet.errors import ConfigError
-from dreamfleet.evaluation import play, protocol
+from dreamfleet.evaluation import play
 from dreamfleet.policy import Policy
 
 
@@ -53,7 +53,7 @@ def eval(  # noqa: A001 - the command's name
     """
     policy = Policy.load(logdir, "best" if best else "latest", agent=agent, greedy=greedy)
     assert policy.blueprint is not None
-    say(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {protocol(policy)}")
+    say(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {policy.protocol}")
     result, _ = play(
         policy,
         episodes,

@@ -20,6 +20,7 @@ def plot(
     /,
     out: Path = Path("curves.png"),
     bins: Annotated[int, Meta(ge=2)] = 50,
+    evaluations: bool = False,
 ) -> None:
     """Draw learning curves, with published ones where the task has one.
 
@@ -31,8 +32,10 @@ def plot(
         logdirs: Directories of runs; they may be under way.
         out: Where to put the picture; .png, .svg or .pdf.
         bins: Points of a curve at most; each is the mean of the episodes that ended there.
+        evaluations: Draw the means of evaluations, while training and at the end, instead of
+            training episodes.
     """
-    panels = read_panels(logdirs, bins)
+    panels = read_panels(logdirs, bins, evaluations=evaluations)
     draw(panels, out)
     say(_table(panels))
     say(f"picture        {out}")

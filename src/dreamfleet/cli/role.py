@@ -16,11 +16,14 @@ from dreamfleet.fleet.factories import factories
 from dreamfleet.parallel import parallel_envs
 from dreamfleet.resuming import differences, with_changes
 from dreamfleet.roles.agent import parallel_agent
+from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
 
-Name = Literal["agent", "env", "logger", "replay"]
-HERE = SettingsNamed(("logdir", "keys", "actor_addr", "replay_addr", "logger_addr"))
+Name = Literal["agent", "env", "evaluator", "logger", "replay"]
+HERE = SettingsNamed(
+    ("logdir", "keys", "actor_addr", "replay_addr", "logger_addr", "evaluator_addr")
+)
 """What may be another on another machine."""
 
 
@@ -40,7 +43,7 @@ def role(
     an address, may be changed; what is changed is said.
 
     Args:
-        name: agent (acts and learns), env (environments), logger or replay.
+        name: agent (acts and learns), env (environments), evaluator, logger or replay.
         config: The run's config.json; the one in the logdir if not given.
         first: Of the environments: the id of the first one that is started here.
         count: Of the environments: how many are started here; the rest if not given.
@@ -68,6 +71,8 @@ def role(
         parallel_replay(*buffers, parts["make_stream"], args)
     elif name == "logger":
         parallel_logger(parts["make_logger"], args)
+    elif name == "evaluator":
+        parallel_evaluator(args)
     else:
         parallel_agent(parts["make_agent"], args)
 

@@ -32,7 +32,7 @@ EXAMPLES = (
 
 SHORT: Groups = {
     "what": ("task", "env_options", "preset", "agent", "seed", "logdir", "trust"),
-    "when it ends": ("steps", "duration", "target_score", "eval_episodes"),
+    "when it ends": ("steps", "duration", "target_score", "eval_episodes", "eval_every"),
     "learning": ("train_ratio", "batch_size", "batch_length"),
     "starting from other runs": ("from_checkpoint", "prefill", "offline"),
     "processes": ("launcher", "envs", "eval_envs", "envs_per_process"),

@@ -98,7 +98,9 @@ def logger(config: RunConfig) -> Outputs:
     made: dict[str, Callable[[], Output]] = {
         "jsonl": lambda: JsonlOutput(config.logdir / "metrics.jsonl"),
         "media": lambda: MediaOutput(config.logdir / "media"),
-        "tensorboard": lambda: TensorBoardOutput(config.logdir / "tensorboard"),
+        "tensorboard": lambda: TensorBoardOutput(
+            config.logdir / "tensorboard", settings=json.loads(config.to_json())
+        ),
         "wandb": lambda: WandbOutput(
             project="dreamfleet",
             name=config.logdir.name,

@@ -13,6 +13,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
+from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.replay import parallel_replay
@@ -20,6 +21,9 @@ from dreamfleet.roles.runtime import Factory
 
 # Their numpy work is small; a pool of threads in each process would fight over the cores.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+# An accelerator is the agent's; JAX would take most of its memory for a second process.
+_NO_GPU = {"JAX_PLATFORMS": "cpu"}
 
 
 def fleet_workers(
@@ -46,6 +50,17 @@ def fleet_workers(
             notes=notes_path(args, "agent"),
         )
     ]
+    if args.eval_every:
+        workers.append(
+            Worker(
+                "evaluator",
+                "evaluator",
+                partial(parallel_evaluator, args),
+                _NO_GPU,
+                restart=policy,
+                notes=notes_path(args, "evaluator"),
+            )
+        )
     if not args.remote_envs and not args.offline:
         workers += env_workers(make_env_train, make_env_eval, args)
     if not args.remote_replay:

@@ -63,6 +63,19 @@ def read_scores(logdir: Path, frames_per_step: int = 1) -> Scores:
     return Scores(table[:, 0] * frames_per_step, table[:, 1])
 
 
+def read_evaluations(logdir: Path, frames_per_step: int = 1) -> Scores:
+    """The means of a run's evaluations, in order: of rounds while it trained, and at its ends."""
+    path = logdir / "evaluations.jsonl"
+    if not path.is_file():
+        raise MetricsError(f"{logdir} holds no evaluations: there is no {path}.")
+    # A round that was interrupted at its end may be there twice: the last one counts.
+    found = {row["step"]: row["mean"] for row in read_jsonl(path) if row.get("mean") is not None}
+    if not found:
+        raise MetricsError(f"{path} is empty: no evaluation has ended yet.")
+    table = np.array(sorted(found.items()), np.float64)
+    return Scores(table[:, 0] * frames_per_step, table[:, 1])
+
+
 def bin_width(longest: float, most: int = 50) -> float:
     """A round width that cuts so many frames into at most `most` bins: 1, 2 or 5 times ten to a
     power."""

@@ -129,7 +129,7 @@ class Actor:
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
-        self._carries = Carries(agent, max(16, 2 * args.all_envs))
+        self._carries = Carries(agent, max(16, 2 * args.actor_envs))
         self._policy_lock = threading.Lock()
         self._sizes = policy_sizes(args)
         self._video = VideoFrames(args.report_every)
@@ -371,7 +371,7 @@ def policy_sizes(args: RunConfig) -> tuple[int, ...]:
     A compiled policy is compiled for each size it meets, and a batch that was closed by the waiting
     time may have any. So batches are padded to the next of these sizes.
     """
-    usual = {args.policy_batch, min(args.envs_per_process, args.all_envs)}
+    usual = {args.policy_batch, min(args.envs_per_process, args.actor_envs)}
     powers = {2**power for power in range(max(usual).bit_length())}
     return tuple(sorted(size for size in usual | powers if size <= max(usual)))
 
@@ -441,7 +441,7 @@ def why_waiting(
             f"the actor waits for a full batch: it has {observations} of {args.policy_batch} "
             f"observations, and uses a smaller batch after {args.actor_wait:g} s"
         )
-    unknown = [envid for envid in range(args.all_envs) if envid not in idle]
+    unknown = [envid for envid in range(args.actor_envs) if envid not in idle]
     if len(unknown) > observations:
         reasons.append(f"no observation from {_names(unknown)} yet")
     late = {envid: age for envid, age in idle.items() if age > args.log_every}

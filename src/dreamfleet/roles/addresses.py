@@ -20,8 +20,8 @@ from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 from dreamfleet.transport.address import AUTO, parse
 
-RoleName = Literal["actor", "replay", "logger"]
-SERVERS: tuple[RoleName, ...] = ("actor", "replay", "logger")
+RoleName = Literal["actor", "replay", "logger", "evaluator"]
+SERVERS: tuple[RoleName, ...] = ("actor", "replay", "logger", "evaluator")
 """The roles that others connect to."""
 
 

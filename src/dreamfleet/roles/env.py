@@ -70,7 +70,7 @@ def parallel_env(
         env.build()
     watchdog.pause()
     block = ObservationBlock(ids, is_eval)
-    server = find_server(args, "actor")
+    server = find_server(args, "evaluator" if is_eval and args.eval_every else "actor")
     with Client(server, f"env-{ids[0]}", keys=args.run_keys) as client:
         close_when_stopped(client)
         try:

@@ -27,6 +27,11 @@ Group = tuple[int, ...]
 _TICK_SECONDS = 1.0
 
 
+def groups_of(ids: Sequence[int], size: int) -> list[Group]:
+    """Environments by the process that they are in, so many in each."""
+    return [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]
+
+
 def no_tick() -> None:
     """Shows nothing."""
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dreamfleet.agents.api import Agent
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.clock import GlobalClock
+from dreamfleet.clock import GlobalClock, LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
@@ -33,6 +33,7 @@ LOOK_AHEAD = 2
 _FIRST_TIMEOUT = 3600.0
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _STATE_SECONDS = 2.0
+_ROUND_SECONDS = 0.5
 _FLUSH_SECONDS = 10.0
 
 
@@ -82,6 +83,8 @@ class Saver:
         self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
         self._position: dict[str, Any] = {}
         self._notes = Notes(notes_path(args, "agent"))
+        self._round = 0  # the step at which the last round of evaluation began
+        self._round_may_begin = LocalClock(_ROUND_SECONDS, first=True)
         self.updates = 0
 
     def restore(self) -> str:
@@ -95,6 +98,7 @@ class Saver:
             self._agent.load(snapshot.parts["agent"])
             step = snapshot.step
             self.updates = int(snapshot.parts["run"]["updates"])
+            self._round = int(snapshot.parts["run"].get("round", 0))
             restored = f"resuming from {snapshot.path}"
         elif self._args.from_checkpoint:
             restored = self._start_from(Path(self._args.from_checkpoint))
@@ -131,18 +135,34 @@ class Saver:
                 if self._progress.finished.is_set() or time.monotonic() > deadline:
                     raise
 
-    def save(self) -> None:
-        """Write a checkpoint, with the evaluation score that tells which one is the best."""
+    def begin_round(self) -> None:
+        """Begin a round of evaluation if one is due: save a checkpoint that waits for its score.
+
+        A round that is due while another one is under way begins as soon as that one has ended.
+        """
+        every = self._args.eval_every
+        if not every or self._progress.step // every <= self._round // every:
+            return
+        if self._round_may_begin() and self._checkpoint.pending() is None:
+            self._round = self._progress.step
+            self.save(pending=True)
+
+    def save(self, *, pending: bool = False) -> None:
+        """Write a checkpoint, with the evaluation score that tells which one is the best.
+
+        Args:
+            pending: The score is found by a round of evaluation that begins with this checkpoint.
+        """
         position = self._newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
         parts: dict[str, dict[str, Any]] = {
             "agent": self._agent.save(),
-            "run": {"updates": self.updates},
+            "run": {"updates": self.updates, "round": self._round},
             "replay": position,
             BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
-        self._checkpoint.save(parts, step=step, score=self._evaluation_score())
+        self._checkpoint.save(parts, step=step, score=self._evaluation_score(), pending=pending)
         self._notes.progress()
 
     def _newest_position(self) -> dict[str, Any]:
@@ -156,7 +176,7 @@ class Saver:
 
     def _evaluation_score(self) -> float | None:
         """The mean score of recent evaluation episodes, if there are any."""
-        if not self._args.eval_envs:
+        if not self._args.eval_envs or self._args.eval_every:
             return None
         try:
             score = self._logger.status().result(_SCORE_SECONDS)["eval_score"]
@@ -264,6 +284,7 @@ class Learner:
             if should_save():
                 with timer.section("save"):
                     self._saver.save()
+            self._saver.begin_round()
         if previous is not None:
             self._process(*previous)
         self._log()

@@ -47,6 +47,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     server = Server(listen_address(args, "logger"), "logger", keys=args.run_keys)
     server.bind("tran", logger.tran, repeatable=True)
     server.bind("add", logger.add, repeatable=True)
+    server.bind("evaluated", logger.evaluated, repeatable=True)
     server.bind("status", logger.status, repeatable=True)
     with server:
         publish_address(args, "logger", server.address)
@@ -68,7 +69,8 @@ class Logger:
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._target = args.target_score
-        self._judged = self._recent_eval if args.eval_envs else self._recent
+        self._judged = self._recent_eval if args.eval_envs or args.eval_every else self._recent
+        self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
         self._newest: dict[str, float | str] = {}
         self._reported: dict[str, float] = {}  # when each role last reported
         self._step = _UNKNOWN
@@ -127,7 +129,7 @@ class Logger:
 
     def _target_reached(self) -> bool:
         """Whether recent episodes score enough: evaluation episodes if the run has any."""
-        if self._target is None or len(self._judged) < RECENT_EPISODES:
+        if self._target is None or len(self._judged) < self._enough:
             return False
         return float(np.mean(self._judged)) >= self._target
 
@@ -139,6 +141,15 @@ class Logger:
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
             if self._step != _UNKNOWN:  # a logger that was restarted has yet to learn the step
                 self._output.write(self._step, metrics)
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the result of a round of evaluation, with the step at which it began."""
+        with self._lock:
+            self._newest |= metrics
+            if "eval/score" in metrics:  # else all of its episodes failed
+                self._recent_eval.clear()
+                self._recent_eval.append(metrics["eval/score"])
+            self._output.write(step, metrics)
 
     def status(self) -> dict[str, Any]:
         """The step, the score of recent episodes, the newest metrics, and for how many seconds each

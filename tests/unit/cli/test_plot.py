@@ -127,3 +127,19 @@ def test_without_matplotlib_the_fix_is_told(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plot", run(tmp_path / "run", 10), "--out", str(tmp_path / "c.png")]) == 1
     assert "pip install 'dreamfleet[plot]'" in capsys.readouterr().err
+
+
+def test_evaluations_are_drawn_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs that are only evaluated in another way are seeds of each other."""
+    logdir = run(tmp_path / "run", 100, eval_every=1000)
+    other = run(tmp_path / "other", 100, seed=1, eval_every=2000, eval_envs=3)
+    rows = [{"step": 1000 * n, "mean": 10.0 * n, "kind": "round"} for n in range(1, 21)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for each in (logdir, other):
+        (Path(each) / "evaluations.jsonl").write_text(text)
+    out = str(tmp_path / "curves.png")
+    assert main(["plot", logdir, other, "--evaluations", "--out", out]) == 0
+    (row,) = table(capsys)
+    assert row[2:5] == ["2", "20,000", "195"]  # the mean of the last tenth: 190 and 200
+    assert main(["plot", run(tmp_path / "no", 1), "--evaluations", "--out", out]) == 1
+    assert "holds no evaluations" in capsys.readouterr().err

@@ -85,6 +85,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(
 class FakeRun:
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict]] = []
+        self.axes: dict[str, str] = {}
         self.finished = False
 
     def log(self, row: dict, step: int) -> None:
@@ -92,6 +93,9 @@ class FakeRun:
             if isinstance(value, tuple) and value[0] == "video":
                 assert Path(value[1]).read_bytes().startswith(b"GIF89a"), "the file is there"
         self.rows.append((step, row))
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
 
     def finish(self) -> None:
         self.finished = True
@@ -107,6 +111,37 @@ def wandb(monkeypatch) -> FakeRun:
     module.Video = lambda path, **options: ("video", path, options["format"])
     monkeypatch.setitem(sys.modules, "wandb", module)
     return run
+
+
+def test_wandb_draws_evaluations_over_their_own_step(wandb: FakeRun) -> None:
+    """The package drops a row whose step is lower than one before."""
+    output = WandbOutput()
+    output.write(700, {"loss": 1.0})
+    output.write(500, {"eval/score": 3.0, "eval/step": 500.0})
+    output.write(800, {"loss": 1.0})
+    assert [step for step, _ in wandb.rows] == [700, 700, 800]
+    assert wandb.rows[1][1]["eval/step"] == 500
+    assert wandb.axes == {"eval/*": "eval/step"}
+
+
+def test_tensorboard_gets_hyperparameters(tmp_path: Path) -> None:
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+    settings = {"seed": 3, "dreamer": {"loss": {"horizon": 100.0}}, "outputs": ["jsonl"]}
+    output = TensorBoardOutput(tmp_path, settings=settings)
+    output.write(5, {"eval/score": 2.0})
+    output.close()
+    found = events(tmp_path)
+    (_, start), (_, experiment) = (
+        found[f"_hparams_/{name}"][0] for name in ("session_start_info", "experiment")
+    )
+    told = HParamsPluginData.FromString(start.metadata.plugin_data.content)
+    hparams = told.session_start_info.hparams
+    assert hparams["dreamer.loss.horizon"].number_value == 100
+    assert hparams["seed"].number_value == 3
+    shown = HParamsPluginData.FromString(experiment.metadata.plugin_data.content).experiment
+    assert "eval/score" in [each.name.tag for each in shown.metric_infos]
+    assert found["eval/score"][0][0] == 5
 
 
 def test_wandb_gets_every_kind(wandb: FakeRun) -> None:

@@ -12,7 +12,7 @@ from fleet_parts import CountingAgent, small_run
 from dreamfleet.agents import Dreamer, DreamerConfig, size_preset
 from dreamfleet.agents.dreamer import agent as dreamer_module
 from dreamfleet.agents.dreamer.acting import Draws
-from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.envs import make_env
 from dreamfleet.roles.actor import Carries, padded_policy
 from dreamfleet.roles.learner import LOOK_AHEAD, RemoteStream, Saver
@@ -216,6 +216,37 @@ def test_the_best_checkpoint_is_kept_by_evaluation_score(tmp_path: Path) -> None
     assert best is not None
     assert latest is not None
     assert (best.step, latest.step) == (20, 50)
+
+
+def test_rounds_of_evaluation_begin_at_their_steps_one_at_a_time_and_over_restarts(
+    tmp_path: Path,
+) -> None:
+    config = small_run(tmp_path, eval_every=100, eval_episodes=2)
+    checkpoint = Checkpoint(tmp_path / "ckpt" / "agent")
+
+    def at(step: int) -> int | None:
+        """Restart the agent at a step; returns the step of the round that is due or under way."""
+        progress = Progress()
+        restarted = saver(CountingAgent(), config, progress, step)
+        restarted.restore()
+        progress.restore(step)
+        restarted.begin_round()
+        path = checkpoint.pending()
+        return None if path is None else read_checkpoint(path).step
+
+    assert at(99) is None
+    assert at(130) == 130
+    assert at(250) == 130  # which is still under way
+    checkpoint.rate(checkpoint.pending() or tmp_path, 1.0)
+    assert at(250) == 250
+    checkpoint.rate(checkpoint.pending() or tmp_path, 3.0)
+    assert at(299) is None
+    assert at(300) == 300
+    checkpoint.rate(checkpoint.pending() or tmp_path, 2.0)
+    saver(CountingAgent(), config, Progress(), 400, 9.0).save()  # a score of no round
+    best = checkpoint.load("best")
+    assert best is not None
+    assert (best.step, best.score) == (250, 3.0)
 
 
 class Source:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, Self
 
 from dreamfleet.errors import ConfigError
 
-Role = Literal["agent", "env", "replay", "logger"]
+Role = Literal["agent", "evaluator", "env", "replay", "logger"]
 
 STOPPED = 143
 """Exit code of a worker that stopped because somebody asked it to, as shells have it of SIGTERM."""

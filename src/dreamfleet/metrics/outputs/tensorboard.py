@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,33 @@ from dreamfleet.metrics.outputs.base import kind_of
 
 
 class TensorBoardOutput:
-    """Scalars, histograms, images, videos (as animated GIFs) and text."""
+    """Scalars, histograms, images, videos (as animated GIFs) and text.
 
-    def __init__(self, directory: Path | str, *, fps: float = 20) -> None:
+    Args:
+        directory: Where event files go.
+        settings: Hyperparameters of the run, for TensorBoard's page of them; groups may be nested.
+        results: Keys of the metrics that this page shows next to them.
+        fps: Of videos.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        results: Sequence[str] = ("eval/score", "episode/score"),
+        fps: float = 20,
+    ) -> None:
         tensorboard: Any = import_extra("tensorboardX", "TensorBoard files", "tensorboard")
         messages: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
         self._summary = messages.Summary
         self._writer = tensorboard.SummaryWriter(str(directory))
         self._fps = fps
+        if settings is not None:
+            module: Any = importlib.import_module("tensorboardX.summary")
+            # Into this very file: the package's own way makes a directory, and so a second run.
+            for summary in module.hparams(_flat(settings), dict.fromkeys(results)):
+                self._writer.file_writer.add_summary(summary)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         for key, value in metrics.items():
@@ -57,3 +76,16 @@ class TensorBoardOutput:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
+    """Settings by their path, as the plugin takes them."""
+    flat: dict[str, bool | float | str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, (bool, int, float, str)):
+            flat[f"{prefix}{key}"] = value
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat

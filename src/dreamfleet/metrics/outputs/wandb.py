@@ -13,6 +13,8 @@ from dreamfleet.errors import import_extra
 from dreamfleet.metrics.frames import as_frames, encode_gif
 from dreamfleet.metrics.outputs.base import kind_of
 
+_EVAL_STEP = "eval/step"
+
 
 class WandbOutput:
     """Scalars, histograms, images, videos and text.
@@ -27,6 +29,8 @@ class WandbOutput:
         self._wandb: Any = import_extra("wandb", "Logs in Weights & Biases", "wandb")
         self._run = self._wandb.init(**init)
         self._fps = fps
+        self._step = int(getattr(self._run, "step", 0))  # where a resumed run is
+        self._own_axis = False
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         with tempfile.TemporaryDirectory(prefix="dreamfleet-wandb-") as folder:
@@ -35,9 +39,15 @@ class WandbOutput:
                 converted = self._convert(value, Path(folder) / f"{number}.gif")
                 if converted is not None:
                     row[key] = converted
+            if _EVAL_STEP in row and not self._own_axis:
+                self._own_axis = True
+                self._run.define_metric("eval/*", step_metric=_EVAL_STEP)
+            # The package drops rows of earlier steps, and an evaluation belongs to the step at
+            # which it began: it is drawn over a step of its own.
+            self._step = max(self._step, step)
             # Logged inside the block: the package copies files while it logs them.
             if row:
-                self._run.log(row, step=step)
+                self._run.log(row, step=self._step)
 
     def _convert(self, value: Any, path: Path) -> Any:
         kind = kind_of(value)
