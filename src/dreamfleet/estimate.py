@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 import os
 import shlex
 import time
@@ -186,6 +187,18 @@ def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
     )
 
 
+def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> float:
+    """Bytes of the files of both replays when they are full, or when the run ends."""
+    replay, needed = config.replay, 0.0
+    step = step_bytes(config, obs_space, act_space)
+    for envs in (config.envs, config.eval_envs):
+        # Every environment has a file of its own that is not full.
+        collected = config.steps * envs / config.envs + envs * replay.chunk
+        kept = min(collected, replay.capacity) if config.steps else replay.capacity * bool(envs)
+        needed += min(kept * step, replay.max_bytes or math.inf)
+    return needed
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a run is expected to need and to reach."""
@@ -223,10 +236,7 @@ def estimate(
     """
     processes = -(-config.all_envs // config.envs_per_process)
     memory = 2 * _SERVER_BYTES + processes * _PROCESS_BYTES + config.all_envs * env_bytes
-    held = min(config.replay.capacity, config.steps or config.replay.capacity)
-    # Every environment writes a file of its own, which is reserved as a whole.
-    disk = (held + config.envs * config.replay.chunk) * step_bytes(config, obs_space, act_space)
-    disk = min(disk, config.replay.max_bytes or disk)
+    disk = replay_bytes(config, obs_space, act_space)
     if not isinstance(config.agent_config, DreamerConfig):
         return Estimate(None, None, memory + _SERVER_BYTES, disk)
     parts = parts_of(config.agent_config.model, obs_space, act_space)
@@ -441,18 +451,23 @@ def _of_speed(
 ) -> Iterable[str]:
     if found.updates is None:
         return
-    seconds = found.seconds(config)
+    seconds, settings = found.seconds(config), config.agent_config
+    images = any(space.image for space in observed(obs_space).values())
+    for_vectors = images and settings == PRESETS["default"].agent_config
     long = seconds is not None and seconds > _LONG
-    if found.updates >= _FEW_UPDATES and not long:
+    if found.updates >= _FEW_UPDATES and not long and not for_vectors:
         return
     what = f"Warning: about {found.updates:.2g} updates/s are expected on this machine"
     if found.steps:
-        what += f" ({readable(found.steps)} environment steps/s"
+        what += f" ({found.steps:.2g} environment steps/s"
         what += f", {clock(seconds)} for all steps)" if seconds else ")"
     better = suggest(config.task, {}, obs_space, act_space, machine)
     ours, theirs = found.steps or found.updates, better.estimate.steps or 0.0
-    if theirs > 2 * ours:
-        fix = f"{better.flags() or '--preset default'} makes {readable(theirs)} steps/s"
+    if for_vectors:
+        what += " with the preset for vectors"
+        fix = f"{better.flags()} is for images and makes about {theirs:.2g} steps/s"
+    elif theirs > 2 * ours and better.flags():
+        fix = f"{better.flags()} makes about {theirs:.2g} steps/s"
     elif config.train_ratio > 0:
         fix = "lower --train-ratio, --steps, the batch or the model"
     else:

@@ -126,7 +126,7 @@ def test_disk_is_what_the_replay_stores() -> None:
     )  # fmt: skip
     # A tick, the reward, three flags, five floats, an action.
     assert step_bytes(config, vector(5), ACTION) == 8 + 4 + 3 + 20 + 4
-    assert estimate(config, vector(5), ACTION, TWO_CORES).disk == 1020 * 39
+    assert estimate(config, vector(5), ACTION, TWO_CORES).disk == 1000 * 39, "the capacity"
     short = replace(config, steps=100)
     assert estimate(short, vector(5), ACTION, TWO_CORES).disk == 120 * 39
     dreamer = preset("default")
@@ -196,8 +196,14 @@ def test_an_image_task_with_settings_for_vectors_is_warned_of() -> None:
     (words,) = warnings(preset("default"), image(128), ACTION, TWO_CORES)
     assert words.startswith("Warning: about 0.")
     assert "updates/s are expected on this machine" in words
+    assert "with the preset for vectors" in words
     assert "--preset pixels --env-options" in words
     assert "\n" not in words
+    (small,) = warnings(preset("default"), image(32), ACTION, TWO_CORES)
+    assert "an estimate: --preset pixels is for images" in small
+    assert warnings(preset("pixels"), image(32), ACTION, TWO_CORES) == []
+    (large,) = warnings(preset("pixels"), image(256), ACTION, TWO_CORES)
+    assert "--preset pixels --env-options 'size=[64,64]' makes about" in large
 
 
 def test_a_run_of_weeks_is_warned_of() -> None:

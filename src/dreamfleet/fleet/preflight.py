@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import re
 import resource
@@ -22,7 +21,7 @@ from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
-from dreamfleet.estimate import warnings
+from dreamfleet.estimate import replay_bytes, step_bytes, warnings
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
@@ -246,19 +245,14 @@ def check_disk(
     """
     if config.remote_replay:
         return
-    agent, replay = config.agent_type, config.replay
-    stored = agent.stored_space(obs_space, act_space, config.settings_of(agent))
-    spaces = [*without_logs(obs_space).values(), *without_reset(act_space).values()]
-    step = _TICK_BYTES + sum(
-        space.dtype.itemsize * math.prod(space.shape) for space in (*spaces, *stored.values())
+    replay = config.replay
+    step = step_bytes(config, obs_space, act_space)
+    needed = replay_bytes(config, obs_space, act_space)
+    taken = sum(
+        path.stat().st_size
+        for name in ("replay", "eval_replay")
+        for path in (config.logdir / name).glob("*")
     )
-    needed, taken = 0.0, 0
-    for name, envs in (("replay", config.envs), ("eval_replay", config.eval_envs)):
-        # Every environment has a file of its own that is not full.
-        collected = config.steps * envs / config.envs + envs * replay.chunk
-        kept = min(collected, replay.capacity) if config.steps else replay.capacity * bool(envs)
-        needed += min(kept * step, replay.max_bytes or math.inf)
-        taken += sum(path.stat().st_size for path in (config.logdir / name).glob("*"))
     there = _nearest(config.logdir)
     room = (shutil.disk_usage(there).free if free is None else free) + taken
     if needed > room:
