@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -251,9 +252,12 @@ class _Member:
         return read_notes(self.worker.notes) if self.worker.notes else Noted()
 
     def start(self) -> RunningWorker:
-        if self.worker.notes:
-            Notes(self.worker.notes)  # nobody takes what the one before was doing for this one
-        self._running = self._launcher.start(self.worker)
+        try:
+            if self.worker.notes:
+                Notes(self.worker.notes)  # nobody takes what the one before was doing for this one
+            self._running = self._launcher.start(self.worker)
+        except OSError as error:  # no memory, no more processes, a full disk
+            self._running = _NotStarted(error)
         self._started = time.time()
         return self._running
 
@@ -271,7 +275,10 @@ class _Member:
             self._running.wait()
 
     def output(self) -> str:
-        return self._running.output() if self._running else ""
+        try:
+            return self._running.output() if self._running else ""
+        except OSError as error:  # its log cannot be read
+            return str(error)
 
     def describe_exit(self, code: int) -> tuple[str, str]:
         """How it ended, and one line on why: its exception, or that it hung; empty if it did not
@@ -307,6 +314,25 @@ class _Member:
             restarts=self.restarts,
             error=self.failure,
         )
+
+
+class _NotStarted:
+    """A worker that could not be started, which is a failure like any other."""
+
+    pid, host = 0, ""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002 - the protocol's
+        return 1
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def output(self) -> str:
+        return "".join(traceback.format_exception(self.error)).rstrip()
 
 
 class _Failure(NamedTuple):

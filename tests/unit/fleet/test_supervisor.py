@@ -6,12 +6,19 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet_parts import until_stopped
 
 from dreamfleet.fleet import supervisor
-from dreamfleet.fleet.launchers import RestartPolicy, Worker, find_launcher
+from dreamfleet.fleet.launchers import (
+    Launcher,
+    RestartPolicy,
+    RunningWorker,
+    Worker,
+    find_launcher,
+)
 from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
 from dreamfleet.roles.notes import Notes
@@ -101,3 +108,50 @@ def test_a_record_that_cannot_be_written_keeps_nobody_from_saving(
             [leader, Worker("replay", "replay", save_when_stopped)], launcher, logdir=tmp_path
         ).run()
     assert saved == ["agent", "replay"]
+
+
+class NoRoom:
+    """A launcher that cannot start a worker of this name, some times."""
+
+    def __init__(self, launcher: Launcher, name: str, times: int) -> None:
+        self._launcher, self._name, self._left = launcher, name, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._launcher, name)
+
+    def start(self, worker: Worker) -> RunningWorker:
+        if worker.name == self._name and self._left:
+            self._left -= 1
+            raise OSError(12, "Cannot allocate memory")
+        return self._launcher.start(worker)
+
+
+def test_a_worker_that_cannot_be_started_has_failed_and_is_tried_again(tmp_path: Path) -> None:
+    there = threading.Event()
+    lines: list[str] = []
+
+    def serve() -> None:
+        there.set()
+        until_stopped()
+
+    def wait_for_it() -> None:
+        assert there.wait(120)
+
+    leader = Worker("agent", "agent", wait_for_it, ends_run=True)
+    replay = Worker("replay", "replay", serve)
+    with find_launcher("serial")(tmp_path) as launcher:
+        room: Any = NoRoom(launcher, "replay", 2)
+        Supervisor([leader, replay], room, logdir=tmp_path, say=lines.append).run()
+    assert there.is_set()
+    assert [line.partition(" and is started again")[0] for line in lines] == [
+        "replay ended with code 1 (OSError: [Errno 12] Cannot allocate memory)"
+    ] * 2
+
+
+def test_a_worker_that_can_never_be_started_ends_the_run(tmp_path: Path) -> None:
+    leader = Worker("agent", "agent", until_stopped, ends_run=True)
+    replay = Worker("replay", "replay", until_stopped, restart=RestartPolicy(max_restarts=1))
+    with find_launcher("serial")(tmp_path) as launcher:
+        room: Any = NoRoom(launcher, "replay", -1)
+        with pytest.raises(FleetError, match=r"(?s)failed again.*Cannot allocate memory"):
+            Supervisor([leader, replay], room, logdir=tmp_path).run()
