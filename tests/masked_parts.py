@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,6 +17,9 @@ LENGTH = 8
 
 class Doors(EpisodicEnv):
     """Two of five doors are open, which ones depends on the room; the last room has none."""
+
+    tried: ClassVar[list[int]] = []
+    """Closed doors that were tried in this process: a fleet forgives an environment that raises."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(
@@ -33,6 +36,7 @@ class Doors(EpisodicEnv):
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
         door = int(action["door"])
         if not doors_of(self._room)[door]:
+            self.tried.append(door)
             raise RuntimeError(f"door {door} is closed in room {self._room}")
         self._rooms += 1
         last = self._rooms == LENGTH
