@@ -1,7 +1,7 @@
 """Dreamfleet trains DreamerV3 with a fleet of processes.
 
-    from dreamfleet import evaluate, preset, train
-    train(preset("default").changed({"task": "gym:Acrobot-v1", "logdir": "runs/acrobot"}))
+    from dreamfleet import evaluate, train
+    train(env="gym:Acrobot-v1", logdir="runs/acrobot")
     print(evaluate("runs/acrobot").mean)
 
 Most names are looked up on first use, so that processes which need few of them stay small.
@@ -15,6 +15,7 @@ from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.spaces import Space
 
 if typing.TYPE_CHECKING:
+    from dreamfleet.callbacks import StopTraining
     from dreamfleet.config import RunConfig
     from dreamfleet.envs import make_env
     from dreamfleet.evaluation import Evaluation, evaluate
@@ -31,6 +32,7 @@ __all__ = [
     "Policy",
     "RunConfig",
     "Space",
+    "StopTraining",
     "__version__",
     "configure",
     "evaluate",
@@ -44,6 +46,7 @@ _LATER = {
     "Evaluation": "evaluation",
     "Policy": "policy",
     "RunConfig": "config",
+    "StopTraining": "callbacks",
     "configure": "training",
     "evaluate": "evaluation",
     "make_env": "envs",

@@ -41,7 +41,8 @@ CONFIG_FILE = "config.json"
 
 PROGRESS_STEPS = 20
 """Steps of an environment after which its failures before them are forgiven."""
-OutputName = Literal["jsonl", "media", "tensorboard", "wandb"]
+OUTPUTS = ("jsonl", "media", "tensorboard", "wandb")
+"""The outputs of this package; all others are named as `package.module:Class`."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,9 @@ class RunConfig:
     report_every: ZeroOrMore = 300.0
     """Seconds between two reports, and between two videos of an environment with images; 0 for
     never."""
-    outputs: tuple[OutputName, ...] = ("jsonl", "media")
+    outputs: tuple[str, ...] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
-    wandb."""
+    wandb, or your own as package.module:Class."""
     save_every: ZeroOrMore = 120.0
     """Seconds between two checkpoints; 0 saves at the end only."""
     episode_timeout: AboveZero = 180.0
@@ -201,6 +202,12 @@ class RunConfig:
             "seed" not in self.env_options,
             "env_options may not hold a seed: every environment gets its own; set the run's seed.",
         )
+        for name in self.outputs:
+            require(
+                name in OUTPUTS or ":" in name,
+                f"There is no output {name!r}: choose from {', '.join(OUTPUTS)}, or write "
+                "package.module:Class for your own.",
+            )
         # Reports use the replay's training sequences.
         object.__setattr__(self, "report_length", min(self.report_length, self.batch_length))
         require(

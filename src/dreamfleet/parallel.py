@@ -15,6 +15,7 @@ Each role may run anywhere: all it needs are its factories and a `RunConfig`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,7 @@ def combined(
     args: RunConfig,
     say: Say = silent,
     progress: Say | None = None,
+    tick: Callable[[], None] | None = None,
 ) -> None:
     """Run the whole fleet under the supervisor; returns when the run is over.
 
@@ -72,6 +74,8 @@ def combined(
         args: The run.
         say: Takes lines for the person.
         progress: Takes the lines that tell now and then how far the run is; None for `say`.
+        tick: Called every `log_every` seconds. What it raises ends the run in order, and is raised
+            then.
 
     Raises:
         FleetError: A worker failed, and the run ended because of it.
@@ -92,7 +96,21 @@ def combined(
     )
     try:
         with launcher, Watcher(run.logdir) as watcher:
-            supervisor.run(StatusLines(watcher, progress or say).show, run.log_every)
+            lines = StatusLines(watcher, progress or say)
+            raised: list[Exception] = []
+
+            def every_while() -> None:
+                lines.show()
+                try:
+                    if tick and not raised:
+                        tick()
+                except Exception as error:
+                    raised.append(error)
+                    supervisor.stop("callback")
+
+            supervisor.run(every_while, run.log_every)
+            if raised:
+                raise raised[0]
     finally:
         remove_addresses(run.logdir)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
+from dreamfleet.config import CONFIG_FILE, OUTPUTS, RunConfig, read_config
 from dreamfleet.envs import is_bundled
 from dreamfleet.errors import ConfigError
 
@@ -63,7 +63,7 @@ def with_changes(
     if "env_options" in given:
         given["env_options"] = {**before.env_options, **given["env_options"]}
     if not trust:
-        _refuse_code(source, _task_and_agent(before), given, name)
+        _refuse_code(source, _parts(before), given, name)
     config = before.changed(given).resolved()
     if not trust:
         _refuse_code(source, _networks(config), given, name)
@@ -95,11 +95,13 @@ def steps_made(logdir: Path) -> int:
     return snapshot.step if snapshot else 0
 
 
-def _task_and_agent(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _parts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not is_bundled(config.task):
         yield "task", config.task
     if config.agent not in BUILT_IN:
         yield "agent", config.agent
+    if set(config.outputs) - set(OUTPUTS):
+        yield "outputs", " ".join(config.outputs)
 
 
 def _networks(config: RunConfig) -> Iterator[tuple[str, str]]:

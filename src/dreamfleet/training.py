@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dreamfleet.callbacks import Callbacks, Follower, StopTraining
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
@@ -92,6 +93,9 @@ def train(
     preset: str | None = None,
     say: Say = print_line,
     display: Callable[[Path], AbstractContextManager[Say]] | None = live,
+    on_log: Callable[[int, dict[str, Any]], object] | None = None,
+    on_episode: Callable[[int, float, int], object] | None = None,
+    on_checkpoint: Callable[[int, Path], object] | None = None,
     **settings: Any,
 ) -> Evaluation | None:
     """Train an agent with a fleet of processes until the run ends, then evaluate it.
@@ -108,8 +112,15 @@ def train(
         say: Takes lines for the person.
         display: Shows the run in this directory while it trains, and gives what takes the lines
             about progress; None lets `say` take them.
+        on_log: Called in this process with the step and the metrics of every entry of
+            `metrics.jsonl`, every `log_every` seconds.
+        on_episode: The same with the step, score and length of every training episode.
+        on_checkpoint: The same with the step and directory of a new checkpoint. An exception in any
+            of the three ends the run in order, with a checkpoint, and is raised here;
+            `StopTraining` only ends it.
         settings: By their name, such as `steps=10_000`; two underscores stand for a dot:
-            `dreamer__loss__horizon=100`.
+            `dreamer__loss__horizon=100`. `outputs` may also hold classes of your own, which are
+            made in the logger's process with the run's directory.
 
     Returns:
         The evaluation at the end; None if `eval_episodes` is 0.
@@ -119,7 +130,17 @@ def train(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
+    outputs = [each for each in settings.get("outputs", ()) if not isinstance(each, str)]
+    if "outputs" in settings:
+        settings["outputs"] = [each for each in settings["outputs"] if isinstance(each, str)]
+    if objects := [each for each in outputs if not callable(each)]:
+        raise ConfigError(
+            f"An output is made in the logger's process: pass the class {type(objects[0]).__name__}"
+            ", or a function that returns the object, which is called with the run's directory."
+        )
     config = _config_of(config, env, preset, settings, say)
+    callbacks = Callbacks(on_log, on_episode, on_checkpoint)
+    callbacks.check(config)
     maker = _maker(config, env)
     notes = preflight(config, partial(environment, config, maker))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
@@ -129,7 +150,13 @@ def train(
     if not _is_over(config, say):
         shown = display(config.logdir) if display else nullcontext(say)
         with claim_directory(config.logdir), shown as progress:
-            combined(**factories(config, maker), args=config, say=say, progress=progress)
+            follower = Follower(callbacks, config.logdir)
+            parts = factories(config, maker, outputs)
+            try:
+                combined(**parts, args=config, say=say, progress=progress, tick=follower.look)
+                follower.look()
+            except StopTraining as reason:
+                say(f"The run was ended by a callback. {reason}".strip())
     result = final_evaluation(config, start, say, maker) if config.eval_episodes else None
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result

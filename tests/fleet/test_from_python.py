@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from documents import ROOT, python_blocks
 from fleet_parts import rows, small_run
 
-from dreamfleet import ConfigError, Policy, train
+from dreamfleet import ConfigError, Policy, StopTraining, resume, train
 from dreamfleet.config import read_config
 from dreamfleet.envs.bundled import Dummy
+from dreamfleet.fleet.supervisor import silent
+from dreamfleet.metrics import Outputs
 
 TARGET = """
 import functools
@@ -117,3 +122,73 @@ def test_settings_are_arguments(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             train(config, **given)
+
+
+SHORT = (
+    'steps=150, agent="random", envs=2, train_ratio=1, batch_size=2, batch_length=8, '
+    "log_every=0.2, eval_episodes=1"
+)
+
+
+@pytest.mark.parametrize("name", ["train_target", "with_callbacks", "with_outputs"])
+def test_the_programs_of_the_guide_work(tmp_path: Path, name: str) -> None:
+    (code,) = (each for each in python_blocks("python.md") if each.startswith(f"# {name}.py\n"))
+    short = code.replace("steps=20_000", SHORT).replace(", dreamer__loss__horizon=50", "")
+    assert short != code
+    (tmp_path / "program.py").write_text(short)
+    done = run("program.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if name == "with_callbacks":
+        logdir = tmp_path / "runs" / "gym-CartPole-v1"
+        assert f"{len(rows(logdir / 'scores.jsonl'))} episodes" in done.stdout
+        assert "is saved in runs/gym-CartPole-v1/ckpt/agent/000001-step-" in done.stdout
+    if name == "with_outputs":
+        lines = (tmp_path / "runs" / "Walk" / "metrics.csv").read_text().splitlines()
+        assert any(",episode/log/distance/max," in line for line in lines)
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its cells one after the other, as code that has no file."""
+    path = ROOT / "examples" / "notebook.ipynb"
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    short = code.replace("steps=10_000, eval_episodes=5", SHORT)
+    assert short != code
+    done = run("-c", f"import matplotlib; matplotlib.use('agg')\n{short}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mean score of 1 new episodes" in done.stdout
+    assert "{'action': array(" in done.stdout
+
+
+def test_an_exception_in_a_callback_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    config = small_run(tmp_path, launcher="serial", steps=0, log_every=0.1)
+    failing = {"display": None, "say": silent}
+
+    def fail(step: int, score: float, length: int) -> None:
+        raise RuntimeError("my mistake")
+
+    with pytest.raises(RuntimeError, match="my mistake"):
+        train(config, on_episode=fail, **failing)
+    assert Policy.load(tmp_path).step > 0
+
+    def stop(step: int, metrics: dict[str, Any]) -> None:
+        raise StopTraining
+
+    seen: list[Path] = []
+    before = len(rows(tmp_path / "evaluations.jsonl"))
+    result = train(config, on_log=stop, on_checkpoint=lambda _, path: seen.append(path), **failing)
+    assert result is not None
+    assert len(rows(tmp_path / "evaluations.jsonl")) == before + 1
+    with pytest.raises(ConfigError, match="add it to outputs"):
+        train(config, on_log=stop, outputs=["media"])
+    with pytest.raises(ConfigError, match="pass the class Outputs"):
+        train(config, outputs=[Outputs([])])
+    with pytest.raises(ConfigError, match="There is no output 'jsnl': choose from"):
+        train(config, outputs=["jsnl"])
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+        train(config, outputs=["nowhere:Csv"])
+    named = small_run(tmp_path, outputs=("jsonl", "nowhere:Csv"))
+    (tmp_path / "config.json").write_text(named.to_json())
+    with pytest.raises(ConfigError, match="nowhere:Csv"):  # which a file alone does not import
+        resume(tmp_path)

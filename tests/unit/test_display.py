@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import sys
+import threading
+import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dreamfleet import display
 from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
 from dreamfleet.config import RunConfig
@@ -139,7 +145,7 @@ class Looking:
     """Finds a run that continues for a while and then has ended."""
 
     def __init__(self, logdir: Path) -> None:
-        self._steps = iter((1000, 2000, 3000, 4000))
+        self._steps: Iterator[int] = iter((1000, 2000, 3000, 4000))
 
     def __enter__(self) -> Looking:
         return self
@@ -174,6 +180,44 @@ def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
         assert progress is print
     with live(tmp_path, terminal) as progress:
         assert progress is silent
+
+
+class Endless(Looking):
+    def __init__(self, logdir: Path) -> None:
+        self._steps = itertools.count(1000, 1000)
+
+
+def test_a_notebook_shows_the_run_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    enough = threading.Event()
+
+    class Place:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            assert "<pre>" in data["text/html"]
+            shown.append(data["text/plain"])
+            enough.set()
+
+    def show(data: dict[str, str], *, raw: bool, display_id: bool) -> Place:
+        assert raw
+        assert display_id
+        shown.append(data["text/plain"])
+        return Place()
+
+    ipython = types.SimpleNamespace(
+        get_ipython=lambda: types.SimpleNamespace(kernel="a kernel"),
+        display=types.SimpleNamespace(display=show),
+    )
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    monkeypatch.setattr(display, "Watcher", Endless)
+    monkeypatch.setattr(display, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    with live(tmp_path) as progress:
+        assert progress is silent
+        assert enough.wait(120)
+    assert "1,000 of 12,000 steps" in shown[0]
+    assert "2,000 of 12,000 steps" in shown[1]
 
 
 def test_json_is_one_object_in_a_line(

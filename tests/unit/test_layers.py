@@ -17,7 +17,7 @@ LAYERS = [
     ["benchmarks"],
     ["reference"],
     ["training"],
-    ["display"],
+    ["callbacks", "display"],
     ["evaluation"],
     ["parallel"],
     ["fleet"],

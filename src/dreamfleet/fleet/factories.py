@@ -7,15 +7,17 @@ little.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from dreamfleet.agents.api import Agent
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
 from dreamfleet.envs.naming import Task
+from dreamfleet.imports import load_object
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
@@ -27,13 +29,19 @@ from dreamfleet.metrics import (
 from dreamfleet.offline import AdoptedReplay, find_source
 from dreamfleet.replay import Replay, Stream, make_selector
 
+MakeOutput = Callable[[Path], Output]
+"""A class, or a function, that is given the directory of the run."""
 
-def factories(config: RunConfig, env: Task | None = None) -> dict[str, Callable[..., Any]]:
+
+def factories(
+    config: RunConfig, env: Task | None = None, outputs: Sequence[MakeOutput] = ()
+) -> dict[str, Callable[..., Any]]:
     """The arguments of `combined` for a configuration.
 
     Args:
         config: The run.
         env: What makes its environments, if its task alone does not tell.
+        outputs: Make outputs of metrics in addition to those of the configuration.
     """
     return {
         "make_agent": partial(agent, config, env),
@@ -42,7 +50,7 @@ def factories(config: RunConfig, env: Task | None = None) -> dict[str, Callable[
         "make_env_train": partial(environment, config, env),
         "make_env_eval": partial(environment, config, env),
         "make_stream": partial(stream, config),
-        "make_logger": partial(logger, config),
+        "make_logger": partial(logger, config, outputs),
     }
 
 
@@ -93,8 +101,8 @@ def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
     return Stream(source, length, context=config.context)
 
 
-def logger(config: RunConfig) -> Outputs:
-    """All outputs of the run's metrics."""
+def logger(config: RunConfig, more: Sequence[MakeOutput] = ()) -> Outputs:
+    """All outputs of the run's metrics; those of the user's are given the run's directory."""
     made: dict[str, Callable[[], Output]] = {
         "jsonl": lambda: JsonlOutput(config.logdir / "metrics.jsonl"),
         "media": lambda: MediaOutput(config.logdir / "media"),
@@ -113,4 +121,7 @@ def logger(config: RunConfig) -> Outputs:
             allow_val_change=True,
         ),
     }
-    return Outputs([made[name]() for name in config.outputs])
+    names = [name for name in config.outputs if name not in made]
+    own = [*(cast(MakeOutput, load_object(name)) for name in names), *more]
+    ours = [made[name]() for name in config.outputs if name in made]
+    return Outputs([*ours, *(make(config.logdir) for make in own)])

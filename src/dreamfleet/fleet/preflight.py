@@ -18,13 +18,14 @@ import psutil
 
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint, MissingPartError
-from dreamfleet.config import RunConfig, read_config
+from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.estimate import replay_bytes, step_bytes, warnings
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
+from dreamfleet.imports import load_object
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
 from dreamfleet.resuming import differences, holds_run, shortened
@@ -82,6 +83,9 @@ def check_outputs(config: RunConfig) -> None:
                 f"The output {name!r} needs a package that is not installed: "
                 f"{install_command(name)}"
             )
+    for name in set(config.outputs) - set(OUTPUTS):
+        if not callable(load_object(name)):
+            raise ConfigError(f"The output {name} is no callable: name a class or a function.")
 
 
 def check_place(logdir: Path) -> None:

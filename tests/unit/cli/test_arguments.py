@@ -190,7 +190,7 @@ def test_every_example_is_a_command(line: str) -> None:
         (["train", "--task"], "--task needs a value: text.\n"),
         (["train", "--task", "--steps", "5"], "--task needs a value"),
         (["train", "--batch_size", "-x"], "--batch-size needs a value: a whole number, at least 1"),
-        (["train", "--outputs"], "--outputs needs a value: a list, each entry one of jsonl, media"),
+        (["train", "--outputs"], "--outputs needs a value: a list"),
         (["eval", "runs", "--video"], "--video needs a value: a path"),
         (["eval", "--logdir", "runs"], "LOGDIR is written without --logdir: its value alone will"),
         (["train", "--steps", "1.5"], "steps=1.5 is not valid: use a whole number, at least 0.\n"),

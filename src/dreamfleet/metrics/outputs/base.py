@@ -16,7 +16,11 @@ Kind = Literal["scalar", "histogram", "image", "video", "text"]
 
 
 class Output(Protocol):
-    """Stores or shows metrics. It takes the kinds it can and ignores the others."""
+    """Stores or shows metrics. It takes the kinds it can and ignores the others.
+
+    One of your own needs `write` and is made with the directory of the run; `flush` and `close` may
+    be missing. It lives in the logger's process.
+    """
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of one step; `kind_of` says what each value is."""
@@ -67,6 +71,9 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
+def _nothing() -> None: ...
+
+
 class Outputs:
     """Several outputs as one. One that fails is reported, and the others continue."""
 
@@ -78,10 +85,10 @@ class Outputs:
         self._each(lambda output: output.write(step, metrics))
 
     def flush(self) -> None:
-        self._each(lambda output: output.flush())
+        self._each(lambda output: getattr(output, "flush", _nothing)())
 
     def close(self) -> None:
-        self._each(lambda output: output.close())
+        self._each(lambda output: getattr(output, "close", _nothing)())
 
     def _each(self, call: Callable[[Output], None]) -> None:
         for output in self._outputs:
