@@ -205,13 +205,14 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
         tmp_path,
         steps=0,
         target_score=20.0,
+        envs=2,
         eval_every=50,
         eval_episodes=3,
         on_failure="restart",
         outputs=("jsonl", "tensorboard"),
     )
-    assert (config.all_envs, config.actor_envs) == (5, 4)
-    victims = ["evaluator", "env-4", "agent"]
+    assert (config.all_envs, config.actor_envs) == (3, 2)
+    victims = ["evaluator", "env-2", "agent"]
     rounds = 0
 
     def witness(line: str) -> None:
@@ -242,9 +243,18 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     best = Policy.load(tmp_path, "best")
     assert best.step == max(found, key=lambda each: (each["mean"], each["step"]))["step"]
     assert left_behind() == []
-    # The evaluation at the end adds the last point, and says so everywhere.
-    final = final_evaluation(replace(config, launcher="serial"), 0.0, env="bundled:dummy")
-    last = rows(tmp_path / "evaluations.jsonl")[-1]
+    # The end plays a round that it has interrupted, and adds the last point, in all outputs.
+    checkpoints = Checkpoint(tmp_path / "ckpt" / "agent")
+    newest = checkpoints.load()
+    assert newest is not None
+    checkpoints.save(newest.parts, step=newest.step + 10, pending=True)
+    checkpoints.save(newest.parts, step=newest.step + 20)
+    final = final_evaluation(replace(config, launcher="serial"), 0.0)
+    interrupted, last = rows(tmp_path / "evaluations.jsonl")[-2:]
+    assert (interrupted["kind"], interrupted["step"]) == ("round", newest.step + 10)
+    assert checkpoints.pending() is None
     assert (last["kind"], last["mean"]) == ("final", final.mean)
     assert rows(tmp_path / "metrics.jsonl")[-1]["eval/score"] == pytest.approx(final.mean)
-    assert Checkpoint(tmp_path / "ckpt" / "agent").load(parts=[]).score == final.mean  # type: ignore[union-attr]
+    rated = checkpoints.load(parts=[])
+    assert rated is not None
+    assert (rated.step, rated.score) == (newest.step + 20, final.mean)

@@ -143,8 +143,12 @@ class Saver:
         every = self._args.eval_every
         if not every or self._progress.step // every <= self._round // every:
             return
-        if self._round_may_begin() and self._checkpoint.pending() is None:
-            self._round = self._progress.step
+        if not self._round_may_begin() or self._checkpoint.pending() is not None:
+            return
+        # Steps that are stored, as a checkpoint counts them: some are still on their way.
+        step = int(self._newest_position()["steps"])
+        if step // every > self._round // every:
+            self._round = step
             self.save(pending=True)
 
     def save(self, *, pending: bool = False) -> None:
