@@ -215,6 +215,8 @@ def _speed(status: RunStatus) -> RenderableType:
         words.append(f"replay ratio {readable(round(status.replay_ratio, 1))}")
     elif status.config.train_ratio > 0:
         words.append(f"train ratio {readable(status.config.train_ratio)}")
+    if status.env_failures:
+        words.append(f"{status.env_failures} failures of environments")
     return Text("   ".join(words))
 
 

@@ -53,7 +53,7 @@ def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **mor
 def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> None:
     words = [
         "no observation from 4 environments (0, 1, 2, 3) yet",
-        "learner waits for the first steps: 0 of 16 were collected",
+        "training waits for the first steps: 0 of 16 were collected",
     ]
     stand_still(tmp_path, {"make_env_train": never_made}, words)
 
@@ -61,7 +61,7 @@ def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> Non
 def test_a_limiter_that_holds_the_actor(tmp_path: Path) -> None:
     words = [
         "the actor waits for the replay to take 2 batches of steps",
-        "actor is ahead of training and waits until",
+        "collecting is ahead of training and waits until",
     ]
     stand_still(tmp_path, {"make_agent": partial(SlowLearner, tmp_path)}, words)
 
@@ -72,7 +72,7 @@ def test_a_batch_that_is_not_full_an_environment_that_hangs_and_a_limiter_that_h
     words = [
         "it has 1 of 2 observations, and uses a smaller batch after 1000 s",
         "no observation from",
-        "learner is ahead of collecting and waits for",
+        "training is ahead of collecting and waits for",
     ]
     make = partial(Troubled, tmp_path, sleep_for_ever)
     settings = {"envs": 2, "envs_per_process": 1, "actor_batch": 2, "actor_wait": 1000.0}

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dreamfleet.fleet.record import WorkerRecord
+from dreamfleet.roles.notes import Noted
 
 _REPORTS_MISSED = 3
 _NAMED = 4
+_STARTS_WITHIN = 300.0
 _TRAINING = "training"
+_COMPILING = "compiling"
+_HANGS_AFTER = 10.0
+_DOING = {
+    "building": "is being built",
+    "resetting": "is in a reset",
+    "stepping": "is in a step",
+    "closing": "is being closed",
+}
 
 
 def late_after(log_every: float) -> float:
@@ -36,6 +46,27 @@ def why_waiting(
             *_Reports(metrics, workers, log_every, now).reasons(),
         ]
     )
+
+
+def hanging(noted: Iterable[Noted], env_timeout: float, now: float) -> str:
+    """Environments that take long right now, since when, and what follows; empty if none does.
+
+    Args:
+        noted: What environment workers have noted.
+        env_timeout: The run's setting.
+        now: Unix time.
+    """
+    what_follows = (
+        f"after {env_timeout:g} s (env_timeout) its process is ended and started again"
+        if env_timeout
+        else "nobody ends it, because env_timeout is 0"
+    )
+    slow = [
+        f"environment {each.envid} {_DOING[each.doing]} for {now - each.since:.0f} s"
+        for each in noted
+        if each.doing != "waiting" and now - each.since > _HANGS_AFTER
+    ]
+    return f"{some_of(slow)}: {what_follows}" if slow else ""
 
 
 class _Reports:
@@ -72,6 +103,8 @@ class _Reports:
         state = self._text("learner/state")
         if text := self._text("replay/waiting/learner"):  # the replay knows more about it
             reasons.append(text)
+        elif learns and state.startswith(_COMPILING):
+            reasons.append(f"the learner is {state} ({self._silence('learner'):.0f} s so far)")
         elif learns and state not in ("", _TRAINING):
             reasons.append(f"the learner is {state}")
         elif learns and self._silence("learner") > self._late:
@@ -93,6 +126,11 @@ class _Reports:
             return [f"the {role} has not reported yet"]
         if seconds <= self._late and seconds >= self._age(role):
             return [f"the {role} is starting"]
+        if role == "agent" and self._late < seconds and self._age(role) < _STARTS_WITHIN:
+            return [
+                f"the agent is starting and builds its networks ({seconds:.0f} s so far; what it "
+                "does is in logs/agent.log)"
+            ]
         return [f"the {role} has not reported for {seconds:.0f} s"] if seconds > self._late else []
 
     def _unheard(self, role: str) -> float:

@@ -37,10 +37,11 @@ from dreamfleet.fleet.record import (
     read_record,
     supervisor_process,
 )
-from dreamfleet.fleet.stall import late_after, restarting, why_waiting
+from dreamfleet.fleet.stall import hanging, late_after, restarting, why_waiting
 from dreamfleet.formatting import clock, readable
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.logger import RECENT_EPISODES
+from dreamfleet.roles.notes import Noted, read_notes
 from dreamfleet.transport import Client, Future, TransportError
 from dreamfleet.transport.address import parse
 
@@ -107,6 +108,8 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...]
     supervisor: Usage | None
     """What the supervisor's process uses, with the workers that are its threads."""
+    hanging: str = ""
+    """Environments that take long right now, while others may go on; empty if none does."""
 
     @property
     def running(self) -> bool:
@@ -144,6 +147,11 @@ class RunStatus:
         return self._number("learner/replay_ratio")
 
     @property
+    def env_failures(self) -> int:
+        """How often environments have failed since the agent was started."""
+        return int(self._number("env/failures") or 0)
+
+    @property
     def start(self) -> str:
         """What the agent started from; empty as long as it is not known."""
         return str(self.metrics.get("learner/start", ""))
@@ -160,7 +168,10 @@ class RunStatus:
     def message(self) -> str:
         """What a person should know beyond numbers; empty if all is well."""
         if self.running:
-            return f"Waiting: {self.waiting}." if self.waiting else ""
+            reasons = [self.hanging, self.waiting] if self.waiting else [self.hanging]
+            text = "; ".join(filter(None, reasons))
+            begin = "Waiting: " if self.waiting else ""
+            return f"{begin}{text}." if text else ""
         if self.complete:
             return "The run has ended: it has made all its steps."
         if self.state == "unknown":
@@ -189,6 +200,9 @@ class RunStatus:
         fields.append(f"{readable(self.steps_per_second)} steps/s")
         if self.replay_ratio is not None:
             fields.append(f"replay ratio {readable(self.replay_ratio)}")
+        if self.env_failures:
+            rate = readable(self._number("env/failures_per_1000_steps") or 0.0)
+            fields.append(f"{self.env_failures} failures of environments ({rate} in 1,000 steps)")
         if self.seconds_left is not None:
             fields.append(f"{clock(self.seconds_left)} left")
         return "  ".join(fields)
@@ -202,6 +216,8 @@ class RunStatus:
             "responding": self.responding,
             "message": self.message,
             "waiting": self.waiting,
+            "hanging": self.hanging,
+            "env_failures": self.env_failures,
             "start": self.start,
             "step": self.step,
             "steps": self.config.steps,
@@ -317,7 +333,19 @@ class Watcher:
         )
         if record is None or state != "running":
             return status
-        return replace(status, waiting=self._waiting(status, record.workers, now))
+        return replace(
+            status,
+            waiting=self._waiting(status, record.workers, now),
+            hanging=hanging(self._noted(record), config.env_timeout, now),
+        )
+
+    def _noted(self, record: FleetRecord) -> list[Noted]:
+        folder = self._logdir / "workers"
+        return [
+            read_notes(folder / worker.name)
+            for worker in record.workers
+            if worker.role == "env" and worker.state == "running"
+        ]
 
     def _ask(
         self, config: RunConfig, changed: bool, record: FleetRecord | None, patience: float
@@ -470,6 +498,8 @@ class _Progress:
     def rate(self) -> float:
         """Steps a second over the last while; before that is known, what the actor reported."""
         then, before = self._steps[0]
+        if str(self._metrics.get("learner/state", "")).startswith("compiling"):
+            return 0.0  # whatever was reported before
         if self._now - then < 1.0:
             return float(self._metrics.get("actor/steps_per_second", 0.0))
         return (self._step - before) / (self._now - then)

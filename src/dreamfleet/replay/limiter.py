@@ -114,7 +114,7 @@ class SamplesPerInsert:
         missing = math.floor(self._avail - self.tolerance * self.ratio) + 1
         return RateLimitedError(
             f"{who} is ahead of training and waits until {missing} more "
-            + ("sequence is sampled." if missing == 1 else "sequences are sampled."),
+            + ("sequence is trained on." if missing == 1 else "sequences are trained on."),
             who=who,
             missing=missing,
             unit="sequences",

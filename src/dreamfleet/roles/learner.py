@@ -21,6 +21,7 @@ from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.compile_times import CompileTimes
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import limiter_for
@@ -216,13 +217,15 @@ class Learner:
         log.info("The agent is %s", restored)
         self._show("learner/start", restored)
         if not self._progress.finished.is_set() or self._missing():
-            self._show("learner/state", "compiling the agent, which may take minutes")
+            times, start = CompileTimes(), time.monotonic()
+            self._show("learner/state", f"compiling the agent; {times.estimate(self._args)}")
             self._agent.compile(
                 batch_size=self._args.batch_size,
                 batch_length=self._args.batch_length,
                 report_length=self._args.report_length if self._args.report_every else None,
                 policy_batches=policy_sizes(self._args),
             )
+            times.add(self._args, time.monotonic() - start)
         self._show("learner/state", "waiting for enough data to train on")
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 

@@ -175,14 +175,14 @@ class ReplayService:
         if added:
             self._positions.stored(self._tick)
             self._notes.progress()
-            self._wait("actor", lambda: self._limiter.insert(added, _LIMITER_TIMEOUT, "actor"))
+            self._wait("actor", lambda: self._limiter.insert(added, _LIMITER_TIMEOUT, "collecting"))
         return added
 
     def sample_batch_train(self) -> dict[str, Any]:
         """A training batch, as soon as there are enough steps for it."""
 
         def allowed() -> None:
-            self._limiter.sample(self._batch_size, _LIMITER_TIMEOUT, "learner")
+            self._limiter.sample(self._batch_size, _LIMITER_TIMEOUT, "training")
 
         self._wait("learner", allowed)
         self._positions.sampled(self._batch_size)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from dreamfleet.fleet.record import WorkerRecord
-from dreamfleet.fleet.stall import why_waiting
+from dreamfleet.fleet.stall import hanging, why_waiting
+from dreamfleet.roles.notes import Noted
 
 NOW = 1000.0
 FINE = {"actor/silence": 0.1, "learner/silence": 0.1, "replay/silence": 0.1}
@@ -70,14 +71,20 @@ def test_what_the_learner_does_before_it_trains_is_said_however_long_it_takes() 
     """The actor waits for it meanwhile, and has not reported yet."""
     for seconds in (1.0, 200.0):
         metrics = {"learner/silence": seconds, "learner/state": "compiling the agent"}
-        assert why({**metrics, "replay/silence": 1.0}) == "the learner is compiling the agent"
+        assert why({**metrics, "replay/silence": 1.0}) == (
+            f"the learner is compiling the agent ({seconds:.0f} s so far)"
+        )
 
 
 def test_an_agent_that_has_not_reported_yet_is_starting() -> None:
     young = worker("agent", age=20.0)
     assert why({"replay/silence": 1.0}, young) == "the agent is starting"
     assert why({"replay/silence": 1.0}, worker("agent", age=45.0)) == (
-        "the agent has not reported for 45 s"
+        "the agent is starting and builds its networks (45 s so far; what it does is in "
+        "logs/agent.log)"
+    )
+    assert why({"replay/silence": 1.0}, worker("agent", age=345.0)) == (
+        "the agent has not reported for 345 s"
     )
 
 
@@ -98,6 +105,23 @@ def test_roles_on_other_machines_are_not_in_the_record() -> None:
         "the agent has not reported yet; the replay has not reported yet"
     )
     assert why_waiting(LEARNS, [], 10.0, NOW) == ""
+
+
+def test_environments_that_take_long_are_named_with_what_follows() -> None:
+    noted = [
+        Noted(doing="stepping", envid=3, since=NOW - 42),
+        Noted(doing="building", envid=9, since=NOW - 11),
+        Noted(doing="stepping", envid=4, since=NOW - 9),
+        Noted(doing="waiting", envid=5, since=NOW - 99),
+    ]
+    assert hanging(noted, 300.0, NOW) == (
+        "environment 3 is in a step for 42 s, environment 9 is being built for 11 s: after 300 s "
+        "(env_timeout) its process is ended and started again"
+    )
+    assert hanging(noted[:1], 0.0, NOW) == (
+        "environment 3 is in a step for 42 s: nobody ends it, because env_timeout is 0"
+    )
+    assert hanging(noted[2:], 300.0, NOW) == ""
 
 
 @pytest.mark.parametrize("log_every", [0.5, 100.0])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
 from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
 from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher, _Progress
+from dreamfleet.roles.notes import Notes
 from dreamfleet.transport import Server, resolve
 
 HOST = socket.gethostname()
@@ -349,10 +352,58 @@ def test_a_run_without_progress_is_never_silent(run: Run) -> None:
     assert status.waiting == "no progress for 0 s, and no worker says that it waits"
 
 
+def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) -> None:
+    run.write(workers=(run.worker("agent"), run.worker("env-0"), run.worker("env-8")))
+    for name, seconds in (("env-0", 42.0), ("env-8", 3.0)):
+        notes = Notes(run.logdir / "workers" / name)
+        notes.now("stepping", 3)
+        notes._floats[5] = time.time() - seconds
+    run.metrics |= {"env/failures": 4.0, "env/failures_per_1000_steps": 13.3}
+    lines: list[str] = []
+    with run.logger(), Watcher(run.logdir) as watcher:
+        StatusLines(watcher, lines.append).show()
+        status = seen(watcher)
+    assert re.fullmatch(
+        r"environment 3 is in a step for 4\d s: after 300 s \(env_timeout\) its process is ended "
+        r"and started again\.",
+        lines[-1],
+    )
+    assert status.waiting == ""
+    assert lines[-1][:20] in drawn(status)
+    assert "4 failures of environments (13.3 in 1,000 steps)" in lines[0]
+    assert "4 failures of environments" in drawn(status)
+    assert json.loads(status.to_json())["env_failures"] == 4
+
+
+def test_a_run_that_compiles_says_so_and_shows_no_speed_of_before(run: Run) -> None:
+    """Also at the first look, when all that is known of the speed is what an actor reported that
+    has been restarted since."""
+    run.metrics |= {
+        "actor/steps_per_second": 149.5,
+        "actor/silence": 90.0,
+        "learner/silence": 12.0,
+        "learner/state": "compiling the agent; with these settings it took 41 s the last time",
+    }
+    run.write(workers=(run.worker("agent", started=time.time() - 20),))
+    lines: list[str] = []
+    with run.logger(), Watcher(run.logdir) as watcher:
+        StatusLines(watcher, lines.append).show()
+    assert "  0 steps/s" in lines[0]
+    assert lines[1] == (
+        "Waiting: the learner is compiling the agent; with these settings it took 41 s the last "
+        "time (12 s so far)."
+    )
+
+
 def test_a_run_that_has_made_all_its_steps_is_being_saved(run: Run) -> None:
     run.metrics |= {"step": 600, "actor/steps_per_second": 0.0}
     with run.logger(), Watcher(run.logdir) as watcher:
         assert seen(watcher).waiting == "the run has made all its steps and is being saved"
+        run.metrics["learner/state"] = "making the last 7 updates (train_ratio)"
+        assert seen(watcher).waiting == (
+            "the run has made all its steps, and the learner is making the last 7 updates "
+            "(train_ratio)"
+        )
 
 
 def test_time_left_is_that_of_what_ends_first(tmp_path: Path) -> None:

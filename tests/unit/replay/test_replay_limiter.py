@@ -43,7 +43,9 @@ def test_the_error_says_who_waits_for_how_many() -> None:
     with pytest.raises(RateLimitedError) as caught:
         limiter.insert(timeout=0, who="actor")
     error = caught.value
-    assert str(error) == "actor is ahead of training and waits until 3 more sequences are sampled."
+    assert (
+        str(error) == "actor is ahead of training and waits until 3 more sequences are trained on."
+    )
     assert (error.who, error.missing, error.unit) == ("actor", 3, "sequences")
     limiter.sample(3)
     limiter.insert(timeout=0)
