@@ -12,7 +12,9 @@ import tomllib
 import pytest
 from documents import PAGES, ROOT, blocks, commands
 
+from dreamfleet.agents import size_preset
 from dreamfleet.cli import COMMANDS
+from dreamfleet.config import RunConfig
 from dreamfleet.envs import registry
 from dreamfleet.reference import reference
 from dreamfleet.settings import pairs
@@ -148,3 +150,17 @@ def test_commands_in_the_text_exist() -> None:
         for name in re.findall(r"`make ([a-z-]+)", text):
             assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
     assert commands()
+
+
+def test_every_way_to_install_and_every_system_is_told() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    for words in ("a repository", "git+URL", "a wheel", "make wheel", "macOS", "Windows", "WSL 2"):
+        assert words in page
+    assert "no GPU was tried" in page
+    for size in re.findall(r"--dreamer.model (\w+)`, `(\w+)` or `(\w+)`", page)[0]:
+        size_preset(size)
+    flag = "dreamer.execution.compute_dtype"
+    assert (
+        RunConfig().changed({flag: "bfloat16"}).agent_config.execution.compute_dtype == "bfloat16"
+    )
+    assert f"--{flag.replace('_', '-')} bfloat16" in page

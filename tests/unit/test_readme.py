@@ -69,8 +69,8 @@ def test_training_and_evaluating_from_python(
         "batch_size": 2, "batch_length": 8, "eval_episodes": 0, "outputs": ["jsonl"],
     }  # fmt: skip
     # The settings that the README shows are those of a long run of Dreamer.
-    code = example("train(config)")
-    shown = code.replace('"dreamer.model": "cpu-small", "steps": 20_000}', "**short}")
+    code = example("train(env=")
+    shown = code.replace('steps=20_000, dreamer__model="cpu-small"', "**short")
     assert shown != code
     configure({"task": "gym:Pendulum-v1", "dreamer.model": "cpu-small", "steps": 20_000})
     names: dict[str, Any] = {"short": short}
@@ -79,7 +79,9 @@ def test_training_and_evaluating_from_python(
     assert str(names["result"].mean) in capsys.readouterr().out
 
 
-def test_the_policy_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     agent = RandomAgent({"vector": Space(np.float32, 4)}, {"action": Space(np.int32, (), 0, 2)})
     described = Blueprint.of(agent, RunConfig(agent="random")).save()
@@ -88,7 +90,15 @@ def test_the_policy_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     names: dict[str, Any] = {"observation": np.zeros(4, np.float32)}
     exec(example("Policy.load"), names)
     assert names["action"]["action"].shape == ()
+    assert capsys.readouterr().out in ("0\n", "1\n")  # the action in the dict
 
 
 def test_every_example_is_run() -> None:
     assert len(EXAMPLES) == 5
+
+
+def test_the_paper_is_cited() -> None:
+    assert "arXiv 2301.04104" in README
+    (entry,) = re.findall(r"^@article\{.*?^\}", README, re.DOTALL | re.MULTILINE)
+    for words in ("world models", "Hafner", "Nature", "2025", "10.1038/s41586-025-08744-2"):
+        assert words in entry
