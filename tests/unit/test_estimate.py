@@ -20,6 +20,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.estimate import (
     Layer,
     Machine,
+    Parts,
     cost,
     estimate,
     fleet_speed,
@@ -27,6 +28,7 @@ from dreamfleet.estimate import (
     step_bytes,
     suggest,
     this_machine,
+    update_cost,
     warnings,
     weights,
 )
@@ -60,6 +62,17 @@ def test_a_layer_costs_its_product_and_its_outputs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(estimating, "_OUTPUT", 10.0)
     assert cost([Layer(2, 3), Layer(5, 1, times=4)]) == 3 * (2 + 10) + 4 * (5 + 10)
     assert weights([Layer(2, 3), Layer(5, 7)]) == 6 + 35
+
+
+def test_an_update_is_replayed_and_imagined_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimating, "_OUTPUT", 0.0)
+    one = [Layer(1, 1)]
+    settings = DreamerConfig(loss=LossConfig(imag_last=0, imag_length=15))
+    config = RunConfig(batch_size=2, batch_length=3, agent_config=settings)
+    # 6 replayed steps of four parts with gradients; 90 imagined steps of dynamics and policy; heads
+    # on 96 states: predictions, policy with gradients, critic with gradients and its average.
+    needed = 3 * 6 * 4 + 90 * 2 + 96 * (1 + 3 + 4)
+    assert update_cost(config, Parts(one, one, one, one, one)) == needed
 
 
 @pytest.mark.parametrize("size", ["debug", "cpu-tiny"])

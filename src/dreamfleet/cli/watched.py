@@ -18,8 +18,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,14 +160,18 @@ def _print_new(report: Any) -> None:
 
 def _print_output(place: Path) -> None:
     """What the foreign code wrote, if it is not too much."""
-    lines = (place / "output").read_text(errors="replace").splitlines()
-    if not lines:
+    with (place / "output").open(errors="replace") as file:  # it may be larger than memory
+        first = list(islice(file, _MOST_LINES))
+        last: deque[str] = deque(maxlen=_MOST_LINES)
+        left_out = -_MOST_LINES
+        for line in file:
+            last.append(line)
+            left_out += 1
+    if not first:
         return
-    shown = lines
-    if len(lines) > 2 * _MOST_LINES:
-        left_out = f"... {len(lines) - 2 * _MOST_LINES:,} more lines ..."
-        shown = [*lines[:_MOST_LINES], left_out, *lines[-_MOST_LINES:]]
-    say("\n".join(["\nThe environment wrote:", *(f"  {line[:500]}" for line in shown)]))
+    more = [f"... {left_out:,} more lines ..."] if left_out > 0 else []
+    shown = [f"  {line.rstrip()[:500]}" for line in (*first, *more, *last)]
+    say("\n".join(["\nThe environment wrote:", *shown]))
 
 
 def _hangs(

@@ -184,6 +184,24 @@ def test_what_was_assumed_about_the_environment_is_said_at_the_start(
     assert sum("has no bounds: the agent acts within -1 to 1" in line for line in lines) == 1
 
 
+def test_settings_that_cannot_work_well_here_are_warned_of_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr("dreamfleet.training.combined", lambda **parts: None)
+    config = CONFIG.changed(
+        {"task": "bundled:catch", "logdir": tmp_path / "run", "eval_episodes": 0}
+    )
+    lines: list[str] = []
+    train(config, say=lines.append)
+    (warning,) = (line for line in lines if line.startswith("Warning"))
+    assert "updates/s are expected on this machine" in warning
+    assert "an estimate: --preset pixels" in warning
+    lines.clear()
+    train(config.changed({"agent": "random", "logdir": tmp_path / "other"}), say=lines.append)
+    assert not any(line.startswith("Warning") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("logdir", "words"),
     [
