@@ -5,6 +5,7 @@
     ├── MissingExtraError  an optional package is not installed; the message holds the command
     ├── MetricsError       scores that cannot be read, or videos that cannot be written
     ├── CheckpointError    in checkpoint.py
+    ├── EvaluationError    in evaluation.py: every episode failed
     └── one subtree for each other package, shown in its own `errors.py` (`envs` in `base.py`)
 
 A program that shows a clean sentence instead of a traceback catches `DreamfleetError`. Its

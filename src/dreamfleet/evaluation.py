@@ -28,7 +28,6 @@ from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
-from dreamfleet.envs.base import EnvCrashedError
 from dreamfleet.envs.naming import Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
@@ -292,7 +291,7 @@ class _Environments:
             failures = 1 if finished > before else failures + 1
             before = finished
             output = running.output()
-            for_good = failures >= _MOST_FAILURES or EnvCrashedError.__name__ in output
+            for_good = failures >= _MOST_FAILURES
             error = _traceback(output) or f"{worker.name} ended with code {code}."
             self.server.fail(group, error, for_good=for_good)
             if for_good:

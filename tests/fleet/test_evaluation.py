@@ -181,16 +181,24 @@ def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
                 for n in (5, 6)
             ]
             spaces = make_env("bundled:dummy", **EVERY_STEP)
-            agent = RandomAgent(spaces.obs_space, spaces.act_space)
+            seen: list[list[int]] = []
+
+            class Watching(RandomAgent):
+                def policy(self, *arguments: Any) -> Any:
+                    seen.append([env.steps for env in made])
+                    return super().policy(*arguments)
+
+            agent = Watching(spaces.obs_space, spaces.act_space)
             counts = []
             for _ in range(2):
                 played = server.play(agent, "eval", 3)
                 assert [each.episode and each.episode.length for each in played] == [10, 10, 10]
                 assert all(each.cut_short for each in played)
-                counts.append([env.steps for env in sorted(made, key=lambda env: env.steps)])
+                counts.append([env.steps for env in made])
             # The first round: two episodes of one environment, each with its reset. The other one
             # has played its share and goes on until then. The second round begins with resets.
             assert counts == [[22, 22], [44, 44]]
+            assert seen[22] == [22, 22]  # when the second round began
             for worker in workers:
                 worker.terminate()
             assert [worker.wait(60) for worker in workers] == [STOPPED, STOPPED]
