@@ -185,7 +185,22 @@ def _changes(env: Task | None, settings: Mapping[str, Any]) -> dict[str, Any]:
         if "task" in changes:
             raise ConfigError("env and task are the same thing: give one of them.")
         changes["task"] = name_of(env)
+    if "agent" in changes:
+        changes["agent"] = _agent_name(changes["agent"])
     return changes
+
+
+def _agent_name(agent: Any) -> str:
+    """The name of an agent's type, by which every process finds it."""
+    kind = agent if isinstance(agent, (str, type)) else type(agent)
+    name = name_of(kind)
+    if name.startswith(PROGRAM):
+        raise ConfigError(
+            f"Every process looks an agent up by its name, and {name.removeprefix(PROGRAM)} is "
+            "known in this program only: put its type into a module, and write "
+            'agent="module:Name".'
+        )
+    return name
 
 
 def _maker(config: RunConfig, env: Task | None) -> Task:
@@ -220,7 +235,7 @@ def resume(
         env: The environment, if it is one of this program; see `train`.
         say: See `train`.
         display: See `train`.
-        settings: Those to change; see `train`.
+        settings: Those to change, and callbacks; see `train`.
 
     Returns:
         The evaluation at the end; None if `eval_episodes` is 0.
@@ -230,8 +245,10 @@ def resume(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
+    names = ("on_log", "on_episode", "on_checkpoint")
+    callbacks = {name: settings.pop(name) for name in names if name in settings}
     config = resumed(Path(logdir), _changes(env, settings), trust=trust)
-    return train(config, env=env, say=say, display=display)
+    return train(config, env=env, say=say, display=display, **callbacks)
 
 
 def _is_over(config: RunConfig, say: Say) -> bool:

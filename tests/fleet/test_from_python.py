@@ -14,6 +14,7 @@ from documents import ROOT, python_blocks
 from fleet_parts import rows, small_run
 
 from dreamfleet import ConfigError, Policy, StopTraining, resume, train
+from dreamfleet.agents.random import RandomType
 from dreamfleet.config import read_config
 from dreamfleet.envs.bundled import Dummy
 from dreamfleet.fleet.supervisor import silent
@@ -104,6 +105,28 @@ def test_an_environment_of_a_script_is_resumed_by_its_name_and_evaluated_elsewhe
     assert "Traceback" not in refused.stderr
     found = run(*command, "--task", "guarded:Target", cwd=tmp_path)
     assert "mean return    20" in found.stdout, found.stderr
+
+
+class Local(RandomType):
+    pass
+
+
+def test_an_agent_is_given_by_its_type_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run(tmp_path, launcher="serial", steps=80, eval_episodes=0)
+    quiet: dict[str, Any] = {"display": None, "say": silent}
+    train(config, agent=RandomType, **quiet)
+    assert read_config(tmp_path).agent == "dreamfleet.agents.random:RandomType"
+    monkeypatch.setattr(Local, "__module__", "__main__")
+    for agent in (Local, Local(), "__main__:Local"):
+        with pytest.raises(ConfigError, match=r"Local is known in this program only"):
+            train(config, agent=agent, **quiet)
+    seen: list[int] = []
+    before = len(rows(tmp_path / "scores.jsonl"))
+    resume(tmp_path, steps=300, trust=True, on_episode=lambda *_: seen.append(1), **quiet)
+    assert len(seen) == len(rows(tmp_path / "scores.jsonl")) - before > 0
+    assert Policy.load(tmp_path, agent=RandomType()).step >= 300
 
 
 def test_settings_are_arguments(tmp_path: Path) -> None:
