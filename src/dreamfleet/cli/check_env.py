@@ -21,6 +21,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
+from dreamfleet.envs.registry import renders_on_request
 from dreamfleet.estimate import fleet_speed, size_name, suggest, this_machine
 from dreamfleet.formatting import clock, readable
 from dreamfleet.metrics.frames import contact_sheet, encode_png
@@ -65,8 +66,13 @@ def check(person: Person, request: dict[str, Any]) -> str:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in request["options"].items()
     }
-    hows = (make_env, make_visible_env)
-    make, visible = (partial(_make, how, task, options) for how in hows)
+    make = partial(_make, make_env, task, options)
+
+    def visible(seed: int) -> Any:
+        # What renders without being asked is not made once more: it may be slow to make.
+        wanted = renders_on_request(task)
+        return _make(make_visible_env, task, options, seed) if wanted else None
+
     me, taken = psutil.Process(), [0]
 
     def measured(seed: int) -> Any:

@@ -78,7 +78,7 @@ def diagnose(
     *,
     steps: int = 1000,
     seed: int = 0,
-    make_visible: Callable[[int], Env] | None = None,
+    make_visible: Callable[[int], Env | None] | None = None,
     may_restart: bool = False,
     tell: Tell | None = None,
 ) -> Diagnosis:
@@ -88,7 +88,7 @@ def diagnose(
         make: The environment for a seed, as `make_env` gives it.
         steps: How many to play; resets are not counted.
         seed: Of the environment and of the actions.
-        make_visible: The same environment, made so that it renders.
+        make_visible: The same environment, made so that it renders; None if it never does.
         may_restart: Whether it may start an episode in the middle of another, because the option
             `restarts` is set.
         tell: Told before each call of the environment.
@@ -327,13 +327,15 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
 
 
 def _render(
-    make: Callable[[int], Env], steps: int, seed: int, result: Diagnosis, tell: Tell
+    make: Callable[[int], Env | None], steps: int, seed: int, result: Diagnosis, tell: Tell
 ) -> Iterator[Finding]:
     """Take the frames from a second environment: the one for training does not render."""
     visible = Diagnosis()
     try:
         tell("constructor", 1, steps)
         env = make(seed)
+        if env is None:
+            return
         try:
             _play(env, steps, seed, visible, [], tell)
         finally:

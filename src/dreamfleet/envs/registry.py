@@ -163,11 +163,16 @@ def make_env(
 
 def make_visible_env(task: str | Callable[..., Any], *, seed: int = 0, **options: Any) -> Wrapper:
     """The environment of a task, made with `render=True` if it has that option."""
-    # Only if it is named: a factory that passes any keyword on may pass it to one without it.
-    make = _constructor(task) if isinstance(task, str) else task
-    if "render" in inspect.signature(make).parameters:
+    if renders_on_request(task):
         options = {**options, "render": True}
     return make_env(task, seed=seed, **options)
+
+
+def renders_on_request(task: str | Callable[..., Any]) -> bool:
+    """Whether a task has the option `render`."""
+    # Only if it is named: a factory that passes any keyword on may pass it to one without it.
+    make = _constructor(task) if isinstance(task, str) else task
+    return "render" in inspect.signature(make).parameters
 
 
 def suites() -> list[str]:

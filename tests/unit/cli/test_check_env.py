@@ -282,11 +282,22 @@ def test_what_an_environment_prints_is_shown_in_part(
     assert out.endswith("crashing:Chatty is fine.\n")
 
 
+def test_a_module_that_fails_is_shown_with_its_traceback(
+    here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (here / "failing.py").write_text("def load():\n    return open('weights')\n\nload()\n")
+    assert main(["check-env", "failing:make"]) == 1
+    out = capsys.readouterr().out
+    assert "problem The constructor raised FileNotFoundError" in out
+    assert "in load" in out
+
+
 SLOW = """
 import threading
 from dreamfleet.envs.bundled import Catch
 
 def slow():
+    print("made")
     threading.Event().wait(3)
     return Catch()
 """
@@ -299,6 +310,7 @@ def test_progress_is_told_without_a_terminal(
     monkeypatch.setattr(watched, "_SPEAK_EVERY", 0.5)
     assert main(["check-env", "slow_start:slow", "--steps", "5"]) == 0
     out = capsys.readouterr().out
+    assert out.count("  made") == 3, "for the steps, for the same seed, and for another seed"
     assert re.search(r"making the environment, 0:\d\d \(\d s in this call\)\n", out), out
 
 
