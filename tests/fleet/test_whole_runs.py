@@ -188,6 +188,9 @@ def test_a_run_ends_with_the_replay_ratio_that_was_asked_for(tmp_path: Path) -> 
         if row.get("learner/updates") == updates
     ][-1:]
     assert ratio == pytest.approx(12.0, abs=16 * 6 / 200)
+    # A run that never had enough data ends, too.
+    short = small_run(tmp_path / "short", steps=40, envs=2, batch_size=16, batch_length=6)
+    combined(**parts(short, make_agent=CountingAgent), args=short)
     # The same again has nothing to make up for, and neither has one whose ratio was raised since.
     combined(**parts(config, make_agent=CountingAgent), args=config)
     again = Checkpoint(tmp_path / "ckpt" / "agent").load()

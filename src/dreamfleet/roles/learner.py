@@ -233,10 +233,16 @@ class Learner:
         """How many updates are missing to the train ratio, once the run has made all its steps; the
         replay lets them be made. Called again and again, because the replay may be restarted."""
         missing = self._missing()
-        if missing:
-            self._asked = self._saver.updates + missing
+        if not missing:
+            return 0
+        self._asked = self._saver.updates + missing
+        try:
             self._show("learner/state", f"making the last {missing} updates (train_ratio)")
-            self._updates.grant(missing * self._args.batch_size).wait(_STATE_SECONDS)
+            granted = self._updates.grant(missing * self._args.batch_size)
+            if granted.wait(_STATE_SECONDS) and not granted.result():
+                return 0  # there is too little to train on
+        except TransportError as error:  # the learner has ended just now, or the replay restarts
+            log.debug("No updates were asked for: %s", error)
         return missing
 
     def _missing(self) -> int:

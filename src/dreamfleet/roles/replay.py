@@ -226,9 +226,11 @@ class ReplayService:
         self._positions.raise_to(steps)
         return self.position()
 
-    def grant(self, sequences: int) -> None:
-        """Let so many sequences be sampled for which no steps will be collected."""
+    def grant(self, sequences: int) -> bool:
+        """Let so many sequences be sampled for which no steps will be collected; returns whether
+        there are enough steps to sample from."""
         self._limiter.grant(sequences)
+        return self._limiter.can_sample()
 
     def save(self) -> None:
         """Save what the buffers do not keep in their files, and sync the rest."""
