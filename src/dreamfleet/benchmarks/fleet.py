@@ -101,6 +101,7 @@ def _fleet(logdir: Path, layout: Layout, every: float) -> tuple[float, float | N
         replay=ReplayConfig(capacity=100_000),
         steps=layout.steps,
         log_every=every,
+        report_every=0.0,  # one video in five minutes is little, one in these seconds a tenth
         on_failure="stop",
     )
     begin = time.monotonic()
