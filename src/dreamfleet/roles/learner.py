@@ -235,7 +235,7 @@ class Learner:
         missing = self._missing()
         if not missing:
             return 0
-        self._asked = self._saver.updates + missing
+        self._asked = self._asked or self._saver.updates + missing
         try:
             self._show("learner/state", f"making the last {missing} updates (train_ratio)")
             granted = self._updates.grant(missing * self._args.batch_size)
@@ -254,6 +254,8 @@ class Learner:
             return 0
         if not 0 < args.steps <= progress.step:  # it ended at its target score
             return 0
+        if self._asked:
+            return max(0, self._asked - self._saver.updates)
         asked = int(args.train_ratio * progress.step / (args.batch_size * args.batch_length))
         limiter = limiter_for(args)
         held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.envs import make_env
 from dreamfleet.roles.actor import Carries, padded_policy
-from dreamfleet.roles.learner import LOOK_AHEAD, RemoteStream, Saver
+from dreamfleet.roles.learner import LOOK_AHEAD, Learner, RemoteStream, Saver
 from dreamfleet.roles.progress import Progress
 
 
@@ -287,3 +289,51 @@ def test_without_data_there_is_no_batch_and_the_next_one_is_requested_again() ->
     source.batches = [{}] * requested + [{"fresh": 1}, {"fresh": 2}]
     assert stream.take() == {"fresh": 1}
     assert stream.take() == {"fresh": 2}
+
+
+class Granting:
+    """A client of a replay that grants everything, and of a logger that takes everything."""
+
+    def __init__(self, *, enough: bool = True) -> None:
+        self.granted: list[int] = []
+        self._enough = enough
+
+    def grant(self, sequences: int) -> Granting:
+        self.granted.append(sequences)
+        return self
+
+    def add(self, step: int, metrics: Any) -> Granting:
+        return self
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    def result(self) -> bool:
+        return self._enough
+
+
+def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_path: Path) -> None:
+    args = small_run(tmp_path, steps=1000, batch_size=16, batch_length=32, train_ratio=64.0, envs=8)
+
+    def left(updates: int, step: int = 1000, client: Any = None, **changes: Any) -> int:
+        progress = Progress(1000)
+        progress.restore(step)
+        progress.stopped = bool(changes.pop("stopped", False))
+        config = replace(args, **changes)
+        count, client = SimpleNamespace(updates=updates), client or Granting()
+        learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
+        found = learner.updates_left()
+        if found:
+            assert client.granted == [16 * found]
+            count.updates += found - 1
+            assert learner.updates_left() == 1, "how many it is, is decided once"
+            count.updates += 1
+            assert learner.updates_left() == 0
+        return found
+
+    assert left(61) == 64  # of 125
+    assert left(125) == left(130) == 0
+    assert left(0, train_ratio=4096.0) < 4096 * 1000 / 512, "what is owed has a bound"
+    assert left(61, step=999) == 0, "it ended at its target score"
+    assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
+    assert left(61, client=Granting(enough=False)) == 0
