@@ -27,8 +27,8 @@ from dreamfleet.agents.api import Agent
 from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
-from dreamfleet.envs.naming import Task, maker_of, name_of
+from dreamfleet.envs import Wrapper, env_seed, is_bundled, make_env, make_visible_env, renderer
+from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
@@ -75,6 +75,7 @@ def evaluate(
     seed: int = 0,
     video: Path | None = None,
     fps: float = 20.0,
+    trust: bool = False,
     say: Say = log.info,
 ) -> Evaluation:
     """Play complete episodes with a trained agent, in new environments.
@@ -83,7 +84,7 @@ def evaluate(
         policy: A run's directory, a checkpoint, or a policy that was loaded from one.
         episodes: How many.
         env: What makes the environments, a task or a class or a function; None for the task that
-            the policy was trained on.
+            the policy was trained on, if that is part of this package.
         envs: Environments at the same time, no more of which are made; 0 for the run's `eval_envs`,
             or as many as it trained with.
         max_steps: Steps after which an episode is cut short; 0 for the run's `eval_max_steps`.
@@ -92,6 +93,7 @@ def evaluate(
         seed: Another seed plays other episodes.
         video: Record the first episode to this file.
         fps: Frames a second of the video.
+        trust: Import code of others that the checkpoint names: environment, agent and networks.
         say: Takes lines that tell how far it is.
 
     Raises:
@@ -100,7 +102,7 @@ def evaluate(
     """
     logdir = None if isinstance(policy, Policy) else Path(policy)
     if not isinstance(policy, Policy):
-        policy = Policy.load(policy, agent=agent, greedy=greedy)
+        policy = Policy.load(policy, agent=agent, greedy=greedy, trust=trust)
     elif agent is not None or greedy:
         raise ConfigError("This policy is loaded: say agent and greedy when you load it.")
     return play(
@@ -112,6 +114,7 @@ def evaluate(
         seed=seed,
         video=video,
         fps=fps,
+        trust=trust,
         logdir=logdir,
         say=say,
     ).evaluation
@@ -127,6 +130,7 @@ def play(
     seed: int = 0,
     video: Path | None = None,
     fps: float = 20.0,
+    trust: bool = False,
     logdir: Path | None = None,
     say: Say = log.info,
 ) -> Result:
@@ -145,11 +149,18 @@ def play(
     if policy.blueprint is None:
         raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")
     config = policy.blueprint.config
+    foreign = not is_bundled(config.task) and not config.task.startswith(PROGRAM)
+    if env is None and foreign and not trust:
+        raise ConfigError(
+            f"The policy was trained on {config.task}, which is not part of Dreamfleet, and a file "
+            f"does not choose code that is imported: say --task {config.task} "
+            f"(env={config.task!r} in Python) or --trust."
+        )
     task = config.task if env is None else name_of(env)
     maker = maker_of(task) if env is None or isinstance(env, str) else env
     max_steps = max_steps or config.eval_max_steps
     count = min(envs or config.eval_envs or config.envs, episodes)
-    with _folder(logdir, config) as (folder, kept), tempfile.TemporaryDirectory() as private:
+    with _folder(logdir) as (folder, kept), tempfile.TemporaryDirectory() as private:
         recording = None
         if video:
             title = f"{task} step {policy.step:,}"
@@ -202,13 +213,12 @@ def _environment(
 
 
 @contextmanager
-def _folder(logdir: Path | None, config: RunConfig) -> Iterator[tuple[Path, bool]]:
+def _folder(logdir: Path | None) -> Iterator[tuple[Path, bool]]:
     """Where logs go, and whether they stay there: into the run's directory, or nowhere if there is
     none to write to."""
-    for folder in (logdir, config.logdir):
-        if folder and (folder / "ckpt" / "agent").is_dir() and os.access(folder, os.W_OK):
-            yield folder, True
-            return
+    if logdir and (logdir / "ckpt" / "agent").is_dir() and os.access(logdir, os.W_OK):
+        yield logdir, True
+        return
     with tempfile.TemporaryDirectory(prefix="dreamfleet-eval-") as temporary:
         yield Path(temporary), False
 

@@ -196,6 +196,7 @@ class Policy:
         *,
         agent: Agent | AgentType[Any] | str | None = None,
         greedy: bool = False,
+        trust: bool = False,
     ) -> Policy:
         """The policy of a run, or of one of its checkpoints.
 
@@ -208,6 +209,7 @@ class Policy:
                 here (`dreamer` if only its networks are your own), or pass its type, or an agent
                 that takes the parameters.
             greedy: Take the mode of the policy instead of samples.
+            trust: Import code of others that the checkpoint names, agent and networks.
 
         Raises:
             ConfigError: There is no checkpoint, or it does not describe its agent.
@@ -222,7 +224,7 @@ class Policy:
                     f"{path} was trained with an agent that a function of yours made, {agent}: "
                     "pass such an agent, agent=..., and it takes over the parameters."
                 )
-            if foreign := blueprint.foreign_code():
+            if (foreign := blueprint.foreign_code()) and not trust:
                 raise ConfigError(
                     f"{path} was trained with {', '.join(foreign)}, which is not part of "
                     f"Dreamfleet: pass agent={agent!r} (--agent {agent}) to have it imported."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ def with_changes(
     if "env_options" in given:
         given["env_options"] = {**before.env_options, **given["env_options"]}
     if not trust:
-        _refuse_code(source, _parts(before), given, name)
+        refuse_code(source, _parts(before), given, name)
     config = before.changed(given).resolved()
     if not trust:
-        _refuse_code(source, _networks(config), given, name)
+        refuse_code(source, _networks(config), given, name)
     return config
 
 
@@ -112,10 +112,17 @@ def _networks(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield setting.path, setting.value
 
 
-def _refuse_code(
-    source: Path, code: Iterator[tuple[str, str]], given: Mapping[str, Any], name: bool
+def refuse_code(
+    source: Path, code: Iterable[tuple[str, str]], given: Mapping[str, Any], name: bool = True
 ) -> None:
-    """Refuse code that a file names and the person does not."""
+    """Refuse code that a file names and the person does not.
+
+    Args:
+        source: The file or directory, for messages.
+        code: Settings and their values that stand for code outside of this package.
+        given: What the person says.
+        name: Whether the person may name that code instead of trusting the file.
+    """
     missing = [(path, value) for path, value in code if path not in given]
     if not missing:
         return

@@ -20,6 +20,7 @@ from dreamfleet.callbacks import Callbacks, Follower, StopTraining
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
+from dreamfleet.envs import is_bundled
 from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, EvaluationError, play
@@ -33,7 +34,14 @@ from dreamfleet.offline import find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
-from dreamfleet.resuming import differences, holds_run, resumed, shortened, steps_made
+from dreamfleet.resuming import (
+    differences,
+    holds_run,
+    refuse_code,
+    resumed,
+    shortened,
+    steps_made,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +79,8 @@ def configure(
         source = find_source(first).blueprint.config
         given = {"task": source.task, "logdir": Path(f"{first}-offline"), **given}
         given.setdefault("eval_episodes", 0)
+        if given["eval_episodes"] and not is_bundled(source.task) and not trust:
+            refuse_code(Path(first), [("task", source.task)], changes)
         given["env_options"] = {**source.env_options, **options}
     elif options:
         given["env_options"] = {**base.env_options, **options}

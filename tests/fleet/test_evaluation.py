@@ -110,6 +110,7 @@ def test_one_environment_in_a_process_with_its_output_in_the_logs(
     """Its episodes never end, it writes a line a step, and there is but one of it."""
     run = trained(folder, "Endless", envs_per_process=8)
     command = ["eval", str(run), "--episodes", "3", "--envs", "1", "--max-steps", "20"]
+    command.append("--trust")
     assert main(command) == 0
     said = capfd.readouterr()
     assert "returns        20  20  20" in said.out
@@ -124,7 +125,7 @@ def test_one_environment_in_a_process_with_its_output_in_the_logs(
 def test_an_environment_that_fails_costs_its_episode(folder: Path) -> None:
     run = trained(folder, "Once", launcher="serial")
     lines: list[str] = []
-    result = evaluate(run, 4, envs=1, say=lines.append)
+    result = evaluate(run, 4, envs=1, trust=True, say=lines.append)
     assert result.returns == [3.0, 3.0, 3.0]
     assert result.notes() == ["1 of 4 episodes failed: RuntimeError: the pole is broken"]
     assert (result.failed, result.cut_short) == (1, 0)
@@ -135,14 +136,14 @@ def test_an_environment_that_fails_costs_its_episode(folder: Path) -> None:
 def test_when_all_fail_the_traceback_of_the_environment_is_shown(folder: Path) -> None:
     run = trained(folder, "Broken", launcher="serial", envs_per_process=2)
     with pytest.raises(EvaluationError, match="All 3 episodes failed") as caught:
-        evaluate(run, 3, envs=2)
+        evaluate(run, 3, envs=2, trust=True)
     assert f"envs_{folder.name}.py" in str(caught.value)
     assert str(caught.value).endswith("RuntimeError: the pole is broken")
 
 
 def test_a_policy_in_memory_plays_in_an_environment_of_ones_own(folder: Path) -> None:
     policy = Policy.load(trained(folder, "Endless", launcher="serial", eval_max_steps=5))
-    assert evaluate(policy, 2).lengths == [5, 5]
+    assert evaluate(policy, 2, trust=True).lengths == [5, 5]
 
     def factory(seed: int) -> Any:
         return TimeLimit(make_env(f"envs_{folder.name}:Endless", seed=seed), 2)

@@ -131,6 +131,32 @@ def test_code_that_a_file_names_is_not_imported(
     assert RAN not in sys.modules
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "{run}"],
+        ["train", "--offline", "{run}", "--eval-episodes", "1", "--steps", "1"],
+    ],
+    ids=["eval", "offline"],
+)
+def test_a_downloaded_checkpoint_runs_no_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    """Its task could be any function of the standard library, and its options the arguments."""
+    marker, run = tmp_path / "it ran", tmp_path / "run"
+    options = {"cmd": f"touch '{marker}'"}
+    a_run(run, step=1, task="subprocess:getoutput", env_options=options)
+    (run / "replay").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(run=run) for word in command]) == 2
+    said = capsys.readouterr().err
+    assert "a file does not choose code that is imported: say --task subprocess:getoutput" in said
+    assert not marker.exists()
+
+
 def test_code_that_the_person_names_again_or_trusts_is_taken(tmp_path: Path) -> None:
     task = "my_envs:make"
     a_run(tmp_path, task=task)

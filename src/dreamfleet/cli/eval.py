@@ -28,6 +28,7 @@ def eval(  # noqa: A001 - the command's name
     envs: Annotated[int, Meta(ge=0)] = 0,
     max_steps: Annotated[int, Meta(ge=0)] = 0,
     task: str | None = None,
+    trust: bool = False,
 ) -> None:
     """Play complete episodes with a trained agent and say what it scores.
 
@@ -50,8 +51,11 @@ def eval(  # noqa: A001 - the command's name
         max_steps: Steps after which an episode is cut short; 0 for the run's eval_max_steps.
         task: The environment, if it is not the one that the run names; also for a run of a program
             that had an environment of its own.
+        trust: Import code of others that the run names: your own environment, agent or networks.
     """
-    policy = Policy.load(logdir, "best" if best else "latest", agent=agent, greedy=greedy)
+    policy = Policy.load(
+        logdir, "best" if best else "latest", agent=agent, greedy=greedy, trust=trust
+    )
     assert policy.blueprint is not None
     say(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {policy.protocol}")
     result, _ = play(
@@ -63,6 +67,7 @@ def eval(  # noqa: A001 - the command's name
         seed=seed,
         video=video,
         fps=fps,
+        trust=trust,
         logdir=logdir,
         say=say,
     )

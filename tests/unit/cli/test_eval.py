@@ -142,6 +142,7 @@ def test_every_episode_has_a_seed_of_its_own(
     found = []
     for seed in ("0", "0", "1"):
         command = ["eval", str(run), "--episodes", "20", "--json", str(path), "--seed", seed]
+        command += ["--task", "seeded_envs:Seeded"]
         assert main(command) == 0
         found.append(json.loads(path.read_text())["returns"])
     assert len(set(found[0])) == 20
@@ -197,7 +198,7 @@ def test_what_renders_no_frames_is_not_recorded(
     monkeypatch.syspath_prepend(str(tmp_path))
     video = tmp_path / "play.mp4"
     run = trained(tmp_path / "run", "unseen_envs:make")
-    assert main(["eval", str(run), "--video", str(video)]) == 2
+    assert main(["eval", str(run), "--trust", "--video", str(video)]) == 2
     assert "renders no frames" in capsys.readouterr().err
     assert not video.exists()
 
@@ -239,7 +240,8 @@ def test_a_factory_that_passes_everything_on_is_evaluated(
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"render_mode": "rgb_array"}
     run = trained(tmp_path / "run", "passing_envs:make", **options)
-    assert main(["eval", str(run), "--episodes", "1", "--video", str(tmp_path / "play.mp4")]) == 0
+    video = str(tmp_path / "play.mp4")
+    assert main(["eval", str(run), "--trust", "--episodes", "1", "--video", video]) == 0
 
 
 def test_without_an_encoder_the_fix_is_told(
