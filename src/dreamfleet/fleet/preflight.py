@@ -25,6 +25,7 @@ from dreamfleet.estimate import replay_bytes, step_bytes, warnings
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
+from dreamfleet.formatting import readable
 from dreamfleet.imports import load_object
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
@@ -33,6 +34,7 @@ from dreamfleet.roles.replay import limiter_for
 from dreamfleet.spaces import Space, without_logs, without_reset
 
 _PROCESS_BYTES = 40_000_000  # an interpreter with numpy and the transport, before its environment
+_DISK_BESIDE = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
 _TICK_BYTES = 8  # of the replay, with every step
 _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
@@ -259,12 +261,12 @@ def check_disk(
     )
     there = _nearest(config.logdir)
     room = (shutil.disk_usage(there).free if free is None else free) + taken
-    if needed > room:
+    if needed + _DISK_BESIDE > room:
         raise ConfigError(
-            f"The replay takes {needed / 1e9:.2f} GB of disk when it is full, at {step:,} bytes a "
-            f"step, and {there} has room for {room / 1e9:.2f} GB: lower replay.capacity "
-            f"({replay.capacity:,} steps), bound the files with replay.max_bytes, or choose "
-            "another --logdir."
+            f"The replay takes {readable(needed)}B of disk when it is full, at {step:,} bytes a "
+            f"step, everything else about {readable(_DISK_BESIDE)}B, and {there} has room for "
+            f"{readable(room)}B: lower replay.capacity ({replay.capacity:,} steps), bound the "
+            "files with replay.max_bytes, or choose another --logdir."
         )
 
 

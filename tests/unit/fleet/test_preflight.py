@@ -244,21 +244,22 @@ def test_a_disk_that_the_replay_would_fill_is_refused(tmp_path: Path) -> None:
     spaces = env.obs_space, env.act_space
     config = RunConfig(agent="random", envs=2, logdir=tmp_path / "run", steps=8_000)
     step = 8 + 64 * 64 * 3 + 4 + 3 + 4
-    needed = step * (8_000 + 2 * 1024)
+    beside = 100_000_000
+    needed = step * (8_000 + 2 * 1024) + beside
     check_disk(config, *spaces, free=needed)
     with pytest.raises(ConfigError) as caught:
         check_disk(config, *spaces, free=needed - 1)
     assert str(caught.value) == (
-        f"The replay takes 0.12 GB of disk when it is full, at 12,307 bytes a step, and {tmp_path} "
-        "has room for 0.12 GB: lower replay.capacity (1,000,000 steps), bound the files with "
-        "replay.max_bytes, or choose another --logdir."
+        f"The replay takes 124MB of disk when it is full, at 12,307 bytes a step, everything else "
+        f"about 100MB, and {tmp_path} has room for 224MB: lower replay.capacity (1,000,000 steps), "
+        "bound the files with replay.max_bytes, or choose another --logdir."
     )
     named = {setting.path for setting in config.settings()}
     assert {"replay.capacity", "replay.max_bytes"} <= named
     # What bounds the files, and what they take already.
-    check_disk(config.changed({"replay.max_bytes": 10**6}), *spaces, free=10**6)
-    check_disk(config.changed({"replay.capacity": 1000}), *spaces, free=1000 * step)
-    with pytest.raises(ConfigError, match=r"takes 12\.31 GB"):
+    check_disk(config.changed({"replay.max_bytes": 10**6}), *spaces, free=10**6 + beside)
+    check_disk(config.changed({"replay.capacity": 1000}), *spaces, free=1000 * step + beside)
+    with pytest.raises(ConfigError, match=r"takes 12\.3GB"):
         check_disk(config.changed({"steps": 0}), *spaces, free=needed)
     with pytest.raises(ConfigError, match="takes"):
         check_disk(config.changed({"eval_envs": 1}), *spaces, free=needed)
@@ -275,5 +276,5 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_start(
     usage = type("Usage", (), {"free": 1_000_000})
     monkeypatch.setattr("dreamfleet.fleet.preflight.shutil.disk_usage", lambda _: usage)
     assert main(["train", "--logdir", str(tmp_path / "run")]) == 2
-    assert "GB of disk when it is full" in capsys.readouterr().err
+    assert "B of disk when it is full" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
