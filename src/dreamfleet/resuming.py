@@ -128,7 +128,7 @@ def refuse_code(
         return
     values = " and ".join(value for _, value in missing)
     flags = " ".join(f"--{path.replace('_', '-')} {value}" for path, value in missing)
-    fix = f"say {flags}, or --trust (resume(..., trust=True) in Python)" if name else "say --trust"
+    fix = f"say {flags}, or --trust (trust=True in Python)" if name else "say --trust"
     raise ConfigError(
         f"{source} names {values}, which is not part of Dreamfleet, and a file does not choose "
         f"code that is imported: {fix}."

@@ -106,6 +106,7 @@ def train(
     on_log: Callable[[int, dict[str, Any]], object] | None = None,
     on_episode: Callable[[int, float, int], object] | None = None,
     on_checkpoint: Callable[[int, Path], object] | None = None,
+    trust: bool = False,
     **settings: Any,
 ) -> Evaluation | None:
     """Train an agent with a fleet of processes until the run ends, then evaluate it.
@@ -114,7 +115,8 @@ def train(
     not import the program that started them.
 
     Args:
-        config: The run; None for the preset with the settings that follow.
+        config: The run; None for the preset, or for the run in `logdir` if there is one, with the
+            settings that follow.
         env: The environment: a task (`gym:CartPole-v1`, `module:factory`), a class, or a function
             that returns an environment, also one of a script or a notebook; None for the task of
             the configuration.
@@ -128,6 +130,8 @@ def train(
         on_checkpoint: The same with the step and directory of a new checkpoint. An exception in any
             of the three ends the run in order, with a checkpoint, and is raised here;
             `StopTraining` only ends it.
+        trust: Import code outside of this package that the directory of a run names. Otherwise name
+            it again, such as `agent="my_module:MyAgent"`.
         settings: By their name, such as `steps=10_000`; two underscores stand for a dot:
             `dreamer__loss__horizon=100`. `outputs` may also hold classes of your own, which are
             made in the logger's process with the run's directory.
@@ -148,7 +152,7 @@ def train(
             f"An output is made in the logger's process: pass the class {type(objects[0]).__name__}"
             ", or a function that returns the object, which is called with the run's directory."
         )
-    config = _config_of(config, env, preset, settings, say)
+    config = _config_of(config, env, preset, settings, trust, say)
     callbacks = Callbacks(on_log, on_episode, on_checkpoint)
     callbacks.check(config)
     maker = _maker(config, env)
@@ -177,12 +181,13 @@ def _config_of(
     env: Task | None,
     preset: str | None,
     settings: Mapping[str, Any],
+    trust: bool,
     say: Say,
 ) -> RunConfig:
     """The configuration that the arguments of `train` stand for."""
     changes = _changes(env, settings)
     if config is None:
-        return configure(changes, preset, say=say)
+        return configure(changes, preset, trust=trust, say=say)
     if preset is not None:
         raise ConfigError("A configuration has its settings already: leave the preset out.")
     return config.changed(changes) if changes else config
@@ -227,25 +232,13 @@ def _maker(config: RunConfig, env: Task | None) -> Task:
     return maker
 
 
-def resume(
-    logdir: Path | str,
-    *,
-    trust: bool = False,
-    env: Task | None = None,
-    say: Say = print_line,
-    display: Callable[[Path], AbstractContextManager[Say]] | None = live,
-    **settings: Any,
-) -> Evaluation | None:
+def resume(logdir: Path | str, **arguments: Any) -> Evaluation | None:
     """Resume the run in a directory with the settings that it was last with.
 
     Args:
         logdir: Its directory.
-        trust: Import code outside of this package that the directory names. Otherwise name it
-            again, such as `task="my_module:my_factory"`.
-        env: The environment, if it is one of this program; see `train`.
-        say: See `train`.
-        display: See `train`.
-        settings: Those to change, and callbacks; see `train`.
+        arguments: Those of `train`: settings to change, the environment if it is one of this
+            program, `trust`, callbacks.
 
     Returns:
         The evaluation at the end; None if `eval_episodes` is 0.
@@ -255,10 +248,8 @@ def resume(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
-    names = ("on_log", "on_episode", "on_checkpoint")
-    callbacks = {name: settings.pop(name) for name in names if name in settings}
-    config = resumed(Path(logdir), _changes(env, settings), trust=trust)
-    return train(config, env=env, say=say, display=display, **callbacks)
+    read_config(Path(logdir))  # there has to be one
+    return train(logdir=logdir, **arguments)
 
 
 def _is_over(config: RunConfig, say: Say) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import dreamfleet
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import read_config
@@ -42,8 +43,17 @@ def test_a_run_is_resumed_as_it_was_and_says_what_is_changed(
     assert snapshot is not None
     assert snapshot.step >= 200
 
+    saved: list[int] = []
+
+    def note(step: int, *_: object) -> None:
+        saved.append(step)
+
+    dreamfleet.resume(tmp_path, steps=300, on_checkpoint=note, display=None)
+    assert "steps 200 -> 300" in capsys.readouterr().out
+    assert saved[-1] >= 300
+
     log = (tmp_path / "logs" / "agent.log").read_text()
     assert main(["resume", logdir]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert any("has made its 200 steps" in line and "such as --steps 4" in line for line in said)
+    assert any("has made its 300 steps" in line and "such as --steps 6" in line for line in said)
     assert (tmp_path / "logs" / "agent.log").read_text() == log, "no process was started"
