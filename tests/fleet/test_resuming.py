@@ -12,7 +12,8 @@ from dreamfleet.config import read_config
 
 FIRST = ["--task", "bundled:dummy", "--agent", "random", "--batch-size", "2", "--batch-length", "4",
          "--envs", "3", "--envs-per-process", "3", "--seed", "7", "--steps", "100", "--log-every",
-         "0.5", "--train-ratio", "1", "--eval-episodes", "0", "--on-failure", "stop"]  # fmt: skip
+         "0.5", "--train-ratio", "1", "--eval-episodes", "0", "--on-failure", "stop",
+         "--launcher", "serial"]  # fmt: skip
 
 
 def test_a_run_is_resumed_as_it_was_and_says_what_is_changed(
@@ -45,8 +46,8 @@ def test_a_run_is_resumed_as_it_was_and_says_what_is_changed(
     assert read_config(tmp_path) == second.changed({"steps": 2000})
     assert saved[-1] >= 2000
 
-    log = (tmp_path / "logs" / "agent.log").read_text()
+    log = (tmp_path / "logs" / "serial.log").read_text()
     assert main(["resume", logdir]) == 0
     said = capsys.readouterr().out.splitlines()
     assert any("has made its 2,000 steps" in line and "such as --steps " in line for line in said)
-    assert (tmp_path / "logs" / "agent.log").read_text() == log, "no process was started"
+    assert (tmp_path / "logs" / "serial.log").read_text() == log, "no process was started"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dreamfleet.cli.train import config_of, options_of, show_help, start
+from dreamfleet.cli.train import SHORT, config_of, options_of, show_help, start
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.resuming import holds_run
@@ -32,7 +32,8 @@ def resume(arguments: Sequence[str]) -> None:
             for option in options_of([], new=True)
             if option.name != "preset"
         ]
-        show_help("resume", SUMMARY, options, EXAMPLES, arguments)
+        groups = {"code of your own": ("trust",), **SHORT}
+        show_help("resume", SUMMARY, options, EXAMPLES, arguments, groups)
         return
     logdir, rest = _directory(arguments)
     read_config(logdir)  # says so if there is no run

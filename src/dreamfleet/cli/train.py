@@ -31,7 +31,7 @@ EXAMPLES = (
 )
 
 SHORT: Groups = {
-    "what": ("task", "env_options", "preset", "agent", "seed", "logdir", "trust"),
+    "what": ("task", "env_options", "preset", "agent", "seed", "logdir"),
     "when it ends": ("steps", "duration", "target_score", "eval_episodes", "eval_every"),
     "learning": ("train_ratio", "batch_size", "batch_length"),
     "starting from other runs": ("from_checkpoint", "prefill", "offline"),
@@ -107,14 +107,14 @@ def show_help(
     options: Sequence[Option],
     examples: Sequence[tuple[str, str]],
     arguments: Sequence[str],
+    groups: Groups = SHORT,
 ) -> None:
     """The options that most people need, or all of them."""
     if "--help-all" in arguments:
-        groups = _all_groups(options)
-        say(help_of(command, summary, options, groups=groups, examples=examples))
+        say(help_of(command, summary, options, groups=_all_groups(options), examples=examples))
     else:
         footer = f"'dreamfleet {command} --help-all' shows every setting, also of the agent."
-        say(help_of(command, summary, options, groups=SHORT, examples=examples, footer=footer))
+        say(help_of(command, summary, options, groups=groups, examples=examples, footer=footer))
 
 
 def _all_groups(options: Sequence[Option]) -> Groups:

@@ -74,6 +74,8 @@ def test_resume_has_the_options_of_train(capsys: pytest.CaptureFixture[str]) -> 
     shown(text, [option for option in options_of([]) if option.name not in own])
     assert text.startswith("usage: dreamfleet resume LOGDIR [OPTIONS]\n")
     assert "--preset" not in text
+    assert main(["resume", "--help"]) == 0
+    assert "--trust" in capsys.readouterr().out
     assert f"({preset('default').steps})" not in text, "a run has its own"
 
 
