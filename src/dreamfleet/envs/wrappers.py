@@ -425,7 +425,7 @@ class CheckSpaces(Wrapper):
                     "finite numbers (-inf alone may mark a missing value).",
                     key,
                 )
-        if obs["reward"] == -math.inf:  # nothing is missing there
+        if float(obs["reward"]) == -math.inf:  # nothing is missing there; floats compare quickly
             raise NotFiniteError("The reward is -inf: return a finite number.", "reward")
         if self._remaining > 0:
             self._remaining -= 1
