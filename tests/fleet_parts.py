@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -307,6 +308,18 @@ class CountingAgent(AgentBase):
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
         self._updates = int(state["updates"])
+
+
+class NeverCompiled(CountingAgent):
+    """Compiles for ever, as a large network seems to."""
+
+    def __init__(self, started: Path) -> None:
+        super().__init__()
+        self._started = started
+
+    def compile(self, **_: Any) -> None:
+        self._started.touch()
+        threading.Event().wait()
 
 
 class Prioritising(CountingAgent):

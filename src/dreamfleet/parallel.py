@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
@@ -113,6 +115,18 @@ def combined(
                 raise raised[0]
     finally:
         remove_addresses(run.logdir)
+        say(_saved(run.logdir))
+
+
+def _saved(logdir: Path) -> str:
+    """What a run that has ended can be resumed from, in a sentence."""
+    try:
+        newest = Checkpoint(logdir / "ckpt" / "agent").load(parts=())
+    except CheckpointError as error:
+        return str(error)
+    if newest is None:
+        return "There is no checkpoint: the run ended before its first one."
+    return f"The newest checkpoint is of step {newest.step:,}: {newest.path}"
 
 
 def parallel_envs(

@@ -31,7 +31,6 @@ from launcher_parts import (
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.launchers import (
     LAUNCHERS,
-    STOPPED,
     Launcher,
     RestartPolicy,
     Worker,
@@ -39,6 +38,7 @@ from dreamfleet.fleet.launchers import (
 )
 from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
+from dreamfleet.roles.runtime import STOPPED
 
 
 @pytest.fixture(params=sorted(LAUNCHERS))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet_parts import (
     CountingAgent,
+    NeverCompiled,
     dummy_with_its_id,
     logged,
     parts,
@@ -163,3 +166,20 @@ def test_a_run_writes_only_to_the_outputs_it_was_told(tmp_path: Path) -> None:
     combined(**parts(config), args=config)
     assert (tmp_path / "media").exists()
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_run_that_is_ended_while_it_compiles_ends_at_once(tmp_path: Path) -> None:
+    """There is nothing to save, and code that compiles cannot be interrupted."""
+    config, started = small_run(tmp_path), tmp_path / "started"
+    lines: list[str] = []
+
+    def when_it_compiles() -> None:
+        if started.exists():
+            signal.raise_signal(signal.SIGINT)
+
+    fleet = {**parts(config), "make_agent": partial(NeverCompiled, started)}
+    with pytest.raises(KeyboardInterrupt):
+        combined(**fleet, args=config, say=lines.append, tick=when_it_compiles)
+    assert lines[-1] == "There is no checkpoint: the run ended before its first one."
+    log = (tmp_path / "logs" / "agent.log").read_text()
+    assert "asked to stop before it has learned anything" in log

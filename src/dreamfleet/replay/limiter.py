@@ -89,9 +89,9 @@ class SamplesPerInsert:
             self._changed.notify_all()
 
     def grant(self, count: int) -> None:
-        """Owe so many samples more, whatever is inserted."""
+        """Owe at least so many samples, whatever is inserted. May be repeated."""
         with self._changed:
-            self._avail += count
+            self._avail = max(self._avail, float(count))
             self._changed.notify_all()
 
     def save(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import Factory, stop_event, unpack
+from dreamfleet.roles.runtime import Factory, exit_if_asked_to_stop, stop_event, unpack
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,9 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
     actor.start()
     learner.start()
     progress.finished.wait()
+    if progress.stopped and not progress.prepared:
+        log.info("The agent is asked to stop before it has learned anything: nothing is saved.")
+        exit_if_asked_to_stop()  # compiling may take a minute
     actor.join()
     while learner.is_alive() and progress.updates_left():
         learner.join(_LOOK_SECONDS)

@@ -62,6 +62,7 @@ def parallel_learner(
         learner = Learner(agent, args, progress, saver, reports, updates, logger)
         learner.prepare()
         progress.updates_left = learner.updates_left
+        progress.prepared = True
         barrier.wait()
         progress.on_learning_over(samples.close)
         learner.run(samples)
@@ -235,9 +236,10 @@ class Learner:
         missing = self._missing()
         if not missing:
             return 0
-        self._asked = self._asked or self._saver.updates + missing
         try:
-            self._show("learner/state", f"making the last {missing} updates (train_ratio)")
+            if not self._asked:
+                self._asked = self._saver.updates + missing
+                self._show("learner/state", f"making the last {missing} updates (train_ratio)")
             granted = self._updates.grant(missing * self._args.batch_size)
             if granted.wait(_STATE_SECONDS) and not granted.result():
                 return 0  # there is too little to train on

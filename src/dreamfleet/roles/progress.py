@@ -19,6 +19,9 @@ class Progress:
         self.finished = threading.Event()
         self.stopped = False
         """Whether the run was asked to stop, instead of having made all its steps."""
+        self.prepared = False
+        """Whether the learner has restored and compiled the agent. Before that there is nothing to
+        save."""
         self.error: BaseException | None = None
         self.updates_left: Callable[[], int] = lambda: 0
         """How many updates the learner has to make before it ends, which sets this."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import signal
 import sys
@@ -74,6 +76,9 @@ class _Thread(threading.local):
     signal: StopSignal | None = None
 
 
+STOPPED = 143
+"""Exit code of a process that stopped because it was asked to, as shells have it of SIGTERM."""
+
 _thread = _Thread()
 _process_stopped = threading.Event()
 
@@ -81,6 +86,14 @@ _process_stopped = threading.Event()
 def process_was_asked_to_stop() -> bool:
     """Whether this process received the SIGTERM that `stop_event` handles."""
     return _process_stopped.is_set()
+
+
+def exit_if_asked_to_stop() -> None:
+    """Leave a process that was asked to stop at once, although a thread of it is busy in code that
+    cannot be interrupted. A role that runs as a thread is not left."""
+    if process_was_asked_to_stop():
+        logging.shutdown()
+        os._exit(STOPPED)
 
 
 def stop_event(

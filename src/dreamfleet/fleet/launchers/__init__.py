@@ -22,9 +22,6 @@ from dreamfleet.errors import ConfigError
 
 Role = Literal["agent", "evaluator", "env", "replay", "logger"]
 
-STOPPED = 143
-"""Exit code of a worker that stopped because somebody asked it to, as shells have it of SIGTERM."""
-
 
 @dataclass(frozen=True)
 class Resources:
@@ -82,8 +79,8 @@ class RunningWorker(Protocol):
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit code, or None if it still runs after `timeout` seconds. 0 if its function has
-        returned, negative for the signal that killed it, `STOPPED` if it stopped because somebody
-        asked it to."""
+        returned, negative for the signal that killed it, `roles.runtime.STOPPED` if it stopped
+        because somebody asked it to."""
 
     def terminate(self) -> None:
         """Ask it to stop; it may save first."""

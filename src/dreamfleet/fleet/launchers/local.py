@@ -33,8 +33,8 @@ import cloudpickle
 import setproctitle
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.launchers import STOPPED, Worker
-from dreamfleet.roles.runtime import process_was_asked_to_stop
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.roles.runtime import STOPPED, process_was_asked_to_stop
 
 _TAIL_BYTES, _TAIL_LINES = 20_000, 60
 _ORPHAN_SECONDS = 10.0

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from dreamfleet.fleet.launchers import STOPPED, Worker
-from dreamfleet.roles.runtime import StopSignal
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.roles.runtime import STOPPED, StopSignal
 
 log = logging.getLogger(__name__)
 
