@@ -16,6 +16,7 @@ from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import CONFIG_FILE, OUTPUTS, RunConfig, read_config
 from dreamfleet.envs import is_bundled
+from dreamfleet.envs.naming import PROGRAM, only_there
 from dreamfleet.errors import ConfigError
 
 _MOST_SHOWN = 4
@@ -126,6 +127,9 @@ def refuse_code(
     missing = [(path, value) for path, value in code if path not in given]
     if not missing:
         return
+    for path, value in missing:
+        if path == "task" and value.startswith(PROGRAM):  # trust would not find it either
+            raise ConfigError(only_there(value))
     values = " and ".join(value for _, value in missing)
     flags = " ".join(f"--{path.replace('_', '-')} {value}" for path, value in missing)
     fix = f"say {flags}, or --trust (trust=True in Python)" if name else "say --trust"

@@ -103,6 +103,8 @@ def test_an_environment_of_a_script_is_resumed_by_its_name_and_evaluated_elsewhe
     assert refused.returncode == 2
     assert "write --task module:Target" in refused.stderr
     assert "Traceback" not in refused.stderr
+    resuming = run("-m", "dreamfleet.cli", "resume", "runs/Target", cwd=tmp_path)
+    assert "write --task module:Target" in resuming.stderr
     found = run(*command, "--task", "guarded:Target", cwd=tmp_path)
     assert "mean return    20" in found.stdout, found.stderr
 
