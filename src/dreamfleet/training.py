@@ -24,7 +24,7 @@ from dreamfleet.envs import is_bundled
 from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, EvaluationError, play
-from dreamfleet.fleet.factories import environment, factories, logger
+from dreamfleet.fleet.factories import environment, factories, logger, write_spaces
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import claim_directory
 from dreamfleet.formatting import clock
@@ -156,16 +156,17 @@ def train(
     callbacks = Callbacks(on_log, on_episode, on_checkpoint)
     callbacks.check(config)
     maker = _maker(config, env)
-    notes = preflight(config, partial(environment, config, maker))
+    found = preflight(config, partial(environment, config, maker))
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
-    for note in notes:
+    for note in found.notes:
         say(note)
     start = time.monotonic()
     if not _is_over(config, say):
         shown = display(config.logdir) if display else nullcontext(say)
         with claim_directory(config.logdir), shown as progress:
             follower = Follower(callbacks, config.logdir)
-            parts = factories(config, maker, outputs)
+            parts = factories(config, maker, outputs, found.spaces)
+            write_spaces(config, *found.spaces)
             try:
                 combined(**parts, args=config, say=say, progress=progress, tick=follower.look)
                 follower.look()

@@ -12,7 +12,7 @@ from dreamfleet.cli.arguments import SettingsNamed
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig, read_config, read_config_file
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.factories import factories
+from dreamfleet.fleet.factories import factories, read_spaces
 from dreamfleet.parallel import parallel_envs
 from dreamfleet.resuming import differences, with_changes
 from dreamfleet.roles.agent import parallel_agent
@@ -56,7 +56,8 @@ def role(
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    parts = factories(args)
+    there = source if source.is_dir() else source.parent
+    parts = factories(args, spaces=read_spaces(args, there))
     say(f"Running {name} of {args.task}")
     for line in differences(before, args):
         say(line)

@@ -7,6 +7,7 @@ little.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -17,6 +18,7 @@ from dreamfleet.agents.api import Agent
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
 from dreamfleet.envs.naming import Task
+from dreamfleet.files import atomic_write
 from dreamfleet.imports import load_object
 from dreamfleet.metrics import (
     JsonlOutput,
@@ -27,14 +29,23 @@ from dreamfleet.metrics import (
     WandbOutput,
 )
 from dreamfleet.offline import AdoptedReplay, find_source
+from dreamfleet.policy import Spaces
 from dreamfleet.replay import Replay, Stream, make_selector
+from dreamfleet.spaces import spaces_from_json, spaces_to_json
+
+log = logging.getLogger(__name__)
+
+SPACES_FILE = "spaces.json"
 
 MakeOutput = Callable[[Path], Output]
 """A class, or a function, that is given the directory of the run."""
 
 
 def factories(
-    config: RunConfig, env: Task | None = None, outputs: Sequence[MakeOutput] = ()
+    config: RunConfig,
+    env: Task | None = None,
+    outputs: Sequence[MakeOutput] = (),
+    spaces: tuple[Spaces, Spaces] | None = None,
 ) -> dict[str, Callable[..., Any]]:
     """The arguments of `combined` for a configuration.
 
@@ -42,9 +53,10 @@ def factories(
         config: The run.
         env: What makes its environments, if its task alone does not tell.
         outputs: Make outputs of metrics in addition to those of the configuration.
+        spaces: Observations and actions, for the agent; None lets it make an environment.
     """
     return {
-        "make_agent": partial(agent, config, env),
+        "make_agent": partial(agent, config, env, spaces),
         "make_replay_train": partial(replay, config, "replay"),
         "make_replay_eval": partial(replay, config, "eval_replay"),
         "make_env_train": partial(environment, config, env),
@@ -63,17 +75,48 @@ def environment(config: RunConfig, env: Task | None, envid: int, attempt: int = 
     return make_env(env or config.task, seed=seed, **config.env_options)
 
 
-def agent(config: RunConfig, env: Task | None = None) -> Agent:
-    """A fresh agent for the spaces of the task."""
+def agent(
+    config: RunConfig, env: Task | None = None, spaces: tuple[Spaces, Spaces] | None = None
+) -> Agent:
+    """A fresh agent for the spaces of the task.
+
+    Where they are known, no environment is made: there may be one only, which is in use.
+    """
     if config.offline:
         source = find_source(config.offline[0]).blueprint
         obs_space, act_space = source.obs_space, source.act_space
+    elif spaces is not None:
+        obs_space, act_space = spaces
     else:
         made = make_env(env or config.task, **config.env_options)
         obs_space, act_space = made.obs_space, made.act_space
         made.close()
     kind = config.agent_type
     return kind.make(obs_space, act_space, config.settings_of(kind), seed=config.seed)
+
+
+def write_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
+    """Keep the spaces in the run's directory, for an agent that is started by hand."""
+    plain = {"obs_space": spaces_to_json(obs_space), "act_space": spaces_to_json(act_space)}
+    atomic_write(config.logdir / SPACES_FILE, json.dumps({**_environment_of(config), **plain}))
+
+
+def read_spaces(config: RunConfig, directory: Path) -> tuple[Spaces, Spaces] | None:
+    """The spaces that were kept there; None if there are none, or those of another task."""
+    try:
+        plain = json.loads((directory / SPACES_FILE).read_text())
+        if any(plain[key] != value for key, value in _environment_of(config).items()):
+            return None
+        return spaces_from_json(plain["obs_space"]), spaces_from_json(plain["act_space"])
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        log.debug("The spaces in %s cannot be read: %r", directory, error)
+        return None
+
+
+def _environment_of(config: RunConfig) -> dict[str, Any]:
+    """What says which environment it is, as JSON has it."""
+    plain = json.loads(config.to_json())
+    return {"task": plain["task"], "env_options": plain["env_options"]}
 
 
 def replay(config: RunConfig, name: str) -> Replay:

@@ -22,7 +22,7 @@ from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.estimate import replay_bytes, step_bytes, warnings
-from dreamfleet.fleet.factories import environment
+from dreamfleet.fleet.factories import environment, read_spaces
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.formatting import readable
@@ -40,16 +40,22 @@ _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
 
 
-def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -> list[str]:
+class Findings(NamedTuple):
+    """What is known of a run before it starts."""
+
+    spaces: tuple[Spaces, Spaces]
+    """Of observations and of actions."""
+    notes: list[str]
+    """What was recognised or assumed about the environment, and what will hardly work well on this
+    machine, a sentence each."""
+
+
+def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -> Findings:
     """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
 
     Args:
         config: The run.
         make_env: Called with an environment's number; None for the environment of the task.
-
-    Returns:
-        What was recognised or assumed about the environment, and what will hardly work well on this
-        machine, a sentence each.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
@@ -66,15 +72,20 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
     if config.offline:
         blueprint = find_source(config.offline[0]).blueprint
         check_agent(config, blueprint.obs_space, blueprint.act_space)
-        return []
+        return Findings((blueprint.obs_space, blueprint.act_space), [])
     together = min(config.envs_per_process, max(config.envs, config.eval_envs))
     make_env = make_env or partial(environment, config, None)
-    look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
+    known = read_spaces(config, config.logdir) if config.remote_envs else None
+    if known:  # the environments are elsewhere, and there may be one only, which is in use
+        look = _Look(*known, 0, 0, [])
+    else:
+        look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
     check_memory(config, look.bytes, look.further_bytes)
     check_disk(config, look.obs_space, look.act_space)
-    return [*look.notes, *warnings(config, look.obs_space, look.act_space)]
+    notes = [*look.notes, *warnings(config, look.obs_space, look.act_space)]
+    return Findings((look.obs_space, look.act_space), notes)
 
 
 def check_outputs(config: RunConfig) -> None:

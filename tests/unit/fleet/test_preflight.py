@@ -14,6 +14,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.factories import SPACES_FILE, write_spaces
 from dreamfleet.fleet.preflight import (
     check_directory,
     check_disk,
@@ -56,6 +57,19 @@ def test_an_ordinary_run_passes_and_environments_are_closed() -> None:
         Closing.closed = 0
         preflight(config, lambda _: Closing())
         assert Closing.closed == made
+
+
+def test_remote_environments_whose_spaces_are_known_are_left_alone(tmp_path: Path) -> None:
+    config = replace(CONFIG, logdir=tmp_path, remote_envs=True, actor_addr="tcp://h:1")
+    first = preflight(config, lambda _: Closing())
+    write_spaces(config, *first.spaces)
+    Closing.closed = 0
+    assert preflight(config, lambda _: Closing(32)) == first
+    changed = replace(config, env_options={"size": 32})
+    assert preflight(changed, lambda _: Closing(32)).spaces != first.spaces
+    assert Closing.closed == 1
+    (tmp_path / SPACES_FILE).write_text("{")
+    assert preflight(config, lambda _: Closing()) == first
 
 
 def test_spaces_that_the_agent_cannot_take_are_refused() -> None:
