@@ -28,7 +28,7 @@ from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import Wrapper, env_seed, is_bundled, make_env, make_visible_env, renderer
-from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
+from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of, only_there
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
@@ -149,8 +149,9 @@ def play(
     if policy.blueprint is None:
         raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")
     config = policy.blueprint.config
-    foreign = not is_bundled(config.task) and not config.task.startswith(PROGRAM)
-    if env is None and foreign and not trust:
+    if env is None and not is_bundled(config.task) and not trust:
+        if config.task.startswith(PROGRAM):
+            raise ConfigError(only_there(config.task))
         raise ConfigError(
             f"The policy was trained on {config.task}, which is not part of Dreamfleet, and a file "
             f"does not choose code that is imported: say --task {config.task} "

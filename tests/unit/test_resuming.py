@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from dreamfleet.cli import main
 from dreamfleet.cli.train import config_of
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.envs import make_env
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.parallel import _prepared
@@ -154,6 +155,24 @@ def test_a_downloaded_checkpoint_runs_no_command(
     assert main([word.format(run=run) for word in command]) == 2
     said = capsys.readouterr().err
     assert "a file does not choose code that is imported: say --task subprocess:getoutput" in said
+    assert not marker.exists()
+
+
+def test_a_checkpoint_names_nothing_of_the_program_that_evaluates_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import __main__
+
+    marker = tmp_path / "it ran"
+    monkeypatch.setattr(__main__, "os", os, raising=False)
+    options = {"command": f"touch '{marker}'"}
+    a_run(tmp_path / "run", step=1, task="__main__:os.system", env_options=options)
+    for arguments in ({}, {"trust": True}, {"env": "__main__:os.system"}):
+        with pytest.raises(DreamfleetError, match="write --task module:NAME"):
+            dreamfleet.evaluate(tmp_path / "run", 1, **arguments)
+    for command in (["eval"], ["resume"], ["eval", "--trust"], ["resume", "--trust"]):
+        assert main([command[0], str(tmp_path / "run"), *command[1:]]) == 2
+        assert "write --task module:NAME" in capsys.readouterr().err
     assert not marker.exists()
 
 

@@ -286,7 +286,7 @@ def constructor(name: str) -> Callable[..., Env] | None:
     except gymnasium.error.Error:
         if not colon:
             return None
-        close = difflib.get_close_matches(short, gymnasium.registry, n=1)
+        close = difflib.get_close_matches(short, gymnasium.registry, n=1, cutoff=0.8)
         hint = f"did you mean {close[0]}?" if close else "check the spelling."
         raise UnknownTaskError(f"The module {module!r} registers no {short}: {hint}") from None
     if spec.entry_point is None:

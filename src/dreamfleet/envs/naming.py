@@ -16,8 +16,6 @@ from operator import attrgetter
 from typing import Any
 
 from dreamfleet.envs.base import EnvError, UnknownTaskError
-from dreamfleet.errors import ConfigError
-from dreamfleet.imports import load_object
 
 PROGRAM = "__main__:"
 """How the names of tasks start that only one program has."""
@@ -46,20 +44,19 @@ def name_of(env: Any) -> str:
 def maker_of(task: str) -> Task:
     """What makes the environments of a task: the object, if other processes cannot import it.
 
+    Of a program only what it has defined itself is taken: `__main__:os.system` would be any
+    function of a module that it has imported.
+
     Raises:
         UnknownTaskError: This program has no such object.
     """
     if not task.startswith(PROGRAM):
         return task
-    try:
-        found = load_object(task)
-    except ConfigError as error:
-        raise UnknownTaskError(only_there(task)) from error
-    if not callable(found):
-        raise UnknownTaskError(
-            f"{task} is no callable: name a class, or a function that makes one."
-        )
-    return found
+    found = vars(sys.modules["__main__"]).get(task.removeprefix(PROGRAM))
+    if not callable(found) or getattr(found, "__module__", None) != "__main__":
+        raise UnknownTaskError(only_there(task))
+    maker: Callable[..., Any] = found
+    return maker
 
 
 def only_there(task: str) -> str:
@@ -67,9 +64,8 @@ def only_there(task: str) -> str:
     name = task.removeprefix(PROGRAM)
     plain = name if name.isidentifier() else "NAME"
     return (
-        f"The environment {name} was defined in the program that trained with it, and is not "
-        f"known here: put it into a module and write --task module:{plain}, or from Python pass "
-        "env=."
+        f"The environment {name} was defined in the program that trained with it: put it into a "
+        f"module and write --task module:{plain}, or from Python pass env=."
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from dreamfleet.envs.base import Env, EnvError, UnknownTaskError, env_seed
-from dreamfleet.envs.naming import PROGRAM, only_there
+from dreamfleet.envs.naming import PROGRAM, maker_of
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
     ArrangeImages,
@@ -270,10 +270,9 @@ def _suite(prefix: str) -> Suite:
 
 def _user_factory(task: str) -> Callable[..., Any]:
     try:
-        factory = load_object(task)
+        factory = maker_of(task) if task.startswith(PROGRAM) else load_object(task)
     except ConfigError as error:
-        words = only_there(task) if task.startswith(PROGRAM) else f"{error}{_suggestions(task)}"
-        raise UnknownTaskError(words) from error
+        raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
     if not callable(factory):
         raise UnknownTaskError(
             f"{task} is no callable: name a function that returns an environment."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -59,12 +60,21 @@ def test_an_environment_instead_of_what_makes_it_is_refused() -> None:
 def test_a_task_of_this_program_is_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
     import __main__
 
-    monkeypatch.setattr(__main__, "Mine", Dummy, raising=False)
-    assert maker_of("__main__:Mine") is Dummy
+    class Mine(Dummy):
+        __module__ = "__main__"
+
+    monkeypatch.setattr(__main__, "Mine", Mine, raising=False)
+    assert maker_of("__main__:Mine") is Mine
+    assert make_env("__main__:Mine").obs_space
     assert maker_of("bundled:dummy") == "bundled:dummy"
-    monkeypatch.setattr(__main__, "Mine", 3)
-    with pytest.raises(UnknownTaskError, match="no callable"):
-        maker_of("__main__:Mine")
+    # Everything else could be any function of a module that the program has imported.
+    monkeypatch.setattr(__main__, "os", os, raising=False)
+    monkeypatch.setattr(__main__, "system", os.system, raising=False)
+    monkeypatch.setattr(__main__, "three", 3, raising=False)
+    for name in ("os.system", "system", "three", "Mine.step", "missing", "__builtins__"):
+        for make in (maker_of, make_env):
+            with pytest.raises(UnknownTaskError, match="write --task module:"):
+                make(f"__main__:{name}")
 
 
 def test_an_environment_may_move_from_a_program_to_a_module() -> None:
