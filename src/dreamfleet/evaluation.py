@@ -40,7 +40,7 @@ from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
 from dreamfleet.roles.notes import notes_path, read_notes
 from dreamfleet.spaces import RESET
 
-__all__ = ["Evaluation", "EvaluationError", "evaluate", "play"]
+__all__ = ["Evaluation", "EvaluationError", "EvaluationInterrupted", "evaluate", "play"]
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,15 @@ class Result(NamedTuple):
 
     evaluation: Evaluation
     played: list[Played]
+
+
+class EvaluationInterrupted(KeyboardInterrupt):
+    """The person ended an evaluation."""
+
+    def __init__(self, result: Result | None) -> None:
+        super().__init__()
+        self.result = result
+        """What was played until then; None if no episode has ended."""
 
 
 def evaluate(
@@ -99,6 +108,7 @@ def evaluate(
     Raises:
         ConfigError: There is no checkpoint, or a setting cannot work.
         EvaluationError: Every episode failed.
+        EvaluationInterrupted: Ctrl-C, as a KeyboardInterrupt with what was played until then.
     """
     logdir = None if isinstance(policy, Policy) else Path(policy)
     if not isinstance(policy, Policy):
@@ -173,7 +183,11 @@ def play(
             where = f"; their output: {folder / 'logs'}" if kept else ""
             say(f"Evaluating: {episodes} episodes in {some}{where}")
             tick = _Progress(environments.server, episodes, say).tick
-            played = environments.server.play(policy.agent, policy.mode, episodes, tick)
+            interrupted = False
+            try:
+                played = environments.server.play(policy.agent, policy.mode, episodes, tick)
+            except KeyboardInterrupt:
+                interrupted, played = True, environments.server.played()
         video_error = recording.problem() if recording else ""
     found = evaluation_of(
         played,
@@ -183,7 +197,10 @@ def play(
         seed=seed,
         max_steps=max_steps,
         video_error=video_error,
+        partial=interrupted,
     )
+    if interrupted:
+        raise EvaluationInterrupted(Result(found, played) if found else None)
     if found is None:
         raise EvaluationError(
             f"All {episodes} episodes failed. The first error was:\n{played[0].error}"

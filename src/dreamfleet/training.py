@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,10 @@ from dreamfleet.display import live, print_line
 from dreamfleet.envs import is_bundled
 from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.evaluation import Evaluation, EvaluationError, play
-from dreamfleet.fleet.factories import environment, factories, logger, write_spaces
+from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, play
+from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger, write_spaces
 from dreamfleet.fleet.preflight import preflight
-from dreamfleet.fleet.record import claim_directory
+from dreamfleet.fleet.record import claim_directory, record_evaluation
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import Played, append_evaluation, evaluation_metrics
 from dreamfleet.metrics.frames import find_encoder
@@ -161,18 +163,23 @@ def train(
     for note in found.notes:
         say(note)
     start = time.monotonic()
-    if not _is_over(config, say):
-        shown = display(config.logdir) if display else nullcontext(say)
-        with claim_directory(config.logdir), shown as progress:
-            follower = Follower(callbacks, config.logdir)
+    result = None
+    with claim_directory(config.logdir):
+        follower = Follower(callbacks, config.logdir)
+        if not _is_over(config, say):
             parts = factories(config, maker, outputs, found.spaces)
             write_spaces(config, *found.spaces)
             try:
-                combined(**parts, args=config, say=say, progress=progress, tick=follower.look)
-                follower.look()
+                with display(config.logdir) if display else nullcontext(say) as progress:
+                    combined(**parts, args=config, say=say, progress=progress, tick=follower.look)
+                    follower.look()
             except StopTraining as reason:
                 say(f"The run was ended by a callback. {reason}".strip())
-    result = final_evaluation(config, start, say, maker) if config.eval_episodes else None
+        if config.eval_episodes:
+            record_evaluation(config.logdir)
+            result = final_evaluation(config, start, say, maker, outputs)
+            with suppress(StopTraining):  # there is nothing left to end
+                follower.look()
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
 
@@ -272,9 +279,42 @@ def _is_over(config: RunConfig, say: Say) -> bool:
 
 
 def final_evaluation(
-    config: RunConfig, start: float, say: Say = log.info, env: Task | None = None
+    config: RunConfig,
+    start: float,
+    say: Say = log.info,
+    env: Task | None = None,
+    outputs: Sequence[MakeOutput] = (),
 ) -> Evaluation:
-    """Evaluate the saved policy; keep the result and a video of the first episode."""
+    """Evaluate the saved policy; say the result, keep it, and a video of the first episode.
+
+    Raises:
+        KeyboardInterrupt: The person ended it. What was played until then is said and kept.
+    """
+    try:
+        with _terminated_as_interrupted():
+            return _final_evaluation(config, start, say, env, outputs)
+    except KeyboardInterrupt as interrupt:
+        found = interrupt.result if isinstance(interrupt, EvaluationInterrupted) else None
+        kind = "final" if found and found.evaluation.step == steps_made(config.logdir) else "round"
+        if found is None:
+            say("The evaluation was interrupted before an episode of it had ended.")
+        else:
+            result = found.evaluation
+            total = f"{len(result.returns)} of {config.eval_episodes} episodes"
+            say(f"The evaluation was interrupted after {total}: mean score {result.summary()}")
+            _keep(say, "The result", lambda: append_evaluation(config.logdir, result, kind=kind))
+        command = "resume" if 0 < config.steps <= steps_made(config.logdir) else "eval"
+        say(f"dreamfleet {command} {config.logdir} evaluates again.")
+        raise
+
+
+def _final_evaluation(
+    config: RunConfig,
+    start: float,
+    say: Say,
+    env: Task | None,
+    outputs: Sequence[MakeOutput],
+) -> Evaluation:
     policy = Policy.load(config.logdir, agent=config.agent)
     path = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
     video: Path | None = path if "media" in config.outputs else None
@@ -284,17 +324,11 @@ def final_evaluation(
             find_encoder()
         except DreamfleetError as error:
             video, no_encoder = None, str(error)
-    _finish_round(config, policy, env, say)
+    _finish_round(config, policy, env, say, outputs)
     result, played = play(
         policy, config.eval_episodes, env=env, video=video, logdir=config.logdir, say=say
     )
-    seconds = round(time.monotonic() - start, 1)
-    append_evaluation(config.logdir, result, kind="final", seconds=seconds)
-    if config.eval_every:
-        checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
-        if (newest := checkpoints.latest()) is not None:
-            checkpoints.rate(newest, result.mean)
-    _write_metrics(config, policy.step, played)
+    # Said before it is written: a full disk must not take the result along.
     low, high = min(result.returns), max(result.returns)
     say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
     for note in result.notes():
@@ -303,10 +337,23 @@ def final_evaluation(
         say(f"There is no video of it: {problem}")
     elif video:
         say(f"Video of its first episode: {path}")
+    seconds = round(time.monotonic() - start, 1)
+    _keep(
+        say,
+        "The result",
+        lambda: append_evaluation(config.logdir, result, kind="final", seconds=seconds),
+    )
+    checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
+    newest = checkpoints.latest()
+    if config.eval_every and newest is not None:
+        _keep(say, "The score of the checkpoint", partial(checkpoints.rate, newest, result.mean))
+    _keep(say, "The metrics", partial(_write_metrics, config, policy.step, played, outputs))
     return result
 
 
-def _finish_round(config: RunConfig, last: Policy, env: Task | None, say: Say) -> None:
+def _finish_round(
+    config: RunConfig, last: Policy, env: Task | None, say: Say, outputs: Sequence[MakeOutput]
+) -> None:
     """Play the round of evaluation that the end of the run has interrupted, if there is one."""
     checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
     path = checkpoints.pending()
@@ -320,19 +367,41 @@ def _finish_round(config: RunConfig, last: Policy, env: Task | None, say: Say) -
             result, played = play(
                 policy, config.eval_episodes, env=env, logdir=config.logdir, say=say
             )
-            append_evaluation(config.logdir, result, kind="round")
-            _write_metrics(config, policy.step, played)
             score = result.mean
+            _keep(say, "Its result", lambda: append_evaluation(config.logdir, result, kind="round"))
+            _keep(say, "Its metrics", partial(_write_metrics, config, policy.step, played, outputs))
         except EvaluationError as error:
             say(f"It failed: {error}")
-    checkpoints.rate(path, score)
+    _keep(say, "The score of its checkpoint", partial(checkpoints.rate, path, score))
 
 
-def _write_metrics(config: RunConfig, step: int, played: Sequence[Played]) -> None:
+def _write_metrics(
+    config: RunConfig, step: int, played: Sequence[Played], more: Sequence[MakeOutput]
+) -> None:
     """Add an evaluation to the run's outputs, whose process has ended."""
+    outputs = logger(config, more)
+    outputs.write(step, evaluation_metrics(played, step))
+    outputs.close()
+
+
+def _keep(say: Say, what: str, write: Callable[[], object]) -> None:
+    """Write something that was said already, or say that it is not kept."""
     try:
-        outputs = logger(config)
-        outputs.write(step, evaluation_metrics(played, step))
-        outputs.close()
-    except Exception as error:  # the result is in a file already
-        log.warning("The evaluation is missing in the outputs: %r", error, exc_info=error)
+        write()
+    except Exception as error:  # of an output it may be any
+        reason = error.strerror if isinstance(error, OSError) else None
+        say(f"{what} could not be written: {str(reason or error).rstrip('.')}.")
+        log.debug("%s could not be written", what, exc_info=error)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,14 +32,17 @@ from dreamfleet.evaluation import EvaluationError, evaluate
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.local import STOPPED
 from dreamfleet.fleet.launchers.serial import SerialLauncher
+from dreamfleet.fleet.record import read_record
+from dreamfleet.fleet.supervisor import silent
 from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, Blueprint, Policy
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.episodes import EpisodeServer
-from dreamfleet.training import final_evaluation
+from dreamfleet.training import StopTraining, final_evaluation, train
 
 ENVS = """
 import os
+import signal
 from pathlib import Path
 
 import gymnasium
@@ -74,6 +78,38 @@ class Once(Endless):
         if (FOLDER / "second").exists() and not (FOLDER / "raised").exists():
             (FOLDER / "raised").touch()
             raise RuntimeError("the pole is broken")
+        if self.steps == 3:
+            (FOLDER / "second").touch()
+        return obs, reward, self.steps == 3, False, info
+
+
+class Looking(Endless):
+    "Episodes of one step, at which it looks at the run in whose evaluation it is."
+
+    def step(self, action):
+        from dreamfleet.errors import ConfigError
+        from dreamfleet.fleet.record import claim_directory
+        from dreamfleet.fleet.status import Watcher
+
+        with Watcher(FOLDER / "run") as watcher:
+            status = watcher.look(0.0)
+        with (FOLDER / "seen").open("a") as file:
+            file.write(f"{status.state} {status.running}: {status.message}\\n")
+        try:
+            with claim_directory(FOLDER / "run"):
+                (FOLDER / "claimed").touch()
+        except ConfigError:
+            pass
+        return np.zeros(1, np.float32), 1.0, True, False, {}
+
+
+class Interrupted(Endless):
+    "Episodes of three steps; somebody ends the program in the second one."
+
+    def step(self, action):
+        obs, reward, _, _, info = super().step(action)
+        if (FOLDER / "second").exists():
+            os.kill(os.getpid(), signal.SIGTERM if (FOLDER / "term").exists() else signal.SIGINT)
         if self.steps == 3:
             (FOLDER / "second").touch()
         return obs, reward, self.steps == 3, False, info
@@ -139,6 +175,89 @@ def test_when_all_fail_the_traceback_of_the_environment_is_shown(folder: Path) -
         evaluate(run, 3, envs=2, trust=True)
     assert f"envs_{folder.name}.py" in str(caught.value)
     assert str(caught.value).endswith("RuntimeError: the pole is broken")
+
+
+class Kept:
+    """An output that is given as a class."""
+
+    def __init__(self, logdir: Path) -> None:
+        self._path = logdir / "kept"
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{step} {metrics['eval/score']}\n")
+
+
+def over(folder: Path, name: str, **settings: Any) -> RunConfig:
+    """A run that has made its steps, and is only evaluated."""
+    settings = {"launcher": "serial", "steps": 7, "outputs": ("jsonl",), **settings}
+    run = trained(folder, name, **settings)
+    config = RunConfig(task=f"envs_{folder.name}:{name}", logdir=run, agent="random", **settings)
+    (run / "config.json").write_text(config.to_json())
+    return config
+
+
+def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
+    """The status shows it, no second run may begin meanwhile, and its result reaches everybody."""
+    config = over(folder, "Looking", eval_episodes=1)
+    logged: list[Any] = []
+
+    def on_log(step: int, metrics: Mapping[str, Any]) -> None:
+        logged.append((step, metrics["eval/score"]))
+        raise StopTraining
+
+    train(config, display=None, say=silent, outputs=["jsonl", Kept], on_log=on_log)
+    (seen,) = (folder / "seen").read_text().splitlines()
+    assert seen == "evaluating True: Training is over, and the agent is being evaluated."
+    assert not (folder / "claimed").exists()
+    record = read_record(config.logdir)
+    assert record is not None
+    assert record.state == "ended"
+    assert logged == [(7, 1.0)]
+    assert (config.logdir / "kept").read_text() == "7 1.0\n"
+
+
+@pytest.mark.parametrize("signal", ["int", "term"])
+def test_an_interrupted_evaluation_keeps_what_was_played(
+    folder: Path, capsys: pytest.CaptureFixture[str], signal: str
+) -> None:
+    config = over(folder, "Interrupted", eval_episodes=5, envs=1)
+    (folder / signal).touch()
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=None, say=said.append)
+    assert "The evaluation was interrupted after 1 of 5 episodes: mean score 3" in said
+    assert said[-1] == f"dreamfleet resume {config.logdir} evaluates again."
+    (kept,) = rows(config.logdir / "evaluations.jsonl")
+    assert (kept["kind"], kept["partial"], kept["returns"]) == ("final", True, [3.0])
+    assert not (config.logdir / "metrics.jsonl").exists()
+    record = read_record(config.logdir)
+    assert record is not None
+    assert record.state == "ended"
+    if signal == "int":
+        (folder / "second").unlink()
+        command = ["eval", str(config.logdir), "--trust", "--episodes", "2"]
+        assert main(command) == 130
+        assert "Interrupted after 1 of 2 episodes\nreturns        3\n" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_take_the_result_along(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = over(folder, "Endless", eval_episodes=1, eval_every=5, eval_max_steps=4)
+    monkeypatch.setattr("dreamfleet.training.append_evaluation", full)
+    monkeypatch.setattr("dreamfleet.training.logger", full)
+    monkeypatch.setattr(Checkpoint, "rate", full)
+    said: list[str] = []
+    assert final_evaluation(config, 0.0, said.append, config.task).mean == 4
+    assert "Evaluation: mean score 4, lowest 4, highest 4" in said
+    assert said[-3:] == [
+        f"{what} could not be written: No space left on device."
+        for what in ("The result", "The score of the checkpoint", "The metrics")
+    ]
 
 
 def test_a_policy_in_memory_plays_in_an_environment_of_ones_own(folder: Path) -> None:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from dreamfleet.cli.console import say, write
 from dreamfleet.errors import ConfigError
-from dreamfleet.evaluation import play
+from dreamfleet.evaluation import Evaluation, EvaluationInterrupted, play
 from dreamfleet.policy import Policy
 
 
@@ -58,23 +58,27 @@ def eval(  # noqa: A001 - the command's name
     )
     assert policy.blueprint is not None
     say(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {policy.protocol}")
-    result, _ = play(
-        policy,
-        episodes,
-        env=task,
-        envs=envs,
-        max_steps=max_steps,
-        seed=seed,
-        video=video,
-        fps=fps,
-        trust=trust,
-        logdir=logdir,
-        say=say,
-    )
-    say(f"returns        {'  '.join(f'{value:.4g}' for value in result.returns)}")
-    say(f"mean return    {result.summary()}")
-    for note in result.notes():
-        say(note)
+    try:
+        result, _ = play(
+            policy,
+            episodes,
+            env=task,
+            envs=envs,
+            max_steps=max_steps,
+            seed=seed,
+            video=video,
+            fps=fps,
+            trust=trust,
+            logdir=logdir,
+            say=say,
+        )
+    except EvaluationInterrupted as interrupt:
+        found = interrupt.result.evaluation if interrupt.result else None
+        say(f"Interrupted after {len(found.returns) if found else 0} of {episodes} episodes")
+        if found:
+            _show(found)
+        raise
+    _show(result)
     if video and not result.video_error:
         say(f"video          {video}")
     # Last: a file that cannot be written must not take the returns with it.
@@ -82,3 +86,10 @@ def eval(  # noqa: A001 - the command's name
         write(json, dumps(result.record(), indent=2) + "\n")
     if result.video_error:
         raise ConfigError(f"There is no video of it: {result.video_error}")
+
+
+def _show(result: Evaluation) -> None:
+    say(f"returns        {'  '.join(f'{value:.4g}' for value in result.returns)}")
+    say(f"mean return    {result.summary()}")
+    for note in result.notes():
+        say(note)

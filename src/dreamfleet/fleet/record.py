@@ -28,7 +28,7 @@ FILE_NAME = "fleet.json"
 LOCK_NAME = "fleet.lock"
 
 WorkerState = Literal["starting", "running", "restarting", "ended"]
-FleetState = Literal["running", "ending", "ended", "failed"]
+FleetState = Literal["running", "ending", "evaluating", "ended", "failed"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,15 @@ def read_record(logdir: Path) -> FleetRecord | None:
         return None
 
 
+def record_evaluation(logdir: Path) -> None:
+    """Training is over, and this process evaluates the run."""
+    try:
+        if (record := read_record(logdir)) is not None:
+            write_record(logdir, replace(record, state="evaluating"))
+    except OSError as error:  # a full disk must not take the evaluation along
+        log.warning("The record of the fleet cannot be written: %s", error)
+
+
 def supervisor_process(record: FleetRecord) -> psutil.Process | None:
     """The supervisor's process, if it lives and is on this machine."""
     if record.host != socket.gethostname():
@@ -137,6 +146,6 @@ def _recorded(logdir: Path) -> Iterator[None]:
         raise
     finally:
         record = read_record(logdir)
-        if record is not None and record.state in ("running", "ending"):
+        if record is not None and record.state not in ("ended", "failed"):
             with suppress(OSError):  # a full disk must not hide why the run ended
                 write_record(logdir, replace(record, state=state))

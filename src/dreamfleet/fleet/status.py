@@ -47,7 +47,9 @@ from dreamfleet.transport.address import parse
 
 log = logging.getLogger(__name__)
 
-RunState = Literal["running", "ending", "ended", "failed", "killed", "unknown"]
+RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed", "unknown"]
+
+_UNDER_WAY = ("running", "ending", "evaluating")
 
 _RATE_SECONDS = 30.0
 _ANSWER_SECONDS = 0.5
@@ -113,7 +115,7 @@ class RunStatus:
 
     @property
     def running(self) -> bool:
-        return self.state in ("running", "ending")
+        return self.state in _UNDER_WAY
 
     @property
     def complete(self) -> bool:
@@ -167,6 +169,8 @@ class RunStatus:
     @property
     def message(self) -> str:
         """What a person should know beyond numbers; empty if all is well."""
+        if self.state == "evaluating":
+            return "Training is over, and the agent is being evaluated."
         if self.running:
             reasons = [self.hanging, self.waiting] if self.waiting else [self.hanging]
             text = "; ".join(filter(None, reasons))
@@ -307,7 +311,7 @@ class Watcher:
         record = read_record(self._logdir)
         metrics, responding = self._ask(config, changed, record, patience)
         state = _state(record, responding)
-        running = state in ("running", "ending")
+        running = state in _UNDER_WAY
         scores = tuple(self._scores.read())
         # A logger that was just started does not know the step yet.
         step = int(metrics.get("step", 0)) or max(
@@ -326,7 +330,9 @@ class Watcher:
             metrics=metrics,
             steps_per_second=rate,
             seconds=seconds,
-            seconds_left=_time_left(config, step, rate, seconds) if running else None,
+            seconds_left=_time_left(config, step, rate, seconds)
+            if running and state != "evaluating"
+            else None,
             waiting="",
             workers=self._workers(record, running, now),
             supervisor=self._usage(record.pid, record.host) if record and running else None,
@@ -358,7 +364,8 @@ class Watcher:
             if not _can_ask(config, record):
                 return {}, False
             self._logger = _LoggerQuestions(_logger_client(config))
-        if record is not None and record.state in ("ended", "failed"):  # so has the logger
+        if record is not None and record.state in ("evaluating", "ended", "failed"):
+            # The logger has ended.
             return self._logger.metrics, False
         self._logger.ask(patience)
         return self._logger.metrics, self._logger.responding

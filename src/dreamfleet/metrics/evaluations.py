@@ -47,6 +47,8 @@ class Evaluation:
     """The first failure, in one line."""
     video_error: str = ""
     """Why there is no video, if one was asked for; it costs no score."""
+    partial: bool = False
+    """Whether it was interrupted before all its episodes had ended."""
 
     @property
     def mean(self) -> float:
@@ -75,6 +77,7 @@ class Evaluation:
             "max_steps": self.max_steps,
             "failed": self.failed,
             "error": self.error,
+            "partial": self.partial,
         }
 
     def summary(self) -> str:

@@ -203,6 +203,7 @@ def test_states_of_a_run(run: Run) -> None:
     for changes, state, words in (
         ({"state": "running"}, "running", "● running"),
         ({"state": "ending"}, "ending", "● running"),
+        ({"state": "evaluating"}, "evaluating", "the agent is being evaluated."),
         ({"state": "ended"}, "ended", "not under way. The same command resumes it."),
         ({"state": "running", "created": gone}, "killed", "was killed. The same command resumes"),
         ({"state": "running", "host": "elsewhere"}, "unknown", "on another machine"),
@@ -210,7 +211,7 @@ def test_states_of_a_run(run: Run) -> None:
         write_record(run.logdir, replace(run.record, **changes))
         status = run.look()
         assert status.state == state
-        assert status.running == (state in ("running", "ending"))
+        assert status.running == (state in ("running", "ending", "evaluating"))
         assert words in drawn(status)
         if not status.running:
             assert {worker.state for worker in status.workers} == {"ended"}
