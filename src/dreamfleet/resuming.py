@@ -1,7 +1,8 @@
 """Resuming: a run keeps the settings that it was last with, and says which of them are changed.
 
 They stand in the `config.json` of its directory. A file never chooses code that is imported: what
-it names outside of this package, a person names again, or says that the run is to be trusted.
+it names outside of this package, a person names again, or says that the run is to be trusted. The
+same holds for folders of the agent, because compiled programs that lie there are executed.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def with_changes(
     config = before.changed(given).resolved()
     if not trust:
         refuse_code(source, _networks(config), given, name)
+        config = config.changed(_folders_here(config, given))
     return config
 
 
@@ -111,6 +113,18 @@ def _networks(config: RunConfig) -> Iterator[tuple[str, str]]:
         for setting in config.settings():
             if setting.value in named:
                 yield setting.path, setting.value
+
+
+def _folders_here(config: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The folders of this machine for those that only a file names."""
+    agent = config.agent_type
+    paths = {f"{agent.name}.{folder}" for folder in agent.folders}
+    if "agent_config" in given:
+        return {}
+    # `dreamer.execution` may be given as a whole.
+    named = {path for path in paths if any(f"{path}.".startswith(f"{each}.") for each in given)}
+    defaults = RunConfig(agent=config.agent).settings()
+    return {each.path: each.value for each in defaults if each.path in paths - named}
 
 
 def refuse_code(

@@ -23,7 +23,7 @@ from dreamfleet.fleet.preflight import preflight
 from dreamfleet.parallel import _prepared
 from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.presets import preset
-from dreamfleet.resuming import differences, resumed
+from dreamfleet.resuming import differences, resumed, with_changes
 from dreamfleet.training import configure
 
 RAN = "ran_because_a_file_said_so"
@@ -186,6 +186,29 @@ def test_code_that_the_person_names_again_or_trusts_is_taken(tmp_path: Path) -> 
     encoder = {"dreamer.model.encoder": "my_nets:Encoder"}
     a_run(tmp_path, agent="dreamer", **encoder)
     assert resumed(tmp_path, encoder) == resumed(tmp_path, {}, trust=True)
+
+
+def test_a_file_chooses_no_folder_from_which_programs_are_loaded(tmp_path: Path) -> None:
+    """A downloaded run could bring the folder along."""
+    cache, dump = "dreamer.execution.cache_dir", "dreamer.execution.dump_dir"
+    kept = {"dreamer.execution.compute_dtype": "bfloat16", "dreamer.execution.prefetch": 3}
+    folders = {cache: str(tmp_path / "cache"), dump: str(tmp_path)}
+    before = a_run(tmp_path, agent="dreamer", **kept, **folders)
+    here = ["--logdir", str(tmp_path)]
+    for after in (
+        config_of(here),
+        configure({"logdir": tmp_path}),
+        with_changes(before, {}, trust=False, source=tmp_path, name=False),  # as a role has it
+    ):
+        assert differences(before, after) == [
+            f"{cache} {tmp_path}/cache -> ~/.cache/dreamfleet/jax", f'{dump} {tmp_path} -> ""',
+        ]  # fmt: skip
+    assert config_of([*here, "--trust"]) == resumed(tmp_path, folders) == before
+    execution = before.agent_config.execution
+    assert resumed(tmp_path, {"dreamer.execution": execution}) == before
+    assert resumed(tmp_path, {"agent_config": before.agent_config}) == before
+    assert resumed(tmp_path, {cache: "/x"}).agent_config.execution.cache_dir == "/x"
+    assert resumed(tmp_path, {cache: "/x"}).agent_config.execution.dump_dir == ""
 
 
 def test_a_directory_that_was_moved_takes_its_key_along(tmp_path: Path) -> None:

@@ -77,6 +77,10 @@ class AgentType(ABC, Generic[Config]):
         """Code outside of this package that the settings name, as `package.module:name`."""
         return ()
 
+    folders: tuple[str, ...] = ()
+    """Settings that are folders of a machine. A file does not choose them: a run is resumed with
+    their defaults, unless a person names them again."""
+
     def anywhere(self, config: Config) -> Config:
         """The settings without the devices and folders of the machine that trained."""
         return config

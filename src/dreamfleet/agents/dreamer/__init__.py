@@ -97,6 +97,8 @@ class DreamerType(AgentType[DreamerConfig]):
         networks = (model.encoder, model.decoder, model.dynamics)
         return tuple(name for name in networks if name != "default")
 
+    folders = ("execution.cache_dir", "execution.dump_dir")  # programs of the first are executed
+
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
         # Only what the parameters are used with. Folders and devices are those of this machine: a
         # file that somebody sent must not choose where programs are loaded from.
