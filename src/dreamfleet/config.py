@@ -266,6 +266,11 @@ class RunConfig:
         """The agent's entry in the registry. This imports the code that `agent` names."""
         return find_agent(self.agent)
 
+    @property
+    def named_code(self) -> tuple[str, ...]:
+        """Code outside of this package that the agent's settings name, such as its networks."""
+        return self.agent_type.named_code(self.settings_of(self.agent_type))
+
     def settings_of(self, agent: AgentType[Any]) -> Any:
         """The agent's settings as an instance of its own class, also if they were read from a
         file without importing the agent."""

@@ -96,14 +96,6 @@ class Blueprint:
         settings = self.config.agent_config
         return isinstance(settings, ForeignSettings) and settings.name == _FUNCTION
 
-    def foreign_code(self) -> tuple[str, ...]:
-        """Code outside of this package that making the agent would import."""
-        name = self.config.agent
-        if name not in BUILT_IN:
-            return (name,)
-        agent = find_agent(name)
-        return agent.named_code(self.config.settings_of(agent))
-
     def build(self, agent: AgentType[Any]) -> Agent:
         """A fresh agent of this type, for use on any machine."""
         settings = agent.anywhere(self.config.settings_of(agent))
@@ -196,7 +188,7 @@ class Policy:
         *,
         agent: Agent | AgentType[Any] | str | None = None,
         greedy: bool = False,
-        trust: bool = False,
+        trust: bool | Collection[str] = False,
     ) -> Policy:
         """The policy of a run, or of one of its checkpoints.
 
@@ -206,10 +198,10 @@ class Policy:
                 evaluation score.
             agent: None builds the agent that the checkpoint describes, if all of it is part of this
                 package. Code of your own is never imported because a file names it: name the agent
-                here (`dreamer` if only its networks are your own), or pass its type, or an agent
-                that takes the parameters.
+                here, or pass its type, or an agent that takes the parameters.
             greedy: Take the mode of the policy instead of samples.
-            trust: Import code of others that the checkpoint names, agent and networks.
+            trust: True imports all code of others that the checkpoint names, agent and networks;
+                `["my_nets:Encoder"]` only what is named here.
 
         Raises:
             ConfigError: There is no checkpoint, or it does not describe its agent.
@@ -224,14 +216,20 @@ class Policy:
                     f"{path} was trained with an agent that a function of yours made, {agent}: "
                     "pass such an agent, agent=..., and it takes over the parameters."
                 )
-            if (foreign := blueprint.foreign_code()) and not trust:
+            if agent not in BUILT_IN and not _trusted(agent, trust):
                 raise ConfigError(
-                    f"{path} was trained with {', '.join(foreign)}, which is not part of "
+                    f"{path} was trained with {agent}, which is not part of "
                     f"Dreamfleet: pass agent={agent!r} (--agent {agent}) to have it imported."
                 )
         if isinstance(agent, str):
             agent = find_agent(agent)
         if isinstance(agent, AgentType):
+            named = agent.named_code(blueprint.config.settings_of(agent))
+            if foreign := [name for name in named if not _trusted(name, trust)]:
+                raise ConfigError(
+                    f"{path} was trained with {', '.join(foreign)}, which is not part of "
+                    f"Dreamfleet: pass trust={foreign} (--trust) to have it imported."
+                )
             agent = blueprint.build(agent)
         agent.load(snapshot.parts["agent"])
         return cls(
@@ -333,6 +331,10 @@ class Policy:
             return array
         bounded: NDArray[Any] = np.clip(array, space.low, space.high).astype(space.dtype)
         return bounded
+
+
+def _trusted(name: str, trust: bool | Collection[str]) -> bool:
+    return trust if isinstance(trust, bool) else name == trust or name in list(trust)
 
 
 def find_checkpoint(

@@ -108,11 +108,10 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _networks(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.agent in BUILT_IN:  # another agent was named, and with it all of its code
-        named = config.agent_type.named_code(config.agent_config)
-        for setting in config.settings():
-            if setting.value in named:
-                yield setting.path, setting.value
+    named = config.named_code
+    for setting in config.settings() if named else ():
+        if setting.value in named:
+            yield setting.path, setting.value
 
 
 def _folders_here(config: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:

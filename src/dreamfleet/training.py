@@ -315,7 +315,7 @@ def _final_evaluation(
     env: Task | None,
     outputs: Sequence[MakeOutput],
 ) -> Evaluation:
-    policy = Policy.load(config.logdir, agent=config.agent)
+    policy = Policy.load(config.logdir, agent=config.agent, trust=config.named_code)
     path = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
     video: Path | None = path if "media" in config.outputs else None
     no_encoder = ""
@@ -359,7 +359,7 @@ def _finish_round(
     path = checkpoints.pending()
     if path is None:
         return
-    policy = Policy.load(path, agent=config.agent)
+    policy = Policy.load(path, agent=config.agent, trust=config.named_code)
     score = None
     if policy.step < last.step:  # else the evaluation at the end is this round
         say(f"The round of evaluation that began at step {policy.step:,} is played to its end.")

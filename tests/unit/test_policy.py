@@ -20,10 +20,12 @@ from dreamfleet.agents import Dreamer, ExecutionConfig, RandomAgent
 from dreamfleet.agents.api import Mode
 from dreamfleet.agents.registry import find_agent
 from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import SpaceError, make_env, noop
 from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.presets import PRESETS
+from dreamfleet.training import final_evaluation
 
 
 def saved(logdir: Path, agent: Any, config: RunConfig, step: int = 70) -> Path:
@@ -436,8 +438,8 @@ def test_the_best_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     assert Policy.load(tmp_path).step == 40
 
 
-def test_networks_of_your_own_are_imported_only_when_you_name_their_agent(
-    run: tuple[Path, Dreamer], tmp_path: Path
+def test_networks_of_your_own_are_imported_only_when_you_name_them(
+    run: tuple[Path, Dreamer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A downloaded checkpoint must not choose what is imported."""
     _, agent = run
@@ -447,7 +449,18 @@ def test_networks_of_your_own_are_imported_only_when_you_name_their_agent(
     described = replace(Blueprint.of(agent, config), config=config)
     parts = {"agent": agent.save(), BLUEPRINT: described.save()}
     Checkpoint(tmp_path / "ckpt" / "agent").save(parts, step=1)
-    with pytest.raises(ConfigError, match=r"with surprise_package\.networks:Encoder, which"):
-        Policy.load(tmp_path)
-    with pytest.raises(ConfigError, match="surprise_package"):  # now it is looked for
-        Policy.load(tmp_path, agent="dreamer")
+    name = "surprise_package.networks:Encoder"
+    for arguments in ({}, {"agent": "dreamer"}, {"agent": find_agent("dreamer"), "trust": ["x:Y"]}):
+        with pytest.raises(ConfigError, match=rf"with {name}, which .* trust=\['{name}'\] \(--tru"):
+            Policy.load(tmp_path, **arguments)
+    for trust in (True, [name], name):  # now it is looked for
+        with pytest.raises(ConfigError, match="There is no module 'surprise_package"):
+            Policy.load(tmp_path, trust=trust)
+    assert main(["eval", str(tmp_path), "--agent", "dreamer"]) == 2
+    assert "(--trust) to have it imported" in capsys.readouterr().err
+    # The evaluation at the end of a run, and its rounds, trust what the run itself is made of.
+    own = replace(config, logdir=tmp_path, eval_episodes=1)
+    with pytest.raises(ConfigError, match="There is no module 'surprise_package"):
+        final_evaluation(own, 0.0)
+    with pytest.raises(ConfigError, match=f"with {name}, which"):
+        final_evaluation(replace(own, agent_config=agent.config), 0.0)

@@ -13,6 +13,7 @@ import time
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
 from dreamfleet.metrics.evaluations import append_evaluation, evaluation_metrics, evaluation_of
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
@@ -60,8 +61,9 @@ def parallel_evaluator(args: RunConfig) -> None:
                 continue
             try:
                 # The agent is made once, and then takes the parameters of each round.
-                policy = Policy.load(path, agent=policy.agent if policy else args.agent_type)
-            except CheckpointError as error:
+                agent = policy.agent if policy else args.agent_type
+                policy = Policy.load(path, agent=agent, trust=args.named_code)
+            except (CheckpointError, ConfigError) as error:
                 log.warning("There is no round with %s: %s", path, error)
                 checkpoints.rate(path, None)
                 continue
