@@ -35,7 +35,6 @@ from dreamfleet.spaces import Space, without_logs, without_reset
 
 _PROCESS_BYTES = 40_000_000  # an interpreter with numpy and the transport, before its environment
 _DISK_BESIDE = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
-_TICK_BYTES = 8  # of the replay, with every step
 _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
 
