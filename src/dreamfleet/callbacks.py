@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 
@@ -71,7 +71,7 @@ class Follower:
             newest = self._checkpoints.latest()
             if newest is not None and newest != self._newest:
                 self._newest = newest
-                calls.on_checkpoint(int(newest.name.rpartition("-")[2]), newest)
+                calls.on_checkpoint(step_of(newest), newest)
 
 
 class _Tail:

@@ -225,6 +225,11 @@ def read_checkpoint(path: Path | str, parts: Collection[str] | None = None) -> S
     return Snapshot(folder, body["step"], body["time"], body["score"], read)
 
 
+def step_of(path: Path) -> int:
+    """The step counter of a checkpoint, by its name."""
+    return int(path.name.rpartition("-")[2])
+
+
 def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
     if not _PART.fullmatch(name):
         raise CheckpointError(f"{name!r} cannot name a part: use letters, digits, - and _.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -37,7 +38,7 @@ from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
-from dreamfleet.roles.notes import notes_path, read_notes
+from dreamfleet.roles.notes import Noted, notes_path, read_notes
 from dreamfleet.spaces import RESET
 
 __all__ = ["Evaluation", "EvaluationError", "EvaluationInterrupted", "evaluate", "play"]
@@ -50,6 +51,9 @@ _SEEDS_FROM = 1_000_000
 _SAY_SECONDS = 10.0
 _STOP_SECONDS = 20.0
 _MOST_FAILURES = 3  # of a process, without an episode in between
+_RESTART_SECONDS = 0.5  # before a process is started again, times its failures in a row
+_HEADER = "Traceback (most recent call last):\n"
+_OUR_FILE = f'  File "{Path(__file__).parent}{os.sep}'
 
 
 class EvaluationError(DreamfleetError):
@@ -305,7 +309,16 @@ class _Environments:
         self._launcher.__exit__(*error)
 
     def _watch(self, worker: Worker, group: Group) -> None:
-        """Run a process until the evaluation is over."""
+        """Run a process until the evaluation is over. Whatever happens, nobody waits for it in
+        vain."""
+        try:
+            self._run_again_and_again(worker, group)
+        except Exception as error:  # it cannot be started: no memory, a full disk
+            log.debug("%s", worker.name, exc_info=error)
+            text = f"{worker.name} cannot be run: {type(error).__name__}: {error}"
+            self.server.fail(group, text, for_good=True)
+
+    def _run_again_and_again(self, worker: Worker, group: Group) -> None:
         failures = before = 0
         while True:
             with self._lock:
@@ -318,21 +331,23 @@ class _Environments:
             finished = sum(each.episode is not None for each in self.server.played(group))
             failures = 1 if finished > before else failures + 1
             before = finished
-            output = running.output()
             for_good = failures >= _MOST_FAILURES
-            error = _traceback(output) or f"{worker.name} ended with code {code}."
+            noted = self._noted(group)
+            error = noted.traceback if noted.final else _traceback(running.output())
+            error = _own_frames(error) or f"{worker.name} ended with code {code}."
             self.server.fail(group, error, for_good=for_good)
-            if for_good:
+            if for_good or self._ended.wait(_RESTART_SECONDS * failures):
                 return
 
     def _why(self, group: Group) -> str:
         """Why an environment has failed whose process goes on."""
-        noted = read_notes(notes_path(self._run, f"env-{group[0]}"))
+        found = self._noted(group).traceback or _traceback(self._running[group].output())
         return (
-            noted.traceback
-            or _traceback(self._running[group].output())
-            or "The environment was started again in the middle of an episode."
+            _own_frames(found) or "The environment was started again in the middle of an episode."
         )
+
+    def _noted(self, group: Group) -> Noted:
+        return read_notes(notes_path(self._run, f"env-{group[0]}"))
 
 
 def _traceback(output: str) -> str:
@@ -343,6 +358,20 @@ def _traceback(output: str) -> str:
         return ""
     ends = (at for at in range(starts[-1] + 1, len(lines)) if lines[at][:1].strip())
     return "\n".join(lines[starts[-1] : next(ends, len(lines)) + 1])
+
+
+def _own_frames(trace: str) -> str:
+    """A traceback without the frames of this package that are above the person's own."""
+    blocks = trace.split(_HEADER)
+    return _HEADER.join([blocks[0], *map(_from_the_first_foreign, blocks[1:])])
+
+
+def _from_the_first_foreign(frames: str) -> str:
+    """The frames of one exception, and what follows them."""
+    each = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
+    foreign = (at for at in range(1, len(each)) if not each[at].startswith(_OUR_FILE))
+    first = next(foreign, 1)
+    return "".join([each[0], *each[first:]])
 
 
 class _Progress:

@@ -115,6 +115,11 @@ class Interrupted(Endless):
         return obs, reward, self.steps == 3, False, info
 
 
+class Unborn(Endless):
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("there is no pole.")
+
+
 class Broken(Endless):
     def step(self, action):
         raise RuntimeError("the pole is broken")
@@ -173,8 +178,36 @@ def test_when_all_fail_the_traceback_of_the_environment_is_shown(folder: Path) -
     run = trained(folder, "Broken", launcher="serial", envs_per_process=2)
     with pytest.raises(EvaluationError, match="All 3 episodes failed") as caught:
         evaluate(run, 3, envs=2, trust=True)
-    assert f"envs_{folder.name}.py" in str(caught.value)
+    header, first = str(caught.value).splitlines()[1:3]
+    assert header.startswith("Traceback")
+    assert f"envs_{folder.name}.py" in first, "no frames of this package above the person's own"
     assert str(caught.value).endswith("RuntimeError: the pole is broken")
+
+
+def test_the_advice_of_an_evaluation_fits_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its environment never begins an episode; a run's setting would not help."""
+    run = trained(folder, "Unborn", launcher="serial")
+    with pytest.raises(EvaluationError) as caught:
+        evaluate(run, 1, trust=True)
+    first = str(caught.value).splitlines()[2]
+    assert f"envs_{folder.name}.py" in first
+    assert str(caught.value).endswith("RuntimeError: there is no pole.")
+    assert "the last time it was RuntimeError: there is no pole. Fix it.\n" in caplog.text
+    assert "max_restarts" not in caplog.text
+
+
+def test_a_process_that_cannot_be_started_is_no_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> Any:
+        raise OSError("cannot allocate memory")
+
+    run = trained(folder, "Endless", launcher="serial")
+    monkeypatch.setattr(SerialLauncher, "start", full)
+    with pytest.raises(EvaluationError, match="eval-0 cannot be run: OSError: cannot allocate"):
+        evaluate(run, 2, envs=1, trust=True)
 
 
 class Kept:

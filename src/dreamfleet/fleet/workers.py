@@ -108,7 +108,12 @@ def env_workers(
 def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig) -> list[Worker]:
     """Workers for the environments of an evaluation, which are no part of a run."""
     return [
-        Worker(f"eval-{ids[0]}", "env", partial(parallel_env, make, ids, args, True), _ONE_THREAD)
+        Worker(
+            f"eval-{ids[0]}",
+            "env",
+            partial(parallel_env, make, ids, args, True, False),
+            _ONE_THREAD,
+        )
         for ids in groups
     ]
 

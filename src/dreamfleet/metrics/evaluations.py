@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,15 @@ def evaluation_metrics(played: Sequence[Played], step: int) -> dict[str, float]:
 
 
 def append_evaluation(logdir: Path, result: Evaluation, **more: Any) -> None:
+    """Add a line about a result to the run's `evaluations.jsonl`."""
+    append_row(logdir, {**result.record(), **more})
+
+
+def append_row(logdir: Path, row: Mapping[str, Any]) -> None:
     """Add a line to the run's `evaluations.jsonl`."""
     file = JsonlFile(logdir / "evaluations.jsonl")
     try:
-        file.append({**result.record(), **more})
+        file.append(row)
     finally:
         file.close()
 

@@ -37,7 +37,11 @@ _TRACEBACKS = 3
 
 
 def parallel_env(
-    make_env: Factory, envid: int | Sequence[int], args: RunConfig, is_eval: bool = False
+    make_env: Factory,
+    envid: int | Sequence[int],
+    args: RunConfig,
+    is_eval: bool = False,
+    in_run: bool = True,
 ) -> None:
     """Run one environment, or several in lock-step, until the process is asked to stop.
 
@@ -55,6 +59,7 @@ def parallel_env(
         envid: Unique in the run; several share a process and a message.
         args: The run; tells where the actions come from.
         is_eval: Whether the data is for evaluation.
+        in_run: Whether it is a part of a run, whose settings a person may change.
 
     Raises:
         EnvCrashedError: An environment failed more often than `max_restarts`, without progress, or
@@ -65,7 +70,7 @@ def parallel_env(
     notes = Notes(notes_path(args, f"env-{ids[0]}"))
     make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
-    envs = [RestartedEnv(make, each, args, notes, watchdog) for each in ids]
+    envs = [RestartedEnv(make, each, args, notes, watchdog, in_run) for each in ids]
     for env in envs:
         env.build()
     watchdog.pause()
@@ -150,6 +155,7 @@ class RestartedEnv:
         args: How often it may fail.
         notes: Told what happens.
         watchdog: Ends the process when this takes too long.
+        in_run: See `parallel_env`.
     """
 
     def __init__(
@@ -159,7 +165,9 @@ class RestartedEnv:
         args: RunConfig,
         notes: Notes,
         watchdog: Watchdog,
+        in_run: bool = True,
     ) -> None:
+        self._in_run = in_run
         self._make, self._envid, self._args = make, envid, args
         self._notes, self._watchdog = notes, watchdog
         self._takes_attempt = _takes_attempt(make)
@@ -264,10 +272,12 @@ class RestartedEnv:
         )
         if self._in_a_row > self._args.max_restarts:
             self._notes.give_up()
+            most = self._args.max_restarts
+            what = text.removeprefix(f"environment {self._envid}: ").rstrip(".")
             raise EnvCrashedError(
                 f"Environment {self._envid} failed {self._in_a_row} times and neither finished an "
-                f"episode nor made {PROGRESS_STEPS} steps in between; the last time it was {text}. "
-                f"Fix it, or raise max_restarts (now {self._args.max_restarts})."
+                f"episode nor made {PROGRESS_STEPS} steps in between; the last time it was {what}. "
+                f"Fix it{f', or raise max_restarts (now {most})' if self._in_run else ''}."
             ) from error
 
     def _remove(self) -> None:

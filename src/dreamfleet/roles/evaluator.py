@@ -3,18 +3,24 @@
 A round begins when the learner has saved a checkpoint that asks for its score
 (`Checkpoint.pending`). It is played with the parameters of that very checkpoint, and ends when the
 checkpoint has its score. All that a round is about lies in the run's directory: one that is
-interrupted by whatever restart is played again.
+interrupted by whatever restart is played again. One that fails is noted, and the next one is tried.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
+from typing import Any
 
-from dreamfleet.checkpoint import Checkpoint, CheckpointError
+from dreamfleet.checkpoint import Checkpoint, CheckpointError, step_of
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import ConfigError
-from dreamfleet.metrics.evaluations import append_evaluation, evaluation_metrics, evaluation_of
+from dreamfleet.metrics.evaluations import (
+    append_row,
+    evaluation_metrics,
+    evaluation_of,
+    last_line,
+)
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
@@ -53,43 +59,65 @@ def parallel_evaluator(args: RunConfig) -> None:
     checkpoints = Checkpoint(args.logdir / "ckpt" / "agent")
     notes = Notes(notes_path(args, "evaluator"))
     policy: Policy | None = None
+    rated: Path | None = None
     with server, Client(logs, "evaluator-logger", keys=args.run_keys) as logger:
         publish_address(args, "evaluator", server.address)
         while not stop.wait(_LOOK_SECONDS):
             path = checkpoints.pending()
-            if path is None:
+            if path is None or path == rated:
                 continue
+            score: float | None = None
             try:
                 # The agent is made once, and then takes the parameters of each round.
                 agent = policy.agent if policy else args.agent_type
                 policy = Policy.load(path, agent=agent, trust=args.named_code)
-            except (CheckpointError, ConfigError) as error:
-                log.warning("There is no round with %s: %s", path, error)
-                checkpoints.rate(path, None)
-                continue
-            start = time.monotonic()
-            try:
-                played = server.play(policy.agent, policy.mode, args.eval_episodes)
+                score = _play_round(args, server, policy, logger)
             except Closed:
                 return
-            result = evaluation_of(
-                played,
-                task=args.task,
-                step=policy.step,
-                protocol=policy.protocol,
-                seed=args.seed,
-                max_steps=args.eval_max_steps,
-            )
-            if result is None:
-                log.warning("Every episode of the round failed: %s", played[0].error)
-            else:
-                log.info("Step %d: mean score %s", policy.step, result.summary())
-                seconds = round(time.monotonic() - start, 1)
-                append_evaluation(args.logdir, result, kind="round", seconds=seconds)
+            except Exception as error:  # a round is not worth a run
+                policy = None
+                log.exception("The round with %s failed", path)
+                _append(args, {"kind": "round", "step": step_of(path), "error": repr(error)})
             try:
-                metrics = evaluation_metrics(played, policy.step)
-                logger.call("evaluated", policy.step, metrics).result(_LOGGER_SECONDS)
-            except TransportError as error:
-                log.warning("The logger was not told of a round: %s", error)
-            checkpoints.rate(path, result.mean if result else None)
+                rated = path  # also if that fails: the end of the run plays the round again
+                checkpoints.rate(path, score)
+            except (OSError, CheckpointError) as error:
+                log.warning("%s does not get its score: %s", path, error)
             notes.progress()
+
+
+def _play_round(
+    args: RunConfig, server: EpisodeServer, policy: Policy, logger: Client
+) -> float | None:
+    """Play a round and tell what it scored; returns the mean, None if every episode failed."""
+    start = time.monotonic()
+    played = server.play(policy.agent, policy.mode, args.eval_episodes)
+    result = evaluation_of(
+        played,
+        task=args.task,
+        step=policy.step,
+        protocol=policy.protocol,
+        seed=args.seed,
+        max_steps=args.eval_max_steps,
+    )
+    row: dict[str, Any] = {"kind": "round", "step": policy.step}
+    if result is None:
+        log.warning("Every episode of the round failed: %s", played[0].error)
+        row |= {"failed": len(played), "error": last_line(played[0].error)}
+    else:
+        log.info("Step %d: mean score %s", policy.step, result.summary())
+        row |= {**result.record(), "seconds": round(time.monotonic() - start, 1)}
+    _append(args, row)
+    try:
+        metrics = evaluation_metrics(played, policy.step)
+        logger.call("evaluated", policy.step, metrics).result(_LOGGER_SECONDS)
+    except TransportError as error:
+        log.warning("The logger was not told of a round: %s", error)
+    return result.mean if result else None
+
+
+def _append(args: RunConfig, row: dict[str, Any]) -> None:
+    try:
+        append_row(args.logdir, row)
+    except OSError as error:
+        log.warning("evaluations.jsonl cannot be written: %s", error)
