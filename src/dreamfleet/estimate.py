@@ -54,6 +54,9 @@ _AGENT_BYTES, _SERVER_BYTES, _PROCESS_BYTES = 1.2e9, 0.15e9, 0.04e9
 """The agent's process with JAX, replay or logger, and a process of environments before those."""
 _WEIGHT_BYTES = 24
 """Weight, gradient, two moments, and the copies that the actor and a checkpoint read."""
+_PLAYING_BYTES = 8
+"""Of a weight in the evaluator, which does not train: the one that plays, and the one that is read
+from a checkpoint."""
 _KEPT_BYTES = 6
 """Of every number that is kept for the gradient: four, and half of them once more."""
 _STAGES = 16
@@ -191,7 +194,8 @@ def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> flo
     """Bytes of the files of both replays when they are full, or when the run ends."""
     replay, needed = config.replay, 0.0
     step = step_bytes(config, obs_space, act_space)
-    for envs in (config.envs, config.eval_envs):
+    # The evaluator's environments store nothing.
+    for envs in (config.envs, config.actor_envs - config.envs):
         # Every environment has a file of its own that is not full.
         collected = config.steps * envs / config.envs + envs * replay.chunk
         kept = min(collected, replay.capacity) if config.steps else replay.capacity * bool(envs)
@@ -238,9 +242,13 @@ def estimate(
     memory = 2 * _SERVER_BYTES + processes * _PROCESS_BYTES + config.all_envs * env_bytes
     disk = replay_bytes(config, obs_space, act_space)
     if not isinstance(config.agent_config, DreamerConfig):
-        return Estimate(None, None, memory + _SERVER_BYTES, disk)
+        # The agent, and once more in the evaluator.
+        memory += _SERVER_BYTES * (2 if config.eval_every else 1)
+        return Estimate(None, None, memory, disk)
     parts = parts_of(config.agent_config.model, obs_space, act_space)
     memory += _AGENT_BYTES + agent_bytes(config, parts)
+    if config.eval_every:
+        memory += _AGENT_BYTES + _PLAYING_BYTES * weights(_layers(parts))
     if accelerated(config.agent_config):
         return Estimate(None, None, memory, disk)
     needed = update_cost(config, parts)
@@ -251,9 +259,13 @@ def estimate(
     return Estimate(updates, steps, memory, disk)
 
 
+def _layers(parts: Parts) -> Layers:
+    return [*parts.world, *parts.core, *parts.predictions, *parts.actor, *parts.critic]
+
+
 def agent_bytes(config: RunConfig, parts: Parts) -> float:
     """Bytes of weights, optimizer and of what an update keeps for the gradient."""
-    every = [*parts.world, *parts.core, *parts.predictions, *parts.actor, *parts.critic]
+    every = _layers(parts)
     kept = sum(layer.outputs * layer.times for layer in every)
     steps = config.batch_size * config.batch_length
     return _WEIGHT_BYTES * weights(every) + _KEPT_BYTES * steps * kept
@@ -431,7 +443,7 @@ def _of_memory(
     if accelerated(config.agent_config):
         return  # which has memory of its own
     parts = parts_of(config.agent_config.model, obs_space, act_space)
-    every = [*parts.world, *parts.core, *parts.predictions, *parts.actor, *parts.critic]
+    every = _layers(parts)
     least, there = 16.0 * weights(every), f"{machine.memory / 1e9:.1f} GB"
     fix = "choose a smaller --dreamer.model or --batch-size, or make the observations smaller"
     if least > machine.memory:

@@ -147,6 +147,18 @@ def test_disk_is_what_the_replay_stores() -> None:
     assert step_bytes(dreamer, vector(5), ACTION) == 39 + latent
 
 
+def test_rounds_of_evaluation_load_a_second_agent_and_store_nothing() -> None:
+    config = replace(preset("default"), eval_envs=2)
+    continuous = estimate(config, vector(5), ACTION, TWO_CORES)
+    rounds = estimate(replace(config, eval_every=1000), vector(5), ACTION, TWO_CORES)
+    assert 1e9 < rounds.memory - continuous.memory < 2e9
+    alone = estimate(replace(config, eval_envs=0), vector(5), ACTION, TWO_CORES)
+    assert alone.disk == rounds.disk < continuous.disk
+    other = replace(config, agent="random", agent_config=None)
+    there = estimate(replace(other, eval_every=1000), vector(5), ACTION, TWO_CORES).memory
+    assert there > estimate(other, vector(5), ACTION, TWO_CORES).memory
+
+
 def test_a_gray_image_taken_for_integers_is_seen_to_need_gigabytes() -> None:
     integers = {**FLAGS, "image": Space(np.int32, (84, 84), 0, 256)}
     found = estimate(preset("default"), integers, ACTION, TWO_CORES)
