@@ -158,8 +158,7 @@ def train(
     callbacks = Callbacks(on_log, on_episode, on_checkpoint)
     callbacks.check(config)
     maker = _maker(config, env)
-    found = preflight(config, partial(environment, config, maker))
-    say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
+    found = preflight(config, partial(environment, config, maker), say)
     for note in found.notes:
         say(note)
     start = time.monotonic()
@@ -169,6 +168,7 @@ def train(
         if not _is_over(config, say):
             parts = factories(config, maker, outputs, found.spaces)
             write_spaces(config, *found.spaces)
+            _keep_output(config, found.output)
             try:
                 with display(config.logdir) if display else nullcontext(say) as progress:
                     combined(**parts, args=config, say=say, progress=progress, tick=follower.look)
@@ -182,6 +182,15 @@ def train(
                 follower.look()
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
+
+
+def _keep_output(config: RunConfig, text: str) -> None:
+    """What the environment wrote before the start goes where the processes write, too."""
+    if text:
+        path = config.logdir / "logs" / "preflight.log"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
 
 
 def _config_of(

@@ -40,10 +40,13 @@ def test_a_robot_is_trained_and_evaluated(tmp_path: Path, monkeypatch: pytest.Mo
                "--log-every", "1", "--max-restarts", "1", "--logdir", "run"]  # fmt: skip
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("Training random on robot:Robot")
     assert "is started again" not in run.stdout
     assert "Evaluation: mean score" in run.stdout
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert "BlockingIOError" not in "".join(logs.values())
+    assert "the robot moves" in logs["preflight.log"]
+    assert "the robot moves" not in run.stdout + run.stderr
 
     # An agent that is started by hand takes the spaces from the run's directory.
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,20 +9,21 @@ from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any
 
+import cloudpickle
 import numpy as np
 import psutil
 from msgspec import Meta
 from rich.table import Table
 
 from dreamfleet.agents import SpaceError
-from dreamfleet.cli.console import write
-from dreamfleet.cli.watched import Person, run_watched
+from dreamfleet.cli.console import out, say, write
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.registry import renders_on_request
 from dreamfleet.estimate import fleet_speed, size_name, suggest, this_machine
+from dreamfleet.fleet.watched import Person, run_watched
 from dreamfleet.formatting import clock, readable
 from dreamfleet.metrics.frames import contact_sheet, encode_png
 
@@ -56,7 +57,15 @@ def check_env(
         "seed": seed,
         "sheet": str(sheet) if sheet else None,
     }
-    run_watched(check, request, timeout=timeout)
+    result = run_watched(
+        cloudpickle.dumps(partial(check, request=request)),
+        timeout=timeout,
+        setting="--timeout",
+        say=say,
+        console=out,
+        show_output=True,
+    )
+    say(result.value)
 
 
 def check(person: Person, request: dict[str, Any]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import resource
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.estimate import replay_bytes, step_bytes, warnings
 from dreamfleet.fleet.factories import environment, read_spaces
 from dreamfleet.fleet.launchers import find_launcher
+from dreamfleet.fleet.look import Look, look_apart, look_at_environments
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.formatting import readable
 from dreamfleet.imports import load_object
@@ -32,6 +33,8 @@ from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.spaces import Space, without_logs, without_reset
+
+log = logging.getLogger(__name__)
 
 _PROCESS_BYTES = 40_000_000  # an interpreter with numpy and the transport, before its environment
 _DISK_BESIDE = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
@@ -47,14 +50,22 @@ class Findings(NamedTuple):
     notes: list[str]
     """What was recognised or assumed about the environment, and what will hardly work well on this
     machine, a sentence each."""
+    output: str = ""
+    """What the environment wrote."""
 
 
-def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -> Findings:
+def preflight(
+    config: RunConfig,
+    make_env: Callable[[int], Any] | None = None,
+    say: Callable[[str], None] = log.info,
+) -> Findings:
     """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
 
     Args:
         config: The run.
         make_env: Called with an environment's number; None for the environment of the task.
+        say: Takes lines for the person. The first one comes before the environment is made, which
+            may take long.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
@@ -68,23 +79,29 @@ def preflight(config: RunConfig, make_env: Callable[[int], Any] | None = None) -
     check_files(config)
     check_sources(config)
     check_checkpoint(config)
+    say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     if config.offline:
         blueprint = find_source(config.offline[0]).blueprint
         check_agent(config, blueprint.obs_space, blueprint.act_space)
         return Findings((blueprint.obs_space, blueprint.act_space), [])
-    together = min(config.envs_per_process, max(config.envs, config.eval_envs))
-    make_env = make_env or partial(environment, config, None)
-    known = read_spaces(config, config.logdir) if config.remote_envs else None
-    if known:  # the environments are elsewhere, and there may be one only, which is in use
-        look = _Look(*known, 0, 0, [])
-    else:
-        look = _look_at_environments(make_env, both=together > 1 and not config.remote_envs)
+    look = _look(config, make_env or partial(environment, config, None), say)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
     check_memory(config, look.bytes, look.further_bytes)
     check_disk(config, look.obs_space, look.act_space)
     notes = [*look.notes, *warnings(config, look.obs_space, look.act_space)]
-    return Findings((look.obs_space, look.act_space), notes)
+    return Findings((look.obs_space, look.act_space), notes, look.output)
+
+
+def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str], None]) -> Look:
+    known = read_spaces(config, config.logdir) if config.remote_envs else None
+    if known:  # the environments are elsewhere, and there may be one only, which is in use
+        return Look(*known, 0, 0, [])
+    together = min(config.envs_per_process, max(config.envs, config.eval_envs))
+    both = together > 1 and not config.remote_envs
+    if config.launcher == "serial":
+        return look_at_environments(make_env, both=both)
+    return look_apart(make_env, both=both, timeout=config.env_timeout, say=say)
 
 
 def check_outputs(config: RunConfig) -> None:
@@ -290,31 +307,3 @@ def check_files(config: RunConfig, limit: int | None = None) -> None:
             f"{processes} processes need about {needed} open files, and this shell allows "
             f"{allowed}: run 'ulimit -n {2 * needed}' first, or use more envs_per_process."
         )
-
-
-class _Look(NamedTuple):
-    """The spaces of an environment, the memory that the first and a further one take, and what
-    was assumed."""
-
-    obs_space: Spaces
-    act_space: Spaces
-    bytes: int
-    further_bytes: int
-    notes: list[str]
-
-
-def _look_at_environments(make_env: Callable[[int], Any], *, both: bool) -> _Look:
-    """Make an environment, and one more if processes will hold several.
-
-    No more than needed: somebody's environment may be slow to start, or a thing there is one of.
-    """
-    me = psutil.Process()
-    taken = [me.memory_info().rss]
-    with ExitStack() as stack:
-        for number in range(2 if both else 1):
-            env = make_env(number)
-            stack.callback(env.close)
-            taken.append(me.memory_info().rss)
-        first, further = max(0, taken[1] - taken[0]), max(0, taken[-1] - taken[1])
-        notes = list(getattr(env, "notes", ()))
-        return _Look(env.obs_space, env.act_space, first, further, notes)

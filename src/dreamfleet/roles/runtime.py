@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from dreamfleet.errors import DreamfleetError
+from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.transport import Client
 
 
@@ -34,6 +34,22 @@ def unpack(factory: Factory) -> Callable[..., Any]:
         function: Callable[..., Any] = cloudpickle.loads(factory)
         return function
     return factory
+
+
+def pickled(who: str, function: Callable[..., Any]) -> bytes:
+    """A function as it is sent to another process.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
+    try:
+        data: bytes = cloudpickle.dumps(function)
+        return data
+    except Exception as error:  # whatever an object of the user's raises
+        raise ConfigError(
+            f"What {who} runs cannot be sent to its process ({error}): make what cannot be pickled "
+            "inside of its constructor, or put it into a module and give its name, module:name."
+        ) from error
 
 
 # --- stopping ------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dreamfleet.cli import main, watched
-from dreamfleet.cli.watched import own_frames
+from dreamfleet.cli import main
+from dreamfleet.fleet import watched
+from dreamfleet.fleet.watched import own_frames
 
 MODULE = """
 import gymnasium

@@ -28,7 +28,12 @@ from dreamfleet.spaces import Space
 from dreamfleet.training import train
 
 CONFIG = RunConfig(
-    envs=4, envs_per_process=1, batch_size=16, batch_length=64, logdir=Path("nowhere")
+    envs=4,
+    envs_per_process=1,
+    batch_size=16,
+    batch_length=64,
+    logdir=Path("nowhere"),
+    launcher="serial",  # environments are made in this process
 )
 
 

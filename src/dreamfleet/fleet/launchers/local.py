@@ -32,9 +32,8 @@ from typing import Self
 import cloudpickle
 import setproctitle
 
-from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.launchers import Worker
-from dreamfleet.roles.runtime import STOPPED, process_was_asked_to_stop
+from dreamfleet.roles.runtime import STOPPED, pickled, process_was_asked_to_stop
 
 _TAIL_BYTES, _TAIL_LINES = 20_000, 60
 _ORPHAN_SECONDS = 10.0
@@ -58,14 +57,7 @@ class LocalLauncher:
 
     def prepare(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
-            try:
-                self._payloads[worker.name] = cloudpickle.dumps(worker.function)
-            except Exception as error:  # whatever an object of the user's raises
-                raise ConfigError(
-                    f"What {worker.name} runs cannot be sent to its process ({error}): make what "
-                    "cannot be pickled inside of its constructor, or put it into a module and give "
-                    "its name, module:name."
-                ) from error
+            self._payloads[worker.name] = pickled(worker.name, worker.function)
 
     def start(self, worker: Worker) -> LocalWorker:
         return LocalWorker(worker, self._payloads[worker.name], self.log_file(worker))

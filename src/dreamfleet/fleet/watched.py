@@ -1,4 +1,4 @@
-"""A function of a command in a process of its own, where foreign code may hang, crash or print.
+"""A function in a process of its own, where foreign code may hang, crash or print.
 
 The two processes share a directory: `calls` says which call of the foreign code is under way,
 `report` holds what the person is told, `output` what the foreign code wrote itself, `trace` where
@@ -9,7 +9,7 @@ function returned or raised.
 from __future__ import annotations
 
 import faulthandler
-import importlib
+import io
 import json
 import os
 import signal
@@ -19,18 +19,18 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 from rich.console import Console
 
 import dreamfleet
-from dreamfleet.cli.console import out, say
-from dreamfleet.envs import EnvError
+from dreamfleet.envs import EnvError, MissingExtraError, SpaceError, UnknownTaskError
 from dreamfleet.envs.diagnose import Call
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.formatting import clock
@@ -38,9 +38,14 @@ from dreamfleet.formatting import clock
 _CALLS: tuple[Call | None, ...] = (None, "constructor", "reset", "step", "render", "close")
 _PACKAGE = str(Path(dreamfleet.__file__).parent)
 _LOOK_EVERY, _SPEAK_EVERY, _TRACE_SECONDS = 0.1, 10.0, 5.0
-_MOST_LINES = 10
+_MOST_LINES, _KEPT_CHARACTERS = 10, 1_000_000
+# An error is raised again as the first of these that it is.
+_KINDS = (ConfigError, UnknownTaskError, MissingExtraError, SpaceError, EnvError, DreamfleetError)
 # As for the environment processes of a run, so that the speed is the same.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+Say = Callable[[str], None]
 
 
 class Standing(NamedTuple):
@@ -71,26 +76,59 @@ class Person(NamedTuple):
     """Takes note of a call of foreign code before it is made."""
 
 
+class Settings(NamedTuple):
+    """How the other process is watched."""
+
+    timeout: float
+    setting: str
+    say: Say
+    console: Console | None
+    show_output: bool
+
+
+class Result(NamedTuple):
+    """What became of the function."""
+
+    value: Any
+    """What it returned, as JSON has it."""
+    output: str
+    """What the foreign code wrote; the start, if it is much."""
+
+
 def run_watched(
-    function: Callable[[Person, Any], str], request: Mapping[str, Any], *, timeout: float
-) -> None:
-    """Run a function of a module in another process, and print what it says.
+    function: bytes,
+    *,
+    timeout: float,
+    setting: str,
+    say: Say,
+    console: Console | None = None,
+    show_output: bool = False,
+) -> Result:
+    """Run a function in another process, and print what it says.
 
     Args:
-        function: Found by its name in the other process; returns the last sentence.
-        request: Its argument, made of what JSON knows.
+        function: Pickled by cloudpickle; is given a `Person`, returns what JSON knows.
         timeout: Seconds that a call of foreign code may take; 0 for no timeout.
+        setting: The name of the timeout.
+        say: Takes lines for the person.
+        console: Where a line that changes tells what is under way, if it is a terminal; None lets
+            `say` take one now and then.
+        show_output: Show a part of what the foreign code writes, also if nothing fails.
 
     Raises:
         EnvError: A call took longer, or ended the process.
         DreamfleetError: What the function raised, by its message.
     """
-    name = [function.__module__, function.__name__]
+    settings = Settings(timeout, setting, say, console, show_output)
     with tempfile.TemporaryDirectory(prefix="dreamfleet-") as directory:
         place = Path(directory)
         calls = _shared(place)
         reader, writer = os.pipe()
-        start = {"name": name, "path": sys.path, "width": out.width, "request": request}
+        start = {
+            "path": sys.path,
+            "width": console.width if console else None,
+            "bytes": len(function),
+        }
         with (place / "output").open("wb") as output:
             process = subprocess.Popen(
                 # The directory is no place to import from: -P.
@@ -104,9 +142,11 @@ def run_watched(
             )
         os.close(reader)
         try:
-            with os.fdopen(writer, "w", closefd=False) as pipe:
-                pipe.write(json.dumps(start) + "\n")
-            _watch(process, place, calls, timeout)
+            with suppress(BrokenPipeError), os.fdopen(writer, "wb", closefd=False) as pipe:
+                pipe.write(json.dumps(start).encode() + b"\n" + function)
+            value = _watch(process, place, calls, settings)
+            with (place / "output").open(errors="replace") as file:
+                return Result(value, file.read(_KEPT_CHARACTERS))
         finally:
             with suppress(ProcessLookupError):  # nothing that it has started is left
                 os.killpg(process.pid, signal.SIGKILL)
@@ -114,10 +154,11 @@ def run_watched(
             os.close(writer)
 
 
-def _watch(process: subprocess.Popen[bytes], place: Path, calls: Any, timeout: float) -> None:
+def _watch(process: subprocess.Popen[bytes], place: Path, calls: Any, settings: Settings) -> Any:
+    timeout, _, say, console, show_output = settings
     begun = changed = spoken = time.monotonic()
     count = -1
-    heading = out.status("") if out.is_terminal else None
+    heading = console.status("") if console and console.is_terminal else None
     with (place / "report").open() as report:
         if heading:
             heading.start()
@@ -126,10 +167,10 @@ def _watch(process: subprocess.Popen[bytes], place: Path, calls: Any, timeout: f
                 now = time.monotonic()
                 if calls[0] != count:
                     count, changed = int(calls[0]), now
-                _print_new(report)
+                _print_new(report, say)
                 waited = now - changed
                 if 0 < timeout < waited and (standing := _standing(calls)).call:
-                    raise _hangs(process, place, standing, timeout)
+                    raise _hangs(process, place, standing, settings)
                 text = f"{_standing(calls)}, {clock(now - begun)}"
                 if waited >= _SPEAK_EVERY / 2:
                     text += f" ({waited:.0f} s in this call)"
@@ -143,22 +184,23 @@ def _watch(process: subprocess.Popen[bytes], place: Path, calls: Any, timeout: f
         finally:
             if heading:
                 heading.stop()
-            _print_new(report)
-    _print_output(place)
-    if not (place / "end").exists():
-        raise _ended(process.returncode, place, _standing(calls))
-    end = json.loads((place / "end").read_text())
+            _print_new(report, say)
+    end = json.loads((place / "end").read_text()) if (place / "end").exists() else {}
+    if show_output or "value" not in end:
+        _print_output(place, say)
+    if not end:
+        raise _ended(process.returncode, place, _standing(calls), say)
     if "error" in end:
-        raise (ConfigError if end["mistake"] else DreamfleetError)(end["error"])
-    say(end["said"])
+        raise next(kind for kind in _KINDS if kind.__name__ == end["kind"])(end["error"])
+    return end["value"]
 
 
-def _print_new(report: Any) -> None:
+def _print_new(report: Any, say: Say) -> None:
     if text := report.read():
         say(text.removesuffix("\n"))
 
 
-def _print_output(place: Path) -> None:
+def _print_output(place: Path, say: Say) -> None:
     """What the foreign code wrote, if it is not too much."""
     with (place / "output").open(errors="replace") as file:  # it may be larger than memory
         first = list(islice(file, _MOST_LINES))
@@ -175,7 +217,7 @@ def _print_output(place: Path) -> None:
 
 
 def _hangs(
-    process: subprocess.Popen[bytes], place: Path, standing: Standing, timeout: float
+    process: subprocess.Popen[bytes], place: Path, standing: Standing, settings: Settings
 ) -> EnvError:
     trace = place / "trace"
     before, end = trace.stat().st_size, time.monotonic() + _TRACE_SECONDS
@@ -185,17 +227,17 @@ def _hangs(
         time.sleep(_LOOK_EVERY)
         if before < size == trace.stat().st_size:  # it has been written to the end
             break
-    _print_output(place)
-    shown = _print_trace(place)
+    _print_output(place, settings.say)
+    shown = _print_trace(place, settings.say)
     return EnvError(
-        f"The environment hangs: {_name(standing)} took more than {timeout:g} s"
+        f"The environment hangs: {_name(standing)} took more than {settings.timeout:g} s"
         f"{', and stands where the traceback above says' if shown else ''}. Fix it, or raise "
-        "--timeout if it is that slow."
+        f"{settings.setting} if it is that slow."
     )
 
 
-def _ended(code: int, place: Path, standing: Standing) -> EnvError:
-    _print_trace(place)
+def _ended(code: int, place: Path, standing: Standing, say: Say) -> EnvError:
+    _print_trace(place, say)
     how = f"code {code}" if code >= 0 else signal.Signals(-code).name
     return EnvError(
         f"The environment ended its process with {how} in {_name(standing)}: a crash in compiled "
@@ -215,7 +257,7 @@ def _name(standing: Standing) -> str:
             return f"{standing.call}()"
 
 
-def _print_trace(place: Path) -> bool:
+def _print_trace(place: Path, say: Say) -> bool:
     trace = own_frames((place / "trace").read_text(errors="replace"))
     if trace:
         say(f"\n{trace}\n")
@@ -253,10 +295,13 @@ def _end_with_parent(pipe: int) -> None:
 def main() -> None:
     """What the other process does."""
     place, pipe = Path(sys.argv[1]), int(sys.argv[2])
-    with os.fdopen(pipe, closefd=False) as file:
+    with os.fdopen(pipe, "rb", closefd=False) as file:
         start = json.loads(file.readline())
+        payload = file.read(start["bytes"])
     threading.Thread(target=_end_with_parent, args=[pipe], daemon=True).start()
     sys.path[:] = start["path"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what hangs or crashes has said something
     calls = np.memmap(place / "calls", np.int64, "r+", shape=(4,))
     with (place / "trace").open("a") as trace, (place / "report").open("a") as report:
         faulthandler.enable(trace)
@@ -271,13 +316,11 @@ def main() -> None:
             console.print(message, markup=False, soft_wrap=isinstance(message, str))
             report.flush()
 
-        module, name = start["name"]
         try:
-            function = getattr(importlib.import_module(module), name)
-            end = {"said": function(Person(speak, tell), start["request"])}
+            end = {"value": cloudpickle.loads(payload)(Person(speak, tell))}
         except DreamfleetError as error:
-            # An error about what was given is a ValueError too.
-            end = {"error": str(error), "mistake": isinstance(error, ValueError)}
+            kinds = [kind.__name__ for kind in _KINDS if issubclass(type(error), kind)]
+            end = {"error": str(error), "kind": kinds[0]}
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         (place / "end").write_text(json.dumps(end))

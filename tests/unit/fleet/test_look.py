@@ -1,0 +1,80 @@
+"""The environment is looked at in a process of its own, which may hang, crash or print."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dreamfleet.envs import EnvError, UnknownTaskError, make_env
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet import watched
+from dreamfleet.fleet.look import look_apart
+from dreamfleet.training import train
+
+
+def test_what_is_found_comes_from_another_process(capfd: pytest.CaptureFixture[str]) -> None:
+    here = os.getpid()
+
+    def make(number: int) -> Any:
+        assert os.getpid() != here
+        sys.stdout.write(f"made {number}\n")
+        return make_env("bundled:catch", seed=number)
+
+    lines: list[str] = []
+    look = look_apart(make, both=True, timeout=0, say=lines.append)
+    env = make_env("bundled:catch")
+    assert (look.obs_space, look.act_space) == (env.obs_space, env.act_space)
+    assert look.bytes > 0
+    assert look.output == "made 0\nmade 1\n"
+    assert capfd.readouterr().out == ""
+    assert not any("made" in line for line in lines)
+
+
+def test_a_constructor_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "_SPEAK_EVERY", 0.5)
+
+    def hang(_: int) -> None:
+        sys.stdout.write("looking for the robot\n")
+        threading.Event().wait()
+
+    lines: list[str] = []
+    words = r"hangs: the constructor took more than 6 s, and .*or raise env_timeout if"
+    with pytest.raises(EnvError, match=words):
+        look_apart(hang, both=False, timeout=6, say=lines.append)
+    said = "\n".join(lines)
+    assert re.search(r"making the environment, 0:\d\d", said)
+    assert "looking for the robot" in said
+    assert "in hang" in said
+
+
+def test_a_constructor_that_crashes_does_not_end_this_process() -> None:
+    lines: list[str] = []
+    with pytest.raises(EnvError, match="ended its process with SIGSEGV in the constructor"):
+        look_apart(lambda _: ctypes.string_at(0), both=False, timeout=0, say=lines.append)
+    assert "Segmentation fault" in "\n".join(lines)
+
+
+def test_what_a_constructor_raises_is_shown(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Broken:
+        def __init__(self) -> None:
+            raise RuntimeError("no robot is connected")
+
+    with pytest.raises(EnvError, match="The constructor raised RuntimeError: no robot is conn"):
+        train(env=Broken, logdir=tmp_path / "run", say=lines.append)
+    assert lines[0].startswith("Training dreamer on ")
+    assert 'raise RuntimeError("no robot is connected")' in "\n".join(lines)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UnknownTaskError, match="CartPole"):
+        train(env="gym:CartPoel-v1", logdir=tmp_path / "run", say=lines.append)
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="What the environment runs cannot be sent"):
+        look_apart(lambda _: lock, both=False, timeout=0, say=lines.append)
