@@ -220,7 +220,7 @@ def _flattened(env: Any) -> Any:
             lambda env: gymnasium.wrappers.TransformObservation(env, lambda many: BOX.low, BOX),
         ),
     ],
-    ids=str,
+    ids=["text", "text in a dict", "text in a tuple", "one of", "dict", "tuple", "sequence"],
 )
 def test_the_advice_about_other_spaces_works(space: Any, advised: Any) -> None:
     inner = Scripted(space, spaces.Discrete(2))
