@@ -95,7 +95,6 @@ def check(person: Person, request: dict[str, Any]) -> str:
         steps=request["steps"],
         seed=request["seed"],
         make_visible=visible,
-        may_restart=bool(options.get("restarts")),
         tell=person.tell,
     )
     if result.obs_space:

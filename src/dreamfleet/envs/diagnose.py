@@ -79,7 +79,6 @@ def diagnose(
     steps: int = 1000,
     seed: int = 0,
     make_visible: Callable[[int], Env | None] | None = None,
-    may_restart: bool = False,
     tell: Tell | None = None,
 ) -> Diagnosis:
     """Play random actions.
@@ -89,8 +88,6 @@ def diagnose(
         steps: How many to play; resets are not counted.
         seed: Of the environment and of the actions.
         make_visible: The same environment, made so that it renders; None if it never does.
-        may_restart: Whether it may start an episode in the middle of another, because the option
-            `restarts` is set.
         tell: Told before each call of the environment.
 
     Raises:
@@ -117,7 +114,7 @@ def diagnose(
         result.notes = list(getattr(env, "notes", ()))
         _play(env, steps, seed, result, trajectory, told)
         _close(env, told)
-        result.problems += _flags(trajectory, may_restart)
+        result.problems += _flags(trajectory)
         compared = min(steps, _COMPARED_STEPS)
         result.hints += _seeds(make, trajectory, compared, seed, told)
     except (ConfigError, UnknownTaskError, MissingExtraError):
@@ -142,8 +139,8 @@ def _raised(error: BaseException, call: Call, done: int, result: Diagnosis) -> F
     if isinstance(error, Exception) and call in ("reset", "step") and result.episodes:
         count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had ended before"
         fix = (
-            f"Fix it. As {count}, training would cut this one short and make the environment "
-            "again; the option restarts=3 does so for eval."
+            f"Fix it. As {count}, training and eval would cut this one short and make the "
+            "environment again."
         )
     else:
         fix = "Fix it."
@@ -245,11 +242,11 @@ def _overwritten(then: Arrays, copy: Arrays) -> Iterator[Finding]:
             )
 
 
-def _flags(trajectory: list[Arrays], may_restart: bool) -> Iterator[Finding]:
+def _flags(trajectory: list[Arrays]) -> Iterator[Finding]:
     if not trajectory[0]["is_first"]:
         yield Finding("The observation after a reset is not is_first.", "Set is_first there.")
     for before, after in pairwise(trajectory):
-        if after["is_first"] and not before["is_last"] and not may_restart:
+        if after["is_first"] and not before["is_last"]:
             yield Finding(
                 "An episode started although the one before had not ended.",
                 "Set is_last on the last observation of every episode.",

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from dreamfleet.envs.base import Env, EnvError, UnknownTaskError, env_seed
+from dreamfleet.envs.base import Env, EnvError, UnknownTaskError
 from dreamfleet.envs.naming import PROGRAM, maker_of
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
@@ -28,7 +28,6 @@ from dreamfleet.envs.wrappers import (
     CheckSpaces,
     NormalizeActions,
     ResizeImages,
-    RestartOnException,
     TimeLimit,
     UnifyDtypes,
     Wrapper,
@@ -53,7 +52,6 @@ GENERAL: Mapping[str, Any] = {
     "repeat": int | None,
     "time_limit": int,
     "size": tuple[int, int] | None,
-    "restarts": int,
     "image_layout": str | dict[str, str] | None,
     "action_bounds": Bounds | dict[str, Bounds] | None,
 }
@@ -80,7 +78,6 @@ def make_env(
     repeat: int | None = None,
     time_limit: int = 0,
     size: tuple[int, int] | None = None,
-    restarts: int = 0,
     image_layout: str | dict[str, str] | None = None,
     action_bounds: Bounds | dict[str, Bounds] | None = None,
     **options: Any,
@@ -97,7 +94,6 @@ def make_env(
         repeat: Take each action this often; None for what the suite does by itself.
         time_limit: End an episode after this many actions of the agent; 0 for no limit.
         size: Resize images to this height and width.
-        restarts: Rebuild the environment when it raises, up to this often in a row.
         image_layout: The order of the axes of images, for all or by key, where it cannot be
             recognised or is wrong: hwc, chw, hw, shwc (s for the frames of a stack) and so on;
             none for what is no image.
@@ -114,7 +110,7 @@ def make_env(
         ConfigError: The task has no such option, or its value cannot work.
         SpaceError: The environment's spaces cannot be used.
     """
-    given = {"repeat": repeat, "time_limit": time_limit, "size": size, "restarts": restarts}
+    given = {"repeat": repeat, "time_limit": time_limit, "size": size}
     for name, value in given.items():
         check_option(name, value, GENERAL[name], least=int(name in ("repeat", "size")))
     check_option("image_layout", image_layout, GENERAL["image_layout"])
@@ -143,14 +139,7 @@ def make_env(
             check_option(name, value, accepted[name].annotation)
     # The environments of suites are native, seeded, and have their images as agents take them.
     adapted = None if ours else functools.partial(adapt, image_layout=image_layout)
-    build = functools.partial(_build, task, make, options, adapted)
-    if restarts:
-        # Restarted environments have other seeds, and play other episodes.
-        env: Env = RestartOnException(
-            lambda count: build(env_seed(seed, count) if count else seed), restarts=restarts
-        )
-    else:
-        env = build(seed)
+    env = _build(task, make, options, adapted, seed)
     if repeat is not None and repeat > 1:
         env = ActionRepeat(env, repeat)
     if time_limit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvCrashedError, NotFiniteError, Spaces
+from dreamfleet.envs.base import RESERVED, Arrays, Env, NotFiniteError, Spaces
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.layouts import Asked, as_integers, find_layout, layouts_asked, vector_note
 from dreamfleet.errors import ConfigError
 from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
-
-log = logging.getLogger(__name__)
 
 
 class Wrapper:
@@ -252,7 +249,7 @@ class ActionRepeat(Wrapper):
         reward = 0.0
         for _ in range(self._repeat):
             obs = self.env.step(action)
-            # A first step follows a reset, or a restart of the environment.
+            # A first step follows a reset.
             if obs["is_first"]:
                 return obs
             reward += float(obs["reward"])
@@ -334,55 +331,6 @@ class ResizeImages(Wrapper):
     def step(self, action: Mapping[str, Any]) -> Arrays:
         obs = self.env.step(action)
         return {**obs, **{key: resize(obs[key], self._size) for key in self._keys}}
-
-
-class RestartOnException(Wrapper):
-    """Rebuilds the environment when it raises, and starts an episode there.
-
-    The broken episode gets no last step: `is_first` without a reset tells that it was abandoned.
-    `make` is given the number of restarts so far, so that a restarted environment need not play
-    the same episodes again. After `restarts` in a row without a finished episode the error is
-    raised.
-    """
-
-    def __init__(self, make: Callable[[int], Env], *, restarts: int) -> None:
-        super().__init__(make(0))
-        self._make = make
-        self._allowed = restarts
-        self._total = 0
-        self._in_a_row = 0
-
-    def step(self, action: Mapping[str, Any]) -> Arrays:
-        while True:
-            try:
-                obs = self.env.step(action)
-            except Exception as error:
-                self._restart(error)
-                action = {**action, RESET: np.array(True)}
-                continue
-            if obs["is_last"]:
-                self._in_a_row = 0
-            return obs
-
-    def _restart(self, error: Exception) -> None:
-        if self._in_a_row >= self._allowed:
-            raise EnvCrashedError(
-                f"The environment raised {type(error).__name__}: {error}. It was restarted "
-                f"{self._in_a_row} times without finishing an episode: fix it, or raise restarts."
-            ) from error
-        self._in_a_row += 1
-        self._total += 1
-        log.warning(
-            "the environment raised %s: %s; restart %d", type(error).__name__, error, self._total
-        )
-        try:
-            self.close()
-        except Exception as closing:
-            log.warning("closing the broken environment failed too: %s", closing)
-        try:
-            self.env = self._make(self._total)
-        except Exception as making:
-            self._restart(making)
 
 
 class CheckSpaces(Wrapper):

@@ -278,20 +278,6 @@ def test_suites_refuse_wrong_values(task: str, option: dict, words: str) -> None
         make_env(task, **option)
 
 
-def test_restarts_use_another_seed(module: str) -> None:
-    env = make_env("bundled:dummy", seed=3, restarts=2)
-    restarting = env.env.env.env
-    assert env.step(noop(env.act_space))["vector"][0] == 3
-
-    def fail(action: dict) -> None:
-        raise OSError("gone")
-
-    restarting.env.step = fail
-    obs = env.step(noop(env.act_space, reset=False))
-    assert obs["is_first"]
-    assert obs["vector"][0] == np.float32(env_seed(3, 1))
-
-
 def test_every_suite_lists_its_tasks() -> None:
     assert "bundled" in suites()
     assert tasks("bundled") == ["catch", "corridor", "dummy", "pointmass"]

@@ -6,14 +6,13 @@ import pytest
 from masked_parts import Doors
 
 from dreamfleet import ConfigError, Space
-from dreamfleet.envs import EnvCrashedError, EpisodicEnv, Outcome, SpaceError, make_env, noop
+from dreamfleet.envs import EpisodicEnv, Outcome, SpaceError, make_env, noop
 from dreamfleet.envs.base import Arrays
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
     CheckSpaces,
     NormalizeActions,
     ResizeImages,
-    RestartOnException,
     TimeLimit,
     UnifyDtypes,
     check_declaration,
@@ -243,80 +242,6 @@ def test_images_are_resized_and_nothing_else() -> None:
     assert obs["image"].shape == (4, 5, 3)
     assert (obs["image"] == 7).all()
     assert obs["vector"].shape == (3,)
-
-
-class Faulty(Recorder):
-    def __init__(self, fails_at: int) -> None:
-        super().__init__(length=4)
-        self.fails_at = fails_at
-        self.closed = False
-
-    def _advance(self, action: Mapping[str, Any]) -> Outcome:
-        if self.taken + 1 == self.fails_at:
-            raise OSError("the simulator died")
-        return super()._advance(action)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_restart_while_an_action_is_repeated_is_noticed() -> None:
-    inner = RestartOnException(lambda count: Faulty(99 if count else 3), restarts=1)
-    env = ActionRepeat(inner, 4)
-    begin(env)
-    obs = act(env)
-    assert obs["is_first"]
-    assert obs["reward"] == 0
-    assert inner.env.taken == 0
-
-
-def test_a_failure_starts_a_new_episode_in_a_new_environment() -> None:
-    made: list[Faulty] = []
-
-    def make(count: int) -> Faulty:
-        assert count == len(made)
-        made.append(Faulty(fails_at=2 if count == 0 else 99))
-        return made[-1]
-
-    env = RestartOnException(make, restarts=1)
-    begin(env)
-    assert not act(env)["is_first"]
-    obs = act(env)
-    assert obs["is_first"]
-    assert not obs["is_last"]
-    assert made[0].closed
-    assert env.env is made[1]
-
-
-def test_an_environment_that_keeps_failing_raises() -> None:
-    env = RestartOnException(lambda count: Faulty(fails_at=1), restarts=2)
-    begin(env)
-    assert act(env)["is_first"]
-    assert act(env)["is_first"]
-    with pytest.raises(EnvCrashedError, match=r"OSError: the simulator died.*2 times"):
-        act(env)
-
-
-def test_a_finished_episode_resets_the_restarts() -> None:
-    env = RestartOnException(lambda count: Faulty(fails_at=99), restarts=1)
-    for episode in range(3):
-        begin(env)
-        env.env.fails_at = 2
-        while not act(env)["is_last"]:
-            pass
-        assert env._total == episode + 1
-
-
-def test_an_environment_that_cannot_be_rebuilt_raises() -> None:
-    def make(count: int) -> Faulty:
-        if count:
-            raise OSError("no such simulator")
-        return Faulty(fails_at=1)
-
-    env = RestartOnException(make, restarts=3)
-    begin(env)
-    with pytest.raises(EnvCrashedError, match="no such simulator"):
-        act(env)
 
 
 class Wrong(Recorder):
