@@ -23,7 +23,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
 from dreamfleet.envs import is_bundled
-from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of
+from dreamfleet.envs.naming import PROGRAM, Task, is_shared, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, play
 from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger, write_spaces
@@ -146,6 +146,10 @@ def train(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
+    for name in ("outputs", "offline", "prefill"):
+        value = settings.get(name)
+        if isinstance(value, (str, Path)) or callable(value):  # one of them
+            settings[name] = [value]
     outputs = [each for each in settings.get("outputs", ()) if not isinstance(each, str)]
     if "outputs" in settings:
         settings["outputs"] = [each for each in settings["outputs"] if isinstance(each, str)]
@@ -203,11 +207,26 @@ def _config_of(
 ) -> RunConfig:
     """The configuration that the arguments of `train` stand for."""
     changes = _changes(env, settings)
+    place: dict[str, Any] = {key: changes[key] for key in ("task", "logdir") if key in changes}
+    _refuse_shared((config or RunConfig()).changed(place), "logdir" in changes)
     if config is None:
         return configure(changes, preset, trust=trust, say=say)
     if preset is not None:
         raise ConfigError("A configuration has its settings already: leave the preset out.")
     return config.changed(changes) if changes else config
+
+
+def _refuse_shared(config: RunConfig, chosen: bool) -> None:
+    """Refuse a directory that nobody has chosen and another environment would have as well."""
+    if (
+        is_shared(config.task)
+        and not chosen
+        and config.logdir == RunConfig(task=config.task).logdir
+    ):
+        raise ConfigError(
+            f"Another environment may be called {config.task.removeprefix(PROGRAM)} as well, and "
+            "would resume this run: pass logdir=..., or a class or function with a name of its own."
+        )
 
 
 def _changes(env: Task | None, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fleet_parts import rows, small_run
 
 from dreamfleet import ConfigError, Policy, StopTraining, resume, train
 from dreamfleet.agents.random import RandomType
-from dreamfleet.config import read_config
+from dreamfleet.config import RunConfig, read_config
 from dreamfleet.envs.bundled import Dummy
 from dreamfleet.fleet.supervisor import silent
 from dreamfleet.metrics import Outputs
@@ -55,7 +56,7 @@ print("once")
 {TARGET}
 result = dreamfleet.train(env=functools.partial(Target, length=7), steps=150, **short)
 assert result.returns == [7.0]
-result = dreamfleet.train(env=lambda: Target(), env_options={{}}, steps=150, **short)
+result = dreamfleet.train(env=lambda: Target(), logdir="runs/mine", steps=150, **short)
 assert result.returns == [20.0]
 lock = threading.Lock()
 try:
@@ -85,7 +86,7 @@ def test_a_script_without_a_guard_trains_on_what_only_it_has(tmp_path: Path) -> 
     assert done.stdout.count("once") == 1
     assert re.search("^(step|Waiting:) ", done.stdout, re.MULTILINE)  # without a terminal
     assert "refused: What the environment runs cannot be sent to its process" in done.stdout
-    assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"Target-length=7", "lambda"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"Target-length=7", "mine"}
 
 
 def test_an_environment_of_a_script_is_resumed_by_its_name_and_evaluated_elsewhere(
@@ -129,6 +130,58 @@ def test_an_agent_is_given_by_its_type_or_refused(
     resume(tmp_path, steps=300, trust=True, on_episode=lambda *_: seen.append(1), **quiet)
     assert len(seen) == len(rows(tmp_path / "scores.jsonl")) - before > 0
     assert Policy.load(tmp_path, agent=RandomType()).step >= 300
+
+
+def test_environments_that_share_a_name_need_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the second one would resume the run of the first."""
+    monkeypatch.chdir(tmp_path)
+
+    class Inside(Dummy):
+        pass
+
+    class Caller:
+        def __call__(self) -> Any:
+            return Dummy()
+
+    shared: list[Any] = [
+        lambda **options: Dummy(**options),
+        Inside,
+        partial(lambda length: Dummy(length=length), 3),
+    ]
+    shared += [partial(Dummy, size=(8, 8)), Caller()]
+    for env in shared:
+        for config in (None, RunConfig(agent="random")):
+            with pytest.raises(ConfigError, match=r"would resume this run: pass logdir="):
+                train(config, env=env, steps=1)
+    assert not list(tmp_path.iterdir())
+    config = small_run(tmp_path / "mine", launcher="serial", steps=20, eval_episodes=0)
+    train(config, env=shared[0], display=None, say=silent)
+    assert read_config(tmp_path / "mine").task.endswith("<lambda>")
+
+
+class Kept:
+    """An output."""
+
+    def __init__(self, logdir: Path) -> None:
+        self._path = logdir / "kept"
+
+    def write(self, step: int, metrics: Any) -> None:
+        self._path.touch()
+
+
+def test_one_output_needs_no_list_and_resume_takes_classes(tmp_path: Path) -> None:
+    config = small_run(tmp_path, launcher="serial", steps=40, eval_episodes=0)
+    quiet: dict[str, Any] = {"display": None, "say": silent}
+    train(config, outputs="jsonl", **quiet)
+    assert read_config(tmp_path).outputs == ("jsonl",)
+    resume(tmp_path, steps=300, outputs=["jsonl", Kept], **quiet)
+    assert (tmp_path / "kept").exists()
+    (tmp_path / "kept").unlink()
+    resume(tmp_path, steps=600, outputs=Kept, **quiet)
+    assert (tmp_path / "kept").exists()
+    assert read_config(tmp_path).outputs == ()
 
 
 def test_settings_are_arguments(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ def same_task(before: str, now: str) -> bool:
     return moved and before.rpartition(":")[2] == now.rpartition(":")[2]
 
 
+def is_shared(task: str) -> bool:
+    """Whether another object of a program may have this name as well: all lambdas have one name,
+    and neither what a function holds from outside nor every value of a partial stands in it."""
+    return task.startswith(PROGRAM) and any(
+        each in task for each in ("<lambda>", "<locals>", "...")
+    )
+
+
 def _path_of(env: Any) -> str:
     module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", None)
     return f"{module}:{name}" if module and name and module != "__main__" else ""
@@ -97,7 +105,7 @@ def _described(env: Any) -> str:
     if isinstance(env, functools.partial):
         given = [*map(_value, env.args), *(f"{k}={_value(v)}" for k, v in env.keywords.items())]
         return f"{_described(env.func)}({', '.join(given)})"
-    return str(getattr(env, "__qualname__", None) or type(env).__qualname__)
+    return str(getattr(env, "__qualname__", None) or f"{type(env).__qualname__}(...)")
 
 
 def _value(value: Any) -> str:

@@ -39,7 +39,7 @@ def local() -> Callable[[], Any]:
         (partial(partial(Dummy, "x"), size=(8, 8)), "__main__:Dummy('x', size=...)",
          "Dummy-x-size="),
         (local(), "__main__:local.<locals>.make", "local.-locals-.make"),
-        (Maker(), "__main__:Maker", "Maker"),
+        (Maker(), "__main__:Maker(...)", "Maker"),
     ],
 )  # fmt: skip
 def test_an_object_has_the_name_by_which_others_can_import_it_or_one_that_nobody_can(
