@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -105,6 +106,8 @@ def _described(env: Any) -> str:
     if isinstance(env, functools.partial):
         given = [*map(_value, env.args), *(f"{k}={_value(v)}" for k, v in env.keywords.items())]
         return f"{_described(env.func)}({', '.join(given)})"
+    if inspect.ismethod(env) and not isinstance(env.__self__, type):
+        return f"{_described(env.__self__)}.{env.__name__}"
     return str(getattr(env, "__qualname__", None) or f"{type(env).__qualname__}(...)")
 
 

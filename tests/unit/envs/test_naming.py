@@ -40,6 +40,7 @@ def local() -> Callable[[], Any]:
          "Dummy-x-size="),
         (local(), "__main__:local.<locals>.make", "local.-locals-.make"),
         (Maker(), "__main__:Maker(...)", "Maker"),
+        (Maker().__call__, "__main__:Maker(...).__call__", "Maker-...-.__call__"),
     ],
 )  # fmt: skip
 def test_an_object_has_the_name_by_which_others_can_import_it_or_one_that_nobody_can(
