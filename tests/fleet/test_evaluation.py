@@ -23,11 +23,13 @@ from fleet_parts import (
 )
 
 from dreamfleet.agents import RandomAgent
+from dreamfleet.agents.random import RandomType
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.envs.wrappers import TimeLimit
+from dreamfleet.errors import ConfigError
 from dreamfleet.evaluation import EvaluationError, evaluate
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.local import STOPPED
@@ -355,6 +357,21 @@ def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
             for worker in workers:
                 worker.terminate()
             assert [worker.wait(60) for worker in workers] == [STOPPED, STOPPED]
+
+
+def test_rounds_trust_the_networks_that_the_run_itself_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RandomType, "named_code", lambda self, config: ("nets:Own",))
+    config = small_run(
+        tmp_path, launcher="serial", steps=0, target_score=1.0, eval_every=20, eval_episodes=1
+    )
+    assert train(config, display=None, say=silent) is not None
+    assert "nets:Own" not in caplog.text
+    kinds = [each["kind"] for each in rows(tmp_path / "evaluations.jsonl")]
+    assert {*kinds} == {"round", "final"}
+    with pytest.raises(ConfigError, match="with nets:Own, which"):
+        Policy.load(tmp_path, agent="random")
 
 
 def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
