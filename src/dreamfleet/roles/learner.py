@@ -214,6 +214,7 @@ class Learner:
 
     def prepare(self) -> None:
         """Restore and compile: all that has to be done before data is collected."""
+        self._show("learner/state", "waiting for the replay")
         restored = self._saver.restore()
         log.info("The agent is %s", restored)
         self._show("learner/start", restored)
