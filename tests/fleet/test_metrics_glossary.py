@@ -15,6 +15,7 @@ from fleet_parts import logged, rows
 ELSEWHERE = (
     "episode/log", "eval/log", "gradient_norm", "openloop", "/save", "learner/state",
     "learner/start", "actor/waiting", "replay/waiting", "episode/video", "loss/mask", "empty_masks",
+    "eval/step", "eval/episodes", "eval/cut_short", "eval/failed",
 )  # fmt: skip
 EPISODES = 50
 """What is not logged within so many episodes of training and of evaluation is never logged."""
