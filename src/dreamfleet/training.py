@@ -424,12 +424,14 @@ def _keep(say: Say, what: str, write: Callable[[], object]) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does."""
+    """SIGTERM ends the block as Ctrl-C does, and both do although others ignored them before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    both = (signal.SIGINT, signal.SIGTERM)
+    old = {each: signal.signal(each, signal.default_int_handler) for each in both}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for each, handler in old.items():
+            signal.signal(each, handler)

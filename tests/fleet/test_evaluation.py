@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+import signal as signals
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -252,7 +253,16 @@ def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
     assert (config.logdir / "kept").read_text() == "7 1.0\n"
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT is Ctrl-C, also where whoever started the tests in the background ignores it."""
+    before = signals.signal(signals.SIGINT, signals.default_int_handler)
+    yield
+    signals.signal(signals.SIGINT, before)
+
+
 @pytest.mark.parametrize("signal", ["int", "term"])
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_evaluation_keeps_what_was_played(
     folder: Path, capsys: pytest.CaptureFixture[str], signal: str
 ) -> None:

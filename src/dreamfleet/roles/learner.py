@@ -34,6 +34,7 @@ LOOK_AHEAD = 2
 _FIRST_TIMEOUT = 3600.0
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _STATE_SECONDS = 2.0
+_UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _ROUND_SECONDS = 0.5
 _FLUSH_SECONDS = 10.0
 
@@ -214,7 +215,7 @@ class Learner:
 
     def prepare(self) -> None:
         """Restore and compile: all that has to be done before data is collected."""
-        self._show("learner/state", "waiting for the replay")
+        self._show("learner/state", "waiting for the replay", step=_UNKNOWN_STEP)
         restored = self._saver.restore()
         log.info("The agent is %s", restored)
         self._show("learner/start", restored)
@@ -265,9 +266,10 @@ class Learner:
         most = int(held / args.batch_size) + LOOK_AHEAD
         return max(0, min(asked - self._saver.updates, most))
 
-    def _show(self, key: str, text: str) -> None:
+    def _show(self, key: str, text: str, step: int | None = None) -> None:
         """Send a text for the person at once, if the logger is there to pass it on."""
-        self._logger.add(self._progress.step, {key: text}).wait(_STATE_SECONDS)
+        at = self._progress.step if step is None else step
+        self._logger.add(at, {key: text}).wait(_STATE_SECONDS)
 
     def run(self, samples: Client) -> None:
         args, timer = self._args, self._timer
