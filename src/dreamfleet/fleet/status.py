@@ -594,6 +594,8 @@ def _last_logged_step(path: Path) -> int:
 
 
 def _time_left(config: RunConfig, step: int, rate: float, seconds: float) -> float | None:
+    if 0 < config.steps <= step:  # the last updates are made, and nobody knows how long they take
+        return None
     ends = []
     if config.duration:
         ends.append(config.duration - seconds)

@@ -22,7 +22,7 @@ from rich.console import Console
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
 from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
-from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher, _Progress
+from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher, _Progress, _time_left
 from dreamfleet.roles.notes import Notes
 from dreamfleet.transport import Server, resolve
 
@@ -405,6 +405,11 @@ def test_a_run_that_has_made_all_its_steps_is_being_saved(run: Run) -> None:
             "the run has made all its steps, and the learner is making the last 7 updates "
             "(train_ratio)"
         )
+
+
+def test_no_time_is_left_once_all_steps_are_made() -> None:
+    assert _time_left(RunConfig(steps=500), 502, 50.0, 10.0) is None
+    assert _time_left(RunConfig(steps=500), 450, 50.0, 10.0) == 1.0
 
 
 def test_time_left_is_that_of_what_ends_first(tmp_path: Path) -> None:
