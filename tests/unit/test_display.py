@@ -119,12 +119,15 @@ def test_a_failure_is_shown_for_a_while() -> None:
         ({"state": "failed"}, "The run has failed. The same command resumes it."),
         ({"waiting": "the logger does not respond"}, "Waiting: the logger does not respond."),
         ({"waiting": "the replay waits for 7 steps"}, "Waiting: the replay waits for 7 steps."),
-        ({"metrics": {"learner/start": "resuming from there"}}, "agent     resuming from there"),
+        ({"metrics": {"learner/start": "resuming from there"}}, "agent resuming from there"),
     ],
 )
 def test_what_stands_in_the_way_is_said(change: dict[str, Any], words: str) -> None:
-    assert words in shown(replace(STATUS, **change))
-    assert words not in shown(STATUS)
+    def text(status: RunStatus) -> str:
+        return " ".join(shown(status).split())  # columns are as wide as the library makes them
+
+    assert words in text(replace(STATUS, **change))
+    assert words not in text(STATUS)
 
 
 def test_a_run_without_an_end_has_no_bar() -> None:
