@@ -9,8 +9,8 @@ import jax
 
 jax.config.update("jax_disable_most_optimizations", True)
 
-# The backend reads its flags once, and ends the process if it does not know one. This one halves the
-# time that a training step compiles; newer versions do without it.
+# The backend reads its flags once, and ends the process if it does not know one. This one halves
+# the time that a training step compiles; newer versions do without it.
 if jax.__version_info__ < (0, 11):
     _before = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"{_before or ''} --xla_cpu_use_fusion_emitters=false"
