@@ -275,7 +275,9 @@ def test_wrong_options_are_refused(options: dict, words: str) -> None:
     ],
 )
 def test_suites_refuse_wrong_values(task: str, option: dict, words: str) -> None:
-    pytest.importorskip({"atari": "ale_py", "dmc": "dm_control"}.get(task.partition(":")[0], "minigrid"))
+    pytest.importorskip(
+        {"atari": "ale_py", "dmc": "dm_control"}.get(task.partition(":")[0], "minigrid")
+    )
     with pytest.raises(ConfigError, match=words):
         make_env(task, **option)
 
