@@ -1,9 +1,12 @@
 """How the roles of a run find each other.
 
-A server publishes its address under its role's name once it listens; clients look it up at every
-attempt to connect, because a role that was restarted may listen elsewhere. Addresses lie in the
-run's directory, so this works between machines that share it. A launcher whose machines share no
+A server publishes its address under its name once it listens; clients look it up at every attempt
+to connect, because a role that was restarted may listen elsewhere. Addresses lie in the run's
+directory, so this works between machines that share it. A launcher whose machines share no
 directory gives its workers another `AddressBook` with `use_book`.
+
+A role may have several servers. The first one has the role's name, the others are numbered:
+`replay`, `replay-1`, and so on.
 """
 
 from __future__ import annotations
@@ -25,37 +28,49 @@ SERVERS: tuple[RoleName, ...] = ("actor", "replay", "logger", "evaluator")
 """The roles that others connect to."""
 
 
+def server_name(role: RoleName, index: int = 0) -> str:
+    """The name of one of a role's servers: `replay`, `replay-1`, and so on."""
+    return f"{role}-{index}" if index else role
+
+
 class AddressBook(Protocol):
-    """Where addresses are published."""
+    """Where addresses are published, each under the name of its server."""
 
-    def publish(self, logdir: Path, role: RoleName, address: str) -> None: ...
+    def publish(self, logdir: Path, name: str, address: str) -> None: ...
 
-    def find(self, logdir: Path, role: RoleName) -> str:
-        """The newest address of a role; empty if there is none."""
+    def find(self, logdir: Path, name: str) -> str:
+        """The newest address of a server; empty if there is none."""
 
-    def remove(self, logdir: Path, role: RoleName) -> None: ...
+    def remove(self, logdir: Path, name: str) -> None: ...
+
+    def names(self, logdir: Path) -> list[str]:
+        """Every name with an address."""
 
 
 class DirectoryBook:
     """Addresses as files in the run's directory."""
 
-    def publish(self, logdir: Path, role: RoleName, address: str) -> None:
-        atomic_write(self._file(logdir, role), address)
+    def publish(self, logdir: Path, name: str, address: str) -> None:
+        atomic_write(self._folder(logdir) / name, address)
 
-    def find(self, logdir: Path, role: RoleName) -> str:
+    def find(self, logdir: Path, name: str) -> str:
         try:
-            return self._file(logdir, role).read_text()
+            return (self._folder(logdir) / name).read_text()
         except FileNotFoundError:
             return ""
 
-    def remove(self, logdir: Path, role: RoleName) -> None:
-        path = self._file(logdir, role)
+    def remove(self, logdir: Path, name: str) -> None:
+        path = self._folder(logdir) / name
         path.unlink(missing_ok=True)
         with suppress(OSError):  # others are in it, or there is none
             path.parent.rmdir()
 
-    def _file(self, logdir: Path, role: RoleName) -> Path:
-        return logdir / "addresses" / role
+    def names(self, logdir: Path) -> list[str]:
+        folder = self._folder(logdir)
+        return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+    def _folder(self, logdir: Path) -> Path:
+        return logdir / "addresses"
 
 
 _book: AddressBook = DirectoryBook()
@@ -67,13 +82,22 @@ def use_book(book: AddressBook) -> None:
     _book = book
 
 
-def listen_address(args: RunConfig, role: RoleName) -> str:
-    """Where a role listens; `{auto}` in it stands for a free port or file."""
+def listen_address(args: RunConfig, role: RoleName, index: int = 0) -> str:
+    """Where a server listens; `{auto}` in it stands for a free port or file.
+
+    An address without it is that of the role's first server: the others follow with the next ports,
+    or with files of that name and their number.
+    """
     address: str = getattr(args, f"{role}_addr")
-    return address
+    if not index or AUTO in address:
+        return address
+    if address.startswith(("ipc://", "inproc://")):
+        return f"{address}-{index}"
+    first = parse(address)
+    return parse(replace(first, port=first.port + index).text).text
 
 
-def publish_address(args: RunConfig, role: RoleName, address: str) -> None:
+def publish_address(args: RunConfig, role: RoleName, address: str, index: int = 0) -> None:
     """Let others find a server whose address is known once it listens.
 
     A server that listens on all interfaces is published under this machine's name. The socket file
@@ -81,32 +105,33 @@ def publish_address(args: RunConfig, role: RoleName, address: str) -> None:
     """
     if AUTO not in listen_address(args, role):
         return
-    parsed = parse(address)
+    parsed, name = parse(address), server_name(role, index)
     if parsed.host in ("*", "0.0.0.0", "::"):
         address = replace(parsed, host=socket.gethostname()).text
-    before = _book.find(args.logdir, role)
-    _book.publish(args.logdir, role, address)
+    before = _book.find(args.logdir, name)
+    _book.publish(args.logdir, name, address)
     if before != address:
         _remove_socket(before)
 
 
-def find_server(args: RunConfig, role: RoleName) -> str | Callable[[], str]:
-    """The address of a role, for a `Client`; one that the settings leave open is looked up at every
-    attempt to connect."""
-    address = listen_address(args, role)
-    return partial(published_address, args.logdir, role) if AUTO in address else address
+def find_server(args: RunConfig, role: RoleName, index: int = 0) -> str | Callable[[], str]:
+    """The address of a server, for a `Client`; one that the settings leave open is looked up at
+    every attempt to connect."""
+    address = listen_address(args, role, index)
+    return partial(published_address, args.logdir, role, index) if AUTO in address else address
 
 
-def published_address(logdir: Path, role: RoleName) -> str:
-    """The newest published address of a role; empty if there is none."""
-    return _book.find(logdir, role)
+def published_address(logdir: Path, role: RoleName, index: int = 0) -> str:
+    """The newest published address of a server; empty if there is none."""
+    return _book.find(logdir, server_name(role, index))
 
 
 def remove_addresses(logdir: Path) -> None:
-    """Forget where the roles of a run listened, and remove the socket files of killed ones."""
-    for role in SERVERS:
-        _remove_socket(_book.find(logdir, role))
-        _book.remove(logdir, role)
+    """Forget where the servers of a run listened, and remove the socket files of killed ones."""
+    for name in _book.names(logdir):
+        if not name.startswith("."):  # what a killed process did not finish to write
+            _remove_socket(_book.find(logdir, name))
+        _book.remove(logdir, name)
 
 
 def _remove_socket(address: str) -> None:

@@ -10,19 +10,20 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest
 from fleet_parts import small_run
 
 from dreamfleet.roles.addresses import (
     DirectoryBook,
-    RoleName,
     find_server,
+    listen_address,
     publish_address,
     published_address,
     remove_addresses,
     use_book,
 )
 from dreamfleet.roles.runtime import StopSignal, stop_event
-from dreamfleet.transport import Client, Server
+from dreamfleet.transport import AddressError, Client, Server
 
 
 def serve(address: str, value: str) -> Server:
@@ -101,11 +102,11 @@ def test_a_launcher_may_bring_its_own_address_book(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.known: dict[str, str] = {}
 
-        def publish(self, logdir: Path, role: RoleName, address: str) -> None:
-            self.known[role] = address
+        def publish(self, logdir: Path, name: str, address: str) -> None:
+            self.known[name] = address
 
-        def find(self, logdir: Path, role: RoleName) -> str:
-            return self.known.get(role, "")
+        def find(self, logdir: Path, name: str) -> str:
+            return self.known.get(name, "")
 
     run = small_run(tmp_path)
     use_book(Memory())
@@ -117,6 +118,41 @@ def test_a_launcher_may_bring_its_own_address_book(tmp_path: Path) -> None:
         assert not (tmp_path / "addresses").exists()
     finally:
         use_book(DirectoryBook())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tcp://10.0.0.5:5560", "tcp://10.0.0.5:5562"),
+        ("somewhere:5560", "tcp://somewhere:5562"),
+        ("ipc:///run/me/replay", "ipc:///run/me/replay-2"),
+        ("tcp://10.0.0.5:{auto}", "tcp://10.0.0.5:{auto}"),
+    ],
+)
+def test_a_fixed_address_is_that_of_the_first_server_and_the_others_follow(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    run = small_run(tmp_path, replay_addr=first)
+    assert listen_address(run, "replay") == first
+    assert listen_address(run, "replay", 2) == second
+
+
+def test_ports_end_somewhere(tmp_path: Path) -> None:
+    run = small_run(tmp_path, replay_addr="tcp://10.0.0.5:65535")
+    with pytest.raises(AddressError, match="65535"):
+        listen_address(run, "replay", 1)
+
+
+def test_the_servers_of_a_role_are_found_and_forgotten_one_by_one(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    publish_address(run, "replay", "tcp://10.0.0.1:1")
+    publish_address(run, "replay", "tcp://10.0.0.1:2", 1)
+    (tmp_path / "addresses" / ".replay.killed").write_text("half an addr")
+    assert published_address(tmp_path, "replay") == "tcp://10.0.0.1:1"
+    assert published_address(tmp_path, "replay", 1) == "tcp://10.0.0.1:2"
+    remove_addresses(tmp_path)
+    assert published_address(tmp_path, "replay", 1) == ""
+    assert not (tmp_path / "addresses").exists()
 
 
 def test_a_role_in_a_thread_stops_when_its_signal_says_so() -> None:
