@@ -183,11 +183,16 @@ class Supervisor:
         After a failure one of them may be gone for good, so the agent gets less time."""
         for index, (_, group) in enumerate(groupby(self._members, lambda m: m.worker.role)):
             members = list(group)
-            deadline = time.monotonic() + (_STOP_SECONDS if index else save_seconds)
+            seconds = _STOP_SECONDS if index else save_seconds
+            deadline = time.monotonic() + seconds
             for member in members:
                 member.terminate()
             for member in members:
-                member.wait_or_kill(max(0.0, deadline - time.monotonic()))
+                if not member.wait_or_kill(max(0.0, deadline - time.monotonic())):
+                    self._say(
+                        f"{member.name} did not stop within {seconds:.0f} s and was killed; what "
+                        f"it had not saved by then is lost. See {member.log_file}."
+                    )
 
     def _write_record(self, state: FleetState = "running") -> None:
         if self._logdir is None:
@@ -269,10 +274,13 @@ class _Member:
         if self._running:
             self._running.kill()
 
-    def wait_or_kill(self, seconds: float) -> None:
-        if self._running and self._running.wait(seconds) is None:
-            self._running.kill()
-            self._running.wait()
+    def wait_or_kill(self, seconds: float) -> bool:
+        """Whether it ended by itself within so many seconds."""
+        if self._running is None or self._running.wait(seconds) is not None:
+            return True
+        self._running.kill()
+        self._running.wait()
+        return False
 
     def output(self) -> str:
         try:
