@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 """In the directory of a run: the settings that it was last with."""
 
+JOINED = 1 << 20
+"""Environments of machines that have joined are numbered from here, above all others."""
 PROGRESS_STEPS = 20
 """Steps of an environment after which its failures before them are forgiven."""
 OUTPUTS = ("jsonl", "media", "tensorboard", "wandb")
@@ -109,8 +111,16 @@ class RunConfig:
     play all the time, and their data is kept apart, for reports and evaluation scores."""
     envs_per_process: Count = 8
     """Environments that share a process and are stepped together, one message for all."""
+    bind: str = ""
+    """Where other machines may join the run with `dreamfleet join`: 0.0.0.0 (every network of this
+    machine), one of its names or addresses, or an interface such as eth0, each also with :PORT;
+    empty for nowhere. The line to type on the other machine is printed at the start."""
+    expect_envs: CountOrZero = 0
+    """Environments that have to be there before the run begins to act, those of joined machines
+    included; 0 begins with the first one."""
     remote_envs: bool = False
-    """Leave the environments out; they are started elsewhere with `dreamfleet role env`."""
+    """Leave the environments out; they are started elsewhere with `dreamfleet role env`, or, with
+    `bind`, with `dreamfleet join`."""
     remote_replay: bool = False
     """Leave the replay out; it is started elsewhere with `dreamfleet role replay`."""
 
@@ -225,15 +235,32 @@ class RunConfig:
             "to 1 or more, and leave offline out.",
         )
         require(
-            not (self.remote_envs and self.eval_every) or "{auto}" not in self.evaluator_addr,
-            "remote_envs and eval_every need an evaluator_addr that others can know: write one "
-            "without {auto}.",
+            not (self.bind and self.offline),
+            "bind lets machines with environments join, and offline needs none: leave one out.",
         )
-        for remote, address in (("remote_envs", "actor_addr"), ("remote_replay", "replay_addr")):
-            require(
-                not getattr(self, remote) or "{auto}" not in getattr(self, address),
-                f"{remote} needs an {address} that others can know: write one without {{auto}}.",
-            )
+        require(
+            self.expect_envs <= self.actor_envs or bool(self.bind),
+            f"expect_envs={self.expect_envs} waits for more environments than the "
+            f"{self.actor_envs} that the agent acts in: lower it, or set bind, so that others can "
+            "join.",
+        )
+        # Machines that join are told the addresses.
+        require(
+            not (self.remote_envs and self.eval_every)
+            or bool(self.bind)
+            or "{auto}" not in self.evaluator_addr,
+            "remote_envs and eval_every need an evaluator_addr that others can know: write one "
+            "without {auto}, or set bind.",
+        )
+        require(
+            not self.remote_envs or bool(self.bind) or "{auto}" not in self.actor_addr,
+            "remote_envs needs an actor_addr that others can know: write one without {auto}, or "
+            "set bind, so that they can join.",
+        )
+        require(
+            not self.remote_replay or "{auto}" not in self.replay_addr,
+            "remote_replay needs a replay_addr that others can know: write one without {auto}.",
+        )
 
     @property
     def all_envs(self) -> int:
@@ -246,10 +273,17 @@ class RunConfig:
         return self.envs if self.eval_every else self.all_envs
 
     @property
+    def known_envs(self) -> int:
+        """Environments that the actor serves, as far as they are known before others join."""
+        own = 0 if self.bind and self.remote_envs else self.actor_envs
+        return max(own, self.expect_envs)
+
+    @property
     def policy_batch(self) -> int:
         """Environments in a full policy call."""
-        wanted = self.actor_batch if self.actor_batch > 0 else self.actor_envs // 2
-        return max(1, min(wanted, self.actor_envs))
+        wanted = self.actor_batch if self.actor_batch > 0 else self.known_envs // 2
+        # Others may join, and fill it.
+        return max(1, wanted if self.bind else min(wanted, self.actor_envs))
 
     @property
     def window(self) -> int:

@@ -1,0 +1,556 @@
+"""A machine that joins a run with its environments: what `dreamfleet join` does.
+
+It talks to the run's coordinator, actor and evaluator only. What the coordinator says about their
+addresses goes into an address book of this machine's own, so that environments here find the actor
+as they do everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from dreamfleet import __version__
+from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.envs import env_seed, is_bundled
+from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.fleet.coordinator import BEAT_SECONDS, HOLD_SECONDS
+from dreamfleet.fleet.factories import environment
+from dreamfleet.fleet.launchers.local import LocalLauncher
+from dreamfleet.fleet.look import look_apart
+from dreamfleet.fleet.record import claim_directory
+from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
+from dreamfleet.fleet.workers import joined_workers
+from dreamfleet.formatting import readable
+from dreamfleet.roles.addresses import DirectoryBook
+from dreamfleet.roles.invitations import read_url
+from dreamfleet.roles.notes import read_notes
+from dreamfleet.spaces import Space, spaces_from_json, without_logs, without_reset
+from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
+from dreamfleet.transport.address import Address, parse
+
+log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
+_CALL_SECONDS = 10.0
+_SAY_SECONDS = 60.0
+_PLACE_PREFIX = "dreamfleet-join-"
+_ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
+_REFUSED_KEY = "refused the key"
+
+
+class JoinError(DreamfleetError):
+    """This machine cannot join, or cannot stay; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What this machine offers."""
+
+    envs: int = 1
+    eval_envs: int = 0
+    envs_per_process: int | None = None
+    """None for the run's."""
+    task: str | None = None
+    """Code of the person's own that the run names, named again."""
+    trust: bool = False
+    """Import whatever code the run names."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What the coordinator says each time."""
+
+    addresses: dict[str, str]
+    over: str
+    digest: str
+    known: bool = True
+
+
+class _Described(_Answer, frozen=True, kw_only=True):
+    version: str
+    config: str
+    spaces: str
+
+
+class _Lease(_Answer, frozen=True, kw_only=True):
+    token: str
+    name: str
+    envs: list[int]
+    eval_envs: list[int]
+    generation: int
+
+
+def join(url: str, wish: Wish, *, logdir: Path | None, patience: float, say: Say) -> None:
+    """Serve a run with environments of this machine until it is over, or until Ctrl-C.
+
+    Args:
+        url: The address and key of the run, as it printed them.
+        wish: What this machine offers.
+        logdir: Where logs are kept; None for a directory that is removed at the end.
+        patience: Seconds to wait for a run that does not answer any more.
+        say: Takes lines for the person.
+
+    Raises:
+        ConfigError: What was typed cannot work.
+        JoinError: The run cannot be reached, or does not want this machine.
+        FleetError: The environments fail here.
+    """
+    address, keys = read_url(url)
+    with _signals(), _place(logdir) as place:
+        keys.save(place / "keys")
+        _probe(address)
+        machine = _Machine(address, wish, place, patience, say)
+        try:
+            with Client(address.text, "join", keys=keys, patience=_CONNECT_SECONDS) as client:
+                machine.serve(client)
+        except KeyboardInterrupt:
+            say("This machine has left the run.")
+        finally:
+            (place / "keys").unlink(missing_ok=True)
+
+
+class _Machine:
+    """This machine's part of a run."""
+
+    def __init__(
+        self, address: Address, wish: Wish, place: Path, patience: float, say: Say
+    ) -> None:
+        self._address, self._wish, self._place = address, wish, place
+        self._patience, self._say = patience, say
+        self._book = DirectoryBook()
+        self._looked = ""  # the description whose environment was made here once
+
+    def serve(self, client: Client) -> None:
+        """Join, run the environments, and do so again if the ids were lost."""
+        first = True
+        while True:
+            described, lease = self._enter(client, wait=not first)
+            if described.over or lease is None:
+                self._say(f"{described.over} This machine's part is done.")
+                return
+            first = False
+            if self._run(client, described, lease):
+                return
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def _enter(self, client: Client, *, wait: bool) -> tuple[_Described, _Lease | None]:
+        """Ask what the run is, make sure that it works here, and take ids."""
+        deadline = time.monotonic() + (self._patience if wait else 0.0)
+        while True:
+            try:
+                described = self._ask(client, _Described, "describe", __version__)
+                if described.over:
+                    return described, None
+                config = self._config(described)
+                self._look(config, described)
+                per_process = self._wish.envs_per_process or config.envs_per_process
+                asked = {
+                    "version": __version__,
+                    "host": socket.gethostname()[:90] or "machine",
+                    "envs": self._wish.envs,
+                    "eval_envs": self._wish.eval_envs,
+                    "envs_per_process": per_process,
+                }
+                return described, self._ask(client, _Lease, "join", asked)
+            except (Disconnected, Timeout) as error:
+                if _REFUSED_KEY in str(error) or time.monotonic() >= deadline:
+                    raise JoinError(_unreachable(self._address, error)) from None
+
+    def _ask(self, client: Client, kind: type[Any], method: str, *arguments: Any) -> Any:
+        try:
+            answer = client.call(method, *arguments).result(_CALL_SECONDS)
+        except RemoteError as error:
+            raise JoinError(_sentence(error)) from None
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise JoinError(
+                f"The run's answer is not what this version understands ({error}): use the same "
+                "version of Dreamfleet on both machines."
+            ) from None
+
+    def _config(self, described: _Described) -> RunConfig:
+        """The run as this machine's environments see it. It imports nothing that the run names."""
+        config = RunConfig.from_json(described.config)
+        self._check_task(config.task)
+        host = f"tcp://{self._address.host}:{{auto}}"  # found in this machine's address book
+        here = {f"{role}_addr": host for role in ("actor", "evaluator")}
+        return replace(config, logdir=self._place, keys=str(self._place / "keys"), **here)
+
+    def _check_task(self, task: str) -> None:
+        named = self._wish.task
+        if named is not None and named != task:
+            raise ConfigError(f"The run's task is {task}, not {named}: leave --task out, or fix it.")
+        if not is_bundled(task) and named is None and not self._wish.trust:
+            raise ConfigError(
+                f"The run's task is {task}, which is not part of Dreamfleet, and another machine "
+                f"does not choose code that is imported here: say --task {task}, or --trust."
+            )
+
+    def _look(self, config: RunConfig, described: _Described) -> None:
+        """Make an environment once, so that one that does not work here is told before it joins."""
+        if self._looked == described.digest:
+            return
+        each = self._wish.envs_per_process or config.envs_per_process
+        together = min(each, max(self._wish.envs, self._wish.eval_envs))
+        try:
+            look = look_apart(
+                partial(environment, config, None),
+                both=together > 1,
+                timeout=config.env_timeout,
+                say=self._say,
+            )
+        except DreamfleetError as error:
+            hint = "Install what it needs on this machine"
+            if not is_bundled(config.task):
+                hint += ", or start 'dreamfleet join' in the directory that holds its module"
+            raise JoinError(
+                f"The environment of the run, {config.task}, cannot be made here. {error} {hint}."
+            ) from None
+        _check_spaces(config.task, described.spaces, look.obs_space, look.act_space)
+        for note in look.notes:
+            self._say(note)
+        self._looked = described.digest
+
+    # --- serving ---------------------------------------------------------------------------------
+
+    def _run(self, client: Client, described: _Described, lease: _Lease) -> bool:
+        """Run the environments; returns whether this machine's part is done."""
+        config = self._config(described)
+        # Ids are used again, by other machines too: their environments play other episodes.
+        config = replace(config, seed=env_seed(config.seed, JOINED + lease.generation))
+        per_process = self._wish.envs_per_process or config.envs_per_process
+        config = replace(config, envs_per_process=per_process)
+        make = partial(environment, config, None)
+        workers = joined_workers(make, make, lease.envs, lease.eval_envs, config)
+        publish_addresses(self._book, self._place, self._address, lease.addresses)
+        self._say(
+            f"Joined {config.task} as {lease.name} with {_counted(lease)}; logs are in "
+            f"{self._place / 'logs'}. Ctrl-C leaves."
+        )
+        error, done = "", False
+        with LocalLauncher(self._place) as launcher:
+            supervisor = Supervisor(
+                workers, launcher, say=self._say, on_signal="Leaving the run; once more ends at once."
+            )
+            notes = [worker.notes for worker in workers if worker.notes]
+            link = _Link(self, client, lease, notes, supervisor.stop)
+            try:
+                with link:
+                    supervisor.run()
+            except FleetError as failure:
+                error = " ".join(str(failure).splitlines()[0].split())[:1000]
+                raise
+            except KeyboardInterrupt:
+                done = True
+                raise
+            finally:
+                if error or done or not link.lost:
+                    with suppress(TransportError):  # its lease ends by itself
+                        client.call("leave", lease.token, error).result(_CALL_SECONDS)
+        if link.over:
+            self._say(f"{link.over} This machine's part is done.")
+            return True
+        if link.refused:
+            raise JoinError(link.refused)
+        self._say(f"{link.lost} The environments have ended, and join again.")
+        return False
+
+
+class _Link:
+    """Tells the coordinator every second that this machine is there, on a thread of its own.
+
+    Args:
+        machine: Whose link it is.
+        client: The connection to the coordinator.
+        lease: What the coordinator has given.
+        notes: What the environment workers note.
+        stop: Ends the environments.
+    """
+
+    def __init__(
+        self,
+        machine: _Machine,
+        client: Client,
+        lease: _Lease,
+        notes: Sequence[Path],
+        stop: Callable[[str], None],
+    ) -> None:
+        self._machine, self._client, self._lease = machine, client, lease
+        self._notes, self._stop = notes, stop
+        self._before = _report(notes)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="beat", daemon=True)
+        self.over = ""
+        """Why the run is over; empty if it is not."""
+        self.lost = ""
+        """Why the ids are lost; empty if they are not."""
+        self.refused = ""
+        """Why the run does not let this machine in any more."""
+
+    def __enter__(self) -> _Link:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        heard, told, silent = time.monotonic(), time.monotonic(), False
+        then, steps = time.monotonic(), 0
+        while not self._ended.wait(BEAT_SECONDS):
+            report = self._report()
+            sent = time.monotonic()
+            try:
+                answer = self._machine._ask(
+                    self._client, _Answer, "beat", self._lease.token, report
+                )
+            except (TransportError, JoinError) as error:
+                if isinstance(error, JoinError) or _REFUSED_KEY in str(error):
+                    self.refused = _turned_away(error)
+                    self.lost = self.refused
+                    self._stop("refused")
+                    return
+                if not silent:
+                    self._machine._say(
+                        "The run does not answer; the environments wait for it. "
+                        f"({str(error).rstrip('.')})"
+                    )
+                    silent = True
+                if time.monotonic() - heard > HOLD_SECONDS:
+                    self.lost = f"The run did not answer for {HOLD_SECONDS:g} s."
+                    self._stop("lost")
+                    return
+                continue
+            if silent:
+                self._machine._say("The run answers again.")
+            heard, silent = sent, False
+            if answer.over:
+                self.over = answer.over
+                self._stop("over")
+                return
+            if not answer.known or answer.digest != self._lease.digest:
+                self.lost = (
+                    "The run was resumed with other settings."
+                    if answer.known
+                    else "The run has given this machine's environment numbers away."
+                )
+                self._stop("lost")
+                return
+            self._publish(answer.addresses)
+            now = time.monotonic()
+            if now - told > _SAY_SECONDS:
+                told = now
+                rate = (report["steps"] - steps) / (now - then)
+                then, steps = now, report["steps"]
+                self._machine._say(f"{readable(steps)} steps, {readable(round(rate, 1))} steps/s")
+
+    def _publish(self, addresses: Mapping[str, str]) -> None:
+        machine = self._machine
+        try:
+            publish_addresses(machine._book, machine._place, machine._address, addresses)
+        except OSError as error:
+            log.warning("The addresses of the run cannot be kept: %s", error)
+
+    def _report(self) -> dict[str, Any]:
+        now = _report(self._notes)
+        return {
+            "steps": now["steps"] - self._before["steps"],
+            "failures": now["failures"] - self._before["failures"],
+            "error": now["error"] if now["failures"] > self._before["failures"] else "",
+        }
+
+
+def _report(notes: Sequence[Path]) -> dict[str, Any]:
+    """What the environment workers have noted, together."""
+    noted = [read_notes(path) for path in notes]
+    failed = max(noted, key=lambda each: each.failures, default=None)
+    return {
+        "steps": sum(each.steps for each in noted),
+        "failures": sum(each.failures for each in noted),
+        "error": failed.error[:1000] if failed else "",
+    }
+
+
+def _counted(lease: _Lease) -> str:
+    words = []
+    for ids, kind in ((lease.envs, "training"), (lease.eval_envs, "evaluation")):
+        if ids:
+            words.append(f"{len(ids)} {kind} environment{'s' if len(ids) > 1 else ''}")
+    return " and ".join(words)
+
+
+def publish_addresses(
+    book: DirectoryBook, place: Path, coordinator: Address, addresses: Mapping[str, str]
+) -> None:
+    """Keep where the run's roles listen, as far as they are servers that a machine may call.
+
+    Args:
+        book: Where environments look them up.
+        place: Whose directory is this machine's.
+        coordinator: Its host stands in for the host `*`.
+        addresses: What the coordinator said.
+    """
+    for name, text in addresses.items():
+        if not _ROLE.fullmatch(name):
+            continue
+        try:
+            address = parse(text)
+        except TransportError:
+            continue
+        if address.kind != "tcp":
+            continue
+        host = coordinator.host if address.host == "*" else address.host
+        wanted = replace(address, host=host).text
+        if book.find(place, name) != wanted:
+            book.publish(place, name, wanted)
+
+
+def _check_spaces(
+    task: str, run: str, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]
+) -> None:
+    """The agent takes what the environments of the run give, and nothing else."""
+    if not run:
+        return
+    try:
+        plain = json.loads(run)
+        there = [spaces_from_json(plain[key]) for key in ("obs_space", "act_space")]
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return
+    for what, theirs, ours in (
+        ("observation", without_logs(there[0]), without_logs(obs_space)),
+        ("action", without_reset(there[1]), without_reset(act_space)),
+    ):
+        for key in dict.fromkeys([*theirs, *ours]):
+            before, now = repr(theirs.get(key, "missing")), repr(ours.get(key, "missing"))
+            if before != now:
+                raise JoinError(
+                    f"{task} is another environment here than in the run: the {what} {key!r} is "
+                    f"{now} here and {before} there. Install the same version of it on both "
+                    "machines."
+                )
+
+
+# --- getting there -------------------------------------------------------------------------------
+
+
+def _probe(address: Address) -> None:
+    """Say why nothing is reached at an address, which the transport only knows as silence."""
+    there = f"{address.host}:{address.port}"
+    try:
+        socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS).close()
+    except socket.gaierror:
+        raise JoinError(
+            f"This machine does not know the name {address.host}: write the number of that machine "
+            "in its place, or fix its entry in DNS or /etc/hosts."
+        ) from None
+    except TimeoutError:
+        raise JoinError(
+            f"No answer from {there} within {_PROBE_SECONDS:g} s: the packets get lost on the way, "
+            "mostly in a firewall. Open TCP port "
+            f"{address.port} and those after it that 'dreamfleet invite' names on {address.host} "
+            "for this machine, and check that it is the right address."
+        ) from None
+    except ConnectionRefusedError:
+        raise JoinError(
+            f"{address.host} is there, but nobody listens at its port {address.port}: the run has "
+            "ended or was started without --bind, or the port is another one. 'dreamfleet resume' "
+            "starts it again."
+        ) from None
+    except OSError as error:
+        raise JoinError(
+            f"{there} cannot be reached: {error.strerror or error}. Check the address, and that "
+            "both machines are in one network."
+        ) from None
+
+
+def _unreachable(address: Address, error: TransportError) -> str:
+    there, text = f"{address.host}:{address.port}", str(error)
+    if _REFUSED_KEY in text:
+        return (
+            f"The run at {there} refused the key: it was revoked, or is another run's. Ask for a "
+            "new line, which 'dreamfleet invite DIR' prints there."
+        )
+    if "handshake failed" in text:
+        return (
+            f"What listens at {there} does not know this key: it is another run, or the line was "
+            "not copied whole. 'dreamfleet invite DIR' prints it again there."
+        )
+    return f"The run at {there} does not answer: {text} It may have ended."
+
+
+def _turned_away(error: DreamfleetError) -> str:
+    if isinstance(error, JoinError):
+        return f"The run does not want this machine any more: {error}"
+    return (
+        "The run refuses this machine's key by now: it was revoked. The environments have ended. "
+        "Ask for a new line, which 'dreamfleet invite DIR' prints there."
+    )
+
+
+def _sentence(error: RemoteError) -> str:
+    """What the coordinator said, without where it stood in its program."""
+    text = error.args[0]
+    return str(text).partition(f"{error.kind}: ")[2] or str(text)
+
+
+# --- this machine --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _place(logdir: Path | None) -> Iterator[Path]:
+    """A directory for what environments need, and for their logs."""
+    if logdir is not None:
+        with claim_directory(logdir):
+            yield logdir.absolute()
+        return
+    _remove_stale()
+    place = Path(tempfile.mkdtemp(prefix=f"{_PLACE_PREFIX}{os.getpid()}-"))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _remove_stale() -> None:
+    """Remove what machines have left behind that were killed; it holds their keys."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PLACE_PREFIX}*"):
+        pid = path.name.removeprefix(_PLACE_PREFIX).partition("-")[0]
+        with suppress(OSError, ValueError):
+            if path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM leaves as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    both = (signal.SIGINT, signal.SIGTERM)
+    old = {each: signal.signal(each, signal.default_int_handler) for each in both}
+    try:
+        yield
+    finally:
+        for each, handler in old.items():
+            signal.signal(each, handler)

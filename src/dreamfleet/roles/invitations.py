@@ -1,0 +1,160 @@
+"""Invitations: the lines by which other machines join a run.
+
+An invitation is a key with a name. The line holds the key; whoever has it may join the run with
+environments, and nothing else. Invitations lie in the folder `invitations` of the run's directory,
+a file each, so that they can be made and revoked while the run goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.files import atomic_write
+from dreamfleet.transport import Keys, TransportError
+from dreamfleet.transport.address import Address
+
+FOLDER = "invitations"
+FIRST = "first"
+"""The name of the invitation that a run makes by itself."""
+_SCHEME = "dreamfleet"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+_PLACE_FILE = "place"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """One key, and what became of it."""
+
+    name: str
+    key: str
+    made: float
+    """Unix time."""
+    revoked: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where machines join: what stands in the line, and the ports that have to be open."""
+
+    host: str
+    port: int
+    ports: dict[str, int]
+    """The ports of the other servers that a joined machine calls, by role."""
+
+
+def url(place: Place, invitation: Invitation) -> str:
+    """What is typed on the other machine."""
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"{_SCHEME}://{host}:{place.port}/#{invitation.key}"
+
+
+def read_url(text: str) -> tuple[Address, Keys]:
+    """The address and the key that a line holds.
+
+    Raises:
+        ConfigError: It is none of these lines.
+    """
+    shape = f"'{_SCHEME}://HOST:PORT/#KEY'"
+    text = text.strip().strip("'\"")
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+        parts = urlsplit("")
+    if parts.scheme != _SCHEME or not host or not port or parts.path not in ("", "/"):
+        raise ConfigError(
+            f"{text.partition('#')[0]!r} is not the address of a run: copy the whole {shape} that "
+            "'dreamfleet train --bind' printed, with its quotes."
+        )
+    if not parts.fragment:
+        raise ConfigError(
+            f"The address has no key after its '#': copy the whole {shape}, with its quotes."
+        )
+    try:
+        return Address("tcp", host, port), Keys.from_text(parts.fragment)
+    except TransportError:
+        raise ConfigError(
+            f"The key after the '#' is damaged: copy the whole {shape}, with its quotes."
+        ) from None
+
+
+def invite(logdir: Path, name: str, keys: Keys) -> Invitation:
+    """Make an invitation.
+
+    Raises:
+        ConfigError: There is one of this name, or it cannot be a name.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot name an invitation: use up to 40 letters, digits, - and _."
+        )
+    if any(each.name == name for each in invitations(logdir)):
+        raise ConfigError(
+            f"There is an invitation {name!r} already; what was revoked stays so: choose another "
+            "name."
+        )
+    invitation = Invitation(name, keys.secret.hex(), time.time())
+    _write(logdir, invitation)
+    return invitation
+
+
+def revoke(logdir: Path, name: str) -> Invitation:
+    """Let nobody in with this invitation any more.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    found = {each.name: each for each in invitations(logdir)}
+    if name not in found:
+        known = ", ".join(found) or "none"
+        raise ConfigError(f"There is no invitation {name!r}; those of {logdir} are: {known}.")
+    _write(logdir, replace(found[name], revoked=True))
+    return replace(found[name], revoked=True)
+
+
+def invitations(logdir: Path) -> list[Invitation]:
+    """All invitations of a run, in the order in which they were made."""
+    found = [
+        invitation
+        for path in sorted((logdir / FOLDER).glob("*.json"))
+        if (invitation := _read(path, Invitation)) is not None
+    ]
+    return sorted(found, key=lambda each: each.made)
+
+
+def write_place(logdir: Path, place: Place) -> None:
+    """Keep where machines join: a resume of the run listens there again."""
+    atomic_write(_folder(logdir) / _PLACE_FILE, msgspec.json.encode(place))
+
+
+def read_place(logdir: Path) -> Place | None:
+    """Where machines could join last; None if they never could."""
+    return _read(logdir / FOLDER / _PLACE_FILE, Place)
+
+
+def _write(logdir: Path, invitation: Invitation) -> None:
+    path = _folder(logdir) / f"{invitation.name}.json"
+    atomic_write(path, msgspec.json.encode(invitation), mode=0o600)
+
+
+def _folder(logdir: Path) -> Path:
+    folder = logdir / FOLDER
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _read(path: Path, kind: type[_T]) -> _T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
+        return None
