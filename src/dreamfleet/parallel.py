@@ -15,26 +15,31 @@ Each role may run anywhere: all it needs are its factories and a `RunConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
+from dreamfleet.fleet.binding import COORDINATOR_PORT, choose_port, understand
+from dreamfleet.fleet.coordinator import Coordinator
 from dreamfleet.fleet.launchers import Launcher, find_launcher
 from dreamfleet.fleet.status import StatusLines, Watcher
-from dreamfleet.fleet.supervisor import Say, Supervisor, silent
+from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent
 from dreamfleet.fleet.workers import env_workers, fleet_workers
-from dreamfleet.roles.actor import parallel_actor
-from dreamfleet.roles.addresses import SERVERS, listen_address, remove_addresses
+from dreamfleet.roles.actor import BEGAN, parallel_actor
+from dreamfleet.roles.addresses import SERVERS, RoleName, listen_address, remove_addresses
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
+from dreamfleet.roles.invitations import Place, first_invitation, join_line, read_place, write_place
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
+from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
 from dreamfleet.transport import Keys
@@ -84,7 +89,7 @@ def combined(
         KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
     """
     launcher = find_launcher(args.launcher)(args.logdir)
-    run = _prepared(args, launcher)
+    run, place = _prepared(args, launcher)
     buffers = make_replay_train, make_replay_eval
     envs = make_env_train, make_env_eval
     workers = fleet_workers(make_agent, *buffers, *envs, make_stream, make_logger, run)
@@ -96,10 +101,19 @@ def combined(
         duration=run.duration,
         say=say,
     )
+    raised: list[Exception] = []
+
+    def on_machine_failure(sentence: str) -> None:
+        raised.append(FleetError(sentence))
+        supervisor.stop("machine")
+
     try:
-        with launcher, Watcher(run.logdir) as watcher:
+        with (
+            launcher,
+            _joinable(run, place, on_machine_failure, say),
+            Watcher(run.logdir) as watcher,
+        ):
             lines = StatusLines(watcher, progress or say)
-            raised: list[Exception] = []
 
             def every_while() -> None:
                 lines.show()
@@ -154,11 +168,66 @@ def parallel_envs(
         Supervisor(workers, launcher, say=say).run()
 
 
-def _prepared(args: RunConfig, launcher: Launcher) -> RunConfig:
+@contextmanager
+def _joinable(
+    run: RunConfig, place: _Place | None, on_failure: Callable[[str], None], say: Say
+) -> Iterator[None]:
+    """Let machines join while the block runs, and say how."""
+    keys = run.run_keys
+    if place is None or keys is None:
+        yield
+        return
+    with Coordinator(run, f"tcp://{place.listen}:{place.shown.port}", on_failure) as coordinator:
+        write_place(run.logdir, place.shown)
+        line = join_line(place.shown, first_invitation(run.logdir, keys))
+        say(f"To join with environments of another machine, type there:\n  {line} --envs 4")
+        how = "The run has failed."
+        try:
+            yield
+            how = "The run is over."
+        except KeyboardInterrupt:
+            how = "The run was ended by its owner."
+            raise
+        finally:
+            coordinator.end(how)
+
+
+class _Place(NamedTuple):
+    """Where machines join."""
+
+    listen: str
+    shown: Place
+
+
+def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
+    """The run with addresses that other machines reach. Ports are those that it had before, so
+    that lines that somebody has copied stay true."""
+    listen, shown, port = understand(run.bind)
+    before = read_place(run.logdir)
+    wanted = port or (before.port if before else COORDINATOR_PORT)
+    port = choose_port(listen, wanted, only=bool(port))
+    ports: dict[str, int] = {}
+    changes: dict[str, Any] = {}
+    roles: list[RoleName] = ["actor", "evaluator"] if run.eval_every else ["actor"]
+    for role in roles:
+        if listen_address(run, role) != launcher.default_address:
+            continue
+        if launcher.default_address.startswith("tcp:"):
+            continue  # they may run on any machine, and publish where
+        kept = before.ports.get(role, 0) if before else 0
+        first = max([port, *ports.values()]) + 1
+        ports[role] = choose_port(listen, kept or first, {port, *ports.values()})
+        host = f"[{listen}]" if ":" in listen else listen
+        changes[f"{role}_addr"] = f"tcp://{host}:{ports[role]}"
+    return replace(run, **changes), _Place(listen, Place(shown, port, ports))
+
+
+def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | None]:
     """The run as its workers see it: with addresses, a key if it uses tcp, and its configuration
-    in its directory, where others find it."""
+    in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir)  # of a run that was killed
+    notes_path(args, BEGAN).unlink(missing_ok=True)
     fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default
     changes: dict[str, Any] = {
@@ -167,6 +236,9 @@ def _prepared(args: RunConfig, launcher: Launcher) -> RunConfig:
         if listen_address(args, role) == default
     }
     run = replace(args, **changes)
+    place = None
+    if run.bind:
+        run, place = _bound(run, launcher)
     if not run.keys and any("tcp://" in listen_address(run, role) for role in SERVERS):
         path = run.logdir / "keys"
         if not path.exists():
@@ -175,4 +247,4 @@ def _prepared(args: RunConfig, launcher: Launcher) -> RunConfig:
     # Addresses that the launcher chose are left out: the next one may choose others.
     given = {field: getattr(args, field) for field in changes}
     atomic_write(run.logdir / CONFIG_FILE, replace(run, **given).to_json())
-    return run
+    return run, place

@@ -70,6 +70,11 @@ class SlotTable:
         now = self._clock()
         return {key: now - float(self._used[slot]) for key, slot in self._slots.items()}
 
+    def recent(self, seconds: float) -> int:
+        """How many ids were used within so many seconds."""
+        since = self._clock() - seconds
+        return int(np.count_nonzero(self._used[list(self._slots.values())] > since))
+
     def evict(self, seconds: float) -> dict[int, int]:
         """Free the slots of ids that were not used for longer than this; returns both."""
         gone = {key: self._slots[key] for key, idle in self.idle().items() if idle > seconds}

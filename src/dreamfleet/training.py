@@ -260,10 +260,10 @@ def _maker(config: RunConfig, env: Task | None) -> Task:
         return config.task
     only_here = callable(env) and config.task.startswith(PROGRAM)
     maker = env if env and only_here else maker_of(config.task)
-    if config.remote_envs and not isinstance(maker, str):
+    if (config.remote_envs or config.bind) and not isinstance(maker, str):
         raise ConfigError(
-            f"remote_envs are started by other programs, which do not have {config.task}: put it "
-            "into a module, and name it as module:name."
+            f"Environments of other machines (remote_envs, bind) are made by programs that do not "
+            f"have {config.task}: put it into a module, and name it as module:name."
         )
     return maker
 

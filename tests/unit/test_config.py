@@ -32,7 +32,7 @@ SOURCE = Path(dreamfleet.__file__).parent
         ({"steps": -1}, "steps=-1"),
         ({"from_checkpoint_regex": "actor"}, "from_checkpoint, which is empty"),
         ({"remote_envs": True}, "remote_envs needs an actor_addr"),
-        ({"remote_replay": True}, "remote_replay needs an replay_addr"),
+        ({"remote_replay": True}, "remote_replay needs a replay_addr"),
         ({"train_ratio": float("nan")}, "train_ratio=nan"),
         ({"log_every": 0.0}, "log_every=0"),
         ({"env_options": {"seed": 3}}, "set the run's seed"),

@@ -23,6 +23,8 @@ COMMANDS = {
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
     "plot": "draw learning curves, with published ones",
+    "join": "join a run on another machine with environments of this one",
+    "invite": "list, make or revoke the lines by which machines join a run",
     "role": "run one role of a run by hand, for example on a second computer",
     "check-env": "play an environment and say what is wrong with it",
     "doctor": "look over this machine, and say what it lacks",
@@ -35,6 +37,15 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("eval runs/gym-CartPole-v1 --video play.mp4 --json result.json", "with video and file"),
     ),
     "status": (("status runs/gym-CartPole-v1 --follow", "until Ctrl-C"),),
+    "join": (
+        ("join 'dreamfleet://10.0.0.5:5550/#KEY' --envs 4", "four environments"),
+        ("join 'dreamfleet://10.0.0.5:5550/#KEY' --eval-envs 1", "one for evaluation"),
+    ),
+    "invite": (
+        ("invite runs/gym-CartPole-v1", "the lines that there are"),
+        ("invite runs/gym-CartPole-v1 --name laptop", "another one"),
+        ("invite runs/gym-CartPole-v1 --revoke laptop", "which ends here"),
+    ),
     "plot": (("plot runs/seed-0 runs/seed-1 --out curves.png", "seeds as mean and range"),),
     "check-env": (
         ("check-env gym:Pendulum-v1", "can an agent use it?"),

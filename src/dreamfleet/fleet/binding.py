@@ -156,5 +156,3 @@ def _free(listen: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-

@@ -33,7 +33,13 @@ from dreamfleet import __version__
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.factories import SPACES_FILE
-from dreamfleet.roles.addresses import find_server, listen_address, published_address
+from dreamfleet.roles.addresses import (
+    RoleName,
+    find_server,
+    listen_address,
+    published_address,
+    server_name,
+)
 from dreamfleet.roles.machines import (
     MachineRecord,
     MachineState,
@@ -60,7 +66,11 @@ _RATE_SECONDS = 20.0
 _WRITE_SECONDS = 2.0
 _KEEP_LEFT = 16
 _GOODBYE_SECONDS = 3.0
-_PRIVATE = ("logdir", "keys", "prefill", "from_checkpoint", "from_checkpoint_regex", "bind")
+_PRIVATE = (
+    *("logdir", "keys", "prefill", "from_checkpoint", "from_checkpoint_regex", "outputs"),
+    *("bind", "expect_envs", "remote_envs", "remote_replay"),
+    *("actor_addr", "replay_addr", "logger_addr", "evaluator_addr"),
+)
 """Settings that a joined machine has no use for."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
@@ -266,7 +276,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self._leases = Leases(_room(run))
         self._leases.restore(read_machines(run.logdir))
-        self._description = _description(run)
+        self._description, self._host = _description(run), parse(address).host
         self._over = ""
         self._written = ""
         self._stop = threading.Event()
@@ -362,7 +372,7 @@ class Coordinator:
             self._on_failure(f"The joined machine {lease.machine.name} failed: {why}")
 
     def _now(self) -> dict[str, Any]:
-        return {"over": self._over, "addresses": addresses(self._run)}
+        return {"over": self._over, "addresses": addresses(self._run, self._host)}
 
     # --- what is kept ----------------------------------------------------------------------------
 
@@ -405,23 +415,24 @@ def metrics(machines: Iterable[MachineRecord]) -> dict[str, float]:
     }
 
 
-def addresses(run: RunConfig) -> dict[str, str]:
+def addresses(run: RunConfig, host: str) -> dict[str, str]:
     """Where the roles listen that joined machines call. A host of `*` stands for the one by which
-    the machine has reached the coordinator."""
+    the machine has reached the coordinator, which listens at `host`."""
+    called: list[tuple[RoleName, int]] = [("actor", 0)]
+    if run.eval_every:
+        called.append(("evaluator", 0))
     found = {}
-    for role in ("actor", *(("evaluator",) if run.eval_every else ())):
-        listen = listen_address(run, role)
-        address = published_address(run.logdir, role) if AUTO in listen else listen
+    for role, index in called:
+        listen = listen_address(run, role, index)
+        address = published_address(run.logdir, role, index) if AUTO in listen else listen
         if not address:
             continue
         parsed = parse(address)
         if parsed.kind == "tcp":
-            found[role] = f"tcp://*:{parsed.port}" if _here(run, parsed.host) else parsed.text
+            here = parsed.host in ("*", "0.0.0.0", "::", host)
+            text = f"tcp://*:{parsed.port}" if here else parsed.text
+            found[server_name(role, index)] = text
     return found
-
-
-def _here(run: RunConfig, host: str) -> bool:
-    return host in ("*", "0.0.0.0", "::") or host in run.bind
 
 
 def _room(run: RunConfig) -> int:
@@ -461,5 +472,3 @@ def _checked(value: Any, kind: Any) -> Any:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
         raise Refused(f"This is no valid request: {error}.") from None
-
-

@@ -55,6 +55,7 @@ _SAY_SECONDS = 60.0
 _PLACE_PREFIX = "dreamfleet-join-"
 _ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
+_LEAVING = "Leaving the run; once more ends at once."
 
 
 class JoinError(DreamfleetError):
@@ -193,13 +194,13 @@ class _Machine:
         config = RunConfig.from_json(described.config)
         self._check_task(config.task)
         host = f"tcp://{self._address.host}:{{auto}}"  # found in this machine's address book
-        here = {f"{role}_addr": host for role in ("actor", "evaluator")}
+        here: dict[str, Any] = {f"{role}_addr": host for role in ("actor", "evaluator")}
         return replace(config, logdir=self._place, keys=str(self._place / "keys"), **here)
 
     def _check_task(self, task: str) -> None:
         named = self._wish.task
         if named is not None and named != task:
-            raise ConfigError(f"The run's task is {task}, not {named}: leave --task out, or fix it.")
+            raise ConfigError(f"The run's task is {task}, not {named}: say --task {task}.")
         if not is_bundled(task) and named is None and not self._wish.trust:
             raise ConfigError(
                 f"The run's task is {task}, which is not part of Dreamfleet, and another machine "
@@ -250,7 +251,10 @@ class _Machine:
         error, done = "", False
         with LocalLauncher(self._place) as launcher:
             supervisor = Supervisor(
-                workers, launcher, say=self._say, on_signal="Leaving the run; once more ends at once."
+                workers,
+                launcher,
+                say=self._say,
+                on_signal=_LEAVING,
             )
             notes = [worker.notes for worker in workers if worker.notes]
             link = _Link(self, client, lease, notes, supervisor.stop)

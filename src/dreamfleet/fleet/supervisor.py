@@ -54,6 +54,7 @@ class Supervisor:
         launcher_name: For the record.
         duration: Seconds after which the run is stopped; 0 for never.
         say: Takes lines for the person.
+        on_signal: What is said when a signal ends the run.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Supervisor:
         launcher_name: str = "",
         duration: float = 0.0,
         say: Say = silent,
+        on_signal: str = "Saving and ending; once more ends at once.",
     ) -> None:
+        self._on_signal = on_signal
         self._members = [_Member(worker, launcher) for worker in workers]
         self._launcher = launcher
         self._failures = Failures()
@@ -217,7 +220,7 @@ class Supervisor:
                 for member in self._members:
                     member.kill()
             else:
-                self._say("Saving and ending; once more ends at once.")
+                self._say(self._on_signal)
             seen.append(name)
             self.stop(name)
 

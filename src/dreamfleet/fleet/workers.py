@@ -90,10 +90,20 @@ def env_workers(
     Training environments are numbered from 0, evaluation environments after them.
     """
     wanted = range(args.all_envs) if only is None else only
-    groups = [
-        (make_train, [n for n in range(args.envs) if n in wanted], False),
-        (make_eval, [n for n in range(args.envs, args.all_envs) if n in wanted], True),
-    ]
+    train = [n for n in range(args.envs) if n in wanted]
+    evaluation = [n for n in range(args.envs, args.all_envs) if n in wanted]
+    return joined_workers(make_train, make_eval, train, evaluation, args)
+
+
+def joined_workers(
+    make_train: Factory,
+    make_eval: Factory,
+    train: Sequence[int],
+    evaluation: Sequence[int],
+    args: RunConfig,
+) -> list[Worker]:
+    """Workers for environments of these ids, for training and for evaluation."""
+    groups = [(make_train, train, False), (make_eval, evaluation, True)]
     workers = []
     for make, ids, is_eval in groups:
         for start in range(0, len(ids), args.envs_per_process):

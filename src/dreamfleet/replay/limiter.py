@@ -88,6 +88,12 @@ class SamplesPerInsert:
             self._avail -= count
             self._changed.notify_all()
 
+    def give_back(self, count: int = 1) -> None:
+        """Samples that were allowed are not taken after all."""
+        with self._changed:
+            self._avail += count
+            self._changed.notify_all()
+
     def grant(self, count: int) -> None:
         """Owe at least so many samples, whatever is inserted. May be repeated."""
         with self._changed:

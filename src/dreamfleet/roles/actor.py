@@ -9,6 +9,7 @@ import uuid
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, pad_rows, put_rows
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
-from dreamfleet.roles.logger import VIDEO_ENV
+from dreamfleet.roles.logger import video_env
+from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.slots import SlotTable
@@ -33,6 +35,11 @@ _GATHER_SECONDS = 0.01
 _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _FLUSH_SECONDS, _GIVE_UP_SECONDS = 60.0, 1.0
+_PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
+_LOOK_SECONDS = 0.5
+_HOLD_SECONDS = 0.05
+BEGAN = "began"
+"""A file among the notes of workers: the run has acted since it was started or resumed."""
 
 
 def parallel_actor(
@@ -68,11 +75,18 @@ def parallel_actor(
             post_rows=args.limiter_tolerance,
             on_post_error=progress.fail,
         )
+        actor.hold(args.expect_envs, lambda: int(server.stats()["act/waiting"]))
         server.start(block=False)
+        should_log = LocalClock(args.log_every)
+        should_log()
         try:
             publish_address(args, "actor", server.address)
-            while not progress.finished.wait(args.log_every):
-                actor.log_metrics(server)
+            every = min(args.log_every, _LOOK_SECONDS) if args.bind else args.log_every
+            while not progress.finished.wait(every):
+                if args.bind:  # environments come and go
+                    server.resize("act", actor.full_batch())
+                if not args.bind or should_log():
+                    actor.log_metrics(server)
             if progress.error is None:
                 actor.log_metrics(server)
         finally:
@@ -129,10 +143,10 @@ class Actor:
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
-        self._carries = Carries(agent, max(16, 2 * args.actor_envs))
+        self._carries = Carries(agent, max(16, 2 * args.actor_envs, 2 * args.known_envs))
         self._policy_lock = threading.Lock()
         self._sizes = policy_sizes(args)
-        self._video = VideoFrames(args.report_every)
+        self._video = VideoFrames(args.report_every, video_env(args))
         # A new name for each start: a resend is recognised, a successor's batch never is.
         self._source = f"actor-{uuid.uuid4().hex}"
         self._sequence = 0
@@ -140,11 +154,48 @@ class Actor:
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
+        self._expected = self._held = 0
+        self._waiting: Callable[[], int] = lambda: 0
+        self._began = notes_path(args, BEGAN)
+
+    # --- who is there ----------------------------------------------------------------------------
+
+    def hold(self, expected: int, waiting: Callable[[], int]) -> None:
+        """Act only when so many environments are there, unless the run has begun before.
+
+        Args:
+            expected: How many.
+            waiting: How many observations wait for the next policy call.
+        """
+        self._expected = 0 if self._began.exists() else expected
+        self._waiting = waiting
+
+    def _wait_for_all(self, count: int) -> None:
+        with self._policy_lock:
+            self._held += count
+        while self._there() < self._expected:
+            if self._progress.finished.wait(_HOLD_SECONDS):
+                raise ActorFailed("The run has ended before its environments were there.")
+        self._expected = 0
+        with suppress(OSError):
+            self._began.parent.mkdir(parents=True, exist_ok=True)
+            self._began.touch()
+
+    def _there(self) -> int:
+        return self._held + self._waiting()
+
+    def full_batch(self) -> int:
+        """Environments in a full policy call now: no more than are there."""
+        with self._policy_lock:
+            there = self._carries.recent(_PRESENT_SECONDS)
+        return max(1, min(there, self._args.policy_batch))
 
     # --- acting: before the reply ----------------------------------------------------------------
 
     def act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         """Actions for a batch of observations, and the transitions for `send`."""
+        if self._expected:
+            self._wait_for_all(len(obs["envid"]))
         try:
             return self._act(obs)
         except Exception as error:
@@ -288,9 +339,19 @@ class Actor:
             **{f"actor/server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"actor/replay_client/{k}": v for k, v in replay.items()},
             **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
-            "actor/waiting": why_waiting(self._args, idle, int(stats["act/waiting"]), replay),
+            "actor/waiting": self._why_waiting(idle, int(stats["act/waiting"]), replay),
         }
         self._logger.call("add", self._progress.step, metrics)
+
+    def _why_waiting(
+        self, idle: Mapping[int, float], observations: int, replay: Mapping[str, float]
+    ) -> str:
+        if self._expected:
+            return (
+                f"the run begins when {self._expected} environments are there (expect_envs): "
+                f"{self._there()} are"
+            )
+        return why_waiting(self._args, idle, observations, replay)
 
 
 class EnvFailures:
@@ -355,6 +416,10 @@ class Carries:
         """Seconds since the last observation of each environment."""
         return self._slots.idle()
 
+    def recent(self, seconds: float) -> int:
+        """How many environments have sent something within so many seconds."""
+        return self._slots.recent(seconds)
+
     def evict(self, seconds: float) -> int:
         """Forget environments that sent nothing for so many seconds; returns how many."""
         return len(self._slots.evict(seconds))
@@ -371,7 +436,9 @@ def policy_sizes(args: RunConfig) -> tuple[int, ...]:
     A compiled policy is compiled for each size it meets, and a batch that was closed by the waiting
     time may have any. So batches are padded to the next of these sizes.
     """
-    usual = {args.policy_batch, min(args.envs_per_process, args.actor_envs)}
+    # Processes of machines that join have as many as those of the run, at most.
+    most = args.envs_per_process if args.bind else min(args.envs_per_process, args.actor_envs)
+    usual = {args.policy_batch, most}
     powers = {2**power for power in range(max(usual).bit_length())}
     return tuple(sorted(size for size in usual | powers if size <= max(usual)))
 
@@ -398,9 +465,11 @@ class VideoFrames:
 
     Args:
         every: Seconds between the starts of two videos; 0 for none.
+        envid: The environment.
     """
 
-    def __init__(self, every: float) -> None:
+    def __init__(self, every: float, envid: int = 0) -> None:
+        self._envid = envid
         self._due = LocalClock(every, first=True)
         self._recording = False
 
@@ -408,7 +477,7 @@ class VideoFrames:
         self, envids: NDArray[Any], obs: Mapping[str, NDArray[Any]]
     ) -> dict[str, NDArray[Any]]:
         """The images of this batch that belong to a video, with a leading axis of one."""
-        rows = (envids == VIDEO_ENV).nonzero()[0]
+        rows = (envids == self._envid).nonzero()[0]
         if not rows.size:
             return {}
         row = int(rows[0])
@@ -441,7 +510,8 @@ def why_waiting(
             f"the actor waits for a full batch: it has {observations} of {args.policy_batch} "
             f"observations, and uses a smaller batch after {args.actor_wait:g} s"
         )
-    unknown = [envid for envid in range(args.actor_envs) if envid not in idle]
+    own = 0 if args.bind and args.remote_envs else args.actor_envs
+    unknown = [envid for envid in range(own) if envid not in idle]
     if len(unknown) > observations:
         reasons.append(f"no observation from {_names(unknown)} yet")
     late = {envid: age for envid, age in idle.items() if age > args.log_every}

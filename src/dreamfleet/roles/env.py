@@ -104,6 +104,7 @@ def _step_all(
         rows = [env.step(action) for env, action in zip(envs, actions, strict=True)]
         notes.now("waiting")
         actions = [None] * len(envs)
+        notes.stepped(sum(row is not None for row in rows))
         obs = block.fill(rows, [env.failures for env in envs])
         if obs is None:
             _rebuild(envs, stop)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -55,6 +56,22 @@ def url(place: Place, invitation: Invitation) -> str:
     """What is typed on the other machine."""
     host = f"[{place.host}]" if ":" in place.host else place.host
     return f"{_SCHEME}://{host}:{place.port}/#{invitation.key}"
+
+
+def join_line(place: Place, invitation: Invitation) -> str:
+    """The command that is typed on the other machine."""
+    return f"dreamfleet join '{url(place, invitation)}'"
+
+
+def first_invitation(logdir: Path, keys: Keys) -> Invitation:
+    """The oldest invitation that is still good; made if there is none."""
+    known = invitations(logdir)
+    good = [each for each in known if not each.revoked]
+    if good:
+        return good[0]
+    taken = {each.name for each in known}
+    names = (FIRST if number == 1 else f"{FIRST}-{number}" for number in count(1))
+    return invite(logdir, next(name for name in names if name not in taken), keys)
 
 
 def read_url(text: str) -> tuple[Address, Keys]:

@@ -183,7 +183,8 @@ class Saver:
 
     def _evaluation_score(self) -> float | None:
         """The mean score of recent evaluation episodes, if there are any."""
-        if not self._args.eval_envs or self._args.eval_every:
+        may_be_there = self._args.eval_envs or self._args.bind
+        if not may_be_there or self._args.eval_every:
             return None
         try:
             score = self._logger.status().result(_SCORE_SECONDS)["eval_score"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.config import RunConfig
+from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.metrics import (
     Aggregate,
     Episode,
@@ -28,11 +28,15 @@ from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Server
 
-VIDEO_ENV = 0
-"""The environment whose episodes are recorded as videos; the actor sends no other's frames."""
 RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
 _UNKNOWN = -1
+
+
+def video_env(args: RunConfig) -> int:
+    """The environment whose episodes are recorded as videos; the actor sends no other's frames. It
+    is the run's first one, or the first one of those that join."""
+    return JOINED if args.bind and args.remote_envs else 0
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
@@ -62,14 +66,15 @@ class Logger:
     def __init__(self, output: Output, args: RunConfig) -> None:
         self._lock = threading.Lock()
         self._output = BackgroundOutput(output)
+        self._video = video_env(args)
         self._scores = ScoresFile(args.logdir / "scores.jsonl")
-        self._train = EpisodeStats(timeout=args.episode_timeout, video=VIDEO_ENV)
+        self._train = EpisodeStats(timeout=args.episode_timeout, video=self._video)
         self._eval = EpisodeStats(timeout=args.episode_timeout)
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._target = args.target_score
-        self._judged = self._recent_eval if args.eval_envs or args.eval_every else self._recent
+        self._by_evaluation = bool(args.eval_envs or args.eval_every)
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
         self._newest: dict[str, float | str] = {}
         self._reported: dict[str, float] = {}  # when each role last reported
@@ -91,7 +96,7 @@ class Logger:
         """
         with self._lock:
             self._step = max(self._step, step)
-            train, recorded = ~is_eval, envids == VIDEO_ENV
+            train, recorded = ~is_eval, envids == self._video
             if frames and recorded.any():
                 train &= ~recorded
                 self._follow(self._train, envids, recorded, transitions, frames)
@@ -129,9 +134,12 @@ class Logger:
 
     def _target_reached(self) -> bool:
         """Whether recent episodes score enough: evaluation episodes if the run has any."""
-        if self._target is None or len(self._judged) < self._enough:
+        # Evaluation environments may also come with machines that join.
+        evaluated = self._by_evaluation or bool(self._recent_eval)
+        judged = self._recent_eval if evaluated else self._recent
+        if self._target is None or len(judged) < self._enough:
             return False
-        return float(np.mean(self._judged)) >= self._target
+        return float(np.mean(judged)) >= self._target
 
     def add(self, step: int, metrics: dict[str, Any]) -> None:
         """Write metrics; a negative step stands for the newest one known."""

@@ -22,7 +22,7 @@ from dreamfleet.config import RunConfig
 Doing = Literal["waiting", "building", "resetting", "stepping", "closing"]
 _DOING: tuple[Doing, ...] = ("waiting", "building", "resetting", "stepping", "closing")
 
-_PROGRESS, _FAILURES, _FINAL, _DOING_NOW, _ENVID, _SINCE = range(6)
+_PROGRESS, _FAILURES, _FINAL, _DOING_NOW, _ENVID, _SINCE, _STEPS = range(7)
 _WORDS = 8
 _TEXT_BYTES = 8192
 _LINE_LENGTH = 1000
@@ -37,6 +37,8 @@ class Noted:
     """Rises with every sign of progress. What counts as one is up to the role."""
     failures: int = 0
     """Environments that failed and were built or reset again, in the life of the run."""
+    steps: int = 0
+    """Of environments, in the life of the run."""
     final: bool = False
     """Whether the worker ended because another start would not help."""
     doing: Doing = "waiting"
@@ -72,6 +74,7 @@ def read_notes(path: Path) -> Noted:
     return Noted(
         progress=int(words[_PROGRESS]),
         failures=int(words[_FAILURES]),
+        steps=int(words[_STEPS]),
         final=bool(words[_FINAL]),
         doing=_DOING[doing] if 0 <= doing < len(_DOING) else "waiting",
         envid=int(words[_ENVID]),
@@ -97,6 +100,10 @@ class Notes:
     def progress(self) -> None:
         """This worker gets on."""
         self._words[_PROGRESS] += 1
+
+    def stepped(self, count: int) -> None:
+        """Environments have made so many steps."""
+        self._words[_STEPS] += count
 
     def failed(self, line: str, error: BaseException | None = None) -> None:
         """An environment failed: this line says how."""

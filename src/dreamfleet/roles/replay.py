@@ -33,6 +33,7 @@ from dreamfleet.transport import Client, Server, TransportError, Unanswered
 log = logging.getLogger(__name__)
 
 _LIMITER_TIMEOUT = 1.0
+_NO_SEQUENCE_SECONDS = 0.1
 _ANSWERED = (SchemaError, BatchOrderError, ConfigError, ReplayClosedError, Unanswered)
 """Errors that do not end the process: the caller's fault, or nobody's."""
 
@@ -141,7 +142,7 @@ class ReplayService:
     ) -> None:
         self._buffers = {"train": train, "eval": evaluation}
         self._train, self._eval, self._limiter = train, evaluation, limiter
-        self._batch_size = args.batch_size
+        self._batch_size, self._window = args.batch_size, args.window
         self._stop = stop
         self._usage = Usage()
         self._notes = Notes(notes_path(args, "replay"))
@@ -182,9 +183,23 @@ class ReplayService:
         """A training batch, as soon as there are enough steps for it."""
 
         def allowed() -> None:
+            if not len(self._train) and self._limiter.can_sample():
+                # Environments that have joined share the steps, and none has made enough of them.
+                self._stop.wait(_NO_SEQUENCE_SECONDS)
+                raise RateLimitedError(
+                    f"training waits for a first sequence: no environment has made "
+                    f"{self._window} steps in a row yet.",
+                    who="training",
+                    missing=1,
+                    unit="sequences",
+                )
             self._limiter.sample(self._batch_size, _LIMITER_TIMEOUT, "training")
 
-        self._wait("learner", allowed)
+        while True:
+            self._wait("learner", allowed)
+            if len(self._train):
+                break
+            self._limiter.give_back(self._batch_size)
         self._positions.sampled(self._batch_size)
         return next(self._streams["train"])
 

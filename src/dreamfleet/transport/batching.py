@@ -190,6 +190,14 @@ class BatchServer(BaseServer):
             )
         self._methods[method] = batcher
 
+    def resize(self, method: str, batch: int) -> None:
+        """From now on a full batch of this method holds so many items."""
+        batcher = self._methods[method]
+        with self._loop.lock:
+            if batcher.batch != batch:
+                batcher.batch = max(1, batch)
+                self._dispatch_held_back(batcher)
+
     def _start_threads(self) -> None:
         for batcher in self._methods.values():
             if batcher.posts:

@@ -1,0 +1,55 @@
+"""`dreamfleet invite LOGDIR`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dreamfleet.cli.console import say
+from dreamfleet.config import read_config
+from dreamfleet.errors import ConfigError
+from dreamfleet.formatting import clock
+from dreamfleet.roles.invitations import invitations, join_line, read_place
+from dreamfleet.roles.invitations import invite as make_invitation
+from dreamfleet.roles.invitations import revoke as revoke_invitation
+
+
+def invite(
+    logdir: Path,
+    /,
+    name: str | None = None,
+    revoke: str | None = None,
+) -> None:
+    """List the lines by which other machines join a run, make another one, or revoke one.
+
+    It works while the run goes on, and also between its end and its resume.
+
+    Args:
+        logdir: The run's directory.
+        name: Make another line, with a key of its own, and call it so.
+        revoke: Let nobody in any more with the line of this name. Machines that have joined with it
+            are sent away within seconds.
+    """
+    config = read_config(logdir)
+    place = read_place(logdir)
+    if place is None:
+        raise ConfigError(
+            f"Nobody can join the run in {logdir}: start it with --bind 0.0.0.0, such as "
+            f"'dreamfleet resume {logdir} --bind 0.0.0.0'."
+        )
+    if revoke is not None:
+        revoke_invitation(logdir, revoke)
+        say(f"Revoked {revoke}: nobody joins with it any more, and those who have are sent away.")
+    if name is not None:
+        keys = config.run_keys
+        assert keys is not None
+        say(join_line(place, make_invitation(logdir, name, keys)))
+    if revoke is None and name is None:
+        for each in invitations(logdir):
+            age = clock(max(0.0, time.time() - each.made))
+            if each.revoked:
+                say(f"{each.name}  revoked, made {age} ago")
+            else:
+                say(f"{each.name}  made {age} ago\n  {join_line(place, each)}")
+        ports = ", ".join(map(str, (place.port, *place.ports.values())))
+        say(f"TCP ports that have to be open on {place.host}: {ports}")
