@@ -78,7 +78,7 @@ test-versions: setup-dev
 	@$(BIN)/uv pip install --quiet --python .venv-$(WHICH) $(RESOLUTION) $(LOCKFLAGS) -r pyproject.toml $(EXTRAS) \
 		--extra wandb --editable .
 	@.venv-$(WHICH)/bin/python -m pytest -q -p no:cacheprovider -W default -n 2 --dist worksteal $(TESTS)
-	@cd $$(mktemp -d) && $(CURDIR)/.venv-$(WHICH)/bin/dreamfleet train --logdir run --steps 1200
+	@.venv-$(WHICH)/bin/dreamfleet train --logdir .venv-$(WHICH)/run --steps 1200
 
 docs: setup-dev ## write the configuration reference
 	@$(BIN)/python -m dreamfleet.reference docs/configuration.md

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -428,3 +430,20 @@ def rows(path: Path) -> list[dict[str, Any]]:
     """The lines of a file that somebody may be writing: a line without an end is left out."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+CHILD = "a simulator"
+
+
+def env_with_a_child(**options: Any) -> Any:
+    """An environment that has started a process, as simulators do."""
+    code = f"""
+import setproctitle, time
+setproctitle.setproctitle({CHILD!r})
+print(flush=True)
+time.sleep(600)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # it has its title
+    return make_env("bundled:dummy")

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from fleet_parts import rows
+from fleet_parts import CHILD, rows
 
 from dreamfleet.checkpoint import Checkpoint
 
@@ -25,11 +26,13 @@ ROLES = {f"dreamfleet {name}" for name in ("agent", "env-0", "env-1", "replay", 
 
 
 @contextmanager
-def running(logdir: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, psutil.Process]]]:
+def running(
+    logdir: Path, options: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, psutil.Process]]]:
     """An endless run that has made its first steps and whose processes have all come up, and its
     processes by title."""
     process = subprocess.Popen(
-        [*DUMMY, "--logdir", str(logdir)],
+        [*DUMMY, "--logdir", str(logdir), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -81,10 +84,23 @@ def test_a_signal_saves_and_leaves_nothing_behind(
     assert snapshot.step > 0
 
 
-def test_the_fleet_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
-    with running(tmp_path) as (process, children):
+def test_the_fleet_ends_when_its_supervisor_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also workers that are stopped, and what workers have started; no socket file is left."""
+    sockets = Path(tempfile.mkdtemp())  # the path of a socket file has to be short
+    monkeypatch.setenv("TMPDIR", str(sockets))
+    task = ["--task", "fleet_parts:env_with_a_child"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with running(tmp_path / "run", task) as (process, children):
+        assert CHILD in children
+        assert list(sockets.glob("dreamfleet-*"))
+        children["dreamfleet env-1"].suspend()
+        children["dreamfleet replay"].suspend()
         process.kill()
         assert psutil.wait_procs(children.values(), timeout=100)[1] == []
+    assert list(sockets.iterdir()) == []
+    sockets.rmdir()
 
 
 def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import ipaddress
 import os
 import secrets
+import shutil
 import socket
 import stat
 import tempfile
@@ -172,6 +173,13 @@ def _private_directory(name: str) -> Path:
     remove its own."""
     digest = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
     return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{_TOKEN}-{digest}"
+
+
+def remove_socket_files() -> None:
+    """Remove the socket files in directories that this process made up, because it is about to end
+    without closing its servers."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getpid()}-{_TOKEN}-*"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _with_path(address: Address) -> Address:

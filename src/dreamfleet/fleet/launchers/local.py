@@ -6,14 +6,15 @@ function pickled by cloudpickle, from parent to child only. Unlike with `multipr
 needs no guard around its main code, and a process imports what its own function needs and nothing
 else.
 
-The pipe stays open. When it ends, the parent is gone and the worker stops too, so that nothing is
-left behind even when the parent is killed. Workers have a session of their own: signals to the
-parent's process group (Ctrl-C, `timeout`, a scheduler) reach only the supervisor, which decides who
-stops when.
+The pipe stays open. When it ends, the parent is gone, and the worker has two seconds to stop with
+everything that it has started. So nothing is left behind even when the parent is killed. Workers
+have a session of their own: signals to the parent's process group (Ctrl-C, `timeout`, a scheduler)
+reach only the supervisor, which decides who stops when.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import logging
@@ -34,9 +35,11 @@ import setproctitle
 
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.roles.runtime import STOPPED, pickled, process_was_asked_to_stop
+from dreamfleet.transport.address import remove_socket_files
 
 _TAIL_BYTES, _TAIL_LINES = 20_000, 60
-_ORPHAN_SECONDS = 10.0
+_ORPHAN_SECONDS = 1.5
+_PR_SET_PDEATHSIG = 1
 
 
 class LocalLauncher:
@@ -141,8 +144,15 @@ def run_worker() -> None:
     sys.path[:] = header["path"]
     setproctitle.setproctitle(header["title"])
     function = cloudpickle.loads(_read(pipe, header["bytes"]))
-    threading.Thread(target=_stop_with_parent, args=[pipe], name="parent", daemon=True).start()
-    function()
+    orphaned = threading.Event()
+    watch = threading.Thread(target=_stop_with_parent, args=[pipe, orphaned], daemon=True)
+    watch.start()
+    _wake_with_parent()
+    try:
+        function()
+    finally:
+        if orphaned.is_set():
+            _end_group()
     if process_was_asked_to_stop():
         sys.exit(STOPPED)
 
@@ -158,11 +168,25 @@ def _read(pipe: FileIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _stop_with_parent(pipe: FileIO) -> None:
+def _stop_with_parent(pipe: FileIO, orphaned: threading.Event) -> None:
     pipe.read(1)
+    orphaned.set()
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(_ORPHAN_SECONDS)
-    os._exit(1)
+    _end_group()
+
+
+def _end_group() -> None:
+    """End this process and all that it has started: nobody else is left who would."""
+    remove_socket_files()
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _wake_with_parent() -> None:
+    """Let the kernel continue this process when its parent dies: one that is stopped would never
+    notice."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 if __name__ == "__main__":
