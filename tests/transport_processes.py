@@ -19,11 +19,17 @@ class ServerProcess:
     """A process that serves `echo`, `block`, `note` and `note_again` (repeatable), or the batched
     `act`."""
 
-    def __init__(self, address: str, keys: Keys | None = None, batching: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None = None,
+        batching: bool = False,
+        patient: bool = False,
+    ) -> None:
         ours, theirs = _spawn.Pipe()
         self._channel = ours
         self._process = _spawn.Process(
-            target=_serve, args=(theirs, address, keys, batching), daemon=True
+            target=_serve, args=(theirs, address, keys, batching, patient), daemon=True
         )
         self._process.start()
         self.address: str = ours.recv()
@@ -45,18 +51,26 @@ class ServerProcess:
 
 @contextmanager
 def server_process(
-    address: str = "ipc://{auto}", keys: Keys | None = None, batching: bool = False
+    address: str = "ipc://{auto}",
+    keys: Keys | None = None,
+    batching: bool = False,
+    patient: bool = False,
 ) -> Iterator[ServerProcess]:
-    process = ServerProcess(address, keys, batching)
+    """A server, until the end; a `patient` one ends no connection, whatever it is sent."""
+    process = ServerProcess(address, keys, batching, patient)
     try:
         yield process
     finally:
         process.stop()
 
 
-def _serve(channel: Connection, address: str, keys: Keys | None, batching: bool) -> None:
+def _serve(
+    channel: Connection, address: str, keys: Keys | None, batching: bool, patient: bool
+) -> None:
     hold = threading.Event()
     server = _batch_server(address, keys) if batching else _plain_server(address, keys, hold)
+    if patient:
+        server._loop.most_faults = 10**9
     with server:
         channel.send(server.address)
         channel.recv()

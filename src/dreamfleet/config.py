@@ -34,7 +34,7 @@ from dreamfleet.settings import (
 )
 
 if TYPE_CHECKING:
-    from dreamfleet.transport import Keys
+    from dreamfleet.transport import Keys, RoleKey
 
 CONFIG_FILE = "config.json"
 """In the directory of a run: the settings that it was last with."""
@@ -133,7 +133,8 @@ class RunConfig:
     evaluator_addr: str = "ipc://{auto}"
     """Where the evaluator listens, if there is `eval_every`."""
     keys: str = ""
-    """File of the run key, which tcp addresses need; made in the logdir if it is not given."""
+    """File of the run key, or of a role's key, which tcp addresses need; made in the logdir if it
+    is not given."""
     actor_batch: Annotated[int, Meta(ge=-1)] = 8
     """Environments in a policy call, at most all of them; 0 or less for half of them."""
     actor_wait: ZeroOrMore = 0.02
@@ -328,13 +329,28 @@ class RunConfig:
         return 4 * self.batch_size
 
     @cached_property
-    def run_keys(self) -> Keys | None:
-        """The run key, read from its file; None if the run has none."""
+    def run_keys(self) -> Keys | RoleKey | None:
+        """What clients connect with, read from its file: the run key, or the key of a role; None if
+        the run has none."""
         if not self.keys:
             return None
-        from dreamfleet.transport import Keys  # a policy that is used alone needs no network
+        from dreamfleet.transport import load_key  # a policy that is used alone needs no network
 
-        return Keys.load(self.keys)
+        return load_key(self.keys)
+
+    @property
+    def server_keys(self) -> Keys | None:
+        """The run key, which servers need; None if the run has none."""
+        from dreamfleet.transport import RoleKey
+
+        keys = self.run_keys
+        if not isinstance(keys, RoleKey):
+            return keys
+        raise ConfigError(
+            f"{self.keys} is the key of the role {keys.role!r}, which opens what that role may "
+            "call: a role that others call needs the run's own key, the file 'keys' of its "
+            "directory."
+        )
 
     def settings(self) -> list[Setting]:
         """Every setting, those of the agent under its name. This imports the agent's code."""

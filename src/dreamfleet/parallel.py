@@ -173,7 +173,7 @@ def _joinable(
     run: RunConfig, place: _Place | None, on_failure: Callable[[str], None], say: Say
 ) -> Iterator[None]:
     """Let machines join while the block runs, and say how."""
-    keys = run.run_keys
+    keys = run.server_keys
     if place is None or keys is None:
         yield
         return

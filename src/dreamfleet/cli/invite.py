@@ -41,7 +41,7 @@ def invite(
         revoke_invitation(logdir, revoke)
         say(f"Revoked {revoke}: nobody joins with it any more, and those who have are sent away.")
     if name is not None:
-        keys = config.run_keys
+        keys = config.server_keys
         assert keys is not None
         say(join_line(place, make_invitation(logdir, name, keys)))
     if revoke is None and name is None:

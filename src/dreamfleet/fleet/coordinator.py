@@ -280,7 +280,7 @@ class Coordinator:
         self._over = ""
         self._written = ""
         self._stop = threading.Event()
-        self._server = Server(address, "coordinator", keys=run.run_keys)
+        self._server = Server(address, "coordinator", keys=run.server_keys)
         for name in ("describe", "join", "beat", "leave"):
             # Nothing is doubled by a resend: ids that nobody uses expire.
             self._server.bind(name, getattr(self, name), repeatable=True)

@@ -61,11 +61,12 @@ def parallel_actor(
         Client(find_server(args, "logger"), "actor-logger", 8, keys=keys) as logger,
     ):
         actor = Actor(agent, args, progress, replay, logger)
-        server = BatchServer(listen_address(args, "actor"), "actor", keys)
+        server = BatchServer(listen_address(args, "actor"), "actor", args.server_keys)
         server.bind(
             "act",
             actor.act,
             actor.send,
+            roles=("env",),
             batch=args.policy_batch,
             wait=args.actor_wait,
             workers=args.actor_threads,

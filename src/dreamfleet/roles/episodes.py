@@ -68,7 +68,9 @@ class EpisodeServer:
         self._server = BatchServer(address, "evaluation", keys)
         # Every message is a batch, on a thread that waits for the others. Twice as many threads:
         # one may still wait for a process that was started again meanwhile.
-        self._server.bind("act", self._act, batch=1, wait=0.0, workers=2 * len(self._groups))
+        self._server.bind(
+            "act", self._act, batch=1, wait=0.0, workers=2 * len(self._groups), roles=("env",)
+        )
 
     @property
     def address(self) -> str:

@@ -52,7 +52,7 @@ def parallel_evaluator(args: RunConfig) -> None:
         groups,
         max_steps=args.eval_max_steps,
         why=why,
-        keys=args.run_keys,
+        keys=args.server_keys,
     )
     stop = stop_event(on_stop=server.stop)
     logs = find_server(args, "logger")

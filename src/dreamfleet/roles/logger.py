@@ -48,11 +48,12 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     """
     stop = stop_event()
     logger = Logger(unpack(make_logger)(), args)
-    server = Server(listen_address(args, "logger"), "logger", keys=args.run_keys)
-    server.bind("tran", logger.tran, repeatable=True)
-    server.bind("add", logger.add, repeatable=True)
-    server.bind("evaluated", logger.evaluated, repeatable=True)
-    server.bind("status", logger.status, repeatable=True)
+    server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
+    server.bind("tran", logger.tran, repeatable=True, roles=("agent",))
+    server.bind("add", logger.add, repeatable=True, roles=("agent", "replay"))
+    server.bind("evaluated", logger.evaluated, repeatable=True, roles=("evaluator",))
+    everybody_else = ("agent", "replay", "evaluator", "watcher")
+    server.bind("status", logger.status, repeatable=True, roles=everybody_else)
     with server:
         publish_address(args, "logger", server.address)
         while not stop.wait(args.log_every):

@@ -62,7 +62,7 @@ def parallel_replay(
         args,
         stop,
     )
-    server = Server(listen_address(args, "replay"), "replay", keys=args.run_keys)
+    server = Server(listen_address(args, "replay"), "replay", keys=args.server_keys)
     # Each may wait for another, so each has a thread of its own; a single one keeps its order.
     for name in (
         "add_batch",
@@ -71,9 +71,11 @@ def parallel_replay(
         "sample_batch_eval",
         "update",
     ):
-        server.bind(name, _or_end(getattr(service, name)), workers=1, repeatable=True)
+        method = _or_end(getattr(service, name))
+        server.bind(name, method, workers=1, repeatable=True, roles=("agent",))
     for name in ("stats", "position", "raise_position", "grant"):
-        server.bind(name, _or_end(getattr(service, name)), repeatable=True)
+        method = _or_end(getattr(service, name))
+        server.bind(name, method, repeatable=True, roles=("agent",))
     should_save = LocalClock(args.save_every)
     logger_address = find_server(args, "logger")
     with Client(logger_address, "replay-logger", 4, keys=args.run_keys) as logger, server:

@@ -21,25 +21,29 @@ from dreamfleet.transport.errors import (
     TransportError,
     Unanswered,
 )
-from dreamfleet.transport.security import Keys
+from dreamfleet.transport.security import Caller, Identity, Keys, RoleKey, load_key
 from dreamfleet.transport.server import Server
 
 __all__ = [
     "AddressError",
     "AddressUnknown",
     "BatchServer",
+    "Caller",
     "Client",
     "Closed",
     "CodecError",
     "Disconnected",
     "Future",
+    "Identity",
     "Keys",
     "MessageError",
     "RemoteError",
+    "RoleKey",
     "SecurityError",
     "Server",
     "Timeout",
     "TransportError",
     "Unanswered",
+    "load_key",
     "resolve",
 ]

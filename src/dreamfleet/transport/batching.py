@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ from dreamfleet.transport.codec import (
 )
 from dreamfleet.transport.errors import MessageError, RemoteError, Timeout, TransportError
 from dreamfleet.transport.posting import PostFn, PostQueue
-from dreamfleet.transport.security import Keys
-from dreamfleet.transport.server import BaseServer, Peer, WorkQueue, error_frames
+from dreamfleet.transport.security import Identify, Keys, Revoked
+from dreamfleet.transport.server import BaseServer, Origin, WorkQueue, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
 _FOREVER = float("inf")
@@ -75,6 +75,7 @@ class _Batcher:
     wait: float
     queue: WorkQueue
     repeatable: bool
+    roles: frozenset[str]
     posts: PostQueue | None = None
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
@@ -101,6 +102,8 @@ class BatchServer(BaseServer):
         name: Shown in errors, logs and thread names.
         keys: The run key. Needed for any `tcp` address but loopback.
         insecure: Listen on the network without keys, for everyone.
+        identify: See `Server`.
+        revoked: See `Server`.
     """
 
     def __init__(
@@ -110,12 +113,16 @@ class BatchServer(BaseServer):
         keys: Keys | None = None,
         *,
         insecure: bool = False,
+        identify: Identify | None = None,
+        revoked: Revoked | None = None,
     ) -> None:
         super().__init__(
             address,
             name,
             keys,
             insecure,
+            identify=identify,
+            revoked=revoked,
             deadline=self._next_deadline,
             on_due=self._dispatch_all,
         )
@@ -131,6 +138,7 @@ class BatchServer(BaseServer):
         workers: int = 1,
         *,
         repeatable: bool = False,
+        roles: Collection[str] = (),
         gather: float = 0.01,
         post_rows: int = 1024,
         backlog: int | None = None,
@@ -159,6 +167,7 @@ class BatchServer(BaseServer):
             wait: Seconds the oldest request waits for the batch to fill.
             workers: Batches computed at the same time.
             repeatable: It does no harm to run it twice; see `Server.bind`.
+            roles: Whose keys may call it, besides the run key.
             gather: Seconds the oldest info waits for others to share its call of `postfn`.
             post_rows: Rows that end this wait. A call has no more rows, unless one batch has.
             backlog: Outstanding rows that hold back new batches; None is twice `post_rows`.
@@ -176,7 +185,9 @@ class BatchServer(BaseServer):
                 f"{self.name}: {method!r} needs a gather of at least 0, post_rows of at least 1 "
                 f"and a backlog of at least post_rows, got {gather}, {post_rows} and {backlog}."
             )
-        batcher = _Batcher(method, workfn, batch, wait, WorkQueue(workers), repeatable)
+        batcher = _Batcher(
+            method, workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles)
+        )
         if postfn:
             batcher.posts = PostQueue(
                 f"{self.name}-{method}-post",
@@ -272,14 +283,12 @@ class BatchServer(BaseServer):
         for batcher in self._methods.values():
             self._dispatch(batcher)
 
-    def _on_call(self, peer: Peer, header: wire.Header, frames: list[Any]) -> None:
-        batcher = self._methods.get(header.method)
-        if batcher is None:
-            raise self._no_method(header.method)
+    def _on_call(self, origin: Origin, header: wire.Header, frames: list[Any]) -> None:
+        batcher: _Batcher = self._method(header.method, origin.identity.role)
         schema = parse_schema(header.schema)
         check_sizes(schema, header.plain, header.blob, frames)
         request = Request(
-            peer,
+            origin.peer,
             header.id,
             header.rows,
             schema,

@@ -23,7 +23,7 @@ from dreamfleet.transport.errors import (
     Timeout,
     TransportError,
 )
-from dreamfleet.transport.security import Keys
+from dreamfleet.transport.security import Keys, RoleKey
 from dreamfleet.transport.wire import Waker
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Client:
         maxinflight: Calls without an answer; one more makes the caller wait.
         timeout: Seconds any wait may take, unless the wait says otherwise; None waits as long as
             the server is alive.
-        keys: The run key, for `tcp` servers that have one.
+        keys: The run key, or the key of a role, for `tcp` servers that have one.
         patience: Seconds without a connection, or without an address, after which waiting calls
             fail.
     """
@@ -138,7 +138,7 @@ class Client:
         name: str = "Client",
         maxinflight: int = 16,
         timeout: float | None = None,
-        keys: Keys | None = None,
+        keys: Keys | RoleKey | None = None,
         *,
         patience: float = 60.0,
     ) -> None:

@@ -23,7 +23,7 @@ from dreamfleet.transport import wire
 from dreamfleet.transport.address import Address, endpoints, parse
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.errors import AddressError, AddressUnknown, MessageError
-from dreamfleet.transport.security import Keys
+from dreamfleet.transport.security import Keys, RoleKey
 from dreamfleet.transport.wire import Waker
 
 
@@ -81,11 +81,13 @@ class Connection:
 
     Args:
         address: Where the server listens, or a function that says where it listens now.
-        keys: The run key.
+        keys: The run key, or the key of a role.
         waker: Ends a `sleep`.
     """
 
-    def __init__(self, address: str | Callable[[], str], keys: Keys | None, waker: Waker) -> None:
+    def __init__(
+        self, address: str | Callable[[], str], keys: Keys | RoleKey | None, waker: Waker
+    ) -> None:
         self.events: deque[Event] = deque()
         self.problem = _NOBODY
         self.bytes_in = 0

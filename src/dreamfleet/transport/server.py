@@ -21,7 +21,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -39,7 +39,15 @@ from dreamfleet.transport.errors import (
     TransportError,
     Unanswered,
 )
-from dreamfleet.transport.security import Authenticator, Keys
+from dreamfleet.transport.security import (
+    RUN,
+    Authenticator,
+    Caller,
+    Identify,
+    Identity,
+    Keys,
+    Revoked,
+)
 from dreamfleet.transport.wire import Waker
 
 log = logging.getLogger(__name__)
@@ -50,13 +58,40 @@ _FOREVER = float("inf")
 _LONGEST_TEXT = 100_000  # characters of an error; the last ones say most
 _READER_STOPS = 5.0  # seconds, far more than it takes
 _QUICK = 0.001  # seconds; a job that takes less is over before another thread is up to read
+_LOOK_SECONDS = 1.0  # between two looks at what is revoked
+_MOST_REMEMBERED = 4096  # connections whose faults are counted
+_PROBE = wire.pack(wire.STALE, 0, encode(None))  # which a client ignores
+_TRUSTED = Identity(RUN)
+
+
+class Origin:
+    """Where a message came from."""
+
+    __slots__ = ("_frame", "identity", "peer")
+
+    def __init__(self, frame: zmq.Frame, identity: Identity) -> None:
+        self.peer: Peer = frame.bytes
+        self.identity = identity
+        self._frame = frame
+
+    @property
+    def address(self) -> str:
+        return wire.peer_address(self._frame)
+
+    @property
+    def descriptor(self) -> int:
+        return wire.descriptor(self._frame)
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(*self.identity, self.address, self.peer)
 
 
 class BaseServer(ABC):
     """What every server has: an address, methods, a start, an end, and statistics.
 
     Args:
-        hooks: `deadline` and `on_due` of the `Loop`.
+        hooks: `identify`, `revoked`, `deadline` and `on_due` of the `Loop`.
     """
 
     _methods: Mapping[str, Any]  # by the names that clients call
@@ -65,7 +100,16 @@ class BaseServer(ABC):
         self, address: str, name: str, keys: Keys | None, insecure: bool, **hooks: Any
     ) -> None:
         self.name = name
-        self._loop = Loop(address, name, keys, insecure, self._on_call, self._repeatable, **hooks)
+        self._loop = Loop(
+            address,
+            name,
+            keys,
+            insecure,
+            self._on_call,
+            self._repeatable,
+            self._roles,
+            **hooks,
+        )
         self._closing = threading.Lock()  # taken by whoever closes the server, for good
         self._closed = threading.Event()
         self._started = False
@@ -125,16 +169,36 @@ class BaseServer(ABC):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _repeatable(self) -> list[str]:
-        return [name for name, method in self._methods.items() if method.repeatable]
+    def connected(self, connection: bytes) -> bool:
+        """Whether a `Caller.connection` is still there. For checks of calls only."""
+        return self._loop.connected(connection)
+
+    def _repeatable(self, role: str) -> list[str]:
+        """The methods that may be called twice, among those that a role may call."""
+        return [
+            name
+            for name, method in self._methods.items()
+            if method.repeatable and (role == RUN or role in method.roles)
+        ]
+
+    def _roles(self) -> set[str]:
+        """The roles that may call something."""
+        return {role for method in self._methods.values() for role in method.roles}
 
     @abstractmethod
-    def _on_call(self, peer: Peer, header: wire.Header, frames: list[Any]) -> None:
+    def _on_call(self, origin: Origin, header: wire.Header, frames: list[Any]) -> None:
         """Take a call, under the loop's lock."""
 
-    def _no_method(self, method: str) -> MessageError:
-        known = ", ".join(sorted(self._methods)) or "none"
-        return MessageError(f"{self.name} has no method {method!r}; its methods are {known}.")
+    def _method(self, name: str, role: str) -> Any:
+        """The method that is called, if this role may call it."""
+        method = self._methods.get(name)
+        # The same answer for a method that does not exist, because it is none of the role's.
+        if role != RUN and (method is None or role not in method.roles):
+            raise SecurityError(f"A key of the role {role!r} may not call {name!r:.100}.")
+        if method is None:
+            known = ", ".join(sorted(self._methods)) or "none"
+            raise MessageError(f"{self.name} has no method {name!r:.100}; its methods are {known}.")
+        return method
 
     def _check_bind(self, method: str) -> None:
         if self._started:
@@ -162,6 +226,8 @@ class _Method:
     function: Callable[..., Any]
     queue: WorkQueue
     repeatable: bool
+    roles: frozenset[str]
+    pass_caller: bool
 
 
 class Server(BaseServer):
@@ -174,6 +240,10 @@ class Server(BaseServer):
             run one after the other, in the order each client made them.
         keys: The run key. Needed for any `tcp` address but loopback.
         insecure: Listen on the network without keys, for everyone.
+        identify: What keys stand for that do not follow from the run key, such as invitations.
+            Asked when one connects.
+        revoked: Names that `identify` gave and that are revoked. They lose their connections
+            within two seconds, and do not get others.
     """
 
     def __init__(
@@ -184,10 +254,12 @@ class Server(BaseServer):
         keys: Keys | None = None,
         *,
         insecure: bool = False,
+        identify: Identify | None = None,
+        revoked: Revoked | None = None,
     ) -> None:
         if workers < 1:
             raise TransportError(f"{name} needs at least one worker, not {workers}.")
-        super().__init__(address, name, keys, insecure)
+        super().__init__(address, name, keys, insecure, identify=identify, revoked=revoked)
         self._shared = WorkQueue(workers)
         self._methods: dict[str, _Method] = {}
 
@@ -197,6 +269,9 @@ class Server(BaseServer):
         fn: Callable[..., Any],
         workers: int = 0,
         repeatable: bool = False,
+        *,
+        roles: Collection[str] = (),
+        pass_caller: bool = False,
     ) -> None:
         """Offer a function under a name.
 
@@ -206,24 +281,27 @@ class Server(BaseServer):
             workers: Threads of its own, for a method that may block; 0 shares the server's.
             repeatable: It does no harm to run it twice, so a client may send a call again when the
                 server came back after a crash. Other calls fail with `Disconnected` then.
+            roles: Whose keys may call it, besides the run key. Without keys everybody may.
+            pass_caller: Whether the function gets a `Caller` before the call's arguments.
         """
         self._check_bind(method)
         queue = WorkQueue(workers) if workers > 0 else self._shared
-        self._methods[method] = _Method(fn, queue, repeatable)
+        self._methods[method] = _Method(fn, queue, repeatable, frozenset(roles), pass_caller)
 
     def _queues(self) -> set[WorkQueue]:
         return super()._queues() | {self._shared}
 
-    def _on_call(self, peer: Peer, header: wire.Header, frames: list[Any]) -> None:
-        method = self._methods.get(header.method)
-        if method is None:
-            raise self._no_method(header.method)
+    def _on_call(self, origin: Origin, header: wire.Header, frames: list[Any]) -> None:
+        method: _Method = self._method(header.method, origin.identity.role)
         if header.rows:
             raise MessageError(f"{header.method!r} takes single calls, not blocks of items.")
         args = wire.value_of(header, frames)
         if type(args) is not tuple:
             raise MessageError("The arguments of a call are a tuple.")
-        self._loop.submit(method.queue, partial(self._work, peer, header.id, method.function, args))
+        if method.pass_caller:
+            args = (origin.caller, *args)
+        job = partial(self._work, origin.peer, header.id, method.function, args)
+        self._loop.submit(method.queue, job)
 
     def _work(
         self, peer: Peer, number: int, function: Callable[..., Any], args: tuple[Any, ...]
@@ -261,10 +339,16 @@ class Loop:
 
     Args:
         on_call: Takes a call, under the lock; hands what must run to `submit`.
-        repeatable: Names the methods that may be called twice.
+        repeatable: Names the methods that may be called twice, of those that a role may call.
+        roles: The roles that may call some method.
+        identify: What keys stand for that do not follow from the run key.
+        revoked: Names that lose their connections.
         deadline: When `on_due` wants to be called, if at all. Under the lock.
         on_due: Called under the lock at the deadline, and whenever a job has ended.
     """
+
+    most_faults = 10
+    """Wrong messages and calls of a connection, which is then ended."""
 
     def __init__(
         self,
@@ -272,8 +356,11 @@ class Loop:
         name: str,
         keys: Keys | None,
         insecure: bool,
-        on_call: Callable[[Peer, wire.Header, list[Any]], None],
-        repeatable: Callable[[], list[str]],
+        on_call: Callable[[Origin, wire.Header, list[Any]], None],
+        repeatable: Callable[[str], list[str]],
+        roles: Callable[[], Collection[str]],
+        identify: Identify | None = None,
+        revoked: Revoked | None = None,
         deadline: Callable[[], float] = lambda: _FOREVER,
         on_due: Callable[[], None] = lambda: None,
     ) -> None:
@@ -284,6 +371,10 @@ class Loop:
         self._deadline, self._on_due = deadline, on_due
         self._incarnation = secrets.randbits(62) + 1
         self._inflight: Counter[Peer] = Counter()
+        self._faults: Counter[Peer] = Counter()
+        self._revoked = revoked
+        self._look_at = -_FOREVER if revoked else _FOREVER
+        self._invited: dict[Peer, tuple[str, int, str]] = {}  # name, descriptor, address
         self._ready: deque[tuple[WorkQueue, Job]] = deque()
         self._reading = threading.Lock()  # held by the thread that reads
         self._reader: threading.Thread | None = None  # holds the lock above
@@ -296,7 +387,9 @@ class Loop:
         try:
             place = parse(address)
             protect = keys if place.kind == "tcp" else None
-            self._authenticator = Authenticator(self._context, protect) if protect else None
+            self._authenticator = (
+                Authenticator(self._context, protect, roles, identify) if protect else None
+            )
             self._socket, self._address = self._bind(place, protect, insecure)
         except BaseException:
             self._waker.close()
@@ -460,8 +553,9 @@ class Loop:
                 if deadline <= now:
                     self._on_due()
                     continue
+                deadline = min(deadline, self._look_at)
                 self._asleep_until = deadline
-            self._poller.poll(None if deadline == _FOREVER else 1000 * (deadline - now))
+            self._poller.poll(None if deadline == _FOREVER else max(0, 1000 * (deadline - now)))
             self._asleep_until = -_FOREVER
             self._waker.clear()
 
@@ -486,30 +580,51 @@ class Loop:
             return task
 
     def _receive(self) -> None:
+        if self._look_at <= time.monotonic():
+            self._look_for_revoked()
         while self._authenticator and wire.readable(self._authenticator.socket):
             self.counts["refused"] += not self._authenticator.answer()
-        while not self._ready and (message := wire.receive(self._socket)):
-            peer, frames = message[0], message[1:]
+        while not self._ready:
+            frame, frames = wire.receive_from(self._socket)
+            if frame is None:
+                return
+            origin = self._origin(frame)
+            if self._unwelcome(origin):
+                self._hang_up(origin.peer, origin.descriptor, origin.address)
+                continue
             try:
-                self._handle(peer, frames)
+                self._handle(origin, frames)
             except TransportError as problem:
-                self._refuse(peer, problem)
+                self._refuse(origin.peer, problem)
             except Exception as problem:
                 # Not meant to happen, and no reason to stop serving everyone else.
                 log.exception("%s: a message could not be handled.", self.name)
-                self._refuse(peer, problem)
+                self._refuse(origin.peer, problem)
+
+    def _origin(self, frame: zmq.Frame) -> Origin:
+        """Who a message is from. What its key stands for was found out when it connected."""
+        if self._authenticator is None:
+            return Origin(frame, _TRUSTED)
+        identity = self._authenticator.identities[str(frame.get("User-Id"))]
+        origin = Origin(frame, identity)
+        if identity.name and origin.peer not in self._invited:
+            self._remember(origin)
+        return origin
 
     def _refuse(self, peer: Peer, problem: Exception) -> None:
         self.counts["malformed"] += 1
         self._send(peer, wire.pack_error(0, type(problem).__name__, str(problem)))
+        self.blame(peer)
 
-    def _handle(self, peer: Peer, frames: list[Any]) -> None:
+    def _handle(self, origin: Origin, frames: list[Any]) -> None:
+        peer = origin.peer
         if not frames:
             raise MessageError("An empty message, or one of too many frames.")
         header = wire.unpack(frames[0])
         self.counts["bytes_in"] += sum(map(len, frames))
         if header.kind == wire.HELLO:
-            self._send(peer, wire.pack(wire.WELCOME, 0, encode(self._welcome())))
+            welcome = encode(self._welcome(origin.identity.role))
+            self._send(peer, wire.pack(wire.WELCOME, 0, welcome))
             return
         if header.kind != wire.CALL or header.id <= 0 or header.rows < 0:
             raise MessageError("A server takes greetings and calls, nothing else.")
@@ -519,23 +634,81 @@ class Loop:
         self.counts["requests"] += 1
         self.counts["inflight"] += 1
         self._inflight[peer] += 1
-        try:
-            if self._inflight[peer] > wire.MAX_INFLIGHT:
-                raise MessageError(f"More than {wire.MAX_INFLIGHT} requests are in flight.")
-            if self.counts["inflight"] > wire.MAX_HELD:
-                raise MessageError(f"{self.name} holds {wire.MAX_HELD} requests and takes no more.")
-            self._on_call(peer, header, frames[1:])
-        except TransportError as problem:
-            self.counts["errors"] += 1
-            self.reply(peer, wire.pack_error(header.id, type(problem).__name__, str(problem)))
+        if self._inflight[peer] > wire.MAX_INFLIGHT:
+            problem = MessageError(f"More than {wire.MAX_INFLIGHT} requests are in flight.")
+            self.reject(peer, header.id, problem, blame=False)
+        elif self.counts["inflight"] > wire.MAX_HELD:
+            text = f"{self.name} holds {wire.MAX_HELD} requests and takes no more."
+            self.reject(peer, header.id, MessageError(text), blame=False)
+        else:
+            try:
+                self._on_call(origin, header, frames[1:])
+            except TransportError as problem:
+                self.reject(peer, header.id, problem, blame=True)
 
-    def _welcome(self) -> dict[str, Any]:
+    # --- who misbehaves, and who is not welcome any more ------------------------------------------
+
+    def reject(self, peer: Peer, number: int, problem: Exception, *, blame: bool) -> None:
+        """Answer a call with an error; `blame` if it should not have been made."""
+        self.counts["errors"] += 1
+        self.reply(peer, wire.pack_error(number, type(problem).__name__, str(problem)))
+        if blame:
+            self.blame(peer)
+
+    def _unwelcome(self, origin: Origin) -> bool:
+        if self._faults and self._faults[origin.peer] >= self.most_faults:
+            return True
+        name = origin.identity.name
+        return bool(name and self._authenticator and name in self._authenticator.revoked)
+
+    def blame(self, peer: Peer) -> None:
+        """Count a fault of a peer. Once there are too many, its next message ends the connection:
+        so the error that it was just sent still arrives."""
+        if len(self._faults) >= _MOST_REMEMBERED and peer not in self._faults:
+            self._faults.clear()
+        self._faults[peer] += 1
+
+    def connected(self, peer: Peer) -> bool:
+        """Whether a peer is connected: libzmq refuses a message to one that is not."""
+        try:
+            wire.send(self._socket, [peer, *_PROBE])
+        except zmq.ZMQError as problem:
+            return problem.errno == zmq.EAGAIN  # it is, but it does not read
+        return True
+
+    def _hang_up(self, peer: Peer, descriptor: int, address: str) -> None:
+        if self.connected(peer):
+            self.counts["ended"] += 1
+            wire.hang_up(descriptor, address)
+
+    def _remember(self, origin: Origin) -> None:
+        """Keep what it takes to end the connection of somebody who can be revoked."""
+        if len(self._invited) >= _MOST_REMEMBERED:
+            self._invited = {p: kept for p, kept in self._invited.items() if self.connected(p)}
+        self._invited[origin.peer] = (origin.identity.name, origin.descriptor, origin.address)
+
+    def _look_for_revoked(self) -> None:
+        """End the connections of those who were revoked."""
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        if self._revoked is None or self._authenticator is None:
+            self._look_at = _FOREVER
+            return
+        try:
+            self._authenticator.revoked = frozenset(self._revoked())
+        except Exception:
+            log.exception("%s: whether somebody is revoked is not known.", self.name)
+        for peer, (name, descriptor, address) in list(self._invited.items()):
+            if name in self._authenticator.revoked:
+                self._hang_up(peer, descriptor, address)
+                del self._invited[peer]
+
+    def _welcome(self, role: str) -> dict[str, Any]:
         return {
             "protocol": wire.PROTOCOL,
             "name": self.name,
             "incarnation": self._incarnation,
             "limit": wire.MAX_INFLIGHT,
-            "repeatable": self._repeatable(),
+            "repeatable": self._repeatable(role),
         }
 
 
