@@ -62,13 +62,25 @@ def by_title(parent: psutil.Process) -> dict[str, psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def to_all_processes(pid: int, number: int) -> None:
+    supervisor = psutil.Process(pid)
+    for each in (*supervisor.children(recursive=True), supervisor):
+        each.send_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        pytest.param(signal.SIGTERM, os.kill, id="docker stop"),
+        pytest.param(signal.SIGINT, os.killpg, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, os.killpg, id="timeout"),
+        pytest.param(signal.SIGTERM, to_all_processes, id="scancel"),
+    ],
+)
 def test_a_signal_saves_and_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
 ) -> None:
-    """Also a signal to the whole group, which is how a terminal, `timeout` and schedulers end
-    jobs."""
+    """Also a signal to the whole group, or to every process of a job, as schedulers send it."""
     with running(tmp_path) as (process, children):
         # An encoder of videos may be there too.
         assert {title for title in children if title.startswith("dreamfleet ")} == ROLES

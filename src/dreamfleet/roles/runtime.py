@@ -56,7 +56,7 @@ def pickled(who: str, function: Callable[..., Any]) -> bytes:
 
 
 class StopSignal:
-    """Asks a role that runs as a thread to stop; a process is asked by SIGTERM."""
+    """Asks a role that runs as a thread to stop; a process is asked by a signal."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -95,12 +95,28 @@ class _Thread(threading.local):
 STOPPED = 143
 """Exit code of a process that stopped because it was asked to, as shells have it of SIGTERM."""
 
+ORDER = signal.SIGUSR2
+"""What asks a process that has a supervisor to stop."""
+
 _thread = _Thread()
 _process_stopped = threading.Event()
+_stop_signal = signal.SIGTERM
+
+
+def obey_supervisor_only() -> None:
+    """Let this process be stopped by `ORDER` from now on, and not by SIGTERM.
+
+    Slurm and systemd send SIGTERM to all processes of a job at once. The supervisor has it too and
+    stops them in the right order; a replay that followed it would be gone when the agent saves.
+    """
+    global _stop_signal
+    _stop_signal = ORDER
+    # Programs that are started from here would inherit SIG_IGN.
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def process_was_asked_to_stop() -> bool:
-    """Whether this process received the SIGTERM that `stop_event` handles."""
+    """Whether this process received the signal that `stop_event` handles."""
     return _process_stopped.is_set()
 
 
@@ -115,8 +131,8 @@ def exit_if_asked_to_stop() -> None:
 def stop_event(
     on_stop: Callable[[], None] | None = None, *, exit_process: bool = False
 ) -> threading.Event:
-    """An event that is set when this role is asked to stop: its process by SIGTERM, its thread by
-    its `StopSignal`. In any other thread nobody asks.
+    """An event that is set when this role is asked to stop: its process by SIGTERM, or by `ORDER`
+    if it has a supervisor, its thread by its `StopSignal`. In any other thread nobody asks.
 
     Args:
         on_stop: Called when the event is set.
@@ -147,7 +163,7 @@ def stop_event(
             sys.exit(0)
 
     threading.Thread(target=stop, name="stop", daemon=True).start()
-    signal.signal(signal.SIGTERM, handle)
+    signal.signal(_stop_signal, handle)
     return event
 
 

@@ -8,8 +8,9 @@ else.
 
 The pipe stays open. When it ends, the parent is gone, and the worker has two seconds to stop with
 everything that it has started. So nothing is left behind even when the parent is killed. Workers
-have a session of their own: signals to the parent's process group (Ctrl-C, `timeout`, a scheduler)
-reach only the supervisor, which decides who stops when.
+have a session of their own, and SIGTERM does nothing to them: signals to the parent's process group
+(Ctrl-C, `timeout`) or to all processes of a job (Slurm, systemd) reach only the supervisor, which
+decides who stops when.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ import cloudpickle
 import setproctitle
 
 from dreamfleet.fleet.launchers import Worker
-from dreamfleet.roles.runtime import STOPPED, pickled, process_was_asked_to_stop
+from dreamfleet.roles.runtime import (
+    ORDER,
+    STOPPED,
+    obey_supervisor_only,
+    pickled,
+    process_was_asked_to_stop,
+)
 from dreamfleet.transport.address import remove_socket_files
 
 _TAIL_BYTES, _TAIL_LINES = 20_000, 60
@@ -114,7 +121,7 @@ class LocalWorker:
 
     def terminate(self) -> None:
         if self._process.poll() is None:
-            self._process.terminate()
+            self._process.send_signal(ORDER)
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -134,6 +141,7 @@ LAUNCHER = LocalLauncher
 
 def run_worker() -> None:
     """What the process of a worker does."""
+    obey_supervisor_only()
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -171,7 +179,7 @@ def _read(pipe: FileIO, size: int) -> bytes:
 def _stop_with_parent(pipe: FileIO, orphaned: threading.Event) -> None:
     pipe.read(1)
     orphaned.set()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), ORDER)
     threading.Event().wait(_ORPHAN_SECONDS)
     _end_group()
 
