@@ -118,6 +118,10 @@ class RunConfig:
     expect_envs: CountOrZero = 0
     """Environments that have to be there before the run begins to act, those of joined machines
     included; 0 begins with the first one."""
+    env_lanes: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Groups that the environments of a process are split into, with a message each: while the
+    observations of one are on their way, the others are stepped. Two or more hide the delay of a
+    network behind the time that steps take."""
     remote_envs: bool = False
     """Leave the environments out; they are started elsewhere with `dreamfleet role env`, or, with
     `bind`, with `dreamfleet join`."""
@@ -283,8 +287,11 @@ class RunConfig:
     def policy_batch(self) -> int:
         """Environments in a full policy call."""
         wanted = self.actor_batch if self.actor_batch > 0 else self.known_envs // 2
+        # A call that waited for several lanes of a process would keep them in step with each other,
+        # and would hide no delay.
+        most = -(-self.actor_envs // self.env_lanes)
         # Others may join, and fill it.
-        return max(1, wanted if self.bind else min(wanted, self.actor_envs))
+        return max(1, wanted if self.bind else min(wanted, most))
 
     @property
     def window(self) -> int:

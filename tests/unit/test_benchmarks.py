@@ -9,7 +9,7 @@ import pytest
 from dreamfleet.cli import main
 
 
-@pytest.mark.parametrize("name", ["envs", "metrics", "checkpoint"])
+@pytest.mark.parametrize("name", ["envs", "metrics", "checkpoint", "network"])
 def test_a_quick_run_writes_its_rows(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     assert main(["bench", name, "--quick", "--json", str(path)]) == 0

@@ -22,7 +22,7 @@ LAYERS = [
     ["parallel"],
     ["fleet"],
     ["roles"],
-    ["estimate", "machine", "offline", "plotting", "resuming"],
+    ["audit", "estimate", "machine", "offline", "plotting", "resuming"],
     ["policy"],
     ["presets"],
     ["config"],

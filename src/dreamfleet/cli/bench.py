@@ -12,7 +12,7 @@ from rich.table import Table
 from dreamfleet.benchmarks.report import Row, rows_to_json
 from dreamfleet.cli.console import say, write
 
-Name = Literal["transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint"]
+Name = Literal["transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint", "network"]
 
 
 def bench(

@@ -432,14 +432,14 @@ class Carries:
 
 
 def policy_sizes(args: RunConfig) -> tuple[int, ...]:
-    """The sizes of policy batches in a run: powers of two, a full batch, and a whole process.
+    """The sizes of policy batches in a run: powers of two, a full batch, and a whole lane.
 
     A compiled policy is compiled for each size it meets, and a batch that was closed by the waiting
     time may have any. So batches are padded to the next of these sizes.
     """
+    lane = -(-args.envs_per_process // args.env_lanes)
     # Processes of machines that join have as many as those of the run, at most.
-    most = args.envs_per_process if args.bind else min(args.envs_per_process, args.actor_envs)
-    usual = {args.policy_batch, most}
+    usual = {args.policy_batch, lane if args.bind else min(lane, args.actor_envs)}
     powers = {2**power for power in range(max(usual).bit_length())}
     return tuple(sorted(size for size in usual | powers if size <= max(usual)))
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from dreamfleet.roles.runtime import (
     unpack,
 )
 from dreamfleet.spaces import RESET, without_reset
-from dreamfleet.transport import Client, Closed, Disconnected, RemoteError
+from dreamfleet.transport import Client, Closed, Disconnected, Future, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +44,24 @@ def parallel_env(
     is_eval: bool = False,
     in_run: bool = True,
 ) -> None:
-    """Run one environment, or several in lock-step, until the process is asked to stop.
+    """Run one environment, or several together, until the process is asked to stop.
+
+    Environments share a message with their observations, and are stepped together. With `env_lanes`
+    they are split into so many groups, each with a message of its own: while the observations of
+    one group are on their way to the agent and its actions back, the others are stepped.
 
     An environment that raises loses its own episode and is built again, while the others go on; see
     `RestartedEnv`. One that hangs ends the process (`env_timeout`), and whoever supervises it
     starts it again.
 
-    When the connection to the agent is lost, the running episodes are given up and all environments
-    are reset as soon as it is back: nobody knows whether it received the last observations.
+    When the connection to the agent is lost, environments whose observations are on their way give
+    their episodes up and are reset as soon as it is back: nobody knows whether it received them.
 
     Args:
         make_env: Called with an environment's id, returns the environment. If it takes `attempt`,
             it is told how often this environment was built before, so that another seed can be
             used.
-        envid: Unique in the run; several share a process and a message.
+        envid: Unique in the run; several share a process.
         args: The run; tells where the actions come from.
         is_eval: Whether the data is for evaluation.
         in_run: Whether it is a part of a run, whose settings a person may change.
@@ -74,13 +79,15 @@ def parallel_env(
     for env in envs:
         env.build()
     watchdog.pause()
-    block = ObservationBlock(ids, is_eval)
     server = find_server(args, "evaluator" if is_eval and args.eval_every else "actor")
-    with Client(server, f"env-{ids[0]}", keys=args.run_keys) as client:
+    # Rounds of evaluation step all environments together.
+    in_rounds = is_eval and bool(args.eval_every or not in_run)
+    lanes = split_lanes(envs, ids, is_eval, 1 if in_rounds else args.env_lanes)
+    with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
         close_when_stopped(client)
         try:
             client.connect(_FIRST_TIMEOUT)
-            _step_all(envs, block, client, stop, watchdog, notes)
+            _step_all(lanes, client, stop, watchdog, notes)
         except Closed:
             if not stop.is_set():
                 raise
@@ -91,52 +98,93 @@ def parallel_env(
 
 
 def _step_all(
-    envs: Sequence[RestartedEnv],
-    block: ObservationBlock,
+    lanes: Sequence[Lane],
     client: Client,
     stop: threading.Event,
     watchdog: Watchdog,
     notes: Notes,
 ) -> None:
-    actions: list[Any] = [None] * len(envs)  # None resets
+    envs = [env for lane in lanes for env in lane.envs]
     while not stop.is_set():
-        watchdog.reset()
-        rows = [env.step(action) for env, action in zip(envs, actions, strict=True)]
-        notes.now("waiting")
-        actions = [None] * len(envs)
-        notes.stepped(sum(row is not None for row in rows))
-        obs = block.fill(rows, [env.failures for env in envs])
-        if obs is None:
-            _rebuild(envs, stop)
-            continue
+        for lane in lanes:
+            if lane.may_step():
+                watchdog.reset()
+                notes.stepped(lane.step(client))
+                notes.now("waiting")
+        # Those that failed are built while the agent chooses actions for the others.
+        for env in envs:
+            if not env.built and time.monotonic() >= env.due:
+                env.build()
+        watchdog.reset()  # from here on it is the agent that takes long, not an environment
+        due = min((lane.due for lane in lanes if lane.reply is None), default=float("inf"))
+        pause = max(0.0, min(due - time.monotonic(), watchdog.interval or _PAUSE))
+        if replies := [lane.reply for lane in lanes if lane.reply is not None]:
+            client.wait_any(replies, pause)
+        else:
+            stop.wait(pause)
+
+
+def split_lanes(
+    envs: Sequence[RestartedEnv], ids: Sequence[int], is_eval: bool, count: int
+) -> list[Lane]:
+    """Environments in so many groups of nearly the same size; in fewer, if there are fewer."""
+    count = min(count, len(envs))
+    bounds = [len(envs) * lane // count for lane in range(count + 1)]
+    return [Lane(envs[a:b], ids[a:b], is_eval) for a, b in pairwise(bounds)]
+
+
+class Lane:
+    """Environments that are stepped together, and share a message with their observations."""
+
+    def __init__(self, envs: Sequence[RestartedEnv], ids: Sequence[int], is_eval: bool) -> None:
+        self.envs, self._ids = envs, ids
+        self._block = ObservationBlock(ids, is_eval)
+        self._actions: list[Any] = [None] * len(envs)  # None resets
+        self._sent: list[int] = []  # the places of those whose observations are on their way
+        self.reply: Future | None = None
+        """What the agent will answer; None if it was not asked."""
+        self.due = 0.0
+        """When to step without an answer, on the monotonic clock."""
+
+    def may_step(self) -> bool:
+        """Whether the answer is here; without a question, whether it is time."""
+        return time.monotonic() >= self.due if self.reply is None else self.reply.done()
+
+    def step(self, client: Client) -> int:
+        """Take the actions of the answer, if there is one, and send the next observations; returns
+        how many."""
+        if self.reply is not None and not self._take():
+            return 0
+        rows = [env.step(action) for env, action in zip(self.envs, self._actions, strict=True)]
+        self._actions = [None] * len(self.envs)
+        self._sent = [place for place, row in enumerate(rows) if row is not None]
+        obs = self._block.fill(rows, [env.failures for env in self.envs])
+        if obs is not None:
+            self.reply = client.call_block("act", obs)
+        else:
+            self.due = min((env.due for env in self.envs if not env.built), default=0.0)
+        return len(self._sent)
+
+    def _take(self) -> bool:
+        """Take the answer; returns whether the next step may be made at once."""
+        future, self.reply = self.reply, None
+        assert future is not None
+        self.due = 0.0
         try:
-            future = client.call_block("act", obs)
-            # Those that failed are built while the agent chooses actions for the others.
-            _rebuild(envs)
-            while not future.wait(watchdog.interval):
-                watchdog.reset()  # it is the agent that takes long, not the environment
-            reply = future.result()
+            actions = future.result()
         except Disconnected as error:
-            log.warning("The connection to the agent is lost, all environments reset: %s", error)
+            ids = ", ".join(map(str, self._ids))
+            log.warning("The agent is lost, environments %s are reset: %s", ids, error)
         except RemoteError as error:
             if error.kind != ActorFailed.__name__:
                 raise
             # The agent process is about to end; whoever supervises it decides what comes next.
-            stop.wait(_PAUSE)
+            self.due = time.monotonic() + _PAUSE
+            return False
         else:
-            present = (index for index, row in enumerate(rows) if row is not None)
-            for row, index in enumerate(present):
-                actions[index] = {key: value[row] for key, value in reply.items()}
-
-
-def _rebuild(envs: Sequence[RestartedEnv], wait: threading.Event | None = None) -> None:
-    """Build those that failed, if they are due; with `wait`, wait until one of them is."""
-    missing = [env for env in envs if not env.built]
-    if wait is not None and missing:
-        wait.wait(max(0.0, min(env.due for env in missing) - time.monotonic()))
-    for env in missing:
-        if time.monotonic() >= env.due:
-            env.build()
+            for row, place in enumerate(self._sent):
+                self._actions[place] = {key: value[row] for key, value in actions.items()}
+        return True
 
 
 class RestartedEnv:

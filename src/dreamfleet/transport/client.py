@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -210,6 +210,13 @@ class Client:
         limit = self._patience if timeout is None else timeout
         if not self._progress(lambda: self._welcome is not None, time.monotonic() + limit):
             raise Disconnected(self._no_server(limit))
+
+    def wait_any(self, futures: Collection[Future], timeout: float | None = None) -> bool:
+        """Wait for the first answer to any of these calls of this client; False if none came within
+        `timeout` seconds."""
+        return self._progress(
+            lambda: any(future._done for future in futures), self._deadline(timeout)
+        )
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and how many calls are in flight now."""

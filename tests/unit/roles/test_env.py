@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from dreamfleet.envs.base import EnvCrashedError
 from dreamfleet.envs.wrappers import CheckSpaces
 from dreamfleet.replay import Replay
 from dreamfleet.roles import env as role
-from dreamfleet.roles.env import ObservationBlock, RestartedEnv, Watchdog, _step_all
+from dreamfleet.roles.env import RestartedEnv, Watchdog, _step_all, split_lanes
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
+from dreamfleet.transport import Disconnected, RemoteError
 
 LENGTH = 25
 """Steps of an episode of the dummy, after its first observation."""
@@ -61,26 +63,50 @@ def nan_vector(obs: Any) -> Any:
     return {**obs, "vector": np.full_like(obs["vector"], np.nan)}
 
 
+class Reply:
+    """An answer that is here from the moment at which its agent says so."""
+
+    def __init__(self, last: Any, error: Exception | None = None) -> None:
+        self._last, self._error = last, error
+        self.here = False
+
+    def done(self) -> bool:
+        return self.here
+
+    def result(self) -> dict[str, Any]:
+        assert self.here
+        if self._error is not None:
+            raise self._error
+        return {"action": np.zeros(len(self._last), np.int32), "reset": self._last}
+
+
 class Agent:
-    """A client whose actor resets after last steps, and keeps what it was sent."""
+    """A client whose actor resets after last steps, and keeps what it was sent. It answers one call
+    at a time, the oldest, and some with an error."""
 
-    def __init__(self, steps: int, stop: threading.Event) -> None:
+    def __init__(
+        self, steps: int, stop: threading.Event, errors: Mapping[int, Exception] | None = None
+    ) -> None:
         self.blocks: list[dict[str, Any]] = []
-        self._steps, self._stop = steps, stop
+        self.outstanding: list[Reply] = []
+        self.waits: list[int] = []
+        """How many answers were waited for, each time."""
+        self._steps, self._stop, self._errors = steps, stop, errors or {}
 
-    def call_block(self, method: str, obs: Mapping[str, Any]) -> Agent:
+    def call_block(self, method: str, obs: Mapping[str, Any]) -> Reply:
         assert method == "act"
         self.blocks.append({key: value.copy() for key, value in obs.items()})
         if len(self.blocks) == self._steps:
             self._stop.set()
-        return self
+        reply = Reply(self.blocks[-1]["is_last"], self._errors.get(len(self.blocks)))
+        self.outstanding.append(reply)
+        return reply
 
-    def wait(self, timeout: float | None) -> bool:
+    def wait_any(self, replies: list[Reply], timeout: float | None) -> bool:
+        assert replies == self.outstanding or set(replies) == set(self.outstanding)
+        self.waits.append(len(replies))
+        self.outstanding.pop(0).here = True
         return True
-
-    def result(self) -> dict[str, Any]:
-        last = self.blocks[-1]["is_last"]
-        return {"action": np.zeros(len(last), np.int32), "reset": last}
 
     def rows(self, envid: int, key: str) -> list[Any]:
         return [
@@ -89,21 +115,30 @@ class Agent:
 
 
 def run(
-    args: RunConfig, makes: list[Callable[..., Any]], steps: int = 60
+    args: RunConfig,
+    makes: list[Callable[..., Any]],
+    steps: int = 60,
+    errors: Mapping[int, Exception] | None = None,
 ) -> tuple[Agent, list[RestartedEnv]]:
     stop, notes, watchdog = threading.Event(), Notes(notes_path(args, "env-0")), Watchdog(0)
     envs = [RestartedEnv(make, envid, args, notes, watchdog) for envid, make in enumerate(makes)]
     for env in envs:
         env.build()
-    agent = Agent(steps, stop)
-    block = ObservationBlock(range(len(envs)), is_eval=False)
-    _step_all(envs, block, agent, stop, watchdog, notes)  # type: ignore[arg-type]
+    agent = Agent(steps, stop, errors)
+    lanes = split_lanes(envs, range(len(envs)), False, args.env_lanes)
+    _step_all(lanes, agent, stop, watchdog, notes)  # type: ignore[arg-type]
     return agent, envs
 
 
 @pytest.fixture
 def args(tmp_path: Path) -> RunConfig:
     return small_run(tmp_path, on_failure="restart", env_timeout=0.0)
+
+
+@pytest.fixture
+def laned(args: RunConfig) -> RunConfig:
+    """With more lanes than the environments of these tests need."""
+    return replace(args, env_lanes=3)
 
 
 def flaky(trouble: Mapping[int, Callable[[Any], Any]]) -> Callable[..., Any]:
@@ -266,3 +301,54 @@ def test_the_role_says_what_it_logs_only_once_per_failure(
     with caplog.at_level(logging.WARNING):
         run(args, [flaky({11: explode})], steps=15)
     assert len([r for r in caplog.records if "cut short" in r.message]) == 1
+
+
+def positions(agent: Agent, envid: int) -> list[int]:
+    """Which step of the environment's life each observation was, as the dummy tells."""
+    return [int(row[1] * (LENGTH + 1) + row[2]) for row in agent.rows(envid, "vector")]
+
+
+def test_lanes_step_while_the_observations_of_others_are_on_their_way(laned: RunConfig) -> None:
+    agent, _ = run(laned, [dummy_with_its_id] * 5, steps=90)
+    assert sorted({tuple(block["envid"].tolist()) for block in agent.blocks}) == [
+        (0,),
+        (1, 2),
+        (3, 4),
+    ]
+    assert set(agent.waits) == {3}, "every lane has an answer to wait for, and one only"
+    for envid in range(5):
+        assert positions(agent, envid) == list(range(30)), "order is kept in each environment"
+
+
+def test_an_environment_that_fails_holds_up_no_other_lane(
+    laned: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role, "_FIRST_DELAY", 3600.0)  # the second failure in a row waits
+    healthy = dummy_with_its_id
+    trouble = flaky({4: explode, 5: explode, 6: nan_reward})
+    agent, envs = run(laned, [healthy, trouble, healthy], steps=60)
+    assert envs[1].failures == 2
+    assert len(agent.rows(1, "reward")) == 3
+    for envid in (0, 2):
+        assert positions(agent, envid) == list(range(len(agent.rows(envid, "reward"))))
+        assert len(agent.rows(envid, "reward")) > 25
+    monkeypatch.setattr(role, "_FIRST_DELAY", 0.0)
+    agent, envs = run(laned, [healthy, flaky({4: nan_reward, 9: explode}), healthy], steps=60)
+    assert envs[1].failures == 2
+    lengths = np.diff(np.flatnonzero(agent.rows(1, "is_first"))).tolist()
+    assert lengths == [3, 4]
+
+
+def test_only_lanes_whose_observations_were_on_their_way_lose_their_episodes(
+    laned: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(role, "_PAUSE", 0.0)
+    errors = {11: Disconnected("gone"), 23: RemoteError("broken", "ActorFailed", "")}
+    agent, _ = run(laned, [dummy_with_its_id] * 3, steps=60, errors=errors)
+    assert "environments 1 are reset: gone" in caplog.text
+    starts = [np.flatnonzero(agent.rows(envid, "is_first")).tolist() for envid in range(3)]
+    assert starts[0] == [0]
+    assert starts[1][:3] == [0, 4, 8]
+    assert starts[2] == [0]
+    with pytest.raises(RemoteError, match="odd"):
+        run(laned, [dummy_with_its_id] * 3, errors={5: RemoteError("odd", "ValueError", "")})

@@ -1,0 +1,188 @@
+"""A TCP proxy that does to connections what bad networks do: delay, stalls, cuts.
+
+For measurements and tests on one machine: clients are given `Proxy.address`, and the server stays
+where it is. Bytes are passed on as they are, so encrypted connections work as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, Literal, Self, TypeVar
+
+from dreamfleet.transport.address import parse
+
+Way = Literal["up", "down"]
+"""From the clients to the server, and from the server to the clients."""
+BOTH: tuple[Way, Way] = ("up", "down")
+
+_T = TypeVar("_T")
+_CHUNK = 1 << 16
+_QUEUED = 256  # chunks of one connection and way that are in the proxy; then it stops reading
+
+
+class Proxy:
+    """Passes connections on to a server, from when it is made until it is closed.
+
+    `delay` may be set at any time, and every method called from any thread.
+
+    Args:
+        target: The server's address, such as tcp://127.0.0.1:5551, or a function that says where it
+            is now; asked at every new connection.
+        delay: Seconds that bytes take, each way.
+        host: Where to listen; the port is a free one.
+    """
+
+    def __init__(
+        self, target: str | Callable[[], str], delay: float = 0.0, host: str = "127.0.0.1"
+    ) -> None:
+        self.delay = delay
+        self.connections = 0
+        """Connections that were accepted so far."""
+        self.bytes = {"up": 0, "down": 0}
+        """Bytes that were passed on so far."""
+        self._target = target
+        self._links: set[_Link] = set()
+        self._refusing = False
+        # Others round waiting times up to milliseconds.
+        self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._thread.start()
+        self._flow = {way: asyncio.Event() for way in BOTH}
+        self.resume()
+        self._server = self._call(asyncio.start_server(self._accept, host, 0))
+        self.address = f"tcp://{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    # --- what the network does -------------------------------------------------------------------
+
+    def stall(self, ways: Iterable[Way] = BOTH) -> None:
+        """Pass nothing on, and keep what comes, until `resume`; in one way the connections are half
+        open. Nobody is told."""
+        self._each([self._flow[way] for way in ways], asyncio.Event.clear)
+
+    def resume(self) -> None:
+        """Pass on what was kept, and whatever comes."""
+        self._each(self._flow.values(), asyncio.Event.set)
+
+    def cut(self) -> None:
+        """Reset all connections: both sides notice at once. New ones are accepted."""
+        self._each(self._links, _Link.abort)
+
+    def half_cut(self, way: Way = "up") -> None:
+        """Lose one way of all connections for good. The side that sends is told nothing; the one
+        that receives sees the end of what it was sent."""
+        self._each(self._links, lambda link: link.end(way))
+
+    def refuse(self, refuse: bool = True) -> None:
+        """Reset new connections at once, as if nobody listened, until it is called with False."""
+        self._refusing = refuse
+
+    def close(self) -> None:
+        """Cut all connections and listen no more."""
+        if self._loop.is_closed():
+            return
+        self._call(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- in the proxy's thread -------------------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def _each(self, items: Iterable[_T], action: Callable[[_T], None]) -> None:
+        async def run() -> None:
+            for item in list(items):
+                action(item)
+
+        self._call(run())
+
+    async def _close(self) -> None:
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.CancelledError):  # closing, which asyncio would report as an error
+            await self._serve(reader, writer)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            if self._refusing:
+                raise ConnectionRefusedError
+            server = parse(self._target() if callable(self._target) else self._target)
+            there = await asyncio.open_connection(server.host, server.port)
+        except (OSError, ValueError):
+            writer.transport.abort()
+            return
+        link = _Link(writer, there[1])
+        self._links.add(link)
+        try:
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._pass(reader, link, "up"))
+                ways.create_task(self._pass(there[0], link, "down"))
+        except* OSError:
+            pass  # one side has gone, so the other is told
+        finally:
+            self._links.discard(link)
+            link.abort()
+
+    async def _pass(self, source: asyncio.StreamReader, link: _Link, way: Way) -> None:
+        """Pass on what comes from one side until its end, each chunk when it has taken its time."""
+        chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._read(source, chunks))
+            while True:
+                due, data = await chunks.get()
+                await asyncio.sleep(max(0.0, due - self._loop.time()))
+                await self._flow[way].wait()
+                if not data:
+                    break
+                await link.send(way, data)
+                self.bytes[way] += len(data)
+            link.end(way)
+
+    async def _read(
+        self, source: asyncio.StreamReader, chunks: asyncio.Queue[tuple[float, bytes]]
+    ) -> None:
+        data = b"-"
+        while data:
+            data = await source.read(_CHUNK)
+            await chunks.put((self._loop.time() + self.delay, data))
+
+
+class _Link:
+    """One connection of a client, and the one to the server that belongs to it."""
+
+    def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
+        self._sinks: dict[Way, asyncio.StreamWriter] = {"up": server, "down": client}
+        self._ended: set[Way] = set()
+
+    async def send(self, way: Way, data: bytes) -> None:
+        if way not in self._ended:
+            self._sinks[way].write(data)
+            await self._sinks[way].drain()
+
+    def end(self, way: Way) -> None:
+        """The receiving side sees the end; what comes later is dropped."""
+        if way not in self._ended:
+            self._ended.add(way)
+            if not self._sinks[way].is_closing():
+                self._sinks[way].write_eof()
+
+    def abort(self) -> None:
+        for sink in self._sinks.values():
+            sink.transport.abort()
