@@ -253,18 +253,20 @@ class RunConfig:
         require(
             not (self.remote_envs and self.eval_every)
             or bool(self.bind)
-            or "{auto}" not in self.evaluator_addr,
-            "remote_envs and eval_every need an evaluator_addr that others can know: write one "
-            "without {auto}, or set bind.",
+            or _reachable(self.evaluator_addr),
+            "remote_envs and eval_every need an evaluator_addr that others can know: write "
+            "tcp://HOST:PORT, tcp://HOST:{auto} if they share the run's directory, or set bind.",
         )
         require(
-            not self.remote_envs or bool(self.bind) or "{auto}" not in self.actor_addr,
-            "remote_envs needs an actor_addr that others can know: write one without {auto}, or "
-            "set bind, so that they can join.",
+            not self.remote_envs or bool(self.bind) or _reachable(self.actor_addr),
+            "remote_envs needs an actor_addr that others can know: write tcp://HOST:PORT, "
+            "tcp://HOST:{auto} if they share the run's directory, or set bind, so that they can "
+            "join.",
         )
         require(
-            not self.remote_replay or "{auto}" not in self.replay_addr,
-            "remote_replay needs a replay_addr that others can know: write one without {auto}.",
+            not self.remote_replay or _reachable(self.replay_addr),
+            "remote_replay needs a replay_addr that others can know: write tcp://HOST:PORT, or "
+            "tcp://HOST:{auto} if they share the run's directory.",
         )
 
     @property
@@ -442,6 +444,12 @@ class RunConfig:
                 f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "
                 "version of Dreamfleet that wrote it."
             ) from None
+
+
+def _reachable(address: str) -> bool:
+    """Whether other machines can know it: a port that is chosen later is published in the run's
+    directory, and a file or name of this machine is no use to them."""
+    return "{auto}" not in address or address.startswith("tcp://")
 
 
 def _in_place(logdir: Path, task: str) -> Path:

@@ -128,8 +128,12 @@ def combined(
             if raised:
                 raise raised[0]
     finally:
-        remove_addresses(run.logdir)
+        remove_addresses(run.logdir, elsewhere=_elsewhere(run))
         say(_saved(run.logdir))
+
+
+def _elsewhere(run: RunConfig) -> tuple[RoleName, ...]:
+    return ("replay",) if run.remote_replay else ()
 
 
 def _saved(logdir: Path) -> str:
@@ -226,7 +230,7 @@ def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | 
     """The run as its workers see it: with addresses, a key if it uses tcp, and its configuration
     in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
-    remove_addresses(args.logdir)  # of a run that was killed
+    remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
     notes_path(args, BEGAN).unlink(missing_ok=True)
     fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default

@@ -12,7 +12,7 @@ A role may have several servers. The first one has the role's name, the others a
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -126,9 +126,12 @@ def published_address(logdir: Path, role: RoleName, index: int = 0) -> str:
     return _book.find(logdir, server_name(role, index))
 
 
-def remove_addresses(logdir: Path) -> None:
-    """Forget where the servers of a run listened, and remove the socket files of killed ones."""
+def remove_addresses(logdir: Path, *, elsewhere: Collection[RoleName] = ()) -> None:
+    """Forget where the servers of a run listened, and remove the socket files of killed ones. Roles
+    that somebody else starts `elsewhere` are left alone: they may serve on."""
     for name in _book.names(logdir):
+        if name.startswith(tuple(elsewhere)):
+            continue
         if not name.startswith("."):  # what a killed process did not finish to write
             _remove_socket(_book.find(logdir, name))
         _book.remove(logdir, name)

@@ -55,8 +55,10 @@ class Message:
 _FOREVER = float("inf")
 _RETRY = 0.5  # seconds, the longest pause between two attempts
 _FIRST_RETRY = 0.02
-_CONNECT_TIMEOUT = 3000  # ms; then the name's next number is tried
+_CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
+_HANDSHAKE_TIMEOUT = 10_000  # ms
 _NOBODY = "nobody listens there"
+_SILENT = "there is no answer: its machine is off, or a firewall drops the packets"
 _UNKNOWN = "nobody has published its address yet"
 _UNKNOWN_NAME = "the name of its machine is not known"
 
@@ -137,20 +139,24 @@ class Connection:
         self._socket.linger = 1000
         self._socket.reconnect_ivl = 20
         self._socket.reconnect_ivl_max = 500
-        named = address is not None and address.named
+        tcp = address is not None and address.kind == "tcp"
         choices = endpoints(address) if address else []
         endpoint = choices[self._turn % len(choices)] if choices else ""
         self._socket.ipv6 = "[" in endpoint
-        if named:
+        if tcp:
+            # An attempt whose packets are lost would be repeated after ever longer pauses, up to a
+            # minute after the network is back.
+            self._socket.connect_timeout = _CONNECT_TIMEOUT
+            self._socket.handshake_ivl = _HANDSHAKE_TIMEOUT
+        if address is not None and address.named:
             # One attempt, because the next one may be at another number of the same name.
             self._socket.reconnect_ivl = -1
-            self._socket.connect_timeout = _CONNECT_TIMEOUT
         if self._keys and address and address.kind == "tcp":
             self._keys.protect_client(self._socket)
         # Without a limit: libzmq's only I/O thread blocks on a monitor that is full, and nobody
         # reads this one while the client is idle.
         events = f"inproc://monitor-{secrets.token_hex(8)}"
-        self._socket.monitor(events, _EVENTS | zmq.Event.CLOSED if named else _EVENTS)
+        self._socket.monitor(events, _EVENTS | zmq.Event.CLOSED if tcp else _EVENTS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.rcvhwm = 0
         self._monitor.linger = 0
@@ -159,6 +165,7 @@ class Connection:
         self._monitor_ready = True  # its descriptor only tells of changes after this
         self._final = False  # libzmq has given up, and does not try again by itself
         self._failed = False  # the attempt at one number of a name has
+        self._attempt_at = time.monotonic()
         self._retry_at = time.monotonic() + self._pause if self._find else _FOREVER
         self._poller = select.poll()
         for source in (self._socket, self._monitor, self._waker):
@@ -270,6 +277,10 @@ class Connection:
                 if self._greeted:
                     self._lose()
                     return
+                if event == zmq.Event.CLOSED:
+                    now = time.monotonic()
+                    silent = now - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
+                    self.problem, self._attempt_at = _SILENT if silent else _NOBODY, now
                 if self._address and self._address.named:
                     self._try_another()
             else:
