@@ -22,9 +22,10 @@ from rich.text import Text
 
 from dreamfleet.fleet.record import WorkerState
 from dreamfleet.fleet.stall import some_of
-from dreamfleet.fleet.status import RunStatus, Usage, Watcher, WorkerStatus
+from dreamfleet.fleet.status import MachineStatus, RunStatus, Usage, Watcher, WorkerStatus
 from dreamfleet.fleet.supervisor import Say, silent
 from dreamfleet.formatting import clock, readable
+from dreamfleet.roles.machines import MachineState
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -32,6 +33,9 @@ _SPARKS = 26
 _WIDEST = 100
 _FAILED_SECONDS = 600.0
 _MOST_ERRORS = 3
+_MOST_MACHINES = 12
+_NAME_WIDTH = 32
+_MACHINE_COLORS: dict[MachineState, str] = {"joined": "green", "away": "red", "left": "dim"}
 # Of several states in a row of the table, the first of these is shown.
 _COLORS: dict[WorkerState, str] = {
     "restarting": "red",
@@ -136,7 +140,7 @@ def picture(status: RunStatus) -> RenderableType:
         rows.add_row("time", _time(status))
         if status.start:
             rows.add_row("agent", Text(status.start))
-        parts += [Text(), _workers(status), *_failures(status)]
+        parts += [Text(), _workers(status), *_machines(status), *_failures(status)]
     if status.message:
         parts += [Text(), Text(status.message, style="yellow")]
     return Panel(
@@ -242,6 +246,49 @@ def _workers(status: RunStatus) -> RenderableType:
             clock(status.seconds),
         )
     return table
+
+
+def _machines(status: RunStatus) -> list[RenderableType]:
+    """A row for each machine that has joined, or has left a short while ago."""
+    shown = [
+        machine
+        for machine in status.machines
+        if machine.state != "left" or machine.seconds < _FAILED_SECONDS
+    ]
+    if not shown:
+        return []
+    table = Table("machine", "state", "environments", "steps/s", "failures", box=None)
+    table.header_style = "dim"
+    table.columns[0].max_width = _NAME_WIDTH
+    table.columns[1].no_wrap = True
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for machine in shown[:_MOST_MACHINES]:
+        words = _machine_words(machine)
+        here = machine.state == "joined"
+        table.add_row(
+            Text(machine.name, overflow="ellipsis", no_wrap=True),
+            Text.from_markup(f"[{_MACHINE_COLORS[machine.state]}]●[/] {words}"),
+            f"{machine.envs}" + (f" + {machine.eval_envs} eval" if machine.eval_envs else ""),
+            readable(round(machine.steps_per_second, 1)) if here else "",
+            str(machine.failures) if machine.failures else "",
+        )
+    more = len(shown) - _MOST_MACHINES
+    errors = [
+        Text(f"{machine.name}: {machine.error}", "yellow") for machine in shown if machine.error
+    ]
+    parts: list[RenderableType] = [Text(), table]
+    if more > 0:
+        parts.append(Text(f" and {more} more machines", "dim"))
+    return [*parts, *errors[:_MOST_ERRORS]]
+
+
+def _machine_words(machine: MachineStatus) -> str:
+    if machine.state == "joined":
+        return f"joined {clock(machine.seconds)} ago"
+    if machine.state == "away":
+        return f"away for {clock(machine.silence)}"
+    return f"left {clock(machine.seconds)} ago"
 
 
 def _usage(usages: Sequence[Usage]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ same as the one that started the run:
     config.json     the settings
     addresses/      where the logger listens
     fleet.json      the supervisor and its workers
+    machines.json   machines that have joined
     the logger      steps, scores, the newest metrics
     the system      what each process uses
 """
@@ -19,7 +20,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from dreamfleet.fleet.stall import hanging, late_after, restarting, why_waiting
 from dreamfleet.formatting import clock, readable
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.logger import RECENT_EPISODES
+from dreamfleet.roles.machines import MachineRecord, MachineState, read_machines
 from dreamfleet.roles.notes import Noted, read_notes
 from dreamfleet.transport import Client, Future, TransportError
 from dreamfleet.transport.address import parse
@@ -87,6 +89,27 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True)
+class MachineStatus:
+    """One machine that has joined."""
+
+    name: str
+    state: MachineState
+    envs: int
+    """Training environments."""
+    eval_envs: int
+    """Evaluation environments."""
+    seconds: float
+    """Since it joined; of one that has left, since it left."""
+    silence: float
+    """Seconds since it was last heard of."""
+    steps: int
+    steps_per_second: float
+    failures: int
+    error: str
+    """Why it last failed, or why it left."""
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """Everything that a person is shown of a run."""
 
@@ -112,6 +135,8 @@ class RunStatus:
     """What the supervisor's process uses, with the workers that are its threads."""
     hanging: str = ""
     """Environments that take long right now, while others may go on; empty if none does."""
+    machines: tuple[MachineStatus, ...] = ()
+    """Those that have joined, then those that have left."""
 
     @property
     def running(self) -> bool:
@@ -204,6 +229,11 @@ class RunStatus:
         fields.append(f"{readable(self.steps_per_second)} steps/s")
         if self.replay_ratio is not None:
             fields.append(f"replay ratio {readable(self.replay_ratio)}")
+        if there := [each for each in self.machines if each.state == "joined"]:
+            envs = sum(each.envs + each.eval_envs for each in there)
+            fields.append(f"{_count(len(there), 'machine')} joined ({_count(envs, 'environment')})")
+        if away := sum(each.state == "away" for each in self.machines):
+            fields.append(f"{_count(away, 'machine')} away")
         if self.env_failures:
             rate = readable(self._number("env/failures_per_1000_steps") or 0.0)
             fields.append(f"{self.env_failures} failures of environments ({rate} in 1,000 steps)")
@@ -238,6 +268,7 @@ class RunStatus:
             "replay_ratio": self.replay_ratio,
             "supervisor": self.supervisor,
             "workers": [asdict(worker) for worker in self.workers],
+            "machines": [asdict(machine) for machine in self.machines],
             "metrics": dict(self.metrics),
         }
         return msgspec.json.encode(plain, enc_hook=float).decode()
@@ -245,6 +276,10 @@ class RunStatus:
     def _number(self, key: str) -> float | None:
         value = self.metrics.get(key)
         return None if value is None else float(value)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 class StatusLines:
@@ -336,6 +371,7 @@ class Watcher:
             waiting="",
             workers=self._workers(record, running, now),
             supervisor=self._usage(record.pid, record.host) if record and running else None,
+            machines=_machines(read_machines(self._logdir), running, now) if config.bind else (),
         )
         if record is None or state != "running":
             return status
@@ -384,6 +420,11 @@ class Watcher:
             if state.startswith("making"):
                 return f"the run has made all its steps, and the learner is {state}"
             return "the run has made all its steps and is being saved"
+        if status.config.bind and status.config.remote_envs and not _anybody(status.machines):
+            return (
+                "no machine has joined: 'dreamfleet invite "
+                f"{status.config.logdir}' shows what to type there"
+            )
         return why_waiting(status.metrics, workers, every, now) or (
             f"no progress for {self._progress.still_for:.0f} s, and no worker says that it waits"
         )
@@ -423,6 +464,31 @@ class Watcher:
         except (psutil.Error, ValueError, OverflowError):
             self._processes.pop(pid, None)
             return None
+
+
+def _machines(
+    machines: Sequence[MachineRecord], running: bool, now: float
+) -> tuple[MachineStatus, ...]:
+    """What a coordinator has written; one that was killed has not said that all have left."""
+    return tuple(
+        MachineStatus(
+            name=each.name,
+            state=each.state if running else "left",
+            envs=len(each.envs),
+            eval_envs=len(each.eval_envs),
+            seconds=max(0.0, now - (each.heard if each.state == "left" else each.joined)),
+            silence=max(0.0, now - each.heard),
+            steps=each.steps,
+            steps_per_second=each.steps_per_second if running else 0.0,
+            failures=each.failures,
+            error=each.error,
+        )
+        for each in machines
+    )
+
+
+def _anybody(machines: Sequence[MachineStatus]) -> bool:
+    return any(each.state != "left" for each in machines)
 
 
 def _state(record: FleetRecord | None, responding: bool) -> RunState:
