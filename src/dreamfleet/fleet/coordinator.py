@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from dreamfleet import __version__
+from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.factories import SPACES_FILE
@@ -40,13 +41,15 @@ from dreamfleet.roles.addresses import (
     published_address,
     server_name,
 )
+from dreamfleet.roles.episodes import MOST_JOINED
+from dreamfleet.roles.invitations import ROLE, hooks_of, invited
 from dreamfleet.roles.machines import (
     MachineRecord,
     MachineState,
     read_machines,
     write_machines,
 )
-from dreamfleet.transport import Client, Server, TransportError
+from dreamfleet.transport import Caller, Client, Server, TransportError
 from dreamfleet.transport.address import AUTO, parse
 
 log = logging.getLogger(__name__)
@@ -120,13 +123,17 @@ class Leases:
 
     Args:
         most_train: Training environments that may be there at once.
+        most_eval: The same of evaluation.
         clock: Seconds, rising.
     """
 
     def __init__(
-        self, most_train: int = MOST_ENVS, clock: Callable[[], float] = time.monotonic
+        self,
+        most_train: int = MOST_ENVS,
+        most_eval: int = MOST_ENVS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most = {JOINED: most_train, JOINED_EVAL: MOST_ENVS}
+        self._most = {JOINED: most_train, JOINED_EVAL: most_eval}
         self._clock = clock
         self._leases: dict[str, Lease] = {}
         self._left: deque[MachineRecord] = deque(maxlen=_KEEP_LEFT)
@@ -144,7 +151,7 @@ class Leases:
             else:
                 self._left.append(replace(each, state="left", holder=""))
 
-    def join(self, asked: Asked) -> tuple[str, Lease]:
+    def join(self, asked: Asked, caller: Caller) -> tuple[str, Lease]:
         """New ids for a machine; returns what it proves itself with, and its lease.
 
         Raises:
@@ -162,6 +169,8 @@ class Leases:
             envs_per_process=asked.envs_per_process,
             joined=time.time(),
             heard=time.time(),
+            invitation=caller.name,
+            address=caller.address,
             holder=_digest(token),
         )
         lease = Lease(machine, self._clock(), self._next())
@@ -184,6 +193,14 @@ class Leases:
         if lease is not None:
             self._note_left(lease.machine, error or lease.machine.error)
         return lease
+
+    def revoke(self, invitations: Collection[str]) -> None:
+        """Take back the ids of machines whose invitation is not good any more."""
+        for holder, lease in list(self._leases.items()):
+            if lease.machine.invitation in invitations:
+                del self._leases[holder]
+                why = f"its invitation {lease.machine.invitation!r} was revoked"
+                self._note_left(lease.machine, why)
 
     def expire(self) -> None:
         """Take back the ids of machines that are not heard of any more."""
@@ -217,8 +234,8 @@ class Leases:
         steps.append((now, report.steps))
         while now - steps[0][0] > _RATE_SECONDS:
             steps.popleft()
-        (then, before), seconds = steps[0], now - steps[0][0]
-        del then
+        since, before = steps[0]
+        seconds = now - since
         lease.machine = replace(
             lease.machine,
             state="joined",
@@ -274,16 +291,20 @@ class Coordinator:
     ) -> None:
         self._run, self._on_failure = run, on_failure
         self._lock = threading.Lock()
-        self._leases = Leases(_room(run))
+        self._leases = Leases(_room(run), MOST_JOINED if run.eval_every else MOST_ENVS)
         self._leases.restore(read_machines(run.logdir))
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
         self._written = ""
         self._stop = threading.Event()
-        self._server = Server(address, "coordinator", keys=run.server_keys)
-        for name in ("describe", "join", "beat", "leave"):
-            # Nothing is doubled by a resend: ids that nobody uses expire.
-            self._server.bind(name, getattr(self, name), repeatable=True)
+        self._invited = invited(run)
+        hooks = hooks_of(self._invited)
+        self._server = Server(address, "coordinator", keys=run.server_keys, **hooks)
+        # Nothing is doubled by a resend: ids that nobody uses expire.
+        may: dict[str, Any] = {"repeatable": True, "roles": (ROLE,)}
+        self._server.bind("join", self.join, pass_caller=True, **may)
+        for name in ("describe", "beat", "leave"):
+            self._server.bind(name, getattr(self, name), **may)
         self._thread = threading.Thread(target=self._keep, name="coordinator", daemon=True)
 
     @property
@@ -321,7 +342,7 @@ class Coordinator:
         _check_version(_checked(version, Name))
         return {"version": __version__, **self._description, **self._now()}
 
-    def join(self, asked: Any) -> dict[str, Any]:
+    def join(self, caller: Caller, asked: Any) -> dict[str, Any]:
         """Ids for the environments of a machine."""
         request = _checked(asked, Asked)
         _check_version(request.version)
@@ -336,7 +357,7 @@ class Coordinator:
         with self._lock:
             if self._over:
                 raise Refused(self._over)
-            token, lease = self._leases.join(request)
+            token, lease = self._leases.join(request, caller)
             self._write()
         log.info("%s has joined with environments %s", lease.machine.name, lease.ids)
         return {
@@ -378,18 +399,20 @@ class Coordinator:
 
     def _keep(self) -> None:
         """Write who is there, and tell the logger."""
-        next_log = time.monotonic() + self._run.log_every
-        with Client(
-            find_server(self._run, "logger"), "coordinator", 2, keys=self._run.run_keys
-        ) as logger:
-            while not self._stop.wait(min(_WRITE_SECONDS, self._run.log_every)):
+        should_log, run = LocalClock(self._run.log_every), self._run
+        logger = Client(find_server(run, "logger"), "coordinator", 2, keys=run.run_keys)
+        try:
+            while not self._stop.wait(min(_WRITE_SECONDS, run.log_every)):
                 with self._lock:
+                    if self._invited:
+                        self._leases.revoke(self._invited.revoked())
                     self._write()
                     machines = self._leases.machines()
-                if time.monotonic() >= next_log:
-                    next_log = time.monotonic() + self._run.log_every
+                if should_log() and logger.stats()["inflight"] < 2:
                     with suppress(TransportError):  # it is restarting, and the next ones follow
                         logger.call("add", -1, metrics(machines))
+        finally:
+            logger.close(flush=0.0)
 
     def _write(self) -> None:
         machines = self._leases.machines()

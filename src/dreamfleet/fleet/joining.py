@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _CALL_SECONDS = 10.0
+_BEAT_SECONDS = 3.0
 _SAY_SECONDS = 60.0
 _PLACE_PREFIX = "dreamfleet-join-"
 _ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
@@ -176,9 +177,16 @@ class _Machine:
                 if _REFUSED_KEY in str(error) or time.monotonic() >= deadline:
                     raise JoinError(_unreachable(self._address, error)) from None
 
-    def _ask(self, client: Client, kind: type[Any], method: str, *arguments: Any) -> Any:
+    def _ask(
+        self,
+        client: Client,
+        kind: type[Any],
+        method: str,
+        *arguments: Any,
+        timeout: float = _CALL_SECONDS,
+    ) -> Any:
         try:
-            answer = client.call(method, *arguments).result(_CALL_SECONDS)
+            answer = client.call(method, *arguments).result(timeout)
         except RemoteError as error:
             raise JoinError(_sentence(error)) from None
         try:
@@ -326,9 +334,8 @@ class _Link:
             report = self._report()
             sent = time.monotonic()
             try:
-                answer = self._machine._ask(
-                    self._client, _Answer, "beat", self._lease.token, report
-                )
+                call = ("beat", self._lease.token, report)
+                answer = self._machine._ask(self._client, _Answer, *call, timeout=_BEAT_SECONDS)
             except (TransportError, JoinError) as error:
                 if isinstance(error, JoinError) or _REFUSED_KEY in str(error):
                     self.refused = _turned_away(error)

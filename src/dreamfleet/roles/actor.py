@@ -20,6 +20,7 @@ from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, pad_rows, put_rows
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger import video_env
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
@@ -61,7 +62,9 @@ def parallel_actor(
         Client(find_server(args, "logger"), "actor-logger", 8, keys=keys) as logger,
     ):
         actor = Actor(agent, args, progress, replay, logger)
-        server = BatchServer(listen_address(args, "actor"), "actor", args.server_keys)
+        server = BatchServer(
+            listen_address(args, "actor"), "actor", args.server_keys, **hooks_of(invited(args))
+        )
         server.bind(
             "act",
             actor.act,

@@ -16,15 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Agent, Arrays, Mode
+from dreamfleet.errors import DreamfleetError
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
 from dreamfleet.roles.actor import Carries
+from dreamfleet.roles.invitations import Invited, hooks_of
 from dreamfleet.spaces import RESET, without_logs
 from dreamfleet.transport import BatchServer, Closed, Keys
 
 Group = tuple[int, ...]
 """The ids of the environments that share a process, and a message."""
 _TICK_SECONDS = 1.0
+MOST_JOINED = 64
+"""Environments of machines that have joined, at most: each process may wait in a thread."""
+
+
+class RoundInterrupted(DreamfleetError):
+    """All environments have left in the middle of a round, which is played again."""
+
+
+class UnknownEnvironment(DreamfleetError):
+    """Somebody sent observations of an environment that is none of the run's."""
 
 
 def groups_of(ids: Sequence[int], size: int) -> list[Group]:
@@ -45,6 +57,10 @@ class EpisodeServer:
         max_steps: Steps after which an episode is cut short.
         why: Why an environment of a group has failed.
         keys: The run key, for tcp.
+        joined: The environments of machines that have joined, in the same way. A round is played by
+            those that are there when it begins; what one that leaves has not played yet is played
+            by the others.
+        invited: Who these machines are.
     """
 
     def __init__(
@@ -55,22 +71,25 @@ class EpisodeServer:
         max_steps: int,
         why: Callable[[Group], str],
         keys: Keys | None = None,
+        joined: Callable[[], Sequence[Group]] | None = None,
+        invited: Invited | None = None,
     ) -> None:
-        self._groups, self._max_steps, self._why = list(groups), max_steps, why
-        self._group_of = {envid: group for group in groups for envid in group}
-        self._places = {envid: place for place, envid in enumerate(self._group_of)}
+        self._own, self._joined_now = list(groups), joined
+        self._max_steps, self._why = max_steps, why
+        self._groups: list[Group] = []  # of this round
+        self._places: dict[int, int] = {}
+        self._set_groups(self._own)
         self._round: _Round | None = None
         self._changed = threading.Condition()
         self._waiting: dict[Group, _Request] = {}
         self._failures: deque[tuple[Group, str, bool]] = deque()
         self._gone: set[Group] = set()
         self._closed = False
-        self._server = BatchServer(address, "evaluation", keys)
+        self._server = BatchServer(address, "evaluation", keys, **hooks_of(invited))
         # Every message is a batch, on a thread that waits for the others. Twice as many threads:
         # one may still wait for a process that was started again meanwhile.
-        self._server.bind(
-            "act", self._act, batch=1, wait=0.0, workers=2 * len(self._groups), roles=("env",)
-        )
+        most = len(self._own) + (MOST_JOINED if joined else 0)
+        self._server.bind("act", self._act, batch=1, wait=0.0, workers=2 * most, roles=("env",))
 
     @property
     def address(self) -> str:
@@ -115,11 +134,13 @@ class EpisodeServer:
 
         Raises:
             Closed: Somebody asked for the end.
+            RoundInterrupted: All environments have left.
         """
+        self._begin_round(tick)
         self._round = current = _Round(agent, mode, len(self._places), episodes, self._max_steps)
         while True:
             tick()
-            requests = self._wait_for_all(tick)
+            requests = self._wait_for_all(tick, current)
             while self._failures:
                 group, error, for_good = self._failures.popleft()
                 if for_good:
@@ -129,7 +150,7 @@ class EpisodeServer:
             if current.over():
                 return current.result()
             if requests:
-                obs, there = self._joined(requests)
+                obs, there = self._stacked(requests)
                 for place in current.interrupted(obs, there):
                     current.fail(place, self._why(self._group_at(place)))
                 reply = current.step(obs, there)
@@ -144,16 +165,67 @@ class EpisodeServer:
         ids = self._places if group is None else group
         return [each for envid in ids for each in self._round.played[self._places[envid]]]
 
+    def _set_groups(self, groups: Sequence[Group]) -> None:
+        self._groups = list(groups)
+        self._places = {envid: n for n, envid in enumerate(e for group in groups for e in group)}
+
+    def _begin_round(self, tick: Callable[[], None]) -> None:
+        """Choose who plays: the own environments, and those of machines that are waiting."""
+        if self._joined_now is None:
+            return
+        while True:
+            with self._changed:
+                if self._closed:
+                    raise Closed("The evaluation was ended.")
+                there = [group for group in self._joined_now() if group in self._waiting]
+                for group in set(self._waiting) - {*there, *self._own}:
+                    self._waiting.pop(group).given_up = True  # its machine has left
+                if self._own or there:
+                    self._gone.clear()
+                    self._failures.clear()
+                    self._set_groups([*self._own, *there])
+                    return
+                self._changed.wait(_TICK_SECONDS)
+            tick()
+
+    def _who_left(self, current: _Round) -> None:
+        """Let others play what machines have not played that have left."""
+        if self._joined_now is None:
+            return
+        left = set(self._groups) - {*self._own, *self._joined_now()} - self._gone
+        if not left:
+            return
+        self._gone |= left
+        for group in left:
+            if (request := self._waiting.pop(group, None)) is not None:
+                request.given_up = True
+        living = [self._places[e] for g in self._groups if g not in self._gone for e in g]
+        if not living:
+            raise RoundInterrupted("All machines with evaluation environments have left.")
+        for group in left:
+            for envid in group:
+                current.pass_on(self._places[envid], living)
+        self._changed.notify_all()
+
     def _group_at(self, place: int) -> Group:
-        return self._group_of[list(self._places)[place]]
+        envid = list(self._places)[place]
+        return next(group for group in self._groups if envid in group)
+
+    def _group_of(self, envid: int) -> Group:
+        for group in (*self._own, *(self._joined_now() if self._joined_now else ())):
+            if envid in group:
+                return group
+        raise UnknownEnvironment(
+            f"Environment {envid} is none of the evaluation environments of this run."
+        )
 
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, None]:
         """What an environment process calls; returns when it is its turn to step."""
         ids = obs.pop("envid").tolist()
         del obs["is_eval"]
         obs.pop("failures", None)
-        group = self._group_of[ids[0]]
-        request = _Request([self._places[envid] for envid in ids], obs)
+        group = self._group_of(ids[0])
+        request = _Request(ids, obs)
         with self._changed:
             if (before := self._waiting.get(group)) is not None:
                 before.given_up = True  # that process is gone; this one has taken its place
@@ -165,7 +237,7 @@ class EpisodeServer:
                 self._changed.wait()
             return request.reply, None
 
-    def _wait_for_all(self, tick: Callable[[], None]) -> dict[Group, _Request]:
+    def _wait_for_all(self, tick: Callable[[], None], current: _Round) -> dict[Group, _Request]:
         """The observations of all environments; none if something failed."""
         while True:
             with self._changed:
@@ -173,17 +245,18 @@ class EpisodeServer:
                     raise Closed("The evaluation was ended.")
                 if self._failures:
                     return {}
+                self._who_left(current)
                 living = [group for group in self._groups if group not in self._gone]
                 if all(group in self._waiting for group in living):
                     return {group: self._waiting[group] for group in living}
                 self._changed.wait(_TICK_SECONDS)
             tick()
 
-    def _joined(self, requests: dict[Group, _Request]) -> tuple[Arrays, NDArray[np.bool_]]:
+    def _stacked(self, requests: dict[Group, _Request]) -> tuple[Arrays, NDArray[np.bool_]]:
         """A row for each environment, and which of them have sent one. The others, which have
         failed, get somebody else's, so that the policy is compiled for one size only."""
         parts = list(requests.values())
-        places = np.concatenate([part.places for part in parts])
+        places = np.concatenate([self._places_of(part) for part in parts])
         source = np.zeros(len(self._places), np.intp)
         source[places] = np.arange(len(places))
         there = np.zeros(len(self._places), bool)
@@ -194,17 +267,21 @@ class EpisodeServer:
     def _reply(self, requests: dict[Group, _Request], reply: Arrays) -> None:
         with self._changed:
             for group, request in requests.items():
-                request.reply = {key: value[request.places] for key, value in reply.items()}
+                places = self._places_of(request)
+                request.reply = {key: value[places] for key, value in reply.items()}
                 if self._waiting.get(group) is request:
                     del self._waiting[group]
             self._changed.notify_all()
+
+    def _places_of(self, request: _Request) -> NDArray[np.intp]:
+        return np.array([self._places[envid] for envid in request.ids], np.intp)
 
 
 class _Request:
     """What a process has observed, in some of its environments, and the reply that it waits for."""
 
-    def __init__(self, places: Sequence[int], obs: dict[str, Any]) -> None:
-        self.places, self.obs = np.array(places, np.intp), obs
+    def __init__(self, ids: Sequence[int], obs: dict[str, Any]) -> None:
+        self.ids, self.obs = ids, obs
         self.reply: Arrays | None = None
         self.given_up = False
 
@@ -263,6 +340,13 @@ class _Round:
         if self._left[episode.envid]:
             self._left[episode.envid] -= 1
             self.played[episode.envid].append(Played(episode, cut_short))
+
+    def pass_on(self, place: int, living: Sequence[int]) -> None:
+        """An environment has left, and others play what it has not played yet."""
+        for number in range(self._left[place]):
+            self._left[living[number % len(living)]] += 1
+        self._left[place] = 0
+        self._running[place] = False
 
     def fail(self, place: int, error: str, *, for_good: bool = False) -> None:
         """The next episode of an environment has failed, or all that it has left."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from dreamfleet.metrics.evaluations import (
 )
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
-from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
+from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
+from dreamfleet.roles.invitations import invited
+from dreamfleet.roles.machines import read_machines
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.roles.runtime import stop_event
 from dreamfleet.transport import Client, Closed, TransportError
@@ -40,7 +43,8 @@ def parallel_evaluator(args: RunConfig) -> None:
     Args:
         args: The run; its evaluation environments call this role instead of the actor.
     """
-    groups = groups_of(range(args.envs, args.all_envs), args.envs_per_process)
+    own = range(args.envs, args.envs if args.bind and args.remote_envs else args.all_envs)
+    groups = groups_of(own, args.envs_per_process)
 
     def why(group: Group) -> str:
         name = f"env-{group[0]}"
@@ -53,6 +57,8 @@ def parallel_evaluator(args: RunConfig) -> None:
         max_steps=args.eval_max_steps,
         why=why,
         keys=args.server_keys,
+        joined=partial(joined_groups, args.logdir) if args.bind else None,
+        invited=invited(args),
     )
     stop = stop_event(on_stop=server.stop)
     logs = find_server(args, "logger")
@@ -74,6 +80,9 @@ def parallel_evaluator(args: RunConfig) -> None:
                 score = _play_round(args, server, policy, logger)
             except Closed:
                 return
+            except RoundInterrupted as error:
+                log.warning("The round with %s is played again: %s", path, error)
+                continue
             except Exception as error:  # a round is not worth a run
                 policy = None
                 log.exception("The round with %s failed", path)
@@ -84,6 +93,16 @@ def parallel_evaluator(args: RunConfig) -> None:
             except (OSError, CheckpointError) as error:
                 log.warning("%s does not get its score: %s", path, error)
             notes.progress()
+
+
+def joined_groups(logdir: Path) -> list[Group]:
+    """The evaluation environments of machines that have joined, by their processes."""
+    return [
+        group
+        for machine in read_machines(logdir)
+        if machine.state != "left"
+        for group in groups_of(machine.eval_envs, machine.envs_per_process)
+    ]
 
 
 def _play_round(

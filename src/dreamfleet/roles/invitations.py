@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.transport import Keys, TransportError
+from dreamfleet.transport import Identity, Keys, RoleKey, TransportError
 from dreamfleet.transport.address import Address
+from dreamfleet.transport.security import Identify, Revoked
 
 FOLDER = "invitations"
+ROLE = "env"
+"""What whoever holds an invitation may be in the run."""
+_SETTLED_NS = 2_000_000_000
 FIRST = "first"
 """The name of the invitation that a run makes by itself."""
 _SCHEME = "dreamfleet"
@@ -74,7 +80,7 @@ def first_invitation(logdir: Path, keys: Keys) -> Invitation:
     return invite(logdir, next(name for name in names if name not in taken), keys)
 
 
-def read_url(text: str) -> tuple[Address, Keys]:
+def read_url(text: str) -> tuple[Address, RoleKey]:
     """The address and the key that a line holds.
 
     Raises:
@@ -98,7 +104,7 @@ def read_url(text: str) -> tuple[Address, Keys]:
             f"The address has no key after its '#': copy the whole {shape}, with its quotes."
         )
     try:
-        return Address("tcp", host, port), Keys.from_text(parts.fragment)
+        return Address("tcp", host, port), RoleKey.from_text(parts.fragment)
     except TransportError:
         raise ConfigError(
             f"The key after the '#' is damaged: copy the whole {shape}, with its quotes."
@@ -120,7 +126,7 @@ def invite(logdir: Path, name: str, keys: Keys) -> Invitation:
             f"There is an invitation {name!r} already; what was revoked stays so: choose another "
             "name."
         )
-    invitation = Invitation(name, keys.secret.hex(), time.time())
+    invitation = Invitation(name, keys.invite(ROLE).text, time.time())
     _write(logdir, invitation)
     return invitation
 
@@ -147,6 +153,67 @@ def invitations(logdir: Path) -> list[Invitation]:
         if (invitation := _read(path, Invitation)) is not None
     ]
     return sorted(found, key=lambda each: each.made)
+
+
+class Invited:
+    """Who holds the invitations of a run, for its servers. Cheap to ask: files are read again only
+    when one was added or replaced.
+
+    Args:
+        logdir: The run's directory.
+    """
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir = logdir
+        self._written = -1
+        self._names: dict[bytes, str] = {}
+        self._revoked: frozenset[str] = frozenset()
+
+    def identify(self, public: bytes) -> Identity | None:
+        """What a public key stands for; None for a stranger's."""
+        self._read()
+        name = self._names.get(public)
+        return None if name is None or name in self._revoked else Identity(ROLE, name)
+
+    def revoked(self) -> frozenset[str]:
+        """The names of invitations that are not good any more."""
+        self._read()
+        return self._revoked
+
+    def _read(self) -> None:
+        try:
+            written = (self._logdir / FOLDER).stat().st_mtime_ns
+        except OSError:
+            return
+        if written == self._written:
+            return
+        known = invitations(self._logdir)
+        # A file may still be added within the tick of the clock that was read.
+        settled = abs(time.time_ns() - written) > _SETTLED_NS
+        self._written = written if settled else -1
+        self._names, revoked = {}, set()
+        for each in known:
+            with suppress(TransportError):  # a damaged file lets nobody in
+                self._names[RoleKey.from_text(each.key).public] = each.name
+                revoked |= {each.name} if each.revoked else set()
+        self._revoked = frozenset(revoked)
+
+
+def invited(args: RunConfig) -> Invited | None:
+    """Who may join a run; None if nobody may."""
+    return Invited(args.logdir) if args.bind else None
+
+
+class Hooks(TypedDict, total=False):
+    """What a server is given to know invitations."""
+
+    identify: Identify
+    revoked: Revoked
+
+
+def hooks_of(invited: Invited | None) -> Hooks:
+    """The arguments of a server that admits those who are invited."""
+    return {} if invited is None else {"identify": invited.identify, "revoked": invited.revoked}
 
 
 def write_place(logdir: Path, place: Place) -> None:

@@ -46,6 +46,10 @@ class MachineRecord:
     """How often an environment, or a process, of it has failed."""
     error: str = ""
     """The last of these failures, or why it left."""
+    invitation: str = ""
+    """The name of the invitation that it has joined with."""
+    address: str = ""
+    """From where it is connected."""
     holder: str = ""
     """A digest of what the machine proves itself with; empty for one that has left."""
 
