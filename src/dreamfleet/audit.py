@@ -101,7 +101,8 @@ def audit_steps(steps: dict[str, NDArray[Any]]) -> Findings:
     own = (environment[1:] == environment[:-1]) & follows
     same = (life[1:] == life[:-1]) & (episode[1:] == episode[:-1]) & own
     goes_on = same & (step[1:] == step[:-1] + 1) & ~first[1:].astype(bool)
-    begins = own & (step[1:] == 0) & first[1:].astype(bool)
+    # The ids of a machine that has left may be another's, which begins an episode.
+    begins = follows & (step[1:] == 0) & first[1:].astype(bool)
     ended = last[:-1].astype(bool)  # the replay marks episodes that were cut short, too
     spliced = np.sum(follows & ~(goes_on | (begins & ended)))
     spliced += np.sum(first.astype(bool) != (step == 0))
