@@ -9,6 +9,7 @@ from dreamfleet.cli.console import say
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.joining import Wish
 from dreamfleet.fleet.joining import join as join_run
+from dreamfleet.roles.invitations import find_url
 from dreamfleet.settings import Count, CountOrZero, ZeroOrMore
 
 
@@ -29,7 +30,8 @@ def join(
     run. Ctrl-C leaves; when the run is over, this command ends.
 
     Args:
-        url: dreamfleet://HOST:PORT/#KEY, in quotes.
+        url: dreamfleet://HOST:PORT/#KEY, in quotes; a file that holds it; or the directory of the
+            run, where this machine sees it.
         envs: Environments that collect training data; one if not given, none with --eval-envs.
         eval_envs: Environments for evaluation.
         envs_per_process: Environments that share a process; as in the run if not given.
@@ -45,4 +47,4 @@ def join(
         raise ConfigError("A machine joins with one environment at least: --envs 1.")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     wish = Wish(count, eval_envs, envs_per_process, task, trust)
-    join_run(url, wish, logdir=logdir, patience=patience, say=say)
+    join_run(find_url(url), wish, logdir=logdir, patience=patience, say=say)

@@ -8,7 +8,7 @@ from pathlib import Path
 from dreamfleet.cli.console import out, say, write
 from dreamfleet.config import read_config
 from dreamfleet.display import live, picture, picture_svg
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.fleet.status import RunStatus, Watcher
 
 _PATIENCE = 3.0
@@ -22,6 +22,7 @@ def status(
     follow: bool = False,
     json: bool = False,
     svg: Path | None = None,
+    check: bool = False,
 ) -> None:
     """Say what a run is doing, also from another terminal.
 
@@ -30,7 +31,12 @@ def status(
         follow: Show it again and again, until Ctrl-C; without a terminal until the run ends.
         json: Print one JSON object in a line instead of the picture.
         svg: Also write the picture to this file.
+        check: Say nothing, and exit with code 1 unless the run is under way and responds: a health
+            check for containers.
     """
+    if check:
+        _check(logdir)
+        return
     live_display = follow and out.is_terminal and not json
     with Watcher(logdir) as watcher:
         found = watcher.look(_PATIENCE)
@@ -53,6 +59,16 @@ def status(
     if live_display:
         with live(logdir, out):
             threading.Event().wait()
+
+
+def _check(logdir: Path) -> None:
+    with Watcher(logdir) as watcher:
+        found = watcher.look(_PATIENCE)
+    if found is None or not found.running:
+        how = "has not begun" if found is None else f"is {found.state}"
+        raise DreamfleetError(f"The run in {logdir} {how}.")
+    if found.state != "evaluating" and not found.responding:
+        raise DreamfleetError(f"The run in {logdir} is under way, but its logger does not respond.")
 
 
 def _show(found: RunStatus, as_json: bool) -> None:

@@ -155,6 +155,32 @@ def invitations(logdir: Path) -> list[Invitation]:
     return sorted(found, key=lambda each: each.made)
 
 
+def find_url(text: str) -> str:
+    """The address that a person means: what was typed, or what stands in the file or in the run's
+    directory of that name.
+
+    Raises:
+        ConfigError: It is the directory of a run that nobody can join.
+    """
+    path = Path(text)
+    if f"{_SCHEME}://" in text or not path.exists():
+        return text
+    if path.is_dir():
+        place = read_place(path)
+        good = [each for each in invitations(path) if not each.revoked]
+        if place is None or not good:
+            raise ConfigError(
+                f"Nobody can join a run in {path}: start it with --bind 0.0.0.0, or look at its "
+                f"invitations with 'dreamfleet invite {path}'."
+            )
+        return url(place, good[0])
+    try:
+        found = re.search(rf"{_SCHEME}://[^\s'\"]+", path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    return found[0] if found else text
+
+
 class Invited:
     """Who holds the invitations of a run, for its servers. Cheap to ask: files are read again only
     when one was added or replaced.

@@ -19,6 +19,7 @@ import pytest
 from fleet_parts import small_run
 from rich.console import Console
 
+from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
 from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
@@ -216,6 +217,23 @@ def test_states_of_a_run(run: Run) -> None:
         if not status.running:
             assert {worker.state for worker in status.workers} == {"ended"}
             assert status.seconds_left is None
+
+
+def test_a_health_check_needs_a_run_that_is_under_way_and_responds(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dreamfleet.cli.status._PATIENCE", 10.0)
+    words = ["status", str(run.logdir), "--check"]
+    with run.logger():
+        assert main(words) == 0
+        assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("dreamfleet.cli.status._PATIENCE", 0.0)
+    assert main(words) == 1
+    assert "its logger does not respond" in capfd.readouterr().err
+    run.write(state="failed")
+    assert main(words) == 1
+    assert "is failed" in capfd.readouterr().err
+    assert main(["status", str(run.logdir / "other"), "--check"]) == 1
 
 
 def test_a_run_on_another_machine_is_running_while_its_logger_responds(run: Run) -> None:

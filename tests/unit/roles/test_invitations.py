@@ -12,6 +12,7 @@ from dreamfleet.roles.invitations import (
     FOLDER,
     Invited,
     Place,
+    find_url,
     first_invitation,
     invitations,
     invite,
@@ -54,6 +55,27 @@ def test_other_lines_are_refused_without_their_key(text: str, words: str) -> Non
     with pytest.raises(ConfigError, match=words) as error:
         read_url(text)
     assert "env.abc" not in str(error.value)
+
+
+def test_an_address_is_typed_or_found_in_a_file_or_in_a_directory(tmp_path: Path) -> None:
+    """Secrets of containers are files, and the nodes of a cluster share the run's directory."""
+    place = Place("gpu1", 5550, {"actor": 5551})
+    write_place(tmp_path, place)
+    with pytest.raises(ConfigError, match="Nobody can join a run in"):
+        find_url(str(tmp_path))
+    invitation = first_invitation(tmp_path, KEYS)
+    wanted = url(place, invitation)
+    assert find_url(wanted) == find_url(str(tmp_path)) == wanted
+    file = tmp_path / "line"
+    for text in (wanted, f"{wanted}\n", f"To join, type\n  dreamfleet join '{wanted}' --envs 4\n"):
+        file.write_text(text)
+        assert find_url(str(file)) == wanted
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_url(str(file))
+    revoke(tmp_path, invitation.name)
+    with pytest.raises(ConfigError, match="dreamfleet invite"):
+        find_url(str(tmp_path))
 
 
 def test_invitations_are_known_until_they_are_revoked(tmp_path: Path) -> None:
