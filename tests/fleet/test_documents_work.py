@@ -156,22 +156,32 @@ def runs_of_several_machines() -> list[list[list[str]]]:
     return runs
 
 
-@pytest.mark.parametrize("shown", runs_of_several_machines(), ids=["shared", "copied"])
+@pytest.mark.parametrize("shown", runs_of_several_machines(), ids=["joined", "shared", "copied"])
 def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path: Path) -> None:
     """The commands as shown. All machines are this one, each in a directory of its own, unless the
     page says that they share one."""
-    shared = "--config" not in shown[1]
+    shared, joins = "--config" not in shown[1], shown[1][0] == "join"
     program = str(Path(sys.executable).with_name("dreamfleet"))
-    values = {"tcp://10.0.0.5:5551": resolve("tcp://127.0.0.1:{auto}"), "TASK": "bundled:dummy"}
+    free = resolve("tcp://127.0.0.1:{auto}")
+    values = {"tcp://10.0.0.5:5551": free, "TASK": "bundled:dummy"}
+    values["0.0.0.0"] = free.removeprefix("tcp://")
     train, *roles = ([values.get(word, word) for word in words] for words in shown)
     first, *others = (tmp_path / str(number) for number in range(len(shown)))
     run_directory = first / "DIR"
     first.mkdir()
-    started = [subprocess.Popen([program, *shortened(train)], cwd=first)]
+    # What has joined does all the work.
+    alone = ["--remote-envs"] if joins else []
+    with (tmp_path / "said").open("w") as said:
+        started = [subprocess.Popen([program, *shortened(train), *alone], cwd=first, stdout=said)]
     try:
         while not (run_directory / "config.json").exists():
             assert started[0].poll() is None
             time.sleep(0.05)
+        if joins:
+            while not (lines := re.findall(r"'dreamfleet://.*'", (tmp_path / "said").read_text())):
+                assert started[0].poll() is None
+                time.sleep(0.05)
+            roles = [["join", lines[0].strip("'"), *words[2:]] for words in roles]
         for place, words in zip(others, roles, strict=True):
             if not shared:
                 place.mkdir()
@@ -179,6 +189,8 @@ def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path:
                     shutil.copy2(run_directory / name, place / name)
             started.append(subprocess.Popen([program, *words], cwd=first if shared else place))
         assert started[0].wait(250) == 0
+        if joins:
+            assert started[1].wait(60) == 0
     finally:
         for process in started:
             process.terminate()
