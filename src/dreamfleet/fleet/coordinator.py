@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import secrets
+import shutil
 import threading
 import time
 from collections import deque
@@ -33,7 +34,8 @@ from dreamfleet import __version__
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.fleet.factories import SPACES_FILE
+from dreamfleet.estimate import step_bytes
+from dreamfleet.fleet.factories import SPACES_FILE, read_spaces
 from dreamfleet.roles.addresses import (
     RoleName,
     find_server,
@@ -258,7 +260,7 @@ class Leases:
             kind = "evaluation" if first == JOINED_EVAL else "training"
             raise Refused(
                 f"{wanted} more {kind} environments are too many: {there} have joined, and there "
-                f"is room for {self._most[first]} (with replay.capacity more, for training)."
+                f"is room for {self._most[first]} in the run's replay."
             )
         return tuple(islice((envid for envid in count(first) if envid not in used), wanted))
 
@@ -291,7 +293,9 @@ class Coordinator:
     ) -> None:
         self._run, self._on_failure = run, on_failure
         self._lock = threading.Lock()
-        self._leases = Leases(_room(run), MOST_JOINED if run.eval_every else MOST_ENVS)
+        self._chunk_bytes = _chunk_bytes(run)
+        room = _room(run, self._chunk_bytes)
+        self._leases = Leases(room, MOST_JOINED if run.eval_every else MOST_ENVS)
         self._leases.restore(read_machines(run.logdir))
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
@@ -354,6 +358,7 @@ class Coordinator:
                 f"The policy of this run is made for {most} environments of a process at most: "
                 f"use --envs-per-process {most} or less."
             )
+        self._check_disk(request.envs + request.eval_envs)
         with self._lock:
             if self._over:
                 raise Refused(self._over)
@@ -369,6 +374,18 @@ class Coordinator:
             "digest": self._description["digest"],
             **self._now(),
         }
+
+    def _check_disk(self, envs: int) -> None:
+        """The replay reserves its files for each environment, and a full disk would end the run."""
+        if self._run.remote_replay or not self._chunk_bytes:
+            return
+        free = shutil.disk_usage(self._run.logdir).free
+        if 2 * envs * self._chunk_bytes > free:
+            most = free // (2 * self._chunk_bytes)
+            raise Refused(
+                f"The disk of the run has room for {most} more environments, not {envs}: join with "
+                "fewer, or make room there."
+            )
 
     def beat(self, token: Any, report: Any) -> dict[str, Any]:
         """A sign of life, and how the machine is doing."""
@@ -458,10 +475,19 @@ def addresses(run: RunConfig, host: str) -> dict[str, str]:
     return found
 
 
-def _room(run: RunConfig) -> int:
+def _room(run: RunConfig, chunk_bytes: int) -> int:
     """Training environments that may join: each has a stream in the replay, and one at least has
     to become long enough to learn from."""
-    return max(0, min(MOST_ENVS, run.replay.capacity // run.window - run.envs))
+    most = run.replay.capacity // run.window
+    if run.replay.max_bytes and chunk_bytes:
+        most = min(most, run.replay.max_bytes // (2 * chunk_bytes))
+    return max(0, min(MOST_ENVS, most - run.envs))
+
+
+def _chunk_bytes(run: RunConfig) -> int:
+    """Bytes that the replay reserves at once for an environment; 0 if that is not known."""
+    spaces = read_spaces(run, run.logdir)
+    return step_bytes(run, *spaces) * run.replay.chunk if spaces else 0
 
 
 def _description(run: RunConfig) -> dict[str, Any]:

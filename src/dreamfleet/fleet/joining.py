@@ -52,10 +52,13 @@ _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _CALL_SECONDS = 10.0
 _BEAT_SECONDS = 3.0
+_TRY_SECONDS = 0.5
 _SAY_SECONDS = 60.0
 _PLACE_PREFIX = "dreamfleet-join-"
+_LOOKED_UP = "tcp://127.0.0.1:{auto}"
 _ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
+_OTHER_KEY = "handshake failed"
 _LEAVING = "Leaving the run; once more ends at once."
 
 
@@ -159,23 +162,36 @@ class _Machine:
         deadline = time.monotonic() + (self._patience if wait else 0.0)
         while True:
             try:
+                self._connect(client, first=not wait)
                 described = self._ask(client, _Described, "describe", __version__)
                 if described.over:
                     return described, None
                 config = self._config(described)
                 self._look(config, described)
-                per_process = self._wish.envs_per_process or config.envs_per_process
                 asked = {
                     "version": __version__,
                     "host": socket.gethostname()[:90] or "machine",
                     "envs": self._wish.envs,
                     "eval_envs": self._wish.eval_envs,
-                    "envs_per_process": per_process,
+                    "envs_per_process": config.envs_per_process,
                 }
                 return described, self._ask(client, _Lease, "join", asked)
             except (Disconnected, Timeout) as error:
                 if _REFUSED_KEY in str(error) or time.monotonic() >= deadline:
                     raise JoinError(_unreachable(self._address, error)) from None
+
+    def _connect(self, client: Client, *, first: bool) -> None:
+        """Wait until the run answers, or it is clear that this key is none of its."""
+        # Later the handshake may fail because the run was killed in the middle of it.
+        final = (_REFUSED_KEY, _OTHER_KEY) if first else (_REFUSED_KEY,)
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while True:
+            try:
+                return client.connect(_TRY_SECONDS)
+            except Disconnected as error:
+                known = any(words in str(error) for words in final)
+                if known or time.monotonic() >= deadline:
+                    raise
 
     def _ask(
         self,
@@ -201,9 +217,15 @@ class _Machine:
         """The run as this machine's environments see it. It imports nothing that the run names."""
         config = RunConfig.from_json(described.config)
         self._check_task(config.task)
-        host = f"tcp://{self._address.host}:{{auto}}"  # found in this machine's address book
-        here: dict[str, Any] = {f"{role}_addr": host for role in ("actor", "evaluator")}
-        return replace(config, logdir=self._place, keys=str(self._place / "keys"), **here)
+        return replace(
+            config,
+            logdir=self._place,
+            keys=str(self._place / "keys"),
+            envs_per_process=self._wish.envs_per_process or config.envs_per_process,
+            # They are found in this machine's address book.
+            actor_addr=_LOOKED_UP,
+            evaluator_addr=_LOOKED_UP,
+        )
 
     def _check_task(self, task: str) -> None:
         named = self._wish.task
@@ -219,8 +241,7 @@ class _Machine:
         """Make an environment once, so that one that does not work here is told before it joins."""
         if self._looked == described.digest:
             return
-        each = self._wish.envs_per_process or config.envs_per_process
-        together = min(each, max(self._wish.envs, self._wish.eval_envs))
+        together = min(config.envs_per_process, max(self._wish.envs, self._wish.eval_envs))
         try:
             look = look_apart(
                 partial(environment, config, None),
@@ -247,8 +268,6 @@ class _Machine:
         config = self._config(described)
         # Ids are used again, by other machines too: their environments play other episodes.
         config = replace(config, seed=env_seed(config.seed, JOINED + lease.generation))
-        per_process = self._wish.envs_per_process or config.envs_per_process
-        config = replace(config, envs_per_process=per_process)
         make = partial(environment, config, None)
         workers = joined_workers(make, make, lease.envs, lease.eval_envs, config)
         publish_addresses(self._book, self._place, self._address, lease.addresses)
@@ -308,7 +327,7 @@ class _Link:
         stop: Callable[[str], None],
     ) -> None:
         self._machine, self._client, self._lease = machine, client, lease
-        self._notes, self._stop = notes, stop
+        self._notes, self._stop, self._say = notes, stop, machine._say
         self._before = _report(notes)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -328,53 +347,52 @@ class _Link:
         self._thread.join()
 
     def _beat(self) -> None:
-        heard, told, silent = time.monotonic(), time.monotonic(), False
-        then, steps = time.monotonic(), 0
+        heard = shown = time.monotonic()
+        steps, silent = 0, False
         while not self._ended.wait(BEAT_SECONDS):
-            report = self._report()
-            sent = time.monotonic()
+            report, sent = self._report(), time.monotonic()
+            call = ("beat", self._lease.token, report)
             try:
-                call = ("beat", self._lease.token, report)
                 answer = self._machine._ask(self._client, _Answer, *call, timeout=_BEAT_SECONDS)
             except (TransportError, JoinError) as error:
-                if isinstance(error, JoinError) or _REFUSED_KEY in str(error):
-                    self.refused = _turned_away(error)
-                    self.lost = self.refused
-                    self._stop("refused")
-                    return
                 if not silent:
-                    self._machine._say(
-                        "The run does not answer; the environments wait for it. "
-                        f"({str(error).rstrip('.')})"
+                    self._say(
+                        "The run does not answer; the environments wait for it "
+                        f"({str(error).rstrip('.')})."
                     )
-                    silent = True
-                if time.monotonic() - heard > HOLD_SECONDS:
-                    self.lost = f"The run did not answer for {HOLD_SECONDS:g} s."
+                silent = True
+                if self._is_over_after(error, time.monotonic() - heard):
                     self._stop("lost")
                     return
                 continue
             if silent:
-                self._machine._say("The run answers again.")
+                self._say("The run answers again.")
             heard, silent = sent, False
-            if answer.over:
-                self.over = answer.over
-                self._stop("over")
-                return
-            if not answer.known or answer.digest != self._lease.digest:
-                self.lost = (
-                    "The run was resumed with other settings."
-                    if answer.known
-                    else "The run has given this machine's environment numbers away."
-                )
+            if self._is_over_with(answer):
                 self._stop("lost")
                 return
             self._publish(answer.addresses)
-            now = time.monotonic()
-            if now - told > _SAY_SECONDS:
-                told = now
-                rate = (report["steps"] - steps) / (now - then)
-                then, steps = now, report["steps"]
-                self._machine._say(f"{readable(steps)} steps, {readable(round(rate, 1))} steps/s")
+            if sent - shown > _SAY_SECONDS:
+                rate = (report["steps"] - steps) / (sent - shown)
+                shown, steps = sent, report["steps"]
+                self._say(f"{readable(steps)} steps, {readable(round(rate, 1))} steps/s")
+
+    def _is_over_after(self, error: DreamfleetError, seconds: float) -> bool:
+        """Whether the ids are lost without an answer for so many seconds."""
+        if isinstance(error, JoinError) or _REFUSED_KEY in str(error):
+            self.refused = self.lost = _turned_away(error)
+        elif seconds > HOLD_SECONDS:
+            self.lost = f"The run did not answer for {HOLD_SECONDS:g} s."
+        return bool(self.lost)
+
+    def _is_over_with(self, answer: _Answer) -> bool:
+        """Whether an answer says that the run is over, or that the ids are lost."""
+        self.over = answer.over
+        if not answer.known:
+            self.lost = "The run has given this machine's environment numbers away."
+        elif answer.digest != self._lease.digest:
+            self.lost = "The run was resumed with other settings."
+        return bool(self.over or self.lost)
 
     def _publish(self, addresses: Mapping[str, str]) -> None:
         machine = self._machine
@@ -502,7 +520,7 @@ def _unreachable(address: Address, error: TransportError) -> str:
             f"The run at {there} refused the key: it was revoked, or is another run's. Ask for a "
             "new line, which 'dreamfleet invite DIR' prints there."
         )
-    if "handshake failed" in text:
+    if _OTHER_KEY in text:
         return (
             f"What listens at {there} does not know this key: it is another run, or the line was "
             "not copied whole. 'dreamfleet invite DIR' prints it again there."
