@@ -21,7 +21,7 @@ from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
-from dreamfleet.fleet.status import RunStatus, Usage, WorkerStatus
+from dreamfleet.fleet.status import MachineStatus, RunStatus, Usage, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
 
 
@@ -99,6 +99,31 @@ def test_a_worker_that_is_restarting_is_said_and_why() -> None:
     assert "● restarting, 1 restart" in row(agent, "agent")
     ended = tuple(replace(each, state="ended", usage=None) for each in WORKERS)
     assert "● ended" in row(replace(STATUS, workers=ended), "agent")
+
+
+def test_machines_that_have_joined_are_shown_and_those_that_left_for_a_while() -> None:
+    cpu_box = MachineStatus("cpu-box", "joined", 8, 0, 3725.0, 0.4, 12_345, 812.31, 0, "")
+    laptop = MachineStatus("laptop", "joined", 4, 1, 65.0, 0.4, 345, 101.7, 2, "the pole is broken")
+    away = MachineStatus("a" * 60, "away", 4, 0, 900.0, 14.0, 345, 33.0, 0, "")
+    left = MachineStatus("other", "left", 4, 0, 30.0, 30.0, 9, 0.0, 0, "was not heard of for 60 s")
+    old = replace(left, name="forgotten", seconds=5000.0)
+    status = replace(STATUS, machines=(cpu_box, laptop, away, left, old))
+    assert "machine" not in shown(STATUS)
+    assert "● joined 1:02:05 ago" in row(status, "cpu-box")
+    assert row(status, "cpu-box").split()[6:8] == ["8", "812.3"]
+    assert "4 + 1 eval" in row(status, "laptop")
+    assert "● away for 0:14" in row(status, "aaa")
+    assert "33" not in row(status, "aaa")  # what it made is over
+    assert "● left 0:30 ago" in row(status, "other")
+    assert "laptop: the pole is broken" in shown(status)
+    assert "other: was not heard of for 60 s" in shown(status)
+    assert "forgotten" not in shown(status)
+    assert max(map(len, shown(status).splitlines())) <= 80
+    line = status.line()
+    assert "2 machines joined (13 environments)" in line
+    assert "1 machine away" in line
+    many = replace(status, machines=tuple(replace(cpu_box, name=f"box-{n}") for n in range(20)))
+    assert "and 8 more machines" in shown(many)
 
 
 def test_a_failure_is_shown_for_a_while() -> None:

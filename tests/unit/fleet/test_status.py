@@ -24,6 +24,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
 from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
 from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher, _Progress, _time_left
+from dreamfleet.roles.machines import MachineRecord, write_machines
 from dreamfleet.roles.notes import Notes
 from dreamfleet.transport import Server, resolve
 
@@ -126,6 +127,31 @@ def test_lines_display_and_json_agree(run: Run) -> None:
         assert words in text
         assert plain[key] == value
     assert plain["metrics"] == run.metrics
+
+
+def test_machines_are_those_that_the_coordinator_has_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, bind="127.0.0.1", remote_envs=True)
+    run.metrics["actor/steps_per_second"] = 0.0
+    with run.logger(), Watcher(tmp_path) as watcher:
+        assert "no machine has joined: 'dreamfleet invite" in seen(watcher).message
+        now = time.time()
+        box = MachineRecord("box", "joined", (1, 2), (3,), 4, now - 100, now - 1, 50, 7.5)
+        write_machines(tmp_path, [box, replace(box, name="gone", state="left", error="so")])
+        status = seen(watcher)
+        assert "no machine has joined" not in status.message
+    box_now, gone = json.loads(status.to_json())["machines"]
+    assert 100 <= box_now.pop("seconds") < 200
+    assert 1 <= box_now.pop("silence") < 100
+    assert box_now == {
+        "name": "box", "state": "joined", "envs": 2, "eval_envs": 1, "steps": 50,
+        "steps_per_second": 7.5, "failures": 0, "error": "",
+    }  # fmt: skip
+    assert (gone["name"], gone["state"], gone["error"]) == ("gone", "left", "so")
+    assert 1 <= gone["seconds"] < 100  # since it left
+    run.write(state="ended")
+    assert {each.state for each in run.look().machines} == {"left"}
+    (tmp_path / "machines.json").write_text("{")
+    assert run.look().machines == ()
 
 
 def test_json_holds_numbers_that_are_not_finite_as_null(run: Run) -> None:

@@ -1,0 +1,301 @@
+"""Roles of a run whose environments come and go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import EVERY_STEP, small_run
+from numpy.typing import NDArray
+
+from dreamfleet.agents import RandomAgent
+from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.envs import make_env, noop
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.factories import factories
+from dreamfleet.fleet.launchers.local import LocalLauncher
+from dreamfleet.parallel import _bound
+from dreamfleet.roles.actor import BEGAN, Actor, policy_sizes
+from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
+from dreamfleet.roles.evaluator import joined_groups
+from dreamfleet.roles.invitations import write_place
+from dreamfleet.roles.logger import video_env
+from dreamfleet.roles.machines import MachineRecord, write_machines
+from dreamfleet.roles.notes import notes_path
+from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.runtime import ActorFailed
+from dreamfleet.spaces import RESET
+from dreamfleet.transport import BatchServer, Client, Disconnected, RemoteError
+
+LONG = 120.0
+DUMMY = make_env("bundled:dummy", **EVERY_STEP)
+
+
+def eventually(question: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LONG
+    while not (answer := question()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return answer
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_settings_of_a_run_that_others_join() -> None:
+    run = RunConfig(bind="127.0.0.1", remote_envs=True, envs=2, actor_batch=16, expect_envs=40)
+    assert run.policy_batch == 16  # though the run itself has two environments only
+    assert RunConfig(envs=2, actor_batch=16).policy_batch == 2
+    assert run.known_envs == 40
+    assert 16 in policy_sizes(run)
+    assert run.envs_per_process in policy_sizes(run)
+    assert video_env(run) == JOINED
+    assert video_env(RunConfig(bind="127.0.0.1")) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"expect_envs": 9}, "expect_envs=9 waits for more environments than the 8"),
+        ({"bind": "127.0.0.1", "offline": ("run",)}, "bind lets machines with environments join"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RunConfig(**settings)
+
+
+def test_a_resumed_run_listens_where_it_did_before(tmp_path: Path) -> None:
+    run = small_run(tmp_path, bind="127.0.0.1", eval_every=10)
+    bound, place = _bound(run, LocalLauncher(tmp_path))
+    assert bound.actor_addr == f"tcp://127.0.0.1:{place.shown.ports['actor']}"
+    assert bound.evaluator_addr == f"tcp://127.0.0.1:{place.shown.ports['evaluator']}"
+    assert len({place.shown.port, *place.shown.ports.values()}) == 3
+    moved = place.shown.__class__("127.0.0.1", place.shown.port + 300, place.shown.ports)
+    write_place(tmp_path, moved)
+    assert _bound(run, LocalLauncher(tmp_path))[1].shown == moved
+    # An address that the person has chosen stays.
+    chosen = small_run(tmp_path, bind="127.0.0.1", actor_addr="tcp://127.0.0.1:7")
+    assert _bound(chosen, LocalLauncher(tmp_path))[0].actor_addr == "tcp://127.0.0.1:7"
+
+
+# --- acting --------------------------------------------------------------------------------------
+
+
+class Nobody:
+    """A client that nobody answers."""
+
+    def call(self, *_: Any) -> Any: ...
+
+    def stats(self) -> dict[str, float]:
+        return {"inflight": 0.0, "connected": 1.0}
+
+
+def observations(ids: list[int]) -> dict[str, Any]:
+    obs = {
+        key: np.stack([value] * len(ids))
+        for key, value in DUMMY.step(noop(DUMMY.act_space)).items()
+    }
+    flags = {"envid": np.array(ids), "is_eval": np.zeros(len(ids), bool)}
+    return {
+        **obs,
+        **flags,
+        "failures": np.zeros(len(ids), np.int64),
+        "is_first": np.ones(len(ids), bool),
+    }
+
+
+def an_actor(folder: Path, **changes: Any) -> tuple[Actor, Progress]:
+    agent, progress = RandomAgent(DUMMY.obs_space, DUMMY.act_space), Progress()
+    nobody: Any = Nobody()
+    return Actor(
+        agent, small_run(folder, bind="127.0.0.1", **changes), progress, nobody, nobody
+    ), progress
+
+
+def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not_wait(
+    tmp_path: Path,
+) -> None:
+    actor, _ = an_actor(tmp_path, expect_envs=3)
+    waiting = 0
+    actor.hold(3, lambda: waiting)
+    acted = threading.Event()
+
+    def act() -> None:
+        actor.act(observations([0, 1]))
+        acted.set()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    words = "the run begins when 3 environments are there (expect_envs): 2 are"
+    eventually(lambda: actor._why_waiting({}, 0, {}) == words)
+    assert not acted.is_set()
+    waiting = 1
+    assert acted.wait(LONG)
+    thread.join()
+    assert notes_path(small_run(tmp_path), BEGAN).exists()
+    successor, _ = an_actor(tmp_path, expect_envs=3)
+    successor.hold(3, lambda: 0)
+    successor.act(observations([0]))
+
+
+def test_a_run_that_is_ended_before_it_has_begun_lets_go(tmp_path: Path) -> None:
+    actor, progress = an_actor(tmp_path, expect_envs=3)
+    actor.hold(3, lambda: 0)
+    progress.stop()
+    with pytest.raises(ActorFailed, match="before its environments were there"):
+        actor.act(observations([0]))
+    assert progress.error is None
+
+
+def test_a_full_batch_has_no_more_than_are_there(tmp_path: Path) -> None:
+    actor, _ = an_actor(tmp_path, actor_batch=4)
+    assert actor.full_batch() == 1
+    actor.act(observations([0, JOINED]))
+    assert actor.full_batch() == 2
+    actor.act(observations([JOINED + 1, JOINED + 2, JOINED + 3]))
+    assert actor.full_batch() == 4  # of five, because the setting says so
+    now = time.monotonic()
+    actor._carries._slots._clock = lambda: now + 60  # they have left
+    assert actor.full_batch() == 1
+
+
+def test_a_batch_that_is_made_smaller_goes_at_once() -> None:
+    server = BatchServer("inproc://{auto}")
+    server.bind("double", lambda x: (2 * x, None), batch=4, wait=3600.0)
+    with server, Client(server.address) as client:
+        futures = [client.call("double", np.array(value)) for value in (1, 2)]
+        eventually(lambda: server.stats()["double/waiting"] == 2)
+        server.resize("double", 2)
+        assert [int(future.result(LONG)) for future in futures] == [2, 4]
+
+
+# --- learning ------------------------------------------------------------------------------------
+
+
+def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path) -> None:
+    """So many have joined that there are enough steps in all, and in none of them."""
+    run = small_run(tmp_path, envs=1, batch_size=1, train_ratio=0.0)
+    parts, stop = factories(run), threading.Event()
+    buffers = parts["make_replay_train"](), parts["make_replay_eval"]()
+    service = ReplayService(*buffers, parts["make_stream"], limiter_for(run), run, stop)
+    ids = np.arange(JOINED, JOINED + 2 * run.window)
+
+    def add(number: int, rows: NDArray[np.int64]) -> None:
+        steps = {"vector": np.zeros((len(rows), 2), np.float32)}
+        flags = {key: np.zeros(len(rows), bool) for key in ("is_first", "is_last", "is_terminal")}
+        service.add_batch({**steps, **flags}, rows, False, "source", number)
+
+    add(1, ids)
+    sampled = threading.Event()
+
+    def sample() -> None:
+        service.sample_batch_train()
+        sampled.set()
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    waits = f"no environment has made {run.window} steps in a row yet"
+    eventually(lambda: waits in str(service.stats()["replay/waiting/learner"]))
+    assert not sampled.is_set()
+    for number in range(2, 2 + run.window):
+        add(number, ids[:1])
+    assert sampled.wait(LONG)
+    thread.join()
+    service.close()
+
+
+# --- rounds of evaluation ------------------------------------------------------------------------
+
+
+class Player:
+    """An environment process of two environments, on a thread: it begins an episode of so many
+    steps whenever it is told to."""
+
+    def __init__(self, address: str, ids: Group, length: int) -> None:
+        self._client = Client(address)
+        self._ids, self._length = ids, length
+        self.replies = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        step = 0
+        count = len(self._ids)
+        try:
+            while True:
+                obs = observations(list(self._ids))
+                obs["is_first"] = np.full(count, step == 0)
+                obs["is_last"] = np.full(count, step == self._length)
+                obs["reward"] = np.ones(count, np.float32)
+                reply = self._client.call_block("act", obs).result()
+                self.replies += 1
+                step = 0 if reply[RESET].all() else step + 1
+        except (Disconnected, RemoteError, Exception):
+            return
+
+    def leave(self) -> None:
+        self._client.close(0.0)
+        self._thread.join()
+
+
+def machine(name: str, ids: Group, state: Any = "joined") -> MachineRecord:
+    return MachineRecord(name, state, (), ids, 2, 0.0, 0.0)
+
+
+A, B = (JOINED + 10, JOINED + 11), (JOINED + 12,)
+
+
+def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
+    """One leaves in the middle of a round: the others play its episodes. All leave: the round is
+    played again by whoever comes."""
+    agent = RandomAgent(DUMMY.obs_space, DUMMY.act_space)
+    write_machines(tmp_path, [machine("a", A), machine("b", B), machine("c", (5,), "left")])
+    assert joined_groups(tmp_path) == [A, B]
+    server = EpisodeServer(
+        "inproc://{auto}",
+        [],
+        max_steps=100,
+        why=lambda group: "",
+        joined=lambda: joined_groups(tmp_path),
+    )
+    with server:
+        with Client(server.address) as client, pytest.raises(RemoteError, match="Environment 5 is"):
+            client.call_block("act", observations([5])).result(LONG)
+        first, second = Player(server.address, A, 3), Player(server.address, B, 3)
+        eventually(lambda: {A, B} <= set(server._waiting))
+        played = server.play(agent, "eval", 6)
+        assert [each.episode and each.episode.length for each in played] == [3] * 6
+
+        def leave() -> None:
+            if first.replies > 6 and second.replies:
+                first.leave()
+                write_machines(tmp_path, [machine("a", A, "left"), machine("b", B)])
+
+        eventually(lambda: {A, B} <= set(server._waiting))
+        played = server.play(agent, "eval", 60, tick=leave)
+        assert len(played) == 60
+        assert all(each.episode for each in played)
+
+        def leave_too() -> None:
+            second.leave()
+            write_machines(tmp_path, [])
+
+        eventually(lambda: B in server._waiting)
+        with pytest.raises(RoundInterrupted):
+            server.play(agent, "eval", 10**6, tick=leave_too)
+        third: list[Player] = []
+
+        def come() -> None:
+            if not third:
+                write_machines(tmp_path, [machine("a", A)])
+                third.append(Player(server.address, A, 3))
+
+        assert len(server.play(agent, "eval", 4, tick=come)) == 4
+        third[0].leave()
