@@ -111,6 +111,10 @@ class RunConfig:
     play all the time, and their data is kept apart, for reports and evaluation scores."""
     envs_per_process: Count = 8
     """Environments that share a process and are stepped together, one message for all."""
+    actors: Count = 1
+    """Servers that choose actions; environment n calls number n % actors. The first one is a part
+    of the agent's process. Each other one has a process of its own, on the processor, and gets the
+    parameters of the learner about once a second."""
     bind: str = ""
     """Where other machines may join the run with `dreamfleet join`: 0.0.0.0 (every network of this
     machine), one of its names or addresses, or an interface such as eth0, each also with :PORT;
@@ -136,11 +140,13 @@ class RunConfig:
     """Where the logger listens."""
     evaluator_addr: str = "ipc://{auto}"
     """Where the evaluator listens, if there is `eval_every`."""
+    learner_addr: str = "ipc://{auto}"
+    """Where the learner listens, if there are several `actors`, which call it."""
     keys: str = ""
     """File of the run key, or of a role's key, which tcp addresses need; made in the logdir if it
     is not given."""
     actor_batch: Annotated[int, Meta(ge=-1)] = 8
-    """Environments in a policy call, at most all of them; 0 or less for half of them."""
+    """Environments in a policy call, at most all of an actor's; 0 or less for half of them."""
     actor_wait: ZeroOrMore = 0.02
     """Seconds that a policy call waits for more environments."""
     actor_threads: Count = 1
@@ -268,6 +274,15 @@ class RunConfig:
             "remote_replay needs a replay_addr that others can know: write tcp://HOST:PORT, or "
             "tcp://HOST:{auto} if they share the run's directory.",
         )
+        require(
+            self.actors == 1 or bool(self.bind) or self.actors <= self.actor_envs,
+            f"actors={self.actors} has more servers than there are environments to act in, "
+            f"{self.actor_envs}: use fewer actors.",
+        )
+        require(
+            self.actors == 1 or not self.offline,
+            "actors choose actions in environments, and offline has none: leave actors out.",
+        )
 
     @property
     def all_envs(self) -> int:
@@ -279,6 +294,10 @@ class RunConfig:
         """Environments that the actor serves; the evaluator serves those of its rounds."""
         return self.envs if self.eval_every else self.all_envs
 
+    def envs_of(self, actor: int) -> range:
+        """The environments that one of the actors serves."""
+        return range(actor, self.actor_envs, self.actors)
+
     @property
     def known_envs(self) -> int:
         """Environments that the actor serves, as far as they are known before others join."""
@@ -287,13 +306,25 @@ class RunConfig:
 
     @property
     def policy_batch(self) -> int:
-        """Environments in a full policy call."""
-        wanted = self.actor_batch if self.actor_batch > 0 else self.known_envs // 2
+        """Environments in a full policy call of the first actor."""
+        return self.policy_batch_of(0)
+
+    def policy_batch_of(self, actor: int) -> int:
+        """Environments in a full policy call of one of the actors."""
+        known = len(range(actor, self.known_envs, self.actors))
+        wanted = self.actor_batch if self.actor_batch > 0 else known // 2
         # A call that waited for several lanes of a process would keep them in step with each other,
         # and would hide no delay.
-        most = -(-self.actor_envs // self.env_lanes)
+        most = -(-len(self.envs_of(actor)) // self.env_lanes)
         # Others may join, and fill it.
         return max(1, wanted if self.bind else min(wanted, most))
+
+    @property
+    def expected_envs(self) -> int:
+        """Environments that have to be there before an actor begins to act: as many as each has
+        when there are `expect_envs` in all."""
+        own = min(self.expect_envs, 0 if self.bind and self.remote_envs else self.actor_envs)
+        return own // self.actors + (self.expect_envs - own) // self.actors
 
     @property
     def window(self) -> int:

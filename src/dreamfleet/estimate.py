@@ -239,16 +239,15 @@ def estimate(
         env_bytes: Memory of an environment.
     """
     processes = -(-config.all_envs // config.envs_per_process)
+    playing = config.actors - 1 + (1 if config.eval_every else 0)  # processes that only act
     memory = 2 * _SERVER_BYTES + processes * _PROCESS_BYTES + config.all_envs * env_bytes
     disk = replay_bytes(config, obs_space, act_space)
     if not isinstance(config.agent_config, DreamerConfig):
-        # The agent, and once more in the evaluator.
-        memory += _SERVER_BYTES * (2 if config.eval_every else 1)
+        memory += _SERVER_BYTES * (1 + playing)
         return Estimate(None, None, memory, disk)
     parts = parts_of(config.agent_config.model, obs_space, act_space)
     memory += _AGENT_BYTES + agent_bytes(config, parts)
-    if config.eval_every:
-        memory += _AGENT_BYTES + _PLAYING_BYTES * weights(_layers(parts))
+    memory += playing * (_AGENT_BYTES + _PLAYING_BYTES * weights(_layers(parts)))
     if accelerated(config.agent_config):
         return Estimate(None, None, memory, disk)
     needed = update_cost(config, parts)

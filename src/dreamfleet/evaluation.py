@@ -269,6 +269,7 @@ class _Environments:
             config,
             actor_addr=self.server.address,
             keys="",
+            actors=1,
             eval_every=0,  # they call this server, not a run's evaluator
             on_failure="restart",
             max_restarts=_MOST_FAILURES - 1,

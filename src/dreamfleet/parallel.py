@@ -3,6 +3,7 @@
     combined          everything, under the supervisor
     parallel_agent    one agent object, shared by an actor thread and a learner thread
     parallel_actor    the batched inference server
+    parallel_remote_actor  one of further actors, in a process of its own
     parallel_learner  the training loop
     parallel_replay   the replay server
     parallel_logger   the metrics server
@@ -40,6 +41,7 @@ from dreamfleet.roles.invitations import Place, first_invitation, join_line, rea
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.notes import notes_path
+from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
 from dreamfleet.transport import Keys
@@ -53,6 +55,7 @@ __all__ = [
     "parallel_evaluator",
     "parallel_learner",
     "parallel_logger",
+    "parallel_remote_actor",
     "parallel_replay",
 ]
 
@@ -211,6 +214,7 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
     wanted = port or (before.port if before else COORDINATOR_PORT)
     port = choose_port(listen, wanted, only=bool(port))
     ports: dict[str, int] = {}
+    taken = {port}
     changes: dict[str, Any] = {}
     roles: list[RoleName] = ["actor", "evaluator"] if run.eval_every else ["actor"]
     for role in roles:
@@ -219,8 +223,10 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
         if launcher.default_address.startswith("tcp:"):
             continue  # they may run on any machine, and publish where
         kept = before.ports.get(role, 0) if before else 0
-        first = max([port, *ports.values()]) + 1
-        ports[role] = choose_port(listen, kept or first, {port, *ports.values()})
+        first = max(taken) + 1
+        ports[role] = choose_port(listen, kept or first, taken)
+        # Several actors have ports that follow each other.
+        taken |= set(range(ports[role], ports[role] + (run.actors if role == "actor" else 1)))
         host = f"[{listen}]" if ":" in listen else listen
         changes[f"{role}_addr"] = f"tcp://{host}:{ports[role]}"
     return replace(run, **changes), _Place(listen, Place(shown, port, ports))

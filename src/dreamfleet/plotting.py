@@ -33,6 +33,7 @@ from dreamfleet.metrics.curves import (
 _INCIDENTAL = (
     *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
     *("eval_every", "eval_episodes", "eval_envs", "eval_max_steps", "evaluator_addr"),
+    *("actors", "learner_addr"),
     *("log_every", "report_every", "save_every", "on_failure", "max_restarts"),
     *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "on_nan"),
 )

@@ -33,6 +33,8 @@ SOURCE = Path(dreamfleet.__file__).parent
         ({"from_checkpoint_regex": "actor"}, "from_checkpoint, which is empty"),
         ({"remote_envs": True}, "remote_envs needs an actor_addr"),
         ({"remote_replay": True}, "remote_replay needs a replay_addr"),
+        ({"envs": 2, "actors": 3}, "actors=3 has more servers than there are environments"),
+        ({"offline": ("runs/a",), "actors": 2}, "offline has none: leave actors out"),
         ({"train_ratio": float("nan")}, "train_ratio=nan"),
         ({"log_every": 0.0}, "log_every=0"),
         ({"env_options": {"seed": 3}}, "set the run's seed"),
@@ -72,7 +74,7 @@ def test_every_setting_is_read_and_has_a_sentence_and_a_range(path: str) -> None
 
 
 # Addresses are read by the name of their server.
-READ = settings_read_in_the_source() | {"actor_addr"}
+READ = settings_read_in_the_source() | {"actor_addr", "learner_addr"}
 
 
 def test_settings_of_the_agent_stand_under_its_name() -> None:

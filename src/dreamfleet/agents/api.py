@@ -1,8 +1,8 @@
 """What the runtime knows about an agent.
 
-`Agent` is the whole interface. `AgentBase` has empty bodies for what an agent may leave out. The
-functions below the classes work on the rows of a carry: one walk for everybody who keeps, pads or
-cuts carries.
+`Agent` is the whole interface, and `Player` the part of it that acts. `AgentBase` has bodies for
+what an agent may leave out. The functions below the classes pass the state that acting needs on,
+and work on the rows of a carry: one walk for everybody who keeps, pads or cuts carries.
 """
 
 from __future__ import annotations
@@ -23,8 +23,23 @@ Carry = Any
 Rows = NDArray[np.integer[Any]] | NDArray[np.bool_] | slice
 
 
+class Player(Protocol):
+    """Acts."""
+
+    def init_policy(self, n: int) -> Carry:
+        """The carry of n environments that have not started."""
+
+    def policy(
+        self, carry: Carry, obs: Mapping[str, NDArray[Any]], mode: Mode = "train"
+    ) -> tuple[Carry, Arrays, Arrays]:
+        """Next carry, actions, and what to store with the step."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the policy at this moment, logged under `actor/`."""
+
+
 @runtime_checkable
-class Agent(Protocol):
+class Agent(Player, Protocol):
     """Acts, learns, reports and can be saved.
 
     One object serves an actor thread (`policy`, `init_policy`) and a learner thread (everything
@@ -54,22 +69,11 @@ class Agent(Protocol):
     ) -> None:
         """Get ready for batches of these sizes; called once, before data is collected."""
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the policy at this moment, logged under `actor/`."""
-
-    def init_policy(self, n: int) -> Carry:
-        """The carry of n environments that have not started."""
-
     def init_train(self, n: int) -> Carry:
         """The carry of n training sequences."""
 
     def init_report(self, n: int) -> Carry:
         """The carry of n report sequences."""
-
-    def policy(
-        self, carry: Carry, obs: Mapping[str, NDArray[Any]], mode: Mode = "train"
-    ) -> tuple[Carry, Arrays, Arrays]:
-        """Next carry, actions, and what to store with the step."""
 
     def train(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, Any, Any]:
         """Next carry, outs, metrics; `outs["replay"]` goes back to the replay."""
@@ -130,6 +134,31 @@ class AgentBase:
 
     def stream(self, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Iterator[Mapping[str, Any]]:
         return iter(batches)
+
+
+# --- actors in processes of their own ------------------------------------------------------------
+
+
+def policy_state(agent: Agent) -> Flat:
+    """What another object needs to act as this agent does: its method `policy_state`, or, if it has
+    none, all of its state. Called by the learner's thread."""
+    own: Callable[[], Flat] | None = getattr(agent, "policy_state", None)
+    return own() if own else agent.save()
+
+
+def load_policy(agent: Any, state: Mapping[str, Any]) -> None:
+    """Have an agent act with what `policy_state` gave: its method `load_policy`, or, if it has
+    none, `load`. Never called while it chooses actions."""
+    (agent.load_policy if hasattr(agent, "load_policy") else agent.load)(state)
+
+
+def compile_policy(agent: Player, policy_batches: Sequence[int]) -> None:
+    """Get an agent that only acts ready for batches of these sizes, if it has such a method."""
+    if own := getattr(agent, "compile_policy", None):
+        own(policy_batches)
+
+
+# --- rows of carries -----------------------------------------------------------------------------
 
 
 def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:

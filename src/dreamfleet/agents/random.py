@@ -65,6 +65,13 @@ class RandomAgent(AgentBase):
         self._updates += 1
         return carry, {}, {"opt/updates": self._updates}
 
+    def policy_state(self) -> Flat:
+        """Nothing: actors draw numbers of their own."""
+        return {}
+
+    def load_policy(self, state: Mapping[str, Any]) -> None:
+        """Nothing to load."""
+
     def save(self) -> Flat:
         return {"counters/actions": self._actions, "counters/updates": self._updates}
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from dreamfleet.agents.api import Agent
+from dreamfleet.agents.api import Agent, Player
 from dreamfleet.errors import ConfigError
 from dreamfleet.imports import load_object
 from dreamfleet.spaces import Space
@@ -41,6 +41,13 @@ class AgentType(ABC, Generic[Config]):
     @abstractmethod
     def make(self, obs_space: Spaces, act_space: Spaces, config: Config, *, seed: int) -> Agent:
         """A fresh agent."""
+
+    def make_player(
+        self, obs_space: Spaces, act_space: Spaces, config: Config, *, seed: int
+    ) -> Player:
+        """What acts in a process of its own, with parameters that the agent sends it
+        (`policy_state`, `load_policy`): the agent itself, unless something smaller will do."""
+        return self.make(obs_space, act_space, config, seed=seed)
 
     def check(self, obs_space: Spaces, act_space: Spaces, config: Config) -> None:
         """Refuse spaces that no agent with these settings can be made for.

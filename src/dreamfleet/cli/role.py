@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
 from dreamfleet.cli.arguments import SettingsNamed
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig, read_config, read_config_file
@@ -18,11 +20,15 @@ from dreamfleet.resuming import differences, with_changes
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
+from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 
-Name = Literal["agent", "env", "evaluator", "logger", "replay"]
+Name = Literal["actor", "agent", "env", "evaluator", "logger", "replay"]
 HERE = SettingsNamed(
-    ("logdir", "keys", "actor_addr", "replay_addr", "logger_addr", "evaluator_addr")
+    (
+        *("logdir", "keys", "actor_addr", "replay_addr", "logger_addr", "evaluator_addr"),
+        "learner_addr",
+    )
 )
 """What may be another on another machine."""
 
@@ -33,6 +39,7 @@ def role(
     config: Path | None = None,
     first: int = 0,
     count: int | None = None,
+    number: Annotated[int, Meta(ge=1)] = 1,
     trust: bool = False,
     **settings: Annotated[Any, HERE],
 ) -> None:
@@ -43,10 +50,12 @@ def role(
     an address, may be changed; what is changed is said.
 
     Args:
-        name: agent (acts and learns), env (environments), evaluator, logger or replay.
+        name: agent (acts and learns), actor (acts only; one of several `actors`), env
+            (environments), evaluator, logger or replay.
         config: The run's config.json; the one in the logdir if not given.
         first: Of the environments: the id of the first one that is started here.
         count: Of the environments: how many are started here; the rest if not given.
+        number: Of the actors: which one is started here; number 0 is a part of the agent.
         trust: Import code of others that the config.json names, such as your own environment.
     """
     before, source = _read(config, settings.get("logdir"))
@@ -74,6 +83,10 @@ def role(
         parallel_logger(parts["make_logger"], args)
     elif name == "evaluator":
         parallel_evaluator(args)
+    elif name == "actor":
+        if number >= args.actors:
+            raise ConfigError(f"The run has actors={args.actors}, numbered from 0: not {number}.")
+        parallel_remote_actor(parts["make_agent"], number, args)
     else:
         parallel_agent(parts["make_agent"], args)
 

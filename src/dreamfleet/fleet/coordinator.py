@@ -74,7 +74,7 @@ _GOODBYE_SECONDS = 3.0
 _PRIVATE = (
     *("logdir", "keys", "prefill", "from_checkpoint", "from_checkpoint_regex", "outputs"),
     *("bind", "expect_envs", "remote_envs", "remote_replay"),
-    *("actor_addr", "replay_addr", "logger_addr", "evaluator_addr"),
+    *("actor_addr", "replay_addr", "logger_addr", "evaluator_addr", "learner_addr"),
 )
 """Settings that a joined machine has no use for."""
 
@@ -458,7 +458,7 @@ def metrics(machines: Iterable[MachineRecord]) -> dict[str, float]:
 def addresses(run: RunConfig, host: str) -> dict[str, str]:
     """Where the roles listen that joined machines call. A host of `*` stands for the one by which
     the machine has reached the coordinator, which listens at `host`."""
-    called: list[tuple[RoleName, int]] = [("actor", 0)]
+    called: list[tuple[RoleName, int]] = [("actor", index) for index in range(run.actors)]
     if run.eval_every:
         called.append(("evaluator", 0))
     found = {}

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
-from dreamfleet.agents.api import Agent
+from dreamfleet.agents.api import Player
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
 from dreamfleet.envs.naming import Task
@@ -76,9 +76,12 @@ def environment(config: RunConfig, env: Task | None, envid: int, attempt: int = 
 
 
 def agent(
-    config: RunConfig, env: Task | None = None, spaces: tuple[Spaces, Spaces] | None = None
-) -> Agent:
-    """A fresh agent for the spaces of the task.
+    config: RunConfig,
+    env: Task | None = None,
+    spaces: tuple[Spaces, Spaces] | None = None,
+    actor: int = 0,
+) -> Player:
+    """A fresh agent for the spaces of the task, or what one of its further actors acts with.
 
     Where they are known, no environment is made: there may be one only, which is in use.
     """
@@ -92,7 +95,11 @@ def agent(
         obs_space, act_space = made.obs_space, made.act_space
         made.close()
     kind = config.agent_type
-    return kind.make(obs_space, act_space, config.settings_of(kind), seed=config.seed)
+    settings = config.settings_of(kind)
+    if actor:  # with random numbers of its own
+        seed = env_seed(config.seed, actor)
+        return kind.make_player(obs_space, act_space, settings, seed=seed)
+    return kind.make(obs_space, act_space, settings, seed=config.seed)
 
 
 def write_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:

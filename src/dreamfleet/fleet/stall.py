@@ -80,12 +80,14 @@ class _Reports:
         now: float,
     ) -> None:
         self._metrics, self._late, self._now = metrics, late_after(log_every), now
-        self._workers = {worker.role: worker for worker in workers}
+        self._workers = {worker.role: worker for worker in workers if worker.role != "actor"}
+        self._actors = {worker.name: worker for worker in workers if worker.role == "actor"}
 
     def reasons(self) -> list[str]:
         reasons = []
         if not self._is_restarting("agent"):
             reasons += self._agent()
+            reasons += [each for name in self._actors for each in self._actor(name)]
         if not self._is_restarting("replay"):
             reasons += self._replay()
         return reasons
@@ -110,6 +112,17 @@ class _Reports:
         elif learns and self._silence("learner") > self._late:
             reasons.append(f"the learner has made no update for {self._silence('learner'):.0f} s")
         return list(filter(None, reasons))
+
+    def _actor(self, name: str) -> list[str]:
+        """An actor in a process of its own, which waits for the agent before it acts."""
+        worker = self._actors[name]
+        acts = self._silence("actor") < self._age("agent")
+        if worker.state == "restarting" or not acts:
+            return []
+        silence = min(self._silence(name), self._now - worker.started, self._age("logger"))
+        if silence > self._late:
+            return [f"{name} has not reported for {silence:.0f} s"]
+        return list(filter(None, [self._text(f"{name}/waiting")]))
 
     def _replay(self) -> list[str]:
         if not self._has_reported("replay", "replay"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections import deque
@@ -54,6 +55,7 @@ RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed
 _UNDER_WAY = ("running", "ending", "evaluating")
 
 _RATE_SECONDS = 30.0
+_ACTOR_RATE = r"actor(-\d+)?/steps_per_second$"
 _ANSWER_SECONDS = 0.5
 _UNANSWERED_SECONDS = 5.0
 # The last line of metrics is shorter than this.
@@ -574,7 +576,8 @@ class _Progress:
         if str(self._metrics.get("learner/state", "")).startswith("compiling"):
             return 0.0  # whatever was reported before
         if self._now - then < 1.0:
-            return float(self._metrics.get("actor/steps_per_second", 0.0))
+            rates = [v for k, v in self._metrics.items() if re.match(_ACTOR_RATE, k)]
+            return float(sum(rates))
         return (self._step - before) / (self._now - then)
 
     @property

@@ -11,11 +11,14 @@ from functools import partial
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
+from dreamfleet.roles.addresses import server_name
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
+from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.notes import notes_path
+from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
 
@@ -50,6 +53,18 @@ def fleet_workers(
             notes=notes_path(args, "agent"),
         )
     ]
+    for index in range(1, args.actors):
+        name = server_name("actor", index)
+        workers.append(
+            Worker(
+                name,
+                "actor",
+                partial(parallel_remote_actor, make_agent, index, args),
+                {**_ONE_THREAD, **_NO_GPU},
+                restart=policy,
+                notes=notes_path(args, name),
+            )
+        )
     if args.eval_every:
         workers.append(
             Worker(
@@ -87,7 +102,8 @@ def env_workers(
 ) -> list[Worker]:
     """Workers for the run's environments, or for `only` some of them.
 
-    Training environments are numbered from 0, evaluation environments after them.
+    Training environments are numbered from 0, evaluation environments after them. Those of a
+    process call the same actor.
     """
     wanted = range(args.all_envs) if only is None else only
     train = [n for n in range(args.envs) if n in wanted]
@@ -106,8 +122,8 @@ def joined_workers(
     groups = [(make_train, train, False), (make_eval, evaluation, True)]
     workers = []
     for make, ids, is_eval in groups:
-        for start in range(0, len(ids), args.envs_per_process):
-            mine = ids[start : start + args.envs_per_process]
+        actors = 1 if is_eval and args.eval_every else args.actors  # or the evaluator
+        for mine in groups_of(ids, args.envs_per_process, actors):
             function = partial(parallel_env, make, mine, args, is_eval)
             policy, name = restart_policy(args), f"env-{mine[0]}"
             notes = notes_path(args, name)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, pad_rows, put_rows, take_rows
+from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, Player, pad_rows, put_rows, take_rows
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger import video_env
 from dreamfleet.roles.notes import notes_path
@@ -56,21 +56,42 @@ def parallel_actor(
     """
     progress = progress or Progress(args.steps)
     barrier.wait()
-    keys = args.run_keys
+    serve_actor(agent, args, progress)
+
+
+def serve_actor(
+    agent: Player,
+    args: RunConfig,
+    progress: Progress,
+    index: int = 0,
+    lock: threading.Lock | None = None,
+    more_metrics: Callable[[], dict[str, float]] = dict,
+) -> None:
+    """Serve actions until the run is finished, then send what was collected.
+
+    Args:
+        agent: Acts.
+        args: The run.
+        progress: Counts steps, and says when the run is finished.
+        index: Which of the run's actors this is; it serves the environments that have this number
+            modulo `actors`.
+        lock: Held while the agent chooses actions.
+        more_metrics: What is logged in addition, under the actor's name.
+    """
+    keys, name = args.run_keys, server_name("actor", index)
     with (
-        Client(find_server(args, "replay"), "actor-replay", _IN_FLIGHT, keys=keys) as replay,
-        Client(find_server(args, "logger"), "actor-logger", 8, keys=keys) as logger,
+        Client(find_server(args, "replay"), f"{name}-replay", _IN_FLIGHT, keys=keys) as replay,
+        Client(find_server(args, "logger"), f"{name}-logger", 8, keys=keys) as logger,
     ):
-        actor = Actor(agent, args, progress, replay, logger)
-        server = BatchServer(
-            listen_address(args, "actor"), "actor", args.server_keys, **hooks_of(invited(args))
-        )
+        actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
+        address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
+        server = BatchServer(address, name, args.server_keys, **hooks)
         server.bind(
             "act",
             actor.act,
             actor.send,
             roles=("env",),
-            batch=args.policy_batch,
+            batch=args.policy_batch_of(index),
             wait=args.actor_wait,
             workers=args.actor_threads,
             gather=_GATHER_SECONDS,
@@ -79,12 +100,12 @@ def parallel_actor(
             post_rows=args.limiter_tolerance,
             on_post_error=progress.fail,
         )
-        actor.hold(args.expect_envs, lambda: int(server.stats()["act/waiting"]))
+        actor.hold(args.expected_envs, lambda: int(server.stats()["act/waiting"]))
         server.start(block=False)
         should_log = LocalClock(args.log_every)
         should_log()
         try:
-            publish_address(args, "actor", server.address)
+            publish_address(args, "actor", server.address, index)
             every = min(args.log_every, _LOOK_SECONDS) if args.bind else args.log_every
             while not progress.finished.wait(every):
                 if args.bind:  # environments come and go
@@ -143,18 +164,28 @@ class Actor:
     follow them (`send`)."""
 
     def __init__(
-        self, agent: Agent, args: RunConfig, progress: Progress, replay: Client, logger: Client
+        self,
+        agent: Player,
+        args: RunConfig,
+        progress: Progress,
+        replay: Client,
+        logger: Client,
+        index: int = 0,
+        lock: threading.Lock | None = None,
+        more_metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
-        self._carries = Carries(agent, max(16, 2 * args.actor_envs, 2 * args.known_envs))
-        self._policy_lock = threading.Lock()
-        self._sizes = policy_sizes(args)
+        self._index, self._more_metrics = index, more_metrics
+        known = max(len(args.envs_of(index)), len(range(index, args.known_envs, args.actors)))
+        self._carries = Carries(agent, max(16, 2 * known))
+        self._policy_lock = lock or threading.Lock()
+        self._sizes = policy_sizes(args, index)
         self._video = VideoFrames(args.report_every, video_env(args))
         # A new name for each start: a resend is recognised, a successor's batch never is.
         self._source = f"actor-{uuid.uuid4().hex}"
         self._sequence = 0
-        self._stored: deque[Future] = deque()
+        self._stored: deque[tuple[Future, int]] = deque()  # with the training steps in it
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
@@ -192,7 +223,7 @@ class Actor:
         """Environments in a full policy call now: no more than are there."""
         with self._policy_lock:
             there = self._carries.recent(_PRESENT_SECONDS)
-        return max(1, min(there, self._args.policy_batch))
+        return max(1, min(there, self._args.policy_batch_of(self._index)))
 
     # --- acting: before the reply ----------------------------------------------------------------
 
@@ -255,6 +286,7 @@ class Actor:
         """Send transitions to the replay and the logger, in order; batches that followed each other
         quickly share a message, because a message costs more than the rows in it."""
         self._check_replies()
+        self._progress.report()
         for joined, frames in self._messages(batches):
             is_eval = joined.is_eval
             if is_eval.all() or not is_eval.any():
@@ -285,20 +317,25 @@ class Actor:
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
         message = (part.steps, part.envids, is_eval, self._source, self._sequence)
-        self._stored.append(self._replay.call("add_batch", *message))
+        steps = 0 if is_eval else len(part)
+        self._stored.append((self._replay.call("add_batch", *message), steps))
 
     def _check_replies(self) -> None:
-        while self._stored and self._stored[0].done():
-            self._stored.popleft().result()
+        while self._stored and self._stored[0][0].done():
+            self._on_stored(*self._stored.popleft())
         while self._logged and self._logged[0].done():
             self._on_logged(self._logged.popleft().result())
 
     def wait_for_replies(self, timeout: float) -> None:
         """Wait until the replay and the logger have confirmed everything that was sent."""
         while self._stored:
-            self._stored.popleft().result(timeout)
+            self._on_stored(*self._stored.popleft(), timeout)
         while self._logged:
             self._on_logged(self._logged.popleft().result(timeout))
+
+    def _on_stored(self, reply: Future, steps: int, timeout: float | None = None) -> None:
+        reply.result(timeout)
+        self._progress.stored(steps)
 
     @property
     def flush_seconds(self) -> float:
@@ -306,6 +343,8 @@ class Actor:
         them. One that is not connected comes back only if somebody still restarts it."""
         connected = self._replay.stats()["connected"] and self._logger.stats()["connected"]
         restarted = self._args.on_failure == "restart" and not self._progress.stopped
+        if self._progress.stopped and self._progress.waiting():
+            return _GIVE_UP_SECONDS  # without a learner the replay may take nothing
         return _FLUSH_SECONDS if connected or restarted else _GIVE_UP_SECONDS
 
     def _on_logged(self, target_reached: bool) -> None:
@@ -332,19 +371,30 @@ class Actor:
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
+        self._progress.noted(self._failures.total, stats["act/items"])
+        reasons = [self._progress.waiting()]
+        reasons += [self._why_waiting(idle, int(stats["act/waiting"]), replay)]
         metrics: dict[str, Any] = {
-            "actor/steps_per_second": (stats["act/items"] - items) / (now - then),
-            "actor/batches_per_second": (stats["act/batches"] - batches) / (now - then),
-            "actor/fill": stats["act/fill"],
-            "actor/wait_seconds": stats["act/wait"],
-            "actor/policy_seconds": stats["act/work"],
-            "actor/environments": float(count),
-            **self._failures.metrics(stats["act/items"]),
-            **{f"actor/server/{k}": v for k, v in stats.items() if "/" not in k},
-            **{f"actor/replay_client/{k}": v for k, v in replay.items()},
-            **{f"actor/logger_client/{k}": v for k, v in self._logger.stats().items()},
-            "actor/waiting": self._why_waiting(idle, int(stats["act/waiting"]), replay),
+            "steps_per_second": (stats["act/items"] - items) / (now - then),
+            "batches_per_second": (stats["act/batches"] - batches) / (now - then),
+            "fill": stats["act/fill"],
+            "wait_seconds": stats["act/wait"],
+            "policy_seconds": stats["act/work"],
+            "environments": float(count),
+            **{f"server/{k}": v for k, v in stats.items() if "/" not in k},
+            **{f"replay_client/{k}": v for k, v in replay.items()},
+            **{f"logger_client/{k}": v for k, v in self._logger.stats().items()},
+            **self._more_metrics(),
+            "waiting": "; ".join(filter(None, reasons)),
         }
+        name = server_name("actor", self._index)
+        metrics = {f"{name}/{key}": value for key, value in metrics.items()}
+        if not self._index:  # the others have told the learner of theirs
+            failures, steps = self._progress.failures_elsewhere()
+            total = self._failures.total + failures
+            steps += stats["act/items"]
+            metrics["env/failures"] = float(total)
+            metrics["env/failures_per_1000_steps"] = 1000 * total / max(steps, 1.0)
         self._logger.call("add", self._progress.step, metrics)
 
     def _why_waiting(
@@ -355,7 +405,7 @@ class Actor:
                 f"the run begins when {self._expected} environments are there (expect_envs): "
                 f"{self._there()} are"
             )
-        return why_waiting(self._args, idle, observations, replay)
+        return why_waiting(self._args, idle, observations, replay, self._index)
 
 
 class EnvFailures:
@@ -363,7 +413,7 @@ class EnvFailures:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._total = 0
+        self.total = 0
 
     def note(self, envids: NDArray[Any], counts: NDArray[Any]) -> None:
         """Take the count of each environment, which starts again with its process."""
@@ -371,15 +421,8 @@ class EnvFailures:
             return
         for envid, count in zip(envids.tolist(), counts.tolist(), strict=True):
             before = self._counts.get(envid, 0)
-            self._total += count - before if count >= before else count
+            self.total += count - before if count >= before else count
             self._counts[envid] = count
-
-    def metrics(self, steps: float) -> dict[str, float]:
-        """The count, and how many there were in a thousand of so many steps."""
-        return {
-            "env/failures": float(self._total),
-            "env/failures_per_1000_steps": 1000 * self._total / max(steps, 1.0),
-        }
 
 
 class Carries:
@@ -391,7 +434,7 @@ class Carries:
         clock: Seconds, rising.
     """
 
-    def __init__(self, agent: Agent, size: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, agent: Player, size: int, clock: Callable[[], float] = time.monotonic):
         self._agent = agent
         self._rows = agent.init_policy(size)
         self._initial = agent.init_policy(1)
@@ -434,21 +477,22 @@ class Carries:
         self._rows = grown
 
 
-def policy_sizes(args: RunConfig) -> tuple[int, ...]:
-    """The sizes of policy batches in a run: powers of two, a full batch, and a whole lane.
+def policy_sizes(args: RunConfig, actor: int = 0) -> tuple[int, ...]:
+    """The sizes of an actor's policy batches: powers of two, a full batch, and a whole lane.
 
     A compiled policy is compiled for each size it meets, and a batch that was closed by the waiting
     time may have any. So batches are padded to the next of these sizes.
     """
     lane = -(-args.envs_per_process // args.env_lanes)
     # Processes of machines that join have as many as those of the run, at most.
-    usual = {args.policy_batch, lane if args.bind else min(lane, args.actor_envs)}
+    most = lane if args.bind else min(lane, len(args.envs_of(actor)))
+    usual = {args.policy_batch_of(actor), most}
     powers = {2**power for power in range(max(usual).bit_length())}
     return tuple(sorted(size for size in usual | powers if size <= max(usual)))
 
 
 def padded_policy(
-    agent: Agent, sizes: tuple[int, ...], carry: Carry, obs: Arrays, mode: Mode
+    agent: Player, sizes: tuple[int, ...], carry: Carry, obs: Arrays, mode: Mode
 ) -> tuple[Carry, Arrays, Arrays]:
     """`agent.policy` with a batch of one of these sizes; a larger one stays as it is."""
     rows = len(obs["is_first"])
@@ -493,7 +537,11 @@ class VideoFrames:
 
 
 def why_waiting(
-    args: RunConfig, idle: Mapping[int, float], observations: int, replay: Mapping[str, float]
+    args: RunConfig,
+    idle: Mapping[int, float],
+    observations: int,
+    replay: Mapping[str, float],
+    actor: int = 0,
 ) -> str:
     """Why there are no steps, if there are none; empty if the actor does not wait.
 
@@ -502,20 +550,23 @@ def why_waiting(
         idle: Seconds since the last observation of each environment that is known.
         observations: How many wait for the next policy call.
         replay: Statistics of the client that sends steps to the replay.
+        actor: Which of the run's actors it is.
     """
+    who = server_name("actor", actor) if actor else "the actor"
+    batch = args.policy_batch_of(actor)
     if replay["inflight"] and not replay["connected"]:
         where = "" if AUTO in args.replay_addr else f" at {args.replay_addr}"
-        return f"the actor has no connection to the replay{where}"
+        return f"{who} has no connection to the replay{where}"
     if replay["inflight"] >= _IN_FLIGHT:
-        return f"the actor waits for the replay to take {replay['inflight']:g} batches of steps"
+        return f"{who} waits for the replay to take {replay['inflight']:g} batches of steps"
     reasons = []
-    if 0 < observations < args.policy_batch and args.actor_wait > args.log_every:
+    if 0 < observations < batch and args.actor_wait > args.log_every:
         reasons.append(
-            f"the actor waits for a full batch: it has {observations} of {args.policy_batch} "
+            f"{who} waits for a full batch: it has {observations} of {batch} "
             f"observations, and uses a smaller batch after {args.actor_wait:g} s"
         )
-    own = 0 if args.bind and args.remote_envs else args.actor_envs
-    unknown = [envid for envid in range(own) if envid not in idle]
+    own = () if args.bind and args.remote_envs else args.envs_of(actor)
+    unknown = [envid for envid in own if envid not in idle]
     if len(unknown) > observations:
         reasons.append(f"no observation from {_names(unknown)} yet")
     late = {envid: age for envid, age in idle.items() if age > args.log_every}

@@ -23,8 +23,8 @@ from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 from dreamfleet.transport.address import AUTO, parse
 
-RoleName = Literal["actor", "replay", "logger", "evaluator"]
-SERVERS: tuple[RoleName, ...] = ("actor", "replay", "logger", "evaluator")
+RoleName = Literal["actor", "learner", "replay", "logger", "evaluator"]
+SERVERS: tuple[RoleName, ...] = ("actor", "learner", "replay", "logger", "evaluator")
 """The roles that others connect to."""
 
 

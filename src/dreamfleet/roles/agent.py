@@ -14,7 +14,7 @@ from dreamfleet.roles.runtime import Factory, exit_if_asked_to_stop, stop_event,
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS, _ACTORS_SECONDS = 1.0, 0.05
 
 
 def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
@@ -52,6 +52,8 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
         log.info("The agent is asked to stop before it has learned anything: nothing is saved.")
         exit_if_asked_to_stop()  # compiling may take a minute
     actor.join()
+    while learner.is_alive() and progress.error is None and progress.actors_busy():
+        learner.join(_ACTORS_SECONDS)
     while learner.is_alive() and progress.updates_left():
         learner.join(_LOOK_SECONDS)
     progress.end_learning()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
-import inspect
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +22,7 @@ from dreamfleet.roles.runtime import (
     Factory,
     close_when_stopped,
     stop_event,
+    takes,
     unpack,
 )
 from dreamfleet.spaces import RESET, without_reset
@@ -79,7 +78,10 @@ def parallel_env(
     for env in envs:
         env.build()
     watchdog.pause()
-    server = find_server(args, "evaluator" if is_eval and args.eval_every else "actor")
+    if is_eval and args.eval_every:
+        server = find_server(args, "evaluator")
+    else:  # `env_workers` puts those of one actor together
+        server = find_server(args, "actor", ids[0] % args.actors)
     # Rounds of evaluation step all environments together.
     in_rounds = is_eval and bool(args.eval_every or not in_run)
     lanes = split_lanes(envs, ids, is_eval, 1 if in_rounds else args.env_lanes)
@@ -219,7 +221,7 @@ class RestartedEnv:
         self._in_run = in_run
         self._make, self._envid, self._args = make, envid, args
         self._notes, self._watchdog = notes, watchdog
-        self._takes_attempt = _takes_attempt(make)
+        self._takes_attempt = takes(make, "attempt")
         self._attempt = 0
         self._env: Any = None
         self._reset_action: Any = None
@@ -334,12 +336,6 @@ class RestartedEnv:
         self.close()
         delay = _FIRST_DELAY * 2.0 ** (self._in_a_row - 2) if self._in_a_row > 1 else 0.0
         self.due = time.monotonic() + min(delay, _LONGEST_DELAY)
-
-
-def _takes_attempt(make: Callable[..., Any]) -> bool:
-    with suppress(TypeError, ValueError):  # some callables have no signature
-        return "attempt" in inspect.signature(make).parameters
-    return False
 
 
 class ObservationBlock:

@@ -39,9 +39,12 @@ class UnknownEnvironment(DreamfleetError):
     """Somebody sent observations of an environment that is none of the run's."""
 
 
-def groups_of(ids: Sequence[int], size: int) -> list[Group]:
-    """Environments by the process that they are in, so many in each."""
-    return [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]
+def groups_of(ids: Sequence[int], size: int, actors: int = 1) -> list[Group]:
+    """Environments by the process that they are in: so many in each, which call the same actor."""
+    shares = [[each for each in ids if each % actors == actor] for actor in range(actors)]
+    return sorted(
+        tuple(mine[start : start + size]) for mine in shares for start in range(0, len(mine), size)
+    )
 
 
 def no_tick() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.compile_times import CompileTimes
 from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.transport import Client, Closed, Disconnected, Future, TransportError
@@ -64,10 +66,15 @@ def parallel_learner(
         learner.prepare()
         progress.updates_left = learner.updates_left
         progress.prepared = True
-        barrier.wait()
-        progress.on_learning_over(samples.close)
-        learner.run(samples)
-        saver.save()
+        with ExitStack() as stack:
+            parameters = None
+            if args.actors > 1:
+                parameters = ParameterServer(agent, args, progress, lambda: saver.updates)
+                stack.enter_context(parameters)
+            barrier.wait()
+            progress.on_learning_over(samples.close)
+            learner.run(samples, parameters)
+            saver.save()
 
 
 class Saver:
@@ -172,11 +179,18 @@ class Saver:
         self._checkpoint.save(parts, step=step, score=self._evaluation_score(), pending=pending)
         self._notes.progress()
 
+    def recount(self) -> None:
+        """Count at least the steps that the replay holds: an actor of another process may have told
+        a learner of them that was killed."""
+        self._newest_position()
+
     def _newest_position(self) -> dict[str, Any]:
         """The replay's position; the last one known, if the replay is restarting."""
         try:
             self._replay.connect(_CONNECT_SECONDS)
             self._position = self._replay.position().result(_POSITION_SECONDS)
+            if not self._args.offline:
+                self._progress.raise_to(int(self._position["steps"]))
         except TransportError as error:
             log.warning("The checkpoint names an older position of the replay: %s", error)
         return self._position
@@ -272,7 +286,13 @@ class Learner:
         at = self._progress.step if step is None else step
         self._logger.add(at, {key: text}).wait(_STATE_SECONDS)
 
-    def run(self, samples: Client) -> None:
+    def run(self, samples: Client, parameters: ParameterServer | None = None) -> None:
+        """Train until learning is over.
+
+        Args:
+            samples: For requests of training batches.
+            parameters: Offers the parameters to actors in other processes, if there are any.
+        """
         args, timer = self._args, self._timer
         should_log = GlobalClock(args.log_every)
         should_report = GlobalClock(args.report_every)
@@ -295,6 +315,8 @@ class Learner:
                 if previous is not None:
                     self._process(*previous)
                 previous = outs, metrics
+            if parameters is not None:
+                parameters.publish()
             if self._asked and self._saver.updates >= self._asked:
                 break
             if should_log():
@@ -333,6 +355,8 @@ class Learner:
         self._aggregate.add(metrics)
 
     def _log(self) -> None:
+        if self._args.actors > 1:
+            self._saver.recount()
         now, updates, steps = time.monotonic(), self._saver.updates, self._progress.step
         seconds, trained, collected = (
             new - old for new, old in zip((now, updates, steps), self._since, strict=True)

@@ -1,9 +1,19 @@
-"""What the actor and the learner of an agent process share next to the agent."""
+"""What the actor and the learner of an agent process share next to the agent.
+
+An actor in a process of its own has a `SharedProgress` instead, which counts with the learner.
+"""
 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
+from typing import Any
+
+from dreamfleet.config import RunConfig
+from dreamfleet.transport import Client, Disconnected
+
+_LOOK_SECONDS = 0.5
 
 
 class Progress:
@@ -25,6 +35,10 @@ class Progress:
         self.error: BaseException | None = None
         self.updates_left: Callable[[], int] = lambda: 0
         """How many updates the learner has to make before it ends, which sets this."""
+        self.actors_busy: Callable[[], bool] = lambda: False
+        """Whether actors in other processes still send what they have; set by the learner."""
+        self.failures_elsewhere: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+        """Failures of the environments of other actors, and their steps; set by the learner."""
         self._limit = steps
         self._lock = threading.Lock()
         self._step = 0
@@ -55,6 +69,29 @@ class Progress:
             self.finish()
         return step
 
+    def raise_to(self, step: int) -> None:
+        """The replay holds so many steps; some of them may not be counted yet."""
+        self.advance(max(0, step - self._step))
+
+    def retract(self, count: int) -> None:
+        """Steps that were counted are lost, because the actor that made them was killed."""
+        with self._lock:
+            if not self.finished.is_set():
+                self._step -= count
+
+    def report(self) -> None:
+        """Have the steps counted before they are sent to the replay; here they are."""
+
+    def stored(self, count: int) -> None:
+        """The replay has so many more of the steps."""
+
+    def noted(self, failures: int, steps: float) -> None:
+        """So many failures of environments, and steps, there were since this actor was started."""
+
+    def waiting(self) -> str:
+        """Whom counting waits for, in words; empty if for nobody."""
+        return ""
+
     def finish(self) -> None:
         """There were enough steps, or the score is reached."""
         self.finished.set()
@@ -84,3 +121,119 @@ class Progress:
             callbacks, self._on_learning_over = self._on_learning_over, []
         for callback in callbacks:
             callback()
+
+
+class SharedProgress(Progress):
+    """The progress of a run as an actor in a process of its own knows it.
+
+    The learner counts. It is told of steps before they are sent to the replay, so every step that
+    is stored was counted; whoever reports while it is away waits until it is back. So all actors
+    together make at most `_margin` steps that were not counted, and when the run has no more left
+    than that, every policy call reports.
+
+    Messages hold totals, so one that arrives twice counts once. A learner that was started again
+    counts from what the replay holds: it gets a total without the steps that its predecessor knew.
+
+    Args:
+        name: The actor's.
+        args: The run.
+        learner: The learner's server.
+    """
+
+    def __init__(self, name: str, args: RunConfig, learner: Client) -> None:
+        super().__init__(args.steps)
+        self.name = name
+        self.busy = True
+        """Whether there are steps that this actor has not sent yet."""
+        self.heard: dict[str, Any] = {}
+        """What the learner said last; empty as long as it has said nothing."""
+        self._learner = learner
+        self._source = uuid.uuid4().hex  # a successor's totals start again
+        batch = max(args.policy_batch_of(actor) for actor in range(args.actors))
+        self._margin = args.actors * (2 * args.limiter_tolerance + batch)
+        self._counting = ""  # the learner that counts
+        self._reporting = threading.Lock()
+        self._acted = self._known = 0  # steps, all of them and those that the learner knows
+        self._earlier = 0  # those that an earlier one knew
+        self._unstored = 0
+        self._reached = False
+        self._failures, self._env_steps = 0, 0.0
+
+    def advance(self, count: int) -> int:
+        with self._lock:
+            self._acted += count
+            self._unstored += count
+            self._step += count
+            step = self._step
+        if self._limit and step + self._margin >= self._limit:
+            self.report()
+        return step
+
+    def report(self) -> None:
+        """Tell the learner, and hear from it; waits until it is there. Without it an actor that is
+        asked to stop goes on: the replay's count holds what it stores."""
+        with self._reporting:
+            acted, reply = self._told()
+            while reply is not None and not self._take(acted, reply):
+                acted, reply = self._told()
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """The learner's reply; None if there is no learner, and the run needs none any more."""
+        while True:
+            try:
+                self._learner.connect(_LOOK_SECONDS)
+                future = self._learner.call(method, *args)
+                while not future.wait(_LOOK_SECONDS):
+                    if self.finished.is_set() and self.waiting():
+                        return None
+                return future.result()
+            except Disconnected:
+                if self.finished.is_set():
+                    return None
+
+    def _told(self) -> tuple[int, Any]:
+        """Tell the learner of the steps; returns how many it was told of, and its reply."""
+        with self._lock:
+            acted = self._acted
+            message = {
+                "learner": self._counting,
+                "actor": self.name,
+                "source": self._source,
+                "steps": acted - self._earlier,
+                "unstored": self._unstored,
+                "busy": self.busy,
+                "reached": self._reached,
+                "failures": self._failures,
+                "env_steps": self._env_steps,
+            }
+        return acted, self.ask("report", message)
+
+    def _take(self, acted: int, reply: dict[str, Any]) -> bool:
+        """Take the learner's reply; returns whether it has counted."""
+        with self._lock:
+            if reply["learner"] != self._counting:
+                self._counting, self._earlier = reply["learner"], self._known
+                return False
+            self._known = acted
+            self._step = reply["step"] + self._acted - acted
+            self.heard = reply
+        self.stopped |= reply["stopped"]
+        if reply["finished"]:
+            self.finished.set()
+        return True
+
+    def stored(self, count: int) -> None:
+        with self._lock:
+            self._unstored -= count
+
+    def noted(self, failures: int, steps: float) -> None:
+        self._failures, self._env_steps = failures, steps
+
+    def waiting(self) -> str:
+        away = not self._learner.stats()["connected"]
+        return f"{self.name} has no connection to the learner" if away else ""
+
+    def finish(self) -> None:
+        """The score is reached, as the learner has to know."""
+        self._reached = True
+        self.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import queue
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -50,6 +52,13 @@ def pickled(who: str, function: Callable[..., Any]) -> bytes:
             f"What {who} runs cannot be sent to its process ({error}): make what cannot be pickled "
             "inside of its constructor, or put it into a module and give its name, module:name."
         ) from error
+
+
+def takes(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function has an argument of this name."""
+    with suppress(TypeError, ValueError):  # some callables have no signature
+        return argument in inspect.signature(function).parameters
+    return False
 
 
 # --- stopping ------------------------------------------------------------------------------------

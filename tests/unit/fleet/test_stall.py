@@ -51,6 +51,19 @@ def test_roles_speak_for_themselves_while_they_report() -> None:
     assert why(metrics) == "the actor waited 3 s"
 
 
+def test_each_actor_speaks_for_itself() -> None:
+    said = {**LEARNS, "actor-1/silence": 0.1, "actor-1/waiting": "no observation from 1."}
+    assert why(said, worker("actor-1")) == "no observation from 1"
+    assert why({**said, "actor-1/silence": 32.0}, worker("actor-1")) == (
+        "actor-1 has not reported for 32 s"
+    )
+    assert why(LEARNS, worker("actor-1")) == "actor-1 has not reported for 500 s"
+    assert why(LEARNS, worker("actor-1", age=3.0)) == "", "it is starting, and the others act"
+    assert why(said, worker("actor-1", "restarting")) == "actor-1 is restarting"
+    # While there is no agent it waits, and that is said of the agent.
+    assert why(said, worker("agent", "restarting"), worker("actor-1")) == "agent is restarting"
+
+
 def test_a_role_that_has_stopped_reporting_is_named() -> None:
     late = {**LEARNS, "actor/silence": 32.0, "actor/waiting": "an old text"}
     assert why(late) == "the actor has not reported for 32 s"

@@ -39,6 +39,24 @@ def test_parts_that_run_elsewhere_are_left_out(tmp_path: Path) -> None:
     assert worker_names(config) == ["agent", "logger"]
 
 
+def test_environments_of_a_process_call_one_actor(tmp_path: Path) -> None:
+    config = small_run(tmp_path, envs=8, envs_per_process=3, eval_envs=3, actors=2)
+    workers = {worker.name: worker for worker in workers_of(config)}
+    train, evaluation = ["env-0", "env-1", "env-6", "env-7"], ["env-8", "env-9"]
+    names = ["agent", "actor-1", *train, *evaluation, "replay", "logger"]
+    assert list(workers) == names
+    shares = [workers[name].function.args[1] for name in train + evaluation]
+    assert shares == [(0, 2, 4), (1, 3, 5), (6,), (7,), (8, 10), (9,)]
+    actor = workers["actor-1"]
+    assert (actor.role, actor.function.args[1]) == ("actor", 1)
+    assert actor.environment["JAX_PLATFORMS"] == "cpu"
+    assert not actor.ends_run
+    # Those of rounds call the evaluator, whichever numbers they have.
+    rounds = small_run(tmp_path, envs=2, eval_envs=3, envs_per_process=3, eval_every=9, actors=2)
+    shares = [each.function.args[1] for each in workers_of(rounds) if each.role == "env"]
+    assert shares == [(0,), (1,), (2, 3, 4)]
+
+
 def test_environments_of_one_machine_keep_their_numbers(tmp_path: Path) -> None:
     config = small_run(tmp_path, envs=4, envs_per_process=2, eval_envs=2)
     some = env_workers(make, make, config, range(1, 5))

@@ -12,7 +12,7 @@ import pytest
 from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.agents import Dreamer, DreamerConfig, size_preset
-from dreamfleet.agents.dreamer import agent as dreamer_module
+from dreamfleet.agents.dreamer import player as dreamer_module
 from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.envs import make_env

@@ -20,6 +20,7 @@ from dreamfleet.spaces import Space
 
 if TYPE_CHECKING:
     from dreamfleet.agents.dreamer.agent import Dreamer
+    from dreamfleet.agents.dreamer.player import DreamerPlayer
 
 
 class DreamerType(AgentType[DreamerConfig]):
@@ -63,6 +64,20 @@ class DreamerType(AgentType[DreamerConfig]):
         from dreamfleet.agents.dreamer.agent import Dreamer
 
         return Dreamer(obs_space, act_space, config, seed=seed)
+
+    def make_player(
+        self,
+        obs_space: Mapping[str, Space],
+        act_space: Mapping[str, Space],
+        config: DreamerConfig,
+        *,
+        seed: int,
+    ) -> DreamerPlayer:
+        from dreamfleet.agents.dreamer.player import DreamerPlayer
+
+        # An accelerator is the agent's.
+        execution = replace(config.execution, train_platform="cpu", policy_platform="cpu")
+        return DreamerPlayer(obs_space, act_space, replace(config, execution=execution), seed=seed)
 
     def check(
         self,

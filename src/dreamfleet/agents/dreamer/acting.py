@@ -140,6 +140,11 @@ class Publisher(Generic[Actor]):
             self._prepared = (snapshot, self._prepare(snapshot.nets))
         return self._prepared[1]
 
+    def newest(self) -> Any:
+        """Anybody: the newest parameters that have arrived."""
+        self._promote()
+        return self._current.nets
+
     def age(self) -> tuple[int, float]:
         """(updates, seconds) that the actor's parameters are behind."""
         current = self._current

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,37 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Arrays, Carry, Flat, Mode
+from dreamfleet.agents.api import Carry, Flat
 from dreamfleet.agents.dreamer import nonfinite
-from dreamfleet.agents.dreamer.acting import (
-    ActingNetworks,
-    Draws,
-    Publisher,
-    Snapshot,
-    draw,
-    policy_step,
-)
+from dreamfleet.agents.dreamer.acting import ActingNetworks, Snapshot
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, use_one_blas_thread
 from dreamfleet.agents.dreamer.devices import Placement, prefetch
-from dreamfleet.agents.dreamer.features import action_features, check_spaces, stored_space
-from dreamfleet.agents.dreamer.interfaces import check_networks
+from dreamfleet.agents.dreamer.features import stored_space
 from dreamfleet.agents.dreamer.learning import TrainState, init_state, train_step
-from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program, TraceCache, enable_cache
+from dreamfleet.agents.dreamer.player import ActingAgent
+from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program, TraceCache
 from dreamfleet.agents.dreamer.report import compose_video, report_step
 from dreamfleet.agents.dreamer.rssm import State
 from dreamfleet.agents.dreamer.saving import current_names, replace_leaves, select_matching, to_flat
 from dreamfleet.agents.errors import NonFiniteError
-from dreamfleet.errors import ConfigError
-from dreamfleet.masks import ActionMask, EmptyMasks
-from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
+from dreamfleet.spaces import Space, without_logs
 
 log = logging.getLogger(__name__)
-_UNUSED = {*FLAGS} - {"is_first"}
-_Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Arrays, Arrays]]
 
 
-class Dreamer:
+class Dreamer(ActingAgent):
     """World model, actor and critic, trained on replayed sequences.
 
     One actor thread may call `policy` while one learner thread calls everything else. `train`
@@ -62,30 +50,18 @@ class Dreamer:
         seed: int = 0,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
-        self.config = config = config or DreamerConfig()
-        self.obs_space = without_logs(obs_space)
-        self.act_space = without_reset(act_space)
+        config = config or DreamerConfig()
+        super().__init__(
+            obs_space, act_space, config, Placement.of(config.execution, devices), seed
+        )
         self.stored_space = stored_space(config.model)
         self.context = config.execution.replay_context
-        check_spaces(self.obs_space, self.act_space)
-        check_networks(self.obs_space, config.model)
-        self._actions_of = action_features(self.act_space)
-        mask = ActionMask.of(self.obs_space, self.act_space)
-        self._empty_masks = EmptyMasks(mask) if mask else None
-        self._placement = Placement.of(config.execution, devices)
-        self._cached = enable_cache(config.execution.cache_dir)
         state = init_state(config, self.obs_space, self.act_space, seed)
         self._shardings = self._placement.parameters(state)
         self._state: TrainState = jax.device_put(state, self._shardings)
-        self._updates = 0
-        self._actions = 0
-        rng = np.random.default_rng([seed, 1])
-        self._action_seed = rng.integers(2**32, size=2, dtype=np.uint32)
         self._pending: tuple[Any, State, Mapping[str, Any]] | None = None
         self._build_programs()
-        first = self._snapshot()
-        self._numpy = self._use_numpy(first.nets)
-        self._publisher = Publisher(first, self._make_actor)
+        self._act_with(self._snapshot())
 
     def _build_programs(self) -> None:
         config, place = self.config, self._placement
@@ -112,75 +88,6 @@ class Dreamer:
             lambda nets: jax.tree.map(jnp.copy, ActingNetworks.of(nets, dtype)),
             out_shardings=whole,
         )
-        self._policy_program = Program("policy", policy_step)
-
-    # --- acting ----------------------------------------------------------------------------------
-
-    def init_policy(self, n: int) -> Carry:
-        model = self.config.model
-        previous = {
-            key: np.zeros((n, *space.shape), np.int32 if space.discrete else np.float32)
-            for key, space in self.act_space.items()
-        }
-        return {
-            "deter": np.zeros((n, model.deter), np.float32),
-            "stoch": np.zeros((n, model.stoch, model.classes), np.float32),
-            "previous": previous,
-        }
-
-    def policy(
-        self,
-        carry: Carry,
-        obs: Mapping[str, NDArray[Any]],
-        mode: Mode = "train",
-    ) -> tuple[Carry, Arrays, Arrays]:
-        """Choose actions: samples in training and in evaluation, as in the paper, or the mode."""
-        inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in _UNUSED}
-        nonfinite.check_arrays("Observation", inputs, missing=True)
-        if self._empty_masks:
-            self._empty_masks.look(obs)
-        shape = (len(inputs["is_first"]), self.config.model.stoch)
-        draws = draw(
-            self._action_seed, self._actions, self._actions_of, shape, greedy=mode == "greedy"
-        )
-        self._actions += 1
-        following, actions, entries = self._publisher.latest()(carry, inputs, draws)
-        nonfinite.check_arrays("Action", actions)
-        for key, space in self.act_space.items():
-            if space.discrete:
-                actions[key] = actions[key].astype(space.dtype)
-        return following, actions, entries
-
-    def metrics(self) -> dict[str, float]:
-        """How old the parameters are that `policy` uses at the moment, and how often it met a mask
-        that allows nothing."""
-        updates, seconds = self._publisher.age()
-        ages = {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
-        return {**ages, **(self._empty_masks.metrics() if self._empty_masks else {})}
-
-    def _make_actor(self, nets: ActingNetworks) -> _Actor:
-        """What `policy` calls with these parameters."""
-        if self._numpy:
-            use_one_blas_thread()
-            return NumpyActor(jax.device_get(nets))
-
-        def act(carry: Carry, obs: Mapping[str, NDArray[Any]], draws: Draws) -> Any:
-            return jax.device_get(self._policy_program(nets, carry, obs, draws))
-
-        return act
-
-    def _use_numpy(self, nets: ActingNetworks) -> bool:
-        """Whether numpy chooses the actions: on CPUs, in float32, for the networks it knows."""
-        backend, dtype = self.config.execution.policy_backend, self.config.execution.compute_dtype
-        platform = self._placement.policy_device.platform
-        possible = platform == "cpu" and dtype == "float32" and NumpyActor.knows(nets)
-        if backend == "numpy" and not possible:
-            names = [type(net).__name__ for net in (nets.encoder, nets.dynamics)]
-            raise ConfigError(
-                "execution.policy_backend=numpy needs a CPU, float32 and the default encoder and "
-                f"dynamics, not {platform}, {dtype}, {' and '.join(names)}: use auto or compiled."
-            )
-        return possible and backend != "compiled"
 
     # --- learning --------------------------------------------------------------------------------
 
@@ -272,10 +179,7 @@ class Dreamer:
         with ThreadPoolExecutor(len(lengths)) as pool:
             for done in [pool.submit(build, *each) for each in lengths]:
                 done.result()
-        for size in policy_batches:
-            obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
-            obs["is_last"][:] = True  # where a mask of zeros is nothing to warn of
-            self.policy(self.init_policy(size), obs)
+        self.compile_policy(policy_batches)
         log.info("Compiled the agent in %.1f s", time.perf_counter() - start)
 
     def example_batch(self, batch_size: int, batch_length: int) -> dict[str, NDArray[Any]]:
@@ -310,7 +214,7 @@ class Dreamer:
         self._action_seed = chosen.pop("counters/action_seed", self._action_seed)
         self._state = jax.device_put(replace_leaves(self._state, chosen), self._shardings)
         self._pending = None
-        self._publisher = Publisher(self._snapshot(), self._make_actor)
+        self._act_with(self._snapshot())
 
 
 def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:

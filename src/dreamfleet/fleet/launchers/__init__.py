@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, Self
 
 from dreamfleet.errors import ConfigError
 
-Role = Literal["agent", "evaluator", "env", "replay", "logger"]
+Role = Literal["agent", "actor", "evaluator", "env", "replay", "logger"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,184 @@
+"""DreamerV3 as it acts: what the agent shares with the players of further actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agents.api import Arrays, Carry, Flat, Mode
+from dreamfleet.agents.dreamer import nonfinite
+from dreamfleet.agents.dreamer.acting import (
+    ActingNetworks,
+    Draws,
+    Publisher,
+    Snapshot,
+    draw,
+    policy_step,
+)
+from dreamfleet.agents.dreamer.config import DreamerConfig
+from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, use_one_blas_thread
+from dreamfleet.agents.dreamer.devices import Placement
+from dreamfleet.agents.dreamer.features import action_features, check_spaces
+from dreamfleet.agents.dreamer.interfaces import check_networks
+from dreamfleet.agents.dreamer.networks import Networks
+from dreamfleet.agents.dreamer.programs import Program, enable_cache
+from dreamfleet.agents.dreamer.saving import (
+    named_leaves,
+    replace_leaves,
+    select_matching,
+    to_flat,
+)
+from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ActionMask, EmptyMasks
+from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
+
+_UNUSED = {*FLAGS} - {"is_first"}
+_Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Arrays, Arrays]]
+
+
+class ActingAgent:
+    """Chooses actions with the newest parameters that were published.
+
+    A subclass publishes the first ones with `_act_with`.
+    """
+
+    def __init__(
+        self,
+        obs_space: Mapping[str, Space],
+        act_space: Mapping[str, Space],
+        config: DreamerConfig,
+        placement: Placement,
+        seed: int,
+    ) -> None:
+        self.config = config
+        self.obs_space = without_logs(obs_space)
+        self.act_space = without_reset(act_space)
+        check_spaces(self.obs_space, self.act_space)
+        check_networks(self.obs_space, config.model)
+        self._actions_of = action_features(self.act_space)
+        mask = ActionMask.of(self.obs_space, self.act_space)
+        self._empty_masks = EmptyMasks(mask) if mask else None
+        self._placement = placement
+        self._cached = enable_cache(config.execution.cache_dir)
+        self._updates = 0
+        self._actions = 0
+        rng = np.random.default_rng([seed, 1])
+        self._action_seed = rng.integers(2**32, size=2, dtype=np.uint32)
+        self._policy_program = Program("policy", policy_step)
+
+    def init_policy(self, n: int) -> Carry:
+        model = self.config.model
+        previous = {
+            key: np.zeros((n, *space.shape), np.int32 if space.discrete else np.float32)
+            for key, space in self.act_space.items()
+        }
+        return {
+            "deter": np.zeros((n, model.deter), np.float32),
+            "stoch": np.zeros((n, model.stoch, model.classes), np.float32),
+            "previous": previous,
+        }
+
+    def policy(
+        self,
+        carry: Carry,
+        obs: Mapping[str, NDArray[Any]],
+        mode: Mode = "train",
+    ) -> tuple[Carry, Arrays, Arrays]:
+        """Choose actions: samples in training and in evaluation, as in the paper, or the mode."""
+        inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in _UNUSED}
+        nonfinite.check_arrays("Observation", inputs, missing=True)
+        if self._empty_masks:
+            self._empty_masks.look(obs)
+        shape = (len(inputs["is_first"]), self.config.model.stoch)
+        draws = draw(
+            self._action_seed, self._actions, self._actions_of, shape, greedy=mode == "greedy"
+        )
+        self._actions += 1
+        following, actions, entries = self._publisher.latest()(carry, inputs, draws)
+        nonfinite.check_arrays("Action", actions)
+        for key, space in self.act_space.items():
+            if space.discrete:
+                actions[key] = actions[key].astype(space.dtype)
+        return following, actions, entries
+
+    def metrics(self) -> dict[str, float]:
+        """How old the parameters are that `policy` uses at the moment, and how often it met a mask
+        that allows nothing."""
+        updates, seconds = self._publisher.age()
+        ages = {"policy/updates_behind": updates, "policy/seconds_behind": seconds}
+        return {**ages, **(self._empty_masks.metrics() if self._empty_masks else {})}
+
+    def compile_policy(self, policy_batches: Sequence[int]) -> None:
+        """Get ready to act with batches of these sizes."""
+        for size in policy_batches:
+            obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
+            obs["is_last"][:] = True  # where a mask of zeros is nothing to warn of
+            self.policy(self.init_policy(size), obs)
+
+    def policy_state(self) -> Flat:
+        """The parameters that choose actions, in compute precision."""
+        return dict(to_flat(self._publisher.newest()))
+
+    def load_policy(self, state: Mapping[str, Any]) -> None:
+        """Act with these parameters from now on."""
+        nets = self._publisher.newest()
+        chosen = select_matching(named_leaves(nets), state, None)
+        nets = jax.device_put(replace_leaves(nets, chosen), self._placement.policy_device)
+        self._act_with(Snapshot(nets, self._updates, time.monotonic()))
+
+    def _act_with(self, first: Snapshot) -> None:
+        self._numpy = self._use_numpy(first.nets)
+        self._publisher = Publisher(first, self._make_actor)
+
+    def _make_actor(self, nets: ActingNetworks) -> _Actor:
+        """What `policy` calls with these parameters."""
+        if self._numpy:
+            use_one_blas_thread()
+            return NumpyActor(jax.device_get(nets))
+
+        def act(carry: Carry, obs: Mapping[str, NDArray[Any]], draws: Draws) -> Any:
+            return jax.device_get(self._policy_program(nets, carry, obs, draws))
+
+        return act
+
+    def _use_numpy(self, nets: ActingNetworks) -> bool:
+        """Whether numpy chooses the actions: on CPUs, in float32, for the networks it knows."""
+        backend, dtype = self.config.execution.policy_backend, self.config.execution.compute_dtype
+        platform = self._placement.policy_device.platform
+        possible = platform == "cpu" and dtype == "float32" and NumpyActor.knows(nets)
+        if backend == "numpy" and not possible:
+            names = [type(net).__name__ for net in (nets.encoder, nets.dynamics)]
+            raise ConfigError(
+                "execution.policy_backend=numpy needs a CPU, float32 and the default encoder and "
+                f"dynamics, not {platform}, {dtype}, {' and '.join(names)}: use auto or compiled."
+            )
+        return possible and backend != "compiled"
+
+
+class DreamerPlayer(ActingAgent):
+    """Acts with parameters that an agent sends; it has no optimizer, and compiles no training."""
+
+    def __init__(
+        self,
+        obs_space: Mapping[str, Space],
+        act_space: Mapping[str, Space],
+        config: DreamerConfig,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(obs_space, act_space, config, Placement.of(config.execution, None), seed)
+        # Only the shapes count: actors act when they have the agent's parameters.
+        rng = np.random.default_rng([seed, 0])
+        nets = Networks.init(rng, config.model, self.obs_space, self.act_space)
+        acting = ActingNetworks.of(nets, config.execution.compute_dtype)
+        device = self._placement.policy_device
+        self._act_with(Snapshot(jax.device_put(acting, device), 0, time.monotonic()))
+
+    def metrics(self) -> dict[str, float]:
+        """How old its parameters are is known to who loads them."""
+        return self._empty_masks.metrics() if self._empty_masks else {}

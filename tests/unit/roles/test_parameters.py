@@ -1,0 +1,249 @@
+"""Actors in processes of their own: they get the learner's parameters, and count with it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import CountingAgent, small_run
+
+from dreamfleet.config import RunConfig
+from dreamfleet.roles import parameters as module
+from dreamfleet.roles.actor import policy_sizes, why_waiting
+from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.notes import Notes
+from dreamfleet.roles.parameters import Follower, ParameterServer, packed, unpacked
+from dreamfleet.roles.progress import Progress, SharedProgress
+from dreamfleet.transport import Client
+from dreamfleet.transport.codec import encode
+
+
+class Learner:
+    """The learner's side, as the agent's process has it."""
+
+    def __init__(self, args: RunConfig, stored: int = 0) -> None:
+        self.agent, self.progress, self.updates = CountingAgent(), Progress(args.steps), 0
+        self.progress.restore(stored)
+        self.server = ParameterServer(self.agent, args, self.progress, lambda: self.updates)
+
+    def train(self, updates: int) -> None:
+        self.updates = self.agent._updates = updates
+        self.server.publish()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    """Two actors, of which all together may make 84 steps that the learner does not know."""
+    return small_run(tmp_path, envs=4, actors=2, actor_batch=2, steps=1000, batch_size=5)
+
+
+@pytest.fixture
+def stack() -> Any:
+    with ExitStack() as stack:
+        yield stack
+
+
+def client_of(run: RunConfig, stack: ExitStack) -> Client:
+    return stack.enter_context(Client(find_server(run, "learner"), "actor-1-learner"))
+
+
+def test_parameters_of_updates_reach_an_actor(
+    run: RunConfig, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_SHARE", 0)
+    client = client_of(run, stack)
+    progress, agent, lock = (
+        SharedProgress("actor-1", run, client),
+        CountingAgent(),
+        threading.Lock(),
+    )
+    follower = Follower(agent, progress, lock, Notes())
+    with follower:
+        assert not follower._loaded.is_set(), "there is no learner yet"
+        learner = Learner(run)
+        with learner.server:
+            assert follower.wait()
+            versions = [int(follower.metrics()["policy/version"])]
+            for updates in (3, 8):
+                learner.train(updates)
+                reached = threading.Event()
+                while agent._updates != updates:
+                    assert not reached.wait(0.01)
+                while follower.metrics()["policy/updates_behind"]:
+                    assert not reached.wait(0.01)
+                versions.append(int(follower.metrics()["policy/version"]))
+            assert versions == [1, 2, 3]
+            assert 0 <= follower.metrics()["policy/seconds_behind"] < 600
+            lock.acquire()  # while the agent acts, its parameters stay as they are
+            learner.train(9)
+            while progress.heard["updates"] != 9:
+                reached.wait(0.01)
+            assert agent._updates == 8
+            lock.release()
+        # A successor that went back to a checkpoint is followed as well.
+        successor = Learner(run)
+        successor.updates = successor.agent._updates = 5
+        with successor.server:
+            while agent._updates != 5:
+                reached.wait(0.01)
+            progress.stop()
+
+
+def test_only_new_parameters_are_taken_and_not_too_often(run: RunConfig) -> None:
+    learner = Learner(run)
+    with learner.server as server:
+        first = server.parameters()
+        server.publish()
+        learner.train(1)
+        assert server.parameters()["version"] == first["version"] == 1  # within a second
+
+
+def test_steps_are_counted_once_by_whichever_learner_there_is(
+    run: RunConfig, stack: ExitStack
+) -> None:
+    client = client_of(run, stack)
+    actor = SharedProgress("actor-1", run, client)
+    first = Learner(run, stored=100)
+    with first.server:
+        actor.advance(7)
+        assert actor.step == 7, "it knows only its own before it reports"
+        actor.report()
+        assert actor.step == first.progress.step == 107
+        first.progress.advance(50)  # the agent's own actor
+        actor.report()
+        actor.report()
+        assert actor.step == first.progress.step == 157
+        actor.stored(4)
+        actor.advance(10)  # not reported when the learner is killed
+    second = Learner(run, stored=154)  # what the replay holds by then
+    with second.server:
+        actor.report()
+        assert actor.step == second.progress.step == 164
+        second.progress.raise_to(160)
+        assert second.progress.step == 164
+        second.progress.raise_to(167)  # as many are stored once the three have arrived
+        actor.report()
+        assert actor.step == second.progress.step == 167
+        # Another one of that name: what the first had not stored, three and ten, is gone, as far
+        # as this learner had counted it.
+        assert second.server.busy()
+        another = SharedProgress("actor-1", run, client)
+        another.advance(2)
+        another.report()
+        assert second.progress.step == 167 - 10 + 2
+        assert second.server.busy()
+        another.busy = False
+        another.report()
+        assert not second.server.busy()
+
+
+def test_an_actor_waits_for_the_learner_unless_it_is_asked_to_stop(
+    run: RunConfig, stack: ExitStack
+) -> None:
+    client = client_of(run, stack)
+    actor = SharedProgress("actor-1", run, client)
+    actor.advance(1)
+    assert actor.waiting() == "actor-1 has no connection to the learner"
+    waits = threading.Thread(target=actor.report)
+    waits.start()
+    learner = Learner(run)
+    with learner.server:
+        waits.join(120)
+        assert not waits.is_alive()
+        assert learner.progress.step == 1
+        assert actor.waiting() == ""
+    alone = SharedProgress("actor-1", run, client)
+    waits = threading.Thread(target=alone.report)
+    waits.start()
+    alone.stop()
+    waits.join(30)
+    assert not waits.is_alive(), "it does not wait for the client's patience"
+
+
+def test_the_end_of_the_run_reaches_every_actor(run: RunConfig, stack: ExitStack) -> None:
+    client = client_of(run, stack)
+    learner = Learner(run, stored=900)
+    with learner.server:
+        actor = SharedProgress("actor-1", run, client)
+        actor.report()
+        assert actor.advance(10) == 910
+        assert learner.progress.step == 900, "far from the end reports may wait"
+        actor.advance(10)
+        assert learner.progress.step == 920, "near the end every policy call reports"
+        learner.progress.advance(75)
+        actor.advance(4)
+        assert not actor.finished.is_set()
+        actor.advance(4)
+        assert actor.finished.is_set()
+        assert learner.progress.finished.is_set()
+        assert (learner.progress.step, actor.stopped, actor.error) == (1003, False, None)
+
+
+def test_a_stop_a_score_and_a_failure_are_told_apart(run: RunConfig, stack: ExitStack) -> None:
+    client = client_of(run, stack)
+    asked = Learner(run)
+    with asked.server:
+        asked.progress.stop()
+        actor = SharedProgress("actor-1", run, client)
+        actor.report()
+        assert actor.stopped
+        assert actor.finished.is_set()
+    scored = Learner(small_run(run.logdir, envs=4, actors=2, target_score=1.0))
+    with scored.server:
+        actor = SharedProgress("actor-1", run, client)
+        actor.finish()  # the logger told this actor first
+        assert scored.progress.finished.is_set()
+        assert actor.finished.is_set()
+        assert not actor.stopped
+    failed = Learner(run)
+    with failed.server:
+        failed.progress.fail(RuntimeError("the training is broken"))
+        actor = SharedProgress("actor-1", run, client)
+        actor.report()
+        assert not actor.finished.is_set(), "it waits for the next learner"
+
+
+def test_failures_of_all_environments_are_known_to_the_agent(
+    run: RunConfig, stack: ExitStack
+) -> None:
+    learner = Learner(run)
+    assert learner.progress.failures_elsewhere() == (0, 0.0)
+    with learner.server:
+        for index in (1, 2):
+            actor = SharedProgress(f"actor-{index}", run, client_of(run, stack))
+            actor.noted(index, 10.0 * index)
+            actor.report()
+        assert learner.progress.failures_elsewhere() == (3, 30.0)
+
+
+def test_arrays_that_are_too_large_for_a_frame_travel_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_PIECE_BYTES", 5000)
+    large = np.arange(3000, dtype=np.float32).reshape(3, 1000)
+    state = {"large": large, "small": np.ones(2), "count": 3, "name": "x", "flag": True}
+    message = packed(state)
+    assert max(len(frame) for frame in encode(message).frames) <= 5000
+    found = unpacked(message)
+    assert {k: v for k, v in found.items() if k in ("count", "name", "flag")} == {
+        "count": 3, "name": "x", "flag": True
+    }  # fmt: skip
+    assert found["large"].dtype == np.float32
+    np.testing.assert_array_equal(found["large"], large)
+    np.testing.assert_array_equal(found["small"], state["small"])
+
+
+def test_each_actor_has_its_share_of_the_environments(tmp_path: Path) -> None:
+    run = small_run(tmp_path, envs=5, actors=2, actor_batch=8, envs_per_process=8)
+    assert [list(run.envs_of(actor)) for actor in range(2)] == [[0, 2, 4], [1, 3]]
+    assert [run.policy_batch_of(actor) for actor in range(2)] == [3, 2], "a batch can be full"
+    assert [policy_sizes(run, actor) for actor in range(2)] == [(1, 2, 3), (1, 2)]
+    free = {"connected": 1.0, "inflight": 0.0}
+    assert why_waiting(run, {1: 0.5, 3: 0.5}, 0, free, 1) == ""
+    assert why_waiting(run, {1: 0.5}, 0, free, 1) == "no observation from environment 3 yet"
+    assert why_waiting(run, {}, 0, {**free, "inflight": 2.0}, 1).startswith("actor-1 waits for")
