@@ -39,7 +39,7 @@ _INCIDENTAL = (
 )
 _REPEATS = {"atari": 4, "atari100k": 4}
 _SHOWN = 3
-_COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
+COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         label = f"published, {theirs.seeds} seeds (mean ± deviation)"
         axis.plot(x, mean, color="0.35", linestyle="--", linewidth=1.4, label=label)
     for number, group in enumerate(panel.groups):
-        color, curve = _COLORS[number % len(_COLORS)], group.curve
+        color, curve = COLORS[number % len(COLORS)], group.curve
         if len(group.runs) == 1:
             scores = group.runs[0].scores
             axis.plot(scores.at, scores.score, ".", color=color, markersize=2, alpha=0.3)

@@ -12,7 +12,9 @@ from rich.table import Table
 from dreamfleet.benchmarks.report import Row, rows_to_json
 from dreamfleet.cli.console import say, write
 
-Name = Literal["transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint", "network"]
+Name = Literal[
+    "transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint", "network", "scale"
+]  # fmt: skip
 
 
 def bench(

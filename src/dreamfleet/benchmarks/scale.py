@@ -1,0 +1,606 @@
+"""What every role costs, and how many environments an actor carries.
+
+Costs are processor time of a role's own process, so they hold on a busy machine too, and wall time
+next to it. The roles are those of a run, started as a run starts them. Environments are real ones
+where their own cost is asked for. Where many are asked for they are light clients: sockets of this
+process that speak the protocol, each a connection with an environment's number of its own, which
+repeat prepared observations and compute nothing.
+
+`python -m dreamfleet.benchmarks.scaling_page` makes the tables and the picture of `docs/scaling.md`
+from the rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from json import dumps, loads
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import psutil
+import zmq
+from numpy.typing import NDArray
+
+from dreamfleet.agents import find_agent
+from dreamfleet.benchmarks.report import Row
+from dreamfleet.config import RunConfig
+from dreamfleet.envs import make_env, noop, sample_action
+from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.fleet import factories
+from dreamfleet.fleet.launchers import RunningWorker
+from dreamfleet.fleet.launchers.local import LocalLauncher
+from dreamfleet.fleet.workers import fleet_workers
+from dreamfleet.replay import Replay, ReplayConfig
+from dreamfleet.roles.actor import parallel_actor
+from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.env import ObservationBlock
+from dreamfleet.spaces import RESET, Space, without_logs, without_reset
+from dreamfleet.transport import Client, Keys, RoleKey, wire
+from dreamfleet.transport.address import parse
+from dreamfleet.transport.codec import encode
+
+TASKS = {"vector": "gym:CartPole-v1", "image": "bundled:dummy"}
+"""Few numbers, and a 64x64x3 image with a few numbers."""
+CONNECTIONS = tuple(2**power for power in range(11))
+LARGEST_BATCH = 256
+"""`actor_batch` of the curve, at most; with fewer environments it is half of them."""
+_ROWS = 64  # environments in a message to the replay and to the logger
+_POLICY_ROWS = (1, 8, 64, 256)
+_EPISODE = 100
+_PATIENCE = 300.0  # seconds that a role may take to come up; compiling is a part of it
+_FILES_A_CONNECTION, _FILES_BESIDE = 2, 200
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Measure what every role costs, and steps a second with 1 to 1,024 connections.
+
+    A quick run shows that everything works: with the random agent, few connections and little data.
+    """
+    if quick:
+        return _measure(("vector",), ("random",), (1, 4), seconds=0.3, calls=20)
+    return _measure(tuple(TASKS), ("random", "dreamer"), CONNECTIONS, seconds=3.0, calls=400)
+
+
+def _measure(
+    kinds: Sequence[str],
+    agents: Sequence[str],
+    connections: Sequence[int],
+    seconds: float,
+    calls: int,
+) -> list[Row]:
+    allow_connections(max(connections))
+    rows: list[Row] = []
+    for kind in kinds:
+        rows += _environments(kind, seconds)
+        rows += _services(kind, agents[-1], calls)
+        rows += _agent(kind, agents[-1], calls // 20)
+    for agent, kind in itertools.product(agents, kinds):
+        rows += _curve(agent, kind, connections, seconds)
+    rows += _encrypted(kinds[0], connections[len(connections) // 2], seconds)
+    rows += _large_replay(300 * calls, max(5, calls // 10))
+    return rows
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def _config(folder: str, kind: str, agent: str, envs: int, **settings: Any) -> RunConfig:
+    """A run in which nobody learns, so that acting is never held back."""
+    return RunConfig(
+        task=TASKS[kind],
+        logdir=Path(folder),
+        agent=agent,
+        envs=envs,
+        train_ratio=0.0,
+        # Small files: each environment reserves one, and a thousand with images would take 13 GB.
+        replay=ReplayConfig(capacity=50_000, chunk=128),
+        log_every=1.0,
+        report_every=0.0,
+        save_every=0.0,
+        on_failure="stop",
+        **settings,
+    )
+
+
+class Roles:
+    """Workers of a run, without a supervisor. The agent has an actor and no learner, which would
+    share its processor time.
+
+    Args:
+        config: The run.
+        names: Beginnings of the names of those that are started.
+    """
+
+    def __init__(self, config: RunConfig, *names: str) -> None:
+        self._launcher = LocalLauncher(config.logdir)
+        parts = factories.factories(config)
+        workers = fleet_workers(**parts, args=config)
+        self._workers = [
+            replace(worker, function=partial(_act, config)) if worker.role == "agent" else worker
+            for worker in workers
+            if worker.name.startswith(names)
+        ]
+        self._running: dict[str, RunningWorker] = {}
+
+    def __enter__(self) -> Self:
+        with self._launcher:
+            self._launcher.prepare(self._workers)
+            for worker in self._workers:
+                self._running[worker.name] = self._launcher.start(worker)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._running.values():
+            worker.kill()  # what they have stored is thrown away
+        for worker in self._running.values():
+            worker.wait()
+
+    def check(self) -> None:
+        """Raise if one of them has ended."""
+        for name, worker in self._running.items():
+            if worker.wait(0) is not None:
+                raise DreamfleetError(f"The {name} of the benchmark ended:\n{worker.output()}")
+
+    def processor(self) -> dict[str, float]:
+        """Seconds of processor time that each role has used, all its processes together."""
+        spent: dict[str, float] = {}
+        for worker in self._workers:
+            times = psutil.Process(self._running[worker.name].pid).cpu_times()
+            spent[worker.role] = spent.get(worker.role, 0.0) + times.user + times.system
+        return spent
+
+
+def _act(config: RunConfig) -> None:
+    parallel_actor(factories.agent(config), threading.Barrier(1), config)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one step, or of one batch."""
+
+    processor: float
+    wall: float
+
+    def rows(self, name: str, per: str, note: str = "") -> list[Row]:
+        """A row of processor time and one of wall time, in microseconds."""
+        return [
+            Row(f"{name}/processor", 1e6 * self.processor, f"us/{per}", note=note),
+            Row(f"{name}/wall", 1e6 * self.wall, f"us/{per}", note=note),
+        ]
+
+
+def _spaces(kind: str, agent: str) -> tuple[dict[str, Space], dict[str, Space]]:
+    """What an environment shows, and what is stored with its steps."""
+    env = make_env(TASKS[kind])
+    kind_of_agent = find_agent(agent)
+    stored = kind_of_agent.stored_space(env.obs_space, env.act_space, kind_of_agent.default())
+    acts = without_reset(env.act_space)
+    return dict(env.obs_space), {**without_logs(env.obs_space), **acts, **stored}
+
+
+def _zeros(spaces: Mapping[str, Space], *lead: int) -> Arrays:
+    return {key: np.zeros((*lead, *space.shape), space.dtype) for key, space in spaces.items()}
+
+
+# --- a fleet with real environments --------------------------------------------------------------
+
+
+def _environments(kind: str, seconds: float) -> Iterator[Row]:
+    """An environment alone, then every role of a fleet of eight, in one process and in eight."""
+    yield from _alone(kind, seconds).rows(f"{kind}/environment alone", "step")
+    for together in (8, 1):
+        with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+            config = _config(folder, kind, "random", 8, envs_per_process=together)
+            with Roles(config, "") as roles, _client(config, "replay") as replay:
+
+                def steps(replay: Client = replay) -> int:
+                    return int(replay.position().result(_PATIENCE)["steps"])
+
+                _await(lambda: steps() >= 200, roles)
+                begin, before, first = time.perf_counter(), roles.processor(), steps()
+                time.sleep(seconds)
+                count, after = steps() - first, roles.processor()
+                wall = time.perf_counter() - begin
+        layout = "8 in one process" if together == 8 else "a process each"
+        yield Row(f"{kind}/fleet, {layout}", count / wall, "steps/s", note="random agent")
+        for role, spent in after.items():
+            used = 1e6 * (spent - before[role]) / count
+            yield Row(f"{kind}/fleet, {layout}/{role}", used, "us/step", note="processor time")
+
+
+def _alone(kind: str, seconds: float) -> Spent:
+    env = make_env(TASKS[kind])
+    rng = np.random.default_rng(0)
+    actions = [sample_action(env.act_space, rng) for _ in range(64)]
+    obs = env.step(noop(env.act_space))
+    count, begin, used = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - begin < seconds / 3:
+        for action in actions:
+            obs = env.step({**action, RESET: obs["is_last"]})
+        count += len(actions)
+    return Spent((time.process_time() - used) / count, (time.perf_counter() - begin) / count)
+
+
+def _await(ready: Callable[[], bool], roles: Roles) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while not ready():
+        roles.check()
+        if time.monotonic() > deadline:
+            raise DreamfleetError(f"No steps came in {_PATIENCE:g} s: is the machine too busy?")
+        time.sleep(0.05)
+
+
+def _client(config: RunConfig, role: Any) -> Client:
+    return Client(find_server(config, role), "bench", keys=config.run_keys, patience=_PATIENCE)
+
+
+# --- replay and logger, called as an agent calls them --------------------------------------------
+
+
+def _services(kind: str, agent: str, calls: int) -> Iterator[Row]:
+    obs, stored = _spaces(kind, agent)
+    steps, ids = _zeros(stored, _ROWS), np.arange(_ROWS)
+    logs = {key: value for key, value in _zeros(obs, _ROWS).items() if key not in stored}
+    logs |= {key: steps[key] for key in ("reward", "is_first", "is_last", "is_terminal")}
+    number = itertools.count(1)
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder, ExitStack() as stack:
+        config = _config(folder, kind, agent, _ROWS)
+        roles = stack.enter_context(Roles(config, "replay", "logger"))
+        replay, logger = (stack.enter_context(_client(config, r)) for r in ("replay", "logger"))
+
+        def measured(role: str, call: Callable[[], Any], per: int = 1) -> tuple[Spent, Spent]:
+            """What a call costs its server, and what it costs here."""
+            for _ in range(3):
+                call()
+            before, mine, begin = roles.processor()[role], time.process_time(), time.perf_counter()
+            for _ in range(calls):
+                call()
+            wall, done = time.perf_counter() - begin, per * calls
+            here = Spent((time.process_time() - mine) / done, wall / done)
+            return Spent((roles.processor()[role] - before) / done, wall / done), here
+
+        def insert() -> None:
+            replay.add_batch(steps, ids, False, "bench", next(number)).result()
+
+        def follow() -> None:
+            logger.tran(next(number), ids, np.zeros(_ROWS, bool), logs, {}).result()
+
+        for _ in range(config.window):  # before that there is no sequence to sample
+            insert()
+        size = sum(array[0].nbytes for array in steps.values())
+        yield Row(f"{kind}/stored step", float(size), "bytes", note=f"{agent}, default size")
+        rows = f"{_ROWS} rows in a call"
+        yield from measured("replay", insert, _ROWS)[0].rows(f"{kind}/replay insert", "step", rows)
+        yield from measured("logger", follow, _ROWS)[0].rows(f"{kind}/logger", "step", rows)
+        batch = replay.sample_batch_train().result()
+        megabytes = sum(array.nbytes for array in batch.values()) / 1e6
+        note = f"{config.batch_size} x {config.window} steps, {megabytes:.1f} MB"
+        served, taken = measured("replay", lambda: replay.sample_batch_train().result())
+        yield from served.rows(f"{kind}/replay sample", "batch", note)
+        yield from taken.rows(f"{kind}/learner takes a sample", "batch", note)
+        states = {key: value for key, value in batch.items() if key.startswith(("dyn/", "stepid"))}
+        if len(states) > 1:
+            written, _ = measured("replay", lambda: replay.update(states).result())
+            yield from written.rows(f"{kind}/replay update", "batch", "latent states written back")
+
+
+# --- the agent -----------------------------------------------------------------------------------
+
+
+def _agent(kind: str, agent: str, updates: int) -> Iterator[Row]:
+    """Policy calls and updates, in a process as that of an agent."""
+    kind_of_agent = find_agent(agent)
+    added = kind_of_agent.process_environment(kind_of_agent.default(), os.environ)
+    command = [sys.executable, "-m", __name__, dumps([kind, agent, updates])]
+    result = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **added}
+    )
+    for name, per, note, *spent in loads(result.stdout.splitlines()[-1]):
+        yield from Spent(*spent).rows(f"{kind}/{name}", per, note)
+
+
+def measure_agent(
+    kind: str, name: str, updates: int
+) -> Iterator[tuple[str, str, str, float, float]]:
+    """Names, units, notes, processor time and wall time of an agent of the default size."""
+    config = RunConfig(task=TASKS[kind], agent=name)
+    agent: Any = factories.agent(config)
+    sizes = {"batch_size": config.batch_size, "batch_length": config.batch_length}
+    agent.compile(**sizes, report_length=None, policy_batches=())
+    for rows in _POLICY_ROWS:
+        carry, obs = agent.init_policy(rows), _zeros(agent.obs_space, rows)
+        spent = _repeat(partial(agent.policy, carry, obs), 10 * updates)
+        each = Spent(spent.processor / rows, spent.wall / rows)
+        yield f"policy, {rows} rows", "step", f"{name}, default size", each.processor, each.wall
+    steps = (config.batch_size, config.window)
+    batch = _zeros({**agent.obs_space, **agent.act_space, **agent.stored_space}, *steps)
+    batch |= {"stepid": np.zeros((*steps, 20), np.uint8), "consec": np.zeros(steps, np.int32)}
+    batches = agent.stream(itertools.repeat(batch))
+    carry = agent.init_train(config.batch_size)
+
+    def update() -> None:
+        nonlocal carry
+        carry, _, metrics = agent.train(carry, next(batches))
+        for value in metrics.values():
+            np.asarray(value)
+
+    spent = _repeat(update, updates)
+    note = f"{name}, default size, {config.batch_size} x {config.batch_length} steps"
+    yield "learner update", "batch", note, spent.processor, spent.wall
+
+
+def _repeat(call: Callable[[], Any], count: int) -> Spent:
+    for _ in range(2):
+        call()
+    used, begin = time.process_time(), time.perf_counter()
+    for _ in range(count):
+        call()
+    return Spent((time.process_time() - used) / count, (time.perf_counter() - begin) / count)
+
+
+# --- many connections ----------------------------------------------------------------------------
+
+
+def allow_connections(count: int, limits: tuple[int, int] | None = None) -> None:
+    """Let this process, and those that it starts, open enough files for so many connections.
+
+    Args:
+        count: Connections.
+        limits: Soft and hard limit of open files; None asks the machine.
+
+    Raises:
+        ConfigError: The machine does not allow it.
+    """
+    soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_A_CONNECTION * count + _FILES_BESIDE
+    if 0 <= hard < needed:
+        raise ConfigError(
+            f"{count:,} connections need {needed:,} open files, and this machine allows {hard:,}: "
+            f"raise the hard limit, as root with 'ulimit -Hn {needed}', or measure with --quick."
+        )
+    if 0 <= soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+class LightClients:
+    """Connections to an actor, each with one environment that shows the same episode for ever.
+
+    Args:
+        address: Where the actor listens.
+        kind: What the environments show.
+        count: How many connections.
+        keys: The run key.
+    """
+
+    def __init__(
+        self, address: str, kind: str, count: int, keys: Keys | RoleKey | None = None
+    ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.max_sockets = count + 8
+        self._epoll = select.epoll()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._observations = _episode(kind)
+        self._messages: dict[int, list[list[Any]]] = {}  # of each connection: one of each kind
+        self.steps = 0
+        self.bytes_out = self.bytes_in = 0
+        endpoint = parse(address).endpoint
+        for _ in range(count):
+            socket = self._context.socket(zmq.DEALER)
+            wire.set_limits(socket)
+            if keys:
+                keys.protect_client(socket)
+            socket.connect(endpoint)
+            wire.send(socket, wire.pack(wire.HELLO, 0, encode(None)))
+            self._sockets[socket.fileno()] = socket
+            self._epoll.register(socket.fileno(), select.EPOLLIN)
+        self._made = dict.fromkeys(self._sockets, 0)  # steps of each connection
+
+    @property
+    def least(self) -> int:
+        """Steps of the slowest connection."""
+        return min(self._made.values())
+
+    def play(self, until: Callable[[], bool]) -> None:
+        """Send an observation for every action that comes."""
+        # A descriptor only tells of what comes after somebody has looked and found nothing.
+        ready = list(self._sockets)
+        while not until():
+            for descriptor in ready:
+                socket = self._sockets[descriptor]
+                while message := wire.receive(socket):
+                    self._on_message(descriptor, message)
+                    made = self._made[descriptor]
+                    wire.send(socket, self._messages[descriptor][_stage(made)])
+            ready = [descriptor for descriptor, _ in self._epoll.poll(0.1)]
+
+    def _on_message(self, descriptor: int, message: list[Any]) -> None:
+        header = wire.unpack(message[0])
+        if header.kind == wire.REPLY:
+            self.steps += 1
+            self._made[descriptor] += 1
+            self.bytes_in = sum(map(len, message))
+        elif header.kind == wire.WELCOME:
+            incarnation = wire.value_of(header, message[1:])["incarnation"]
+            self._messages[descriptor] = self._packed(len(self._messages), incarnation)
+        else:
+            raise DreamfleetError(f"The actor refused: {wire.value_of(header, message[1:])}")
+
+    def _packed(self, envid: int, incarnation: int) -> list[list[Any]]:
+        messages = []
+        for obs in self._observations:
+            block = ObservationBlock([envid], is_eval=False).fill([obs], [0])
+            value = encode((block,)).snapshot()
+            messages.append(wire.pack(wire.CALL, 1, value, incarnation, "act", 1))
+        self.bytes_out = sum(map(len, messages[1]))
+        return messages
+
+    def close(self) -> None:
+        self._epoll.close()
+        self._context.destroy(linger=0)
+
+
+def _stage(made: int) -> int:
+    """Whether an episode's next observation is its first (0), its last (2) or another one (1)."""
+    place = made % _EPISODE
+    return 0 if place == 0 else 2 if place == _EPISODE - 1 else 1
+
+
+def _episode(kind: str) -> list[dict[str, Any]]:
+    """A first observation, one in the middle of an episode, and a last one."""
+    env = make_env(TASKS[kind])
+    first = env.step(noop(env.act_space))
+    middle = {**first, "is_first": np.bool_(False)}
+    return [first, middle, {**middle, "is_last": np.bool_(True)}]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What so many connections reached."""
+
+    rate: float
+    processor: dict[str, float]
+    """Seconds a step, by role; `clients` is this process."""
+    connecting: float
+    """Seconds until every connection had made a step."""
+    bytes_out: int
+    bytes_in: int
+
+
+def _point(config: RunConfig, kind: str, count: int, seconds: float) -> Point:
+    with Roles(config, "agent", "actor", "replay", "logger") as roles, ExitStack() as stack:
+        with _client(config, "actor") as probe:
+            probe.connect(_PATIENCE)
+            address = probe.address
+        begin = time.monotonic()
+        clients = LightClients(address, kind, count, config.run_keys)
+        stack.enter_context(closing(clients))
+
+        def everybody_has_stepped() -> bool:
+            roles.check()
+            return clients.least >= 2 or time.monotonic() > begin + _PATIENCE
+
+        clients.play(everybody_has_stepped)
+        if clients.least < 2:
+            raise DreamfleetError(f"Not all of {count} connections made a step.")
+        connecting = time.monotonic() - begin
+        before, mine, steps = roles.processor(), time.process_time(), clients.steps
+        start = time.perf_counter()
+        clients.play(lambda: time.perf_counter() > start + seconds)
+        wall, made = time.perf_counter() - start, clients.steps - steps
+        used = {role: spent - before[role] for role, spent in roles.processor().items()}
+        used["clients"] = time.process_time() - mine
+        processor = {role: spent / max(made, 1) for role, spent in used.items()}
+        return Point(made / wall, processor, connecting, clients.bytes_out, clients.bytes_in)
+
+
+def _curve(agent: str, kind: str, connections: Sequence[int], seconds: float) -> Iterator[Row]:
+    point = None
+    for count in connections:
+        with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+            config = _config(folder, kind, agent, count, actor_batch=actor_batch(count))
+            point = _point(config, kind, count, seconds)
+        name = f"curve/{agent}/{kind}/{count}"
+        costs = {role: f"{1e6 * spent:.0f} us" for role, spent in point.processor.items()}
+        note = ", ".join(f"{role} {cost}" for role, cost in costs.items())
+        yield Row(name, point.rate, "steps/s", note=f"processor time a step: {note}")
+        yield Row(f"{name}/actor", 1e6 * point.processor["agent"], "us/step", note="processor time")
+    assert point is not None
+    name = f"{kind}, {connections[-1]} connections, {agent}"
+    yield Row(
+        f"connect/{agent}/{kind}", point.connecting, "s", note=f"until all had stepped: {name}"
+    )
+    yield Row(f"bytes/{agent}/{kind}/to the actor", point.bytes_out, "bytes/step")
+    yield Row(f"bytes/{agent}/{kind}/from the actor", point.bytes_in, "bytes/step")
+
+
+def actor_batch(envs: int) -> int:
+    """Half of the environments, so that one half steps while the policy answers the other."""
+    return max(1, min(LARGEST_BATCH, envs // 2))
+
+
+def _encrypted(kind: str, count: int, seconds: float) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+        file = Path(folder) / "keys"
+        Keys.generate().save(file)
+        places = dict.fromkeys(
+            ("actor_addr", "replay_addr", "logger_addr"), "tcp://127.0.0.1:{auto}"
+        )
+        batch = actor_batch(count)
+        config = _config(folder, kind, "random", count, actor_batch=batch, keys=str(file), **places)
+        point = _point(config, kind, count, seconds)
+    name = f"encrypted/random/{kind}/{count}"
+    yield Row(name, point.rate, "steps/s", note="tcp with CURVE between all roles")
+    yield Row(f"{name}/actor", 1e6 * point.processor["agent"], "us/step", note="processor time")
+
+
+# --- a large replay ------------------------------------------------------------------------------
+
+
+def _large_replay(count: int, samples: int) -> Iterator[Row]:
+    """The index of a replay of many steps, and samples from pages that are not in memory."""
+    length, size = 33, 16
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+        many = 8 * count
+        with Replay(length, many, folder) as replay:
+            _fill(replay, {"reward": np.zeros(4096, np.float32)}, many)
+            used = replay.stats()["ram_bytes"] / many
+        yield Row("replay/index", used, "bytes/step", note=f"memory, {many:,} steps")
+        begin = time.perf_counter()
+        with Replay(length, many, folder):
+            opened = time.perf_counter() - begin
+        note = f"{many:,} steps in {len(list(Path(folder).glob('*')))} files"
+        yield Row("replay/reopen", 1e6 * opened / many, "s/million steps", note=note)
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+        image = np.random.default_rng(0).integers(0, 256, (1024, 64, 64, 3), np.uint8)
+        with Replay(length, count, folder) as replay:
+            _fill(replay, {"image": image}, count)
+            warm = _repeat(partial(replay.sample, size, "report"), samples)
+        _forget_pages(Path(folder))
+        with Replay(length, count, folder) as replay:
+            cold = _repeat(partial(replay.sample, size, "report"), samples)
+        megabytes = size * length * image[0].nbytes / 1e6
+        note = f"{size} x {length} images, {megabytes:.1f} MB"
+        yield from warm.rows("replay/sample, warm", "batch", note)
+        yield from cold.rows("replay/sample, cold", "batch", f"{note}, from the disk")
+        _forget_pages(Path(folder))
+        yield Row("disk/read", _read_rate(Path(folder)), "MB/s", note="files one after the other")
+
+
+def _fill(replay: Replay, steps: Arrays, count: int) -> None:
+    rows = len(next(iter(steps.values())))
+    for _ in range(-(-count // rows)):
+        replay.add_batch(steps, np.arange(rows) % 64)
+
+
+def _forget_pages(folder: Path) -> None:
+    """Have the kernel drop what it keeps of files in memory."""
+    for path in folder.glob("*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # pages that are not written yet would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_rate(folder: Path) -> float:
+    begin, size = time.perf_counter(), 0
+    for path in folder.glob("*"):
+        size += len(path.read_bytes())
+    return size / 1e6 / (time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(dumps(list(measure_agent(*loads(sys.argv[1])))) + "\n")
