@@ -19,7 +19,6 @@ import select
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -44,9 +43,10 @@ from dreamfleet.fleet.launchers import RunningWorker
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.workers import fleet_workers
 from dreamfleet.replay import Replay, ReplayConfig
-from dreamfleet.roles.actor import parallel_actor
+from dreamfleet.roles.actor import serve_actor
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.env import ObservationBlock
+from dreamfleet.roles.progress import Progress
 from dreamfleet.spaces import RESET, Space, without_logs, without_reset
 from dreamfleet.transport import Client, Keys, RoleKey, wire
 from dreamfleet.transport.address import parse
@@ -119,7 +119,7 @@ def _config(folder: str, kind: str, agent: str, envs: int, **settings: Any) -> R
 
 class Roles:
     """Workers of a run, without a supervisor. The agent has an actor and no learner, which would
-    share its processor time.
+    share its processor time; further actors act with parameters of their own.
 
     Args:
         config: The run.
@@ -131,7 +131,9 @@ class Roles:
         parts = factories.factories(config)
         workers = fleet_workers(**parts, args=config)
         self._workers = [
-            replace(worker, function=partial(_act, config)) if worker.role == "agent" else worker
+            replace(worker, function=partial(_act, config, worker.name))
+            if worker.role in ("agent", "actor")
+            else worker
             for worker in workers
             if worker.name.startswith(names)
         ]
@@ -165,8 +167,9 @@ class Roles:
         return spent
 
 
-def _act(config: RunConfig) -> None:
-    parallel_actor(factories.agent(config), threading.Barrier(1), config)
+def _act(config: RunConfig, worker: str) -> None:
+    index = int(worker.rpartition("-")[2]) if worker.startswith("actor-") else 0
+    serve_actor(factories.agent(config, actor=index), config, Progress(), index)
 
 
 @dataclass(frozen=True)
@@ -245,8 +248,10 @@ def _await(ready: Callable[[], bool], roles: Roles) -> None:
         time.sleep(0.05)
 
 
-def _client(config: RunConfig, role: Any) -> Client:
-    return Client(find_server(config, role), "bench", keys=config.run_keys, patience=_PATIENCE)
+def _client(config: RunConfig, role: Any, index: int = 0) -> Client:
+    return Client(
+        find_server(config, role, index), "bench", keys=config.run_keys, patience=_PATIENCE
+    )
 
 
 # --- replay and logger, called as an agent calls them --------------------------------------------
@@ -378,17 +383,17 @@ def allow_connections(count: int, limits: tuple[int, int] | None = None) -> None
 
 
 class LightClients:
-    """Connections to an actor, each with one environment that shows the same episode for ever.
+    """Connections to actors, each with one environment that shows the same episode for ever.
 
     Args:
-        address: Where the actor listens.
+        addresses: Where the actors listen; environment n calls number n modulo their count.
         kind: What the environments show.
         count: How many connections.
         keys: The run key.
     """
 
     def __init__(
-        self, address: str, kind: str, count: int, keys: Keys | RoleKey | None = None
+        self, addresses: Sequence[str], kind: str, count: int, keys: Keys | RoleKey | None = None
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.max_sockets = count + 8
@@ -398,15 +403,16 @@ class LightClients:
         self._messages: dict[int, list[list[Any]]] = {}  # of each connection: one of each kind
         self.steps = 0
         self.bytes_out = self.bytes_in = 0
-        endpoint = parse(address).endpoint
-        for _ in range(count):
+        self._envids: dict[int, int] = {}
+        for envid in range(count):
             socket = self._context.socket(zmq.DEALER)
             wire.set_limits(socket)
             if keys:
                 keys.protect_client(socket)
-            socket.connect(endpoint)
+            socket.connect(parse(addresses[envid % len(addresses)]).endpoint)
             wire.send(socket, wire.pack(wire.HELLO, 0, encode(None)))
             self._sockets[socket.fileno()] = socket
+            self._envids[socket.fileno()] = envid
             self._epoll.register(socket.fileno(), select.EPOLLIN)
         self._made = dict.fromkeys(self._sockets, 0)  # steps of each connection
 
@@ -436,7 +442,7 @@ class LightClients:
             self.bytes_in = sum(map(len, message))
         elif header.kind == wire.WELCOME:
             incarnation = wire.value_of(header, message[1:])["incarnation"]
-            self._messages[descriptor] = self._packed(len(self._messages), incarnation)
+            self._messages[descriptor] = self._packed(self._envids[descriptor], incarnation)
         else:
             raise DreamfleetError(f"The actor refused: {wire.value_of(header, message[1:])}")
 
@@ -483,11 +489,13 @@ class Point:
 
 def _point(config: RunConfig, kind: str, count: int, seconds: float) -> Point:
     with Roles(config, "agent", "actor", "replay", "logger") as roles, ExitStack() as stack:
-        with _client(config, "actor") as probe:
-            probe.connect(_PATIENCE)
-            address = probe.address
+        addresses = []
+        for index in range(config.actors):
+            with _client(config, "actor", index) as probe:
+                probe.connect(_PATIENCE)
+                addresses.append(probe.address)
         begin = time.monotonic()
-        clients = LightClients(address, kind, count, config.run_keys)
+        clients = LightClients(addresses, kind, count, config.run_keys)
         stack.enter_context(closing(clients))
 
         def everybody_has_stepped() -> bool:
