@@ -31,7 +31,7 @@ LAYERS = [
     ["checkpoint", "clock", "positions"],
     ["masks"],
     ["spaces"],
-    ["files", "formatting", "imports", "settings", "slots"],
+    ["files", "formatting", "imports", "numbers", "settings", "slots"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

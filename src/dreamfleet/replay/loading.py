@@ -9,6 +9,7 @@ already, and the chunks that continue them.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 
 from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
 from dreamfleet.replay.schema import StreamId
-from dreamfleet.replay.storage.files import Found, header_bytes, scan
-from dreamfleet.replay.storage.journal import Journal, Source, read_committed
+from dreamfleet.replay.storage.files import ChunkInfo, Found, header_bytes, scan
+from dreamfleet.replay.storage.journal import Journal, Source, damaged_path, read_committed
 from dreamfleet.replay.storage.store import Store
 from dreamfleet.replay.table import Table
 
@@ -28,10 +29,14 @@ log = logging.getLogger(__name__)
 Ticks = NDArray[np.int64]
 
 _NO_TICKS: Ticks = np.zeros(0, np.int64)
+_FAR, _FEW = 1 << 16, 8
 
 
 def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
     """Take in the chunks of the table's own directory, and clear what was never committed.
+
+    What looks damaged is moved aside, or copied before it is changed; only chunks that were made
+    and never filled are removed.
 
     Returns the files that could not be used, with the reason.
     """
@@ -45,14 +50,25 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
             skipped[item.path.name] = f"cannot be mapped: {error}"
             log.warning("Skipping replay chunk %s: %s.", item.path, error)
     slots = {chunk: store.slot_of[chunk] for chunk in chunks}
+    every = np.sort(np.concatenate([_NO_TICKS, *(store.ticks[s] for s in slots.values())]))
+    every = every[every > 0]
     if journal.is_new and slots:
         log.warning("The replay's journal is lost: every step found in its chunks is kept.")
-        journal.begin(max(int(store.ticks[slot].max()) for slot in slots.values()))
-    for slot in slots.values():
+        journal.begin(_newest_plausible(every))
+    elif journal.in_doubt:
+        _settle(journal, every)
+    for chunk, slot in slots.items():
         ticks = store.ticks[slot]
         store.lengths[slot] = count = _valid(ticks, journal.committed)
-        if ticks[count:].any():
-            ticks[count:] = 0
+        rest = ticks[count:]
+        if not rest.any():
+            continue
+        if ((rest < 0) | ((rest > 0) & (rest <= journal.committed))).any():
+            path = _keep_damaged(store, chunks[chunk], whole=count > 0)
+            skipped[chunks[chunk].filename] = f"is damaged after {count} steps, and kept as {path}"
+            if not count:
+                continue
+        rest[:] = 0  # never committed, or behind the damage
     store.release([slot for slot in slots.values() if not store.lengths[slot]])
     journal.forget_uncommitted()
     sizes = {c: int(store.lengths[s]) for c, s in slots.items() if store.lengths[s]}
@@ -78,6 +94,48 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
         [([slots[c] for c in chain], stream) for chain, stream in zip(chains, streams, strict=True)]
     )
     return skipped
+
+
+def _settle(journal: Journal, every: Ticks) -> None:
+    """Find out up to which step a journal in doubt had committed.
+
+    Rows are complete before their ticks are written, and all of them before a commit begins. So if
+    the commit was interrupted, or its record is damaged, every tick of the batch is there.
+    """
+    behind = every[every > journal.committed]
+    expected = np.arange(journal.committed + 1, journal.committed + 1 + len(behind))
+    same = behind == expected
+    complete = journal.committed + (len(same) if same.all() else int(same.argmin()))
+    staged = [tick for tick in journal.staged() if tick <= complete]
+    tick = staged[-1] if staged else complete
+    log.warning(
+        "The newest entry of the replay's journal is not whole. By its chunks, %d steps more than "
+        "the entry before says were committed; they are kept.",
+        tick - journal.committed,
+    )
+    journal.settle(tick)
+
+
+def _newest_plausible(every: Ticks) -> int:
+    """The newest of these ticks, without a few that stand far above the others: they are given out
+    without gaps, so those are damaged."""
+    gaps = np.flatnonzero(np.diff(every) > max(_FAR, 2 * len(every)))
+    while len(gaps) and len(every) - gaps[-1] - 1 <= _FEW:
+        every, gaps = every[: gaps[-1] + 1], gaps[:-1]
+    return int(every[-1]) if len(every) else 0
+
+
+def _keep_damaged(store: Store, info: ChunkInfo, *, whole: bool) -> Path:
+    """Keep a chunk as it is in the folder of damaged files: a copy, or itself if nothing in it is
+    `whole`."""
+    assert store.directory is not None
+    path, aside = store.directory / info.filename, damaged_path(store.directory, info.filename)
+    if whole:
+        shutil.copyfile(path, aside)
+    else:
+        path.rename(aside)
+    log.warning("The replay chunk %s is damaged; it is kept as %s.", path, aside)
+    return aside
 
 
 class _Chunk(NamedTuple):

@@ -321,7 +321,7 @@ def test_a_journal_of_another_version_is_refused_and_kept(tmp_path: Path) -> Non
     with Replay(1, 10, tmp_path) as replay:
         replay.add(step(0))
     journal = tmp_path / "journal"
-    data = journal.read_bytes().replace(b"DFJOURN\x01", b"DFJOURN\x02")
+    data = b"DFJOURN\x01" + bytes(24) + journal.read_bytes()[32:]
     journal.write_bytes(data)
     with pytest.raises(ReplayError, match="another version"):
         Replay(1, 10, tmp_path)

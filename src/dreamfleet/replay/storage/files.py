@@ -36,6 +36,7 @@ from dreamfleet.replay.errors import (
     StorageFullError,
 )
 from dreamfleet.replay.schema import Schema, StreamId, round_up
+from dreamfleet.replay.storage.journal import DAMAGED
 from dreamfleet.replay.storage.journal import FILENAME as JOURNAL
 
 log = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ def scan(directory: Path, run: bytes | None) -> Contents:
     found: list[Found] = []
     skipped: dict[str, str] = {}
     for path in sorted(directory.iterdir()):
-        if path.name in (LOCK, JOURNAL) or path.match(_PARTIAL_PATTERN):
+        if path.name in (LOCK, JOURNAL, DAMAGED) or path.match(_PARTIAL_PATTERN):
             continue
         try:
             info = read_chunk(path)

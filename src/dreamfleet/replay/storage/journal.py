@@ -1,42 +1,58 @@
 """The commit journal: the one place that says which steps count.
 
 Every step carries a tick, a number that grows by one a step. A batch may touch many chunk files;
-it becomes valid, all of it, when the committed tick here moves past it, which is one store of
-eight bytes. After a kill before that store the batch never happened; after a kill behind it the
-batch is complete. Nothing has to be flushed for this: pages of a killed process stay with the
-kernel, so a commit costs no system call. Only a power failure can lose what was not synced
-(`Replay.sync`, and every checkpoint).
+it becomes valid, all of it, when the committed tick here moves past it. After a kill before that
+the batch never happened; after a kill behind it the batch is complete. Nothing has to be flushed
+for this: pages of a killed process stay with the kernel, so a commit costs no system call. Only a
+power failure can lose what was not synced (`Replay.sync`, and every checkpoint).
 
 The journal also remembers, for each source of numbered batches, which numbers were added. A
 record has two copies: the one not in use is overwritten and carries the tick its batch will be
-committed at, so it takes effect with the same store.
+committed at, so it takes effect with the same commit.
+
+Everything here has a checksum. What does not agree with its own is not believed: the committed tick
+has an older copy (`dreamfleet.numbers`), and whether steps behind it were committed too is then
+answered by the chunks (`in_doubt`). A journal that is lost is made anew from the chunks, and the
+damaged one is kept beside it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dreamfleet.files import atomic_write
+from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, checksum
 from dreamfleet.replay.errors import BatchOrderError, ReplayError
+
+log = logging.getLogger(__name__)
 
 FILENAME = "journal"
 MAX_SOURCES = 4096
 WINDOW = 64
 """How many numbers below the newest of a source are told apart."""
 
-_MAGIC = int.from_bytes(b"DFJOURN\x01", "little")
+DAMAGED = "damaged"
+"""The folder, in the replay's directory, where what cannot be trusted is moved."""
+
+_MAGIC = int.from_bytes(b"DFJOURN\x02", "little")
 _ANY_VERSION = (1 << 56) - 1
-_HEADER_WORDS = 8
-_MAGIC_WORD, _COMMITTED_WORD, _ID_WORD = 0, 1, 2
-# A record is a key of two words and two copies of three: newest number, mask, tick.
-_RECORD_WORDS = 8
-_COPY_AT = (2, 5)
-_NEWEST, _MASK, _TICK = 0, 1, 2
+# Magic, id, checksum of the id, and the committed tick.
+_MAGIC_WORD, _ID_WORD, _ID_CHECK_WORD, _COMMITTED_WORD = 0, 1, 3, 4
+_HEADER_WORDS = _COMMITTED_WORD + NUMBER_WORDS
+# A record is a key of two words and two copies of four: newest number, mask, tick, checksum.
+_RECORD_WORDS = 10
+_COPY_AT = (2, 6)
+_COPY_WORDS = 4
+_NEWEST, _MASK, _TICK, _CHECK = 0, 1, 2, 3
 _SIZE = 8 * (_HEADER_WORDS + MAX_SOURCES * _RECORD_WORDS)
 
 Source = int | str | bytes
@@ -60,24 +76,34 @@ class Journal:
         self._map = mmap.mmap(-1, _SIZE) if directory is None else _open(directory / FILENAME)
         # Stores of whole words: a word is never half written, wherever the process is killed.
         self._words = np.frombuffer(self._map, "<u8")
-        magic = int(self._words[_MAGIC_WORD])
-        self.is_new = magic != _MAGIC
+        header = _read_header(self._words)
+        self.is_new = header is None
         """Whether there was none, or only a damaged one; until `begin`, also if killed before."""
         if self.is_new:
-            if (magic ^ _MAGIC) & _ANY_VERSION == 0:
-                raise ReplayError(
-                    f"The replay in {directory} was written by another version of Dreamfleet: open "
-                    "it with that version, or use a new directory."
-                )
-            self._words[:] = 0
+            self._refuse_other_version(directory)
+            if directory is not None and self._words[_COMMITTED_WORD:].any():
+                _keep_damaged(directory, self._map[:])
+            self._words[:_HEADER_WORDS] = 0  # records speak for themselves
             self.identify(os.urandom(16))
         self._records = self._words[_HEADER_WORDS:].reshape(MAX_SOURCES, _RECORD_WORDS)
         self._sources: dict[bytes, _Seen] = {}
         self._free: list[int] = []
         self._staged: tuple[bytes, _Seen] | None = None
-        self.committed = int(self._words[_COMMITTED_WORD])
+        self._number = _committed_number(self._words)
+        self.committed = self._number.values[0] or 0
         """Steps with ticks up to and including this one count."""
+        self.in_doubt = self._number.doubtful[0]
+        """Whether steps behind the committed one may count too: a commit was interrupted, or the
+        newest copy of the committed tick is damaged. Then `staged` and the chunks tell."""
         self._read_records()
+
+    def _refuse_other_version(self, directory: Path | None) -> None:
+        magic = int(self._words[_MAGIC_WORD])
+        if magic != _MAGIC and (magic ^ _MAGIC) & _ANY_VERSION == 0:
+            raise ReplayError(
+                f"The replay in {directory} was written by another version of Dreamfleet: open "
+                "it with that version, or use a new directory."
+            )
 
     @property
     def id(self) -> bytes:
@@ -87,6 +113,9 @@ class Journal:
     def identify(self, run: bytes) -> None:
         """Take an id, which a journal that was lost finds in the chunks."""
         self._words[_ID_WORD : _ID_WORD + 2] = np.frombuffer(run, "<u8")
+        self._words[_ID_CHECK_WORD] = checksum(*self._words[_ID_WORD : _ID_WORD + 2].tolist())
+        self._words[_COMMITTED_WORD:_HEADER_WORDS] = 0  # whose checksums go with the id
+        self._number = _committed_number(self._words)
 
     def begin(self, tick: int) -> None:
         """Make a new journal count, with steps up to `tick` committed."""
@@ -101,7 +130,19 @@ class Journal:
             self._sources[key], self._staged = seen, None
         # In this order: interrupted in between, the batch is taken in, and counts with the next.
         self.committed = tick
-        self._words[_COMMITTED_WORD] = tick
+        self._number.set(0, tick)
+
+    def staged(self) -> list[int]:
+        """Ticks behind the committed one at which batches were to be committed, rising."""
+        ticks = self._valid_ticks()
+        return [int(tick) for tick in np.unique(ticks[ticks > self.committed])]
+
+    def settle(self, tick: int) -> None:
+        """End the doubt: steps up to this one were committed."""
+        self.commit(tick)
+        self.commit(tick)  # both copies are whole again
+        self.in_doubt = False
+        self._read_records()
 
     def newest(self, source: Source) -> int | None:
         """The highest batch number that was committed for the source."""
@@ -136,23 +177,33 @@ class Journal:
             new = _Seen(old.row, 1 - old.copy, old.newest, mask, tick)
         at = _COPY_AT[new.copy]
         record = self._records[new.row]
-        record[at + _NEWEST], record[at + _MASK] = new.newest, new.mask
-        record[at + _TICK] = tick
+        record[at + _NEWEST], record[at + _MASK], record[at + _TICK] = new.newest, new.mask, tick
+        record[at + _CHECK] = checksum(*record[:2].tolist(), new.newest, new.mask, tick)
         self._staged = key, new
 
     def forget_uncommitted(self) -> None:
         """Drop what was staged for a batch that was never committed."""
         self._staged = None
-        for at in _COPY_AT:
-            ticks = self._records[:, at + _TICK]
-            ticks[ticks > self.committed] = 0
+        ticks = self._valid_ticks()
+        for column, at in enumerate(_COPY_AT):
+            self._records[ticks[:, column] > self.committed, at : at + _COPY_WORDS] = 0
         self._read_records()
 
     def flush(self) -> None:
         self._map.flush()
 
-    def _read_records(self) -> None:
+    def _valid_ticks(self) -> NDArray[np.uint64]:
+        """The tick of both copies of every record; 0 where a copy is unused or damaged."""
         ticks = self._records[:, [at + _TICK for at in _COPY_AT]]
+        for row, column in np.argwhere(ticks).tolist():
+            at = _COPY_AT[column]
+            *words, check = self._records[row, at : at + _COPY_WORDS].tolist()
+            if check != checksum(*self._records[row, :2].tolist(), *words):
+                ticks[row, column] = 0
+        return ticks
+
+    def _read_records(self) -> None:
+        ticks = self._valid_ticks()
         ticks[ticks > self.committed] = 0
         self._sources = {}
         for row in np.flatnonzero(ticks.any(1)).tolist():
@@ -171,8 +222,7 @@ class Journal:
             row = self._sources.pop(oldest).row
         record = self._records[row]
         # The key last: it must never stand with what belonged to the source before.
-        for at in _COPY_AT:
-            record[at + _TICK] = 0
+        record[:] = 0
         record[:2] = np.frombuffer(key, "<u8")
         return row
 
@@ -184,9 +234,35 @@ def read_committed(directory: Path) -> tuple[bytes, int] | None:
             words = np.frombuffer(file.read(_HEADER_WORDS * 8), "<u8")
     except FileNotFoundError:
         return None
-    if len(words) < _HEADER_WORDS or words[_MAGIC_WORD] != _MAGIC:
+    return _read_header(words) if len(words) == _HEADER_WORDS else None
+
+
+def _read_header(words: Words) -> tuple[bytes, int] | None:
+    """Id and committed tick; None if they are not there, or damaged."""
+    run = words[_ID_WORD : _ID_WORD + 2]
+    if int(words[_ID_CHECK_WORD]) != checksum(*run.tolist()):
         return None
-    return words[_ID_WORD : _ID_WORD + 2].tobytes(), int(words[_COMMITTED_WORD])
+    tick = _committed_number(words).values[0]
+    return None if tick is None else (run.tobytes(), tick)
+
+
+def _committed_number(words: Words) -> Numbers:
+    return Numbers(words[_COMMITTED_WORD:_HEADER_WORDS], salt=int(words[_ID_CHECK_WORD]))
+
+
+def _keep_damaged(directory: Path, content: bytes) -> None:
+    """Keep a damaged journal, whose place a new one takes."""
+    path = damaged_path(directory, FILENAME)
+    atomic_write(path, content)
+    log.warning("The replay's journal is damaged; a new one is made, and it is kept as %s.", path)
+
+
+def damaged_path(directory: Path, name: str) -> Path:
+    """An unused place for something that cannot be trusted."""
+    folder = directory / DAMAGED
+    folder.mkdir(exist_ok=True)
+    names = (name if number == 0 else f"{name}-{number}" for number in itertools.count())
+    return next(folder / each for each in names if not (folder / each).exists())
 
 
 def _open(path: Path) -> mmap.mmap:

@@ -1,0 +1,75 @@
+"""Numbers that survive kills and notice damage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words
+
+
+def words(count: int = 2) -> Words:
+    return np.zeros(count * NUMBER_WORDS, np.uint64)
+
+
+def test_what_was_set_last_is_read() -> None:
+    file = words()
+    numbers = Numbers(file)
+    assert numbers.values == [None, None]
+    for value in (0, 5, -7, (1 << 63) - 1, -(1 << 63), 3):
+        numbers.set(1, value)
+        again = Numbers(file)
+        assert again.values == [None, value]
+        assert again.doubtful == [False, False]
+
+
+def test_killed_between_any_two_stores() -> None:
+    """Either the new value or the one before is read."""
+    file = words(1)
+    numbers = Numbers(file)
+    numbers.set(0, 10)
+    numbers.set(0, 11)
+    before = file.copy()
+    numbers.set(0, 12)
+    changed = np.flatnonzero(file != before).tolist()
+    assert len(changed) == 3
+    for count in range(4):
+        part = before.copy()
+        part[changed[:count]] = file[changed[:count]]  # the order in which they are stored
+        read = Numbers(part)
+        assert read.values == [12 if count == 3 else 11]
+        assert read.doubtful == [0 < count < 3]
+
+
+@pytest.mark.parametrize("salt", [0, 1 << 60])
+def test_any_changed_bit_is_noticed(salt: int) -> None:
+    file = words(1)
+    numbers = Numbers(file, salt)
+    for value in (41, 42):
+        numbers.set(0, value)
+    for word in range(NUMBER_WORDS):
+        for bit in range(64):
+            damaged = file.copy()
+            damaged[word] ^= np.uint64(1 << bit)
+            read = Numbers(damaged, salt)
+            assert read.doubtful == [True]
+            assert read.values == [42 if word < NUMBER_WORDS // 2 else 41]
+
+
+def test_words_of_another_file_are_no_numbers() -> None:
+    file = words(1)
+    Numbers(file, salt=1).set(0, 9)
+    assert Numbers(file, salt=2).values == [None]
+    assert Numbers(np.full(NUMBER_WORDS, 0x5A5A5A5A5A5A5A5A, np.uint64)).values == [None]
+
+
+def test_a_number_goes_on_after_damage() -> None:
+    file = words(1)
+    numbers = Numbers(file)
+    for value in (1, 2):
+        numbers.set(0, value)
+    file[0] ^= np.uint64(1)
+    numbers = Numbers(file)
+    numbers.set(0, 3)
+    assert Numbers(file).values == [3]
+    assert Numbers(file).doubtful == [False]
