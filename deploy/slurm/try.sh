@@ -20,14 +20,15 @@ root=$TRY_ROOT
 nodes=(cpu1 cpu2 cpu3 gpu1)
 chmod 755 "$root"
 mkdir "$root/state" "$root/shared"
-cd "$root/shared"
+mount --bind "$root/shared" /mnt  # a file system that all nodes share
+cd /mnt
 
 say() { echo "== $*"; }
 fail() {
   say "FAILED: $*"
   sinfo
   squeue
-  tail -n 20 "$root"/*.log "$root"/shared/*.log
+  tail -n 20 "$root"/*.log /mnt/*.log
   exit 1
 }
 # wait_for SECONDS WHAT COMMAND...
@@ -100,13 +101,13 @@ sinfo
 # --- What the tries have in common
 export AGENT_OPTIONS="--partition=gpu" ENVS_OPTIONS="--partition=cpu"
 submit() {
-  run=$root/shared/$1
+  run=/mnt/$1
   shift
   "$here/submit.sh" "$run" --nodes 2 --envs 2 --task bundled:dummy --agent random --bind gpu1 \
     --expect-envs 4 --eval-episodes 0 --log-every 1 --batch-size 4 --batch-length 8 --save-every 0 \
     "$@" | tee "$root/submitted"
   read -r agent envs < <(sed -E 's/.*job ([0-9]+),.*job ([0-9]+),.*/\1 \2/' "$root/submitted")
-  log=$root/shared/dreamfleet-$agent.log
+  log=/mnt/dreamfleet-$agent.log
 }
 state() { scontrol show job "$1" | grep -o 'JobState=[A-Z_]*' | cut -d= -f2 | sort -u | xargs; }
 is() { [ "$(state "$1")" = "$2" ]; }
