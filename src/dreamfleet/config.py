@@ -131,11 +131,15 @@ class RunConfig:
     `bind`, with `dreamfleet join`."""
     remote_replay: bool = False
     """Leave the replay out; it is started elsewhere with `dreamfleet role replay`."""
+    replay_shards: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Processes that the replay is spread over: steps of environment n are stored by process n %
+    replay_shards, and batches are drawn from all of them as from one. A run keeps its number."""
 
     actor_addr: str = "ipc://{auto}"
     """Where the actor listens, such as tcp://10.0.0.5:5551; {auto} chooses a free port or file."""
     replay_addr: str = "ipc://{auto}"
-    """Where the replay listens."""
+    """Where the replay listens. With `replay_shards` the first shard listens there, and the others
+    at the next ports (or files)."""
     logger_addr: str = "ipc://{auto}"
     """Where the logger listens."""
     evaluator_addr: str = "ipc://{auto}"
@@ -239,6 +243,12 @@ class RunConfig:
             not (self.offline and self.prefill),
             "offline learns from the runs it names and collects no steps to go before with "
             "prefill: name all directories after offline.",
+        )
+        require(
+            self.offline != () or self.replay_shards <= self.envs,
+            f"replay_shards={self.replay_shards} with envs={self.envs} would leave shards without "
+            "steps, because an environment's steps go to one shard: use at most as many shards as "
+            "environments.",
         )
         require(
             not self.eval_every or (self.eval_episodes > 0 and not self.offline),

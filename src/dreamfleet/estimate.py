@@ -240,7 +240,11 @@ def estimate(
     """
     processes = -(-config.all_envs // config.envs_per_process)
     playing = config.actors - 1 + (1 if config.eval_every else 0)  # processes that only act
-    memory = 2 * _SERVER_BYTES + processes * _PROCESS_BYTES + config.all_envs * env_bytes
+    memory = (
+        (1 + config.replay_shards) * _SERVER_BYTES
+        + processes * _PROCESS_BYTES
+        + config.all_envs * env_bytes
+    )
     disk = replay_bytes(config, obs_space, act_space)
     if not isinstance(config.agent_config, DreamerConfig):
         memory += _SERVER_BYTES * (1 + playing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +17,31 @@ from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
 from dreamfleet.spaces import Space
 
-_REPLAY = "replay"
+_REPLAY = re.compile(r"replay(-\d+)?")
 
 
 @dataclass(frozen=True)
 class Source:
     """Where another run keeps its steps, and what its checkpoint says about them."""
 
-    directory: Path
+    directories: tuple[Path, ...]
+    """One for each shard of its replay."""
     blueprint: Blueprint
 
 
 def find_source(path: Path | str) -> Source:
-    """The replay of a run's directory, or the replay directory itself.
+    """The replay of a run's directory, or one of its replay directories.
 
     Raises:
         ConfigError: There is none, or no checkpoint says what its steps mean.
     """
     given = Path(path)
-    run = given.parent if given.name == _REPLAY else given
-    directory = run / _REPLAY
-    if not directory.is_dir():
+    run = given.parent if _REPLAY.fullmatch(given.name) else given
+    found = run.iterdir() if run.is_dir() else ()
+    directories = sorted(each for each in found if _REPLAY.fullmatch(each.name) and each.is_dir())
+    if run != given:
+        directories = [each for each in directories if each.name == given.name]
+    if not directories:
         raise ConfigError(f"{given} holds no replay: name a run's directory.")
     blueprint = read_blueprint(run)
     if blueprint is None:
@@ -44,7 +49,7 @@ def find_source(path: Path | str) -> Source:
             f"{run} has no checkpoint, which would say what its steps mean: name the directory of "
             "a run that has saved."
         )
-    return Source(directory, blueprint)
+    return Source(tuple(directories), blueprint)
 
 
 def check_sources(config: RunConfig) -> None:
@@ -64,7 +69,7 @@ def check_sources(config: RunConfig) -> None:
     for path in (*config.offline, *config.prefill):
         source = find_source(path)
         theirs = source.blueprint
-        if source.directory.resolve() == (config.logdir / _REPLAY).resolve():
+        if source.directories[0].parent.resolve() == config.logdir.resolve():
             raise ConfigError(f"{path} is this run's own directory: choose another --logdir.")
         stored = first.stored_space if first else _stored_space(config, theirs)
         for name, there, here in (
@@ -81,19 +86,26 @@ def check_sources(config: RunConfig) -> None:
                 )
 
 
-def copy_steps(replay: Replay, config: RunConfig) -> None:
-    """Copy what other runs have collected since this was last done into the replay.
+def copy_steps(replay: Replay, config: RunConfig, shard: int = 0) -> None:
+    """Copy what other runs have collected since this was last done into the replay; into a shard
+    its share of it.
 
     Raises:
         ConfigError: There is nothing to learn from, and nothing will come.
     """
     for path in (*config.offline, *config.prefill):
-        replay.load_directory(find_source(path).directory)
-    if config.offline and not len(replay):
-        raise ConfigError(
-            f"{', '.join(config.offline)} holds no sequence of {config.window} steps to learn "
-            "from: use a shorter batch_length, or a run that has collected more."
-        )
+        for directory in find_source(path).directories:
+            replay.load_directory(directory, shard, config.replay_shards)
+    if config.offline and config.replay_shards == 1 and not len(replay):
+        raise nothing_to_learn_from(config)
+
+
+def nothing_to_learn_from(config: RunConfig) -> ConfigError:
+    """What is wrong with a run that has no steps and collects none."""
+    return ConfigError(
+        f"{', '.join(config.offline)} holds no sequence of {config.window} steps to learn from: "
+        "use a shorter batch_length, or a run that has collected more."
+    )
 
 
 class AdoptedReplay(Replay):

@@ -12,11 +12,24 @@ only changes while the replay is opened. The rate limiter is saved nowhere: what
 from steps and samples (`Positions.owed`). All other step numbers of a run (the actor's, the
 logger's, a checkpoint's) are copies of `steps`.
 
-Invariants, wherever the process is killed and however often:
+A replay of several shards has one `Positions` in each process:
 
- 1. A stored step is counted exactly once: by the very commit that stores it.
+    every shard      its own steps, `own = tick + offset`, as above
+    the first shard  samples, what the limiter needs, and for each other shard the most steps that
+                     it was ever heard of to have; `steps` is its own and all of those
+
+A shard tells its own total, and tells it again until the first one has answered; it answers nobody
+before. So what was heard of a shard is behind its own count by one message at most, and what it
+tells next makes up for that, whoever was killed meanwhile. A shard that opens first asks what was
+heard of it: if it knows of less, its files were lost together with its counts.
+
+Invariants, wherever any of the processes is killed and however often:
+
+ 1. A stored step is counted exactly once: by the very commit that stores it. A shard's commit
+    counts in the run's steps at the latest before it is acknowledged.
  2. `steps` and `samples` never decrease, also when files of the replay are lost or removed.
- 3. A batch is counted in `samples` before it is handed out.
+ 3. A batch is counted in `samples` before it is handed out. A learner that draws from several
+    shards says how many samples it knows of, so a question that is asked again counts once.
  4. Steps that are copied in from other runs are never counted.
  5. With unchanged settings the limiter owes the same after a restart as before it. It never owes
     more than its tolerance allows, whatever the settings were before.
@@ -38,12 +51,14 @@ from typing import Protocol
 
 import numpy as np
 
+from dreamfleet.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 _MAGIC = int.from_bytes(b"DFPOSIT\x01", "little")
-# The file's words. Of the last two only the limiter knows: where it began to earn samples, and how
-# many samples it does not count.
-_MAGIC_WORD, _STEPS, _SAMPLES, _OFFSET, _IMPORTING, _START, _UNCOUNTED = range(7)
+# The file's words. Of `_START` and `_UNCOUNTED` only the limiter knows: where it began to earn
+# samples, and how many samples it does not count. The other shards' steps follow these words.
+_MAGIC_WORD, _STEPS, _SAMPLES, _OFFSET, _IMPORTING, _START, _UNCOUNTED, _SHARDS = range(8)
 _WORDS = 8
 
 
@@ -61,22 +76,29 @@ class Positions:
 
     Args:
         path: The file; None keeps the counts in memory.
-        tick: The replay's committed tick.
+        tick: The replay's committed tick; of this shard, if there are several.
+        shards: How many shards are counted here: all of them in the first one, else 1.
     """
 
-    def __init__(self, path: Path | None, tick: int) -> None:
+    def __init__(self, path: Path | None, tick: int, shards: int = 1) -> None:
         self._lock = threading.Lock()  # a count is read, changed and stored
-        self._map = _map(path)
+        self._map = _map(path, _WORDS + shards - 1)
         self._words = np.frombuffer(self._map, "<i8")
         self._floats = np.frombuffer(self._map, "<f8")
         self._tick = tick
         by_tick, noted = tick + self._read(_OFFSET), self._read(_STEPS)
         if self._read(_MAGIC_WORD) != _MAGIC:
             # Until the magic word is there, an interrupted first start simply starts over.
-            for word in range(1, _WORDS):
+            for word in range(1, len(self._words)):
                 self._store(word, 0)
             self._count_from(tick)
+            self._store(_SHARDS, shards)
             self._store(_MAGIC_WORD, _MAGIC)
+        elif (made := self._read(_SHARDS) or 1) != shards:  # older versions wrote 0
+            raise ConfigError(
+                f"This run's replay is spread over {made} shards, and cannot be opened as "
+                f"{shards}: set replay_shards={made}."
+            )
         elif self._read(_IMPORTING):
             # Killed while steps of other runs were copied in: some of the ticks are theirs. Nobody
             # could store a step meanwhile, so the noted count is right.
@@ -93,8 +115,17 @@ class Positions:
 
     @property
     def steps(self) -> int:
-        """Training steps that the run has made and the replay has stored."""
+        """Training steps that the run has made and the replay has stored, in all its shards."""
+        return int(self._words[_STEPS]) + int(self._words[_WORDS:].sum())
+
+    @property
+    def own(self) -> int:
+        """Those of this shard."""
         return self._read(_STEPS)
+
+    def of(self, shard: int) -> int:
+        """Those of a shard, as far as they are known here."""
+        return self._read(_WORDS + shard - 1) if shard else self.own
 
     @property
     def samples(self) -> int:
@@ -111,21 +142,29 @@ class Positions:
             self._tick = tick
             self._store(_STEPS, tick + self._read(_OFFSET))
 
+    def heard(self, shard: int, steps: int) -> int:
+        """Another shard says how many steps it has stored; returns the most it ever said."""
+        with self._lock:
+            most = max(steps, self.of(shard))
+            self._store(_WORDS + shard - 1, most)
+            return most
+
     def sampled(self, count: int) -> None:
         """Sequences are about to be handed out."""
         with self._lock:
             self._store(_SAMPLES, self._read(_SAMPLES) + count)
 
-    def raise_to(self, steps: int) -> None:
+    def raise_to(self, steps: int) -> int:
         """A checkpoint knows of this many steps; if the replay knows of fewer, its files were lost
-        together with these counts."""
+        together with these counts. Returns how many are missing; this shard counts them."""
         with self._lock:
-            missing = steps - self.steps
-            if missing > 0:
+            missing = max(0, steps - self.steps)
+            if missing:
                 # The limiter has not seen these steps: it earns nothing for them.
                 if start := self._read(_START):
                     self._store(_START, start + missing)
-                self._count_from(steps)
+                self._count_from(self.own + missing)
+            return missing
 
     def import_steps(self, import_all: Callable[[], int]) -> None:
         """Let steps of other runs be copied into the replay, without counting them.
@@ -135,7 +174,7 @@ class Positions:
         """
         self._store(_IMPORTING, 1)
         self._tick = import_all()
-        self._end_import(self.steps)
+        self._end_import(self.own)
 
     def owed(self, limiter: Limiter, size: int) -> float:
         """Samples that learning owes, for a limiter that starts now.
@@ -147,7 +186,7 @@ class Positions:
 
         Args:
             limiter: Its settings.
-            size: Steps in the replay now, from wherever they came.
+            size: Steps in the replay now, in all its shards, from wherever they came.
         """
         if limiter.ratio <= 0:  # no limit
             return -limiter.debt
@@ -196,8 +235,8 @@ class Positions:
         self._floats[word] = value
 
 
-def _map(path: Path | None) -> mmap.mmap:
-    size = 8 * _WORDS
+def _map(path: Path | None, words: int) -> mmap.mmap:
+    size = 8 * words
     if path is None:
         return mmap.mmap(-1, size)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,9 @@ from dreamfleet.roles.runtime import ORDER
 LENGTH = 25
 
 
-def end_one(tmp_path: Path, title: str, how: signal.Signals) -> dict[int, dict[str, Any]]:
+def end_one(
+    tmp_path: Path, title: str, how: signal.Signals, shards: int = 1
+) -> dict[int, dict[str, Any]]:
     config = small_run(
         tmp_path,
         on_failure="restart",
@@ -42,6 +44,7 @@ def end_one(tmp_path: Path, title: str, how: signal.Signals) -> dict[int, dict[s
         log_every=0.2,
         save_every=0.2,
         train_ratio=0.2,
+        replay_shards=shards,
     )
     fleet = parts(config, make_agent=CountingAgent, make_env_train=partial(Paced, tmp_path))
     witness = Witness(tmp_path, title, how)
@@ -49,6 +52,9 @@ def end_one(tmp_path: Path, title: str, how: signal.Signals) -> dict[int, dict[s
     assert witness.restarts == [title], "\n".join(witness.lines)
     assert left_behind() == []
     found = stored_streams(tmp_path / "replay")
+    for shard in range(1, shards):
+        found |= stored_streams(tmp_path / f"replay-{shard}")
+    assert sorted(found) == list(range(config.envs))
     total = sum(len(stream["action"]) for stream in found.values())
     # Everybody has counted the same steps, whoever was killed.
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
@@ -75,9 +81,38 @@ def test_nothing_is_lost_or_doubled_when_a_server_is_ended(
 ) -> None:
     """Nobody but the server that got the signal is restarted."""
     for stream in end_one(tmp_path, title, how).values():
-        episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
-        assert (episode * (LENGTH + 1) + step).tolist() == list(range(len(step)))
-        assert stream["action"].tolist() == (step % 5).tolist()
+        assert_complete(stream)
+
+
+def assert_complete(stream: dict[str, Any]) -> None:
+    """Every step of an environment is there, once, in order, and with the action taken."""
+    episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
+    assert (episode * (LENGTH + 1) + step).tolist() == list(range(len(step)))
+    assert stream["action"].tolist() == (step % 5).tolist()
+
+
+@pytest.mark.parametrize("title", ["replay", "replay-1"])
+def test_nothing_is_lost_or_doubled_when_one_of_two_shards_is_killed(
+    tmp_path: Path, title: str
+) -> None:
+    """Neither steps nor counts nor the ratio; and the run that it leaves behind is resumed."""
+    for stream in end_one(tmp_path, title, signal.SIGKILL, shards=2).values():
+        assert_complete(stream)
+    before = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert before is not None
+    newest: dict[str, Any] = {}
+    for row in rows(tmp_path / "metrics.jsonl"):
+        newest |= row
+    assert 0 < newest["replay-1/steps"] < newest["replay/steps"] <= before.step
+    assert newest["replay/streams"] == 4
+    assert newest["replay/skipped_updates"] == 0 < newest["replay/updates"]
+    run(tmp_path, before.step + 200, replay_shards=2)
+    after = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert after is not None
+    streams = [stored_streams(tmp_path / name) for name in ("replay", "replay-1")]
+    total = sum(len(each["action"]) for found in streams for each in found.values())
+    assert before.step + 200 <= after.step == after.parts["replay"]["steps"] == total
+    assert after.parts["replay"]["samples"] > before.parts["replay"]["samples"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, ORDER])
@@ -96,8 +131,8 @@ def test_only_the_running_episodes_are_cut_short_when_a_player_is_ended(
         assert cut <= (title == "agent" or envid in (0, 1))
 
 
-def run(logdir: Path, steps: int) -> None:
-    config = small_run(logdir, steps=steps, save_every=0)
+def run(logdir: Path, steps: int, **changes: Any) -> None:
+    config = small_run(logdir, steps=steps, save_every=0, **changes)
     fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
     combined(**fleet, args=config)
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from dreamfleet.errors import ConfigError
 from dreamfleet.positions import Positions
 from dreamfleet.replay import SamplesPerInsert
+from dreamfleet.roles.lead import Holding, Lead
+from dreamfleet.transport import Unanswered
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,11 @@ class Limits:
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The process of these counts ends here."""
+
+    def __init__(self, positions: object = None) -> None:
+        super().__init__()
+        self.positions = positions
 
 
 class Mortal(Positions):
@@ -44,7 +56,7 @@ class Mortal(Positions):
 
     def _die(self) -> None:
         if Mortal.left <= 0:
-            raise Killed
+            raise Killed(self)
         Mortal.left -= 1
 
 
@@ -155,6 +167,174 @@ class Kills(RuleBasedStateMachine):
 
 Kills.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 TestKills = Kills.TestCase
+
+
+class AtOnce(SamplesPerInsert):
+    """A limiter that lets nobody wait: the machine has one thread, so nobody could end that."""
+
+    def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
+        del timeout
+        super().insert(count, 0.0, who)
+
+    def sample(self, count: int = 1, timeout: float | None = None, who: str = "sampler") -> None:
+        del timeout
+        super().sample(count, 0.0, who)
+
+
+class ShardKills(RuleBasedStateMachine):
+    """A replay of two shards, each in a process that is killed at any write of any operation, also
+    while it recovers. Calls whose answer was lost are made again, as clients do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.ticks, self.sizes = [0, 0], [0, 0]
+        self.made = self.drawn = self.known = 0
+        Mortal.left = float("inf")
+        self.second = Mortal(self.folder / "1", 0)
+        self.open_lead()
+        self.open_second()
+
+    def teardown(self) -> None:
+        Mortal.left = float("inf")
+        shutil.rmtree(self.folder)
+
+    def open_lead(self) -> None:
+        limits = Limits()
+        self.limiter = AtOnce(limits.ratio, limits.tolerance, limits.minsize, limits.debt)
+        run: Any = SimpleNamespace(batch_size=BATCH, replay_shards=2, window=1)
+        self.first = Mortal(self.folder / "0", self.ticks[0], shards=2)
+        self.lead = Lead(self.limiter, self.first, run, AT_ONCE)
+        holdings = [Holding(self.first.own, self.sizes[0]), Holding(self.second.own, self.sizes[1])]
+        self.lead.begin(dict(enumerate(holdings)))
+
+    def open_second(self) -> None:
+        self.second = Mortal(self.folder / "1", self.ticks[1])
+        known = self.lead.opened(1, self.second.own, self.sizes[1])
+        self.second.raise_to(known)
+
+    def survive(self, action: Callable[[], Any], caller: int | None = None) -> Any:
+        """The result of an action of one of the processes, or of the learner: made again when
+        another process was killed, and not when the caller was."""
+        while True:
+            try:
+                return action()
+            except Killed as killed:
+                victim = 0 if killed.positions is self.first else 1
+                self.restart(victim)
+                if victim == caller:
+                    return None
+
+    def restart(self, victim: int, writes: int = 3) -> None:
+        """Start one again; it and the other may be killed meanwhile."""
+        Mortal.left = writes
+        opening = (self.open_lead, self.open_second)[victim]
+        while True:
+            try:
+                opening()
+                Mortal.left = float("inf")
+                return
+            except Killed as killed:
+                Mortal.left = float("inf")
+                if victim == 1 and killed.positions is self.first:
+                    self.open_lead()
+
+    shard = st.integers(0, 1)
+    kill_after = st.integers(0, 9)
+
+    @rule(shard=shard, count=st.integers(1, 5), writes=kill_after, resent=st.booleans())
+    def store(self, shard: int, count: int, writes: int, resent: bool) -> None:
+        while not self.limiter.can_insert():
+            self.draw()
+        self.ticks[shard] += count
+        self.sizes[shard] += count
+        self.made += count
+        Mortal.left = writes
+
+        def told() -> None:
+            mine = (self.first, self.second)[shard]
+            mine.stored(self.ticks[shard])
+            self.lead.inserted(shard, mine.own)
+
+        self.survive(told, shard)
+        if resent and self.limiter.can_insert():
+            self.survive(told, shard)
+        Mortal.left = float("inf")
+
+    @rule(writes=kill_after, lost=st.booleans())
+    def sample(self, writes: int, lost: bool) -> None:
+        if self.limiter.can_sample():
+            self.draw(writes, lost=lost)
+
+    def draw(self, writes: float = float("inf"), *, lost: bool = False) -> None:
+        Mortal.left = writes
+        with suppress(Unanswered):  # a limiter that was recovered may allow less: it has to wait
+            while True:
+                known = self.known
+                ask = partial(self.lead.permit, known)
+                self.known = self.survive(ask)
+                if lost and self.known != known:  # with the connection, after it was counted
+                    self.known = self.survive(ask)
+                if self.known == known + BATCH:
+                    self.drawn += BATCH
+                    break
+        Mortal.left = float("inf")
+
+    @rule(victim=shard, writes=kill_after)
+    def kill(self, victim: int, writes: int) -> None:
+        self.restart(victim, writes)
+
+    @rule()
+    def restart_the_learner(self) -> None:
+        self.known = self.lead.position()["samples"]
+
+    @rule(shard=shard, counts=st.booleans(), writes=kill_after)
+    def lose_the_files(self, shard: int, counts: bool, writes: int) -> None:
+        self.ticks[shard] = self.sizes[shard] = 0
+        if counts and shard:  # those of the lead are lost in another test
+            (self.folder / "1").unlink()
+        self.restart(shard, writes)
+
+    @rule(more=st.integers(0, 5))
+    def raise_to(self, more: int) -> None:
+        target = self.first.steps + more
+        assert self.lead.raise_position(target)["steps"] == target
+        self.made += more
+
+    @invariant()
+    def nothing_is_lost_or_counted_twice(self) -> None:
+        assert self.first.steps == self.made
+        assert self.first.own + self.second.own == self.made
+        assert self.first.samples == self.drawn
+
+    @invariant()
+    def the_limiter_follows_from_the_counts(self) -> None:
+        limits = Limits()
+        uncounted = self.made - sum(self.lead._counted)
+        again = Positions(self.folder / "0", self.ticks[0], shards=2)
+        owed = again.owed(limits, sum(self.sizes))
+        least = -limits.tolerance - BATCH
+        assert least <= self.limiter.avail <= (limits.tolerance + 10) * limits.ratio
+        # Each shard may have one message that the limiter has yet to count, or that it forgave.
+        assert abs(self.limiter.avail + limits.ratio * uncounted - owed) <= 10 * limits.ratio + 1
+
+
+BATCH = 2
+AT_ONCE = threading.Event()  # who would have to wait is told so at once
+AT_ONCE.set()
+ShardKills.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+TestShardKills = ShardKills.TestCase
+
+
+def test_another_number_of_shards_is_refused(tmp_path: Path) -> None:
+    Positions(tmp_path / "positions", 0, shards=2)
+    with pytest.raises(ConfigError, match=r"over 2 shards.*set replay_shards=2"):
+        Positions(tmp_path / "positions", 0, shards=3)
+    old = Positions(tmp_path / "old", 0)
+    old._store(7, 0)  # as older versions wrote it
+    assert Positions(tmp_path / "old", 0).steps == 0
 
 
 def test_the_limiter_after_a_restart_is_the_limiter_before(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def role(
     first: int = 0,
     count: int | None = None,
     number: Annotated[int, Meta(ge=1)] = 1,
+    shard: int = 0,
     trust: bool = False,
     **settings: Annotated[Any, HERE],
 ) -> None:
@@ -56,6 +57,7 @@ def role(
         first: Of the environments: the id of the first one that is started here.
         count: Of the environments: how many are started here; the rest if not given.
         number: Of the actors: which one is started here; number 0 is a part of the agent.
+        shard: Of the replay: which of its replay_shards is started here.
         trust: Import code of others that the config.json names, such as your own environment.
     """
     before, source = _read(config, settings.get("logdir"))
@@ -78,7 +80,7 @@ def role(
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if name == "replay":
         buffers = parts["make_replay_train"], parts["make_replay_eval"]
-        parallel_replay(*buffers, parts["make_stream"], args)
+        parallel_replay(*buffers, parts["make_stream"], args, shard)
     elif name == "logger":
         parallel_logger(parts["make_logger"], args)
     elif name == "evaluator":

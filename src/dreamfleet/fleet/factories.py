@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -126,22 +128,34 @@ def _environment_of(config: RunConfig) -> dict[str, Any]:
     return {"task": plain["task"], "env_options": plain["env_options"]}
 
 
-def replay(config: RunConfig, name: str) -> Replay:
-    """The replay of training data (`replay`) or of evaluation data (`eval_replay`)."""
+def replay(config: RunConfig, name: str, shard: int = 0) -> Replay:
+    """The replay of training data (`replay`) or of evaluation data (`eval_replay`); with several
+    shards, one of them."""
     make: Callable[..., Replay] = Replay
     if config.offline and name == "replay":
         make = partial(AdoptedReplay, find_source(config.offline[0]).blueprint, config)
+    held, most = _share(config, name, shard), config.replay.max_bytes
     return make(
         config.window,
-        config.replay.capacity,
-        config.logdir / name,
+        math.ceil(config.replay.capacity * held),
+        config.logdir / (f"{name}-{shard}" if shard else name),
         chunk=config.replay.chunk,
         online=config.replay.online,
         selector=make_selector(config.replay) if name == "replay" else None,
-        seed=config.seed,
-        max_bytes=config.replay.max_bytes,
+        seed=config.seed + (shard << 64),
+        max_bytes=None if most is None else math.ceil(most * held),
         mark_cut_short=True,
     )
+
+
+def _share(config: RunConfig, name: str, shard: int) -> Fraction:
+    """How much of the capacity is for a shard: as much as it has of the run's environments, so that
+    steps stay equally long in all of them."""
+    first, end = (0, config.envs) if name == "replay" else (config.envs, config.actor_envs)
+    mine = len([n for n in range(first, end) if n % config.replay_shards == shard])
+    if not mine or config.offline:
+        return Fraction(1, config.replay_shards)
+    return Fraction(mine, end - first)
 
 
 def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:

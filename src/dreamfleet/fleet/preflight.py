@@ -151,6 +151,12 @@ def check_directory(config: RunConfig) -> None:
     for name, theirs, ours, same in (
         ("task", there.task, config.task, same_task(there.task, config.task)),
         ("agent", there.agent, config.agent, there.agent == config.agent),
+        (
+            "replay_shards",
+            there.replay_shards,
+            config.replay_shards,
+            there.replay_shards == config.replay_shards,
+        ),
     ):
         if not same:
             raise ConfigError(
@@ -283,8 +289,8 @@ def check_disk(
     needed = replay_bytes(config, obs_space, act_space)
     taken = sum(
         path.stat().st_size
-        for name in ("replay", "eval_replay")
-        for path in (config.logdir / name).glob("*")
+        for name in ("replay", "eval_replay", "replay-*", "eval_replay-*")
+        for path in config.logdir.glob(f"{name}/*")
     )
     there = _nearest(config.logdir)
     room = (shutil.disk_usage(there).free if free is None else free) + taken

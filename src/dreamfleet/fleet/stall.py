@@ -80,7 +80,10 @@ class _Reports:
         now: float,
     ) -> None:
         self._metrics, self._late, self._now = metrics, late_after(log_every), now
-        self._workers = {worker.role: worker for worker in workers if worker.role != "actor"}
+        # Of a role with several workers, the first one.
+        found = {worker.role: worker for worker in reversed(workers) if worker.role != "actor"}
+        self._workers = found
+        self._shards = [each for each in workers if each.role == "replay" and each.name != "replay"]
         self._actors = {worker.name: worker for worker in workers if worker.role == "actor"}
 
     def reasons(self) -> list[str]:
@@ -130,7 +133,14 @@ class _Reports:
             return self._starting("replay") if self._unheard("replay") > self._late else []
         if self._silence("replay") > self._late:
             return [f"the replay has not reported for {self._silence('replay'):.0f} s"]
-        return list(filter(None, [self._text("replay/waiting/actor")]))
+        shards = [self._shard(worker) for worker in self._shards if worker.state == "running"]
+        return list(filter(None, [*shards, self._text("replay/waiting/actor")]))
+
+    def _shard(self, worker: WorkerRecord) -> str:
+        """Another shard of the replay, if it is late."""
+        silence = min(self._silence(worker.name), self._now - worker.started, self._age("logger"))
+        late = silence > self._late
+        return f"{worker.name} has not reported for {silence:.0f} s" if late else ""
 
     def _starting(self, role: str) -> list[str]:
         """A role that has not reported since its worker was started."""

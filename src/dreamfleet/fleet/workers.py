@@ -80,17 +80,11 @@ def fleet_workers(
         workers += env_workers(make_env_train, make_env_eval, args)
     if not args.remote_replay:
         buffers = make_replay_train, make_replay_eval
-        replay = partial(parallel_replay, *buffers, make_stream, args)
-        workers.append(
-            Worker(
-                "replay",
-                "replay",
-                replay,
-                _ONE_THREAD,
-                restart=policy,
-                notes=notes_path(args, "replay"),
-            )
-        )
+        for shard in range(args.replay_shards):
+            replay = partial(parallel_replay, *buffers, make_stream, args, shard)
+            name = server_name("replay", shard)
+            notes = notes_path(args, name)
+            workers.append(Worker(name, "replay", replay, _ONE_THREAD, restart=policy, notes=notes))
     logger = partial(parallel_logger, make_logger, args)
     notes = notes_path(args, "logger")
     workers.append(Worker("logger", "logger", logger, _ONE_THREAD, restart=policy, notes=notes))

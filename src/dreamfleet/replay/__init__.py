@@ -25,7 +25,7 @@ from dreamfleet.replay.errors import (
 
 if typing.TYPE_CHECKING:
     from dreamfleet.replay.limiter import SamplesPerInsert
-    from dreamfleet.replay.replay import Replay
+    from dreamfleet.replay.replay import Replay, Shares, Split
     from dreamfleet.replay.selectors import (
         Draw,
         Mixture,
@@ -34,6 +34,7 @@ if typing.TYPE_CHECKING:
         Selector,
         Uniform,
         make_selector,
+        used_fractions,
     )
     from dreamfleet.replay.stream import Stream
     from dreamfleet.replay.table import SizeEstimate
@@ -56,18 +57,22 @@ __all__ = [
     "SamplesPerInsert",
     "SchemaError",
     "Selector",
+    "Shares",
     "SizeEstimate",
+    "Split",
     "StorageFullError",
     "Stream",
     "Uniform",
     "make_selector",
+    "used_fractions",
 ]
 
 _MODULES = {
     "limiter": ("SamplesPerInsert",),
-    "replay": ("Replay",),
+    "replay": ("Replay", "Shares", "Split"),
     "selectors": (
-        *("Draw", "Selector", "Uniform", "Recency", "Prioritized", "Mixture", "make_selector"),
+        *("Draw", "Selector", "Uniform", "Recency", "Prioritized", "Mixture"),
+        *("make_selector", "used_fractions"),
     ),
     "stream": ("Stream",),
     "table": ("SizeEstimate",),

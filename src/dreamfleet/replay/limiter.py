@@ -51,6 +51,11 @@ class SamplesPerInsert:
         self._changed = threading.Condition()
 
     @property
+    def lock(self) -> threading.Condition:
+        """Held while something is counted. Whoever holds it may look and count in one go."""
+        return self._changed
+
+    @property
     def size(self) -> int:
         """Steps inserted so far."""
         return self._size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -180,13 +181,14 @@ def find_new(path: Path, journal: Journal) -> OtherRun:
     return OtherRun(path, source, committed, *scan(path, run))
 
 
-def copy_in(table: Table, other: OtherRun) -> int:
-    """Copy what is new of another run's committed steps; how many that is."""
+def copy_in(table: Table, other: OtherRun, shard: int = 0, shards: int = 1) -> int:
+    """Copy what is new of another run's committed steps; how many that is. Of several shards, each
+    copies the streams that are its own."""
     store, journal = table.store, table.journal
     _check_fits(store, other)
     wanted = [
         chunk
-        for chunk in _newest(other, table.length, table.items.capacity)
+        for chunk in _newest(other, table.length, table.items.capacity, shard, shards)
         if chunk.id not in store.slot_of or _grew(table, chunk)
     ]
     if table.max_bytes is not None and len(wanted) * store.chunk_bytes > table.max_bytes:
@@ -286,7 +288,7 @@ def _copy(table: Table, chunk: _Chunk, copies: list[_Copy]) -> None:
     copies.append(_Copy(chunk, slot, first))
 
 
-def _newest(other: OtherRun, length: int, capacity: int) -> list[_Chunk]:
+def _newest(other: OtherRun, length: int, capacity: int, shard: int, shards: int) -> list[_Chunk]:
     """The chunks that the newest `capacity` items lie in; copying more would be for nothing."""
     chunks = {}
     for item in other.found:
@@ -300,6 +302,8 @@ def _newest(other: OtherRun, length: int, capacity: int) -> list[_Chunk]:
     steps = other.found[0].info.steps
     sizes = {name: len(chunk.ticks) for name, chunk in chunks.items()}
     chains = _linked({name: c.found.info.previous for name, c in chunks.items()}, sizes, steps)
+    if shards > 1:
+        chains = [c for c in chains if _stream_number(chunks[c[0]].found.info) % shards == shard]
     ticks_of = [np.concatenate([chunks[name].ticks for name in chain]) for chain in chains]
     oldest = _oldest_kept(ticks_of, length, capacity)
     wanted = []
@@ -309,6 +313,13 @@ def _newest(other: OtherRun, length: int, capacity: int) -> list[_Chunk]:
         if first < len(completed):
             wanted += [chunks[name] for name in chain[first // steps :]]
     return wanted
+
+
+def _stream_number(info: ChunkInfo) -> int:
+    """The number of an environment; some number that stays, for a stream that has none."""
+    if isinstance(info.stream, int):
+        return info.stream
+    return zlib.crc32(info.id if info.stream is None else info.stream.encode())
 
 
 def _read_ticks(found: Found) -> Ticks:

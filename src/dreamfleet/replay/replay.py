@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,32 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["train", "report", "eval"]
 _MODES: tuple[Mode, ...] = ("train", "report", "eval")
+
+
+class Shares(NamedTuple):
+    """What there is to draw from, for somebody who draws from several replays."""
+
+    items: int
+    """Sequences that can be sampled."""
+    fresh: int
+    """Those of them that come first in training."""
+    weights: list[float]
+    """What all sequences weigh together, by each rule of the selector."""
+
+
+class Split(NamedTuple):
+    """The part of a batch that comes from one of several replays."""
+
+    fresh: int
+    """Fresh sequences."""
+    drawn: list[int]
+    """Sequences that each rule of the selector chooses."""
+    everywhere: int
+    """Sequences that can be sampled in all of the replays."""
+
+    @property
+    def batch(self) -> int:
+        return self.fresh + sum(self.drawn)
 
 
 class Replay:
@@ -167,11 +194,14 @@ class Replay:
                     self._warn()
             return len(names)
 
-    def sample(self, batch: int, mode: Mode = "train") -> dict[str, NDArray[Any]]:
+    def sample(
+        self, batch: int, mode: Mode = "train", split: Split | None = None
+    ) -> dict[str, NDArray[Any]]:
         """Copy sequences out: contiguous arrays `[batch, length, ...]`, with their `stepid`.
 
         The first step of a sequence has `is_first` set; where the next step is a first one,
-        `is_last` is set. In train mode fresh sequences come first (see `online`).
+        `is_last` is set. In train mode fresh sequences come first (see `online`). A `split` says
+        how many sequences are chosen by which rule.
         """
         if mode not in _MODES or batch < 1:
             raise ConfigError(f"Sample at least 1 in one of {_MODES}, not {batch} in {mode!r}.")
@@ -183,7 +213,7 @@ class Replay:
                     f"The replay holds no sequence of {self.length} steps of one stream yet: wait "
                     "for the environments, or load recorded steps."
                 )
-            numbers = self._draw(table, batch, mode)
+            numbers = self._draw(table, batch, mode, split)
             slots, indices = table.items.starts(numbers)
             pieces = table.store.pieces(slots, indices, self.length)
             self._statistics.sampled(table.items.high - numbers)
@@ -194,6 +224,17 @@ class Replay:
             self._readers.leave()
         _annotate(data)
         return data
+
+    def shares(self, mode: Mode = "train") -> Shares:
+        """What a sample in this mode would be drawn from."""
+        with self._lock:
+            self._check_open()
+            if self._table is None:
+                return Shares(0, 0, [0.0 for _ in self._selector.parts])
+            items = self._table.items
+            fresh = len(items.online) if mode == "train" and self.online else 0
+            weights = [part.weight(items.low, items.high) for part in self._selector.parts]
+            return Shares(len(items), fresh, weights)
 
     def update(self, data: Mapping[str, Any]) -> int:
         """Write values back to the steps that `stepid` names.
@@ -229,10 +270,11 @@ class Replay:
                 table.priorities.update(runs, priority)
             return here
 
-    def load_directory(self, directory: str | Path) -> int:
+    def load_directory(self, directory: str | Path, shard: int = 0, shards: int = 1) -> int:
         """Copy the steps of another run's replay in; returns how many.
 
-        The other directory is only read and may be in use. Loading it again adds what is new.
+        The other directory is only read and may be in use. Loading it again adds what is new. Of
+        several `shards` that load it, each takes some of its streams, and no two the same.
         """
         path = Path(directory)
         with self._lock:
@@ -247,7 +289,7 @@ class Replay:
                 info = other.found[0].info
                 self.chunk = info.steps
                 self._table = self._make_table(info.schema, info.steps)
-            added = loading.copy_in(self._table, other)
+            added = loading.copy_in(self._table, other, shard, shards)
             self._warn()
             return added
 
@@ -329,16 +371,24 @@ class Replay:
                     self._table = None
                 self._unlock()
 
-    def _draw(self, table: Table, batch: int, mode: Mode) -> NDArray[np.int64]:
+    def _draw(self, table: Table, batch: int, mode: Mode, split: Split | None) -> NDArray[np.int64]:
         train = mode == "train"
         items = table.items
-        fresh = items.take_online(batch) if train and self.online else []
+        wanted = batch if split is None else split.fresh
+        fresh = items.take_online(wanted) if train and self.online else []
         if fresh and table.priorities:
             table.priorities.taken(np.array(fresh, np.int64))
-        drawn = self._selector.draw(
-            Draw(self._rngs[mode], batch - len(fresh), items.low, items.high, consume=train)
-        )
-        return np.concatenate([np.array(fresh, np.int64), drawn]) if fresh else drawn
+        request = Draw(self._rngs[mode], 0, items.low, items.high, consume=train)
+        numbers = [np.array(fresh, np.int64)] if fresh else []
+        if split is not None:
+            request = replace(request, everywhere=split.everywhere)
+            for part, count in zip(self._selector.parts, split.drawn, strict=True):
+                if count:
+                    numbers.append(part.draw(replace(request, count=count)))
+        # All that is left; of a split, what was fresh and is so no more.
+        if missing := batch - sum(map(len, numbers)):
+            numbers.append(self._selector.draw(replace(request, count=missing)))
+        return np.concatenate(numbers) if len(numbers) > 1 else numbers[0]
 
     def _table_for(self, arrays: Mapping[str, NDArray[Any]], names: list[StreamId]) -> Table:
         """The table, made from the first steps; raises if these steps do not fit it."""

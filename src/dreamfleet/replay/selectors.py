@@ -27,6 +27,12 @@ _NO_ITEM = -1
 _LARGEST = np.finfo(np.float32).max
 
 
+def used_fractions(config: ReplayConfig) -> list[float]:
+    """The fractions of the rules that a run uses, in the order of its selector's `parts`."""
+    fractions = config.fractions
+    return [f for f in (fractions.uniform, fractions.priority, fractions.recency) if f > 0]
+
+
 def make_selector(config: ReplayConfig) -> Selector:
     """The selector that a run's settings describe."""
     priority = config.priority
@@ -56,10 +62,22 @@ class Draw:
     low: int
     high: int
     consume: bool
+    everywhere: int = 0
+    """Living items here and in the replays that this one is drawn from together with; 0 if it is
+    alone."""
 
 
 class Selector(ABC):
     """How items are chosen. Most subclasses only need `draw`."""
+
+    @property
+    def parts(self) -> Sequence[Selector]:
+        """The rules by which items are chosen; this one alone, unless it is a mixture."""
+        return [self]
+
+    def weight(self, low: int, high: int) -> float:
+        """What all living items weigh together, next to those of another replay."""
+        return float(high - low)
 
     @abstractmethod
     def draw(self, request: Draw) -> Ints:
@@ -82,7 +100,11 @@ class Uniform(Selector):
 
 
 class Recency(Selector):
-    """An item with n newer ones has the weight `1 / (n + 1) ** exponent`."""
+    """An item with n newer ones has the weight `1 / (n + 1) ** exponent`.
+
+    Of several replays that are drawn from together, each takes its items to be spread evenly over
+    all of them.
+    """
 
     def __init__(self, exponent: float = 1.0) -> None:
         if not 0 <= exponent < np.inf:
@@ -92,11 +114,14 @@ class Recency(Selector):
 
     def draw(self, request: Draw) -> Ints:
         living = request.high - request.low
-        if living > len(self._sums):
-            ages = np.arange(max(1024, 2 * living), dtype=np.float64)
+        every = max(living, request.everywhere)
+        if every > len(self._sums):
+            ages = np.arange(max(1024, 2 * every), dtype=np.float64)
             self._sums = np.cumsum((ages + 1) ** -self.exponent)
-        targets = request.rng.random(request.count) * self._sums[living - 1]
-        ages = np.searchsorted(self._sums[:living], targets, side="right")
+        targets = request.rng.random(request.count) * self._sums[every - 1]
+        ages = np.searchsorted(self._sums[:every], targets, side="right")
+        if every > living:
+            ages = ages * living // every
         return np.asarray(request.high - 1 - np.minimum(ages, living - 1), np.int64)
 
 
@@ -110,12 +135,16 @@ class Mixture(Selector):
                 "The fractions of a Mixture are not negative and add up to 1: "
                 f"{fractions.tolist()} do not."
             )
-        self.parts = [selector for selector, _ in parts]
+        self._parts = [selector for selector, _ in parts]
         self.fractions = fractions / fractions.sum()
-        found = [part.prioritized for part in self.parts if part.prioritized is not None]
+        found = [part.prioritized for part in self._parts if part.prioritized is not None]
         if len(found) > 1:
             raise ConfigError("A Mixture can hold one Prioritized, not several.")
         self._prioritized = found[0] if found else None
+
+    @property
+    def parts(self) -> Sequence[Selector]:
+        return self._parts
 
     @property
     def prioritized(self) -> Prioritized | None:
@@ -181,6 +210,10 @@ class Prioritized(Selector):
         self._numbers = np.zeros(positions, np.int64)
         self._any_set = False
         self._low = self._high = 0
+
+    def weight(self, low: int, high: int) -> float:  # noqa: ARG002 - those of the items
+        self._catch_up()
+        return self._tree.total
 
     def index_bytes(self, chunks: int) -> int:
         """Memory used with that many chunks."""

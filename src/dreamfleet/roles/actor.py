@@ -25,6 +25,7 @@ from dreamfleet.roles.logger import video_env
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import ActorFailed
+from dreamfleet.roles.shards import Reply, ShardedReplay, replay_client
 from dreamfleet.slots import SlotTable
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
@@ -80,7 +81,7 @@ def serve_actor(
     """
     keys, name = args.run_keys, server_name("actor", index)
     with (
-        Client(find_server(args, "replay"), f"{name}-replay", _IN_FLIGHT, keys=keys) as replay,
+        replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
         Client(find_server(args, "logger"), f"{name}-logger", 8, keys=keys) as logger,
     ):
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
@@ -168,7 +169,7 @@ class Actor:
         agent: Player,
         args: RunConfig,
         progress: Progress,
-        replay: Client,
+        replay: Client | ShardedReplay,
         logger: Client,
         index: int = 0,
         lock: threading.Lock | None = None,
@@ -185,7 +186,7 @@ class Actor:
         # A new name for each start: a resend is recognised, a successor's batch never is.
         self._source = f"actor-{uuid.uuid4().hex}"
         self._sequence = 0
-        self._stored: deque[tuple[Future, int]] = deque()  # with the training steps in it
+        self._stored: deque[tuple[Reply, int]] = deque()  # with the training steps in it
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
@@ -333,7 +334,7 @@ class Actor:
         while self._logged:
             self._on_logged(self._logged.popleft().result(timeout))
 
-    def _on_stored(self, reply: Future, steps: int, timeout: float | None = None) -> None:
+    def _on_stored(self, reply: Reply, steps: int, timeout: float | None = None) -> None:
         reply.result(timeout)
         self._progress.stored(steps)
 

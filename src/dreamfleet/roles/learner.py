@@ -27,9 +27,12 @@ from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import limiter_for
-from dreamfleet.transport import Client, Closed, Disconnected, Future, TransportError
+from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
+from dreamfleet.transport import Client, Closed, Disconnected, TransportError
 
 log = logging.getLogger(__name__)
+
+ReplayClient = Client | ShardedReplay
 
 LOOK_AHEAD = 2
 """Batches that are requested before they are needed."""
@@ -53,13 +56,12 @@ def parallel_learner(
         progress: Shared with the actor; None if there is none.
     """
     progress = progress or Progress(args.steps)
-    keys = args.run_keys
-    replay, logs = find_server(args, "replay"), find_server(args, "logger")
+    homes = Homes()
     with (
-        Client(replay, "learner-samples", LOOK_AHEAD, keys=keys) as samples,
-        Client(replay, "learner-reports", 2 * LOOK_AHEAD, keys=keys) as reports,
-        Client(replay, "learner-updates", 4, keys=keys) as updates,
-        Client(logs, "learner-logger", 8, keys=keys) as logger,
+        replay_client(args, "learner-samples", LOOK_AHEAD, homes) as samples,
+        replay_client(args, "learner-reports", 2 * LOOK_AHEAD) as reports,
+        replay_client(args, "learner-updates", 4, homes) as updates,
+        Client(find_server(args, "logger"), "learner-logger", 8, keys=args.run_keys) as logger,
     ):
         saver = Saver(agent, args, progress, updates, logger)
         learner = Learner(agent, args, progress, saver, reports, updates, logger)
@@ -86,7 +88,12 @@ class Saver:
     """
 
     def __init__(
-        self, agent: Agent, args: RunConfig, progress: Progress, replay: Client, logger: Client
+        self,
+        agent: Agent,
+        args: RunConfig,
+        progress: Progress,
+        replay: ReplayClient,
+        logger: Client,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
@@ -217,8 +224,8 @@ class Learner:
         args: RunConfig,
         progress: Progress,
         saver: Saver,
-        reports: Client,
-        updates: Client,
+        reports: ReplayClient,
+        updates: ReplayClient,
         logger: Client,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
@@ -286,7 +293,7 @@ class Learner:
         at = self._progress.step if step is None else step
         self._logger.add(at, {key: text}).wait(_STATE_SECONDS)
 
-    def run(self, samples: Client, parameters: ParameterServer | None = None) -> None:
+    def run(self, samples: ReplayClient, parameters: ParameterServer | None = None) -> None:
         """Train until learning is over.
 
         Args:
@@ -334,7 +341,7 @@ class Learner:
         # A reply to a later call: the last metrics have arrived before the client is closed.
         self._logger.status().wait(_FLUSH_SECONDS)
 
-    def _batches(self, samples: Client) -> Iterator[dict[str, Any]]:
+    def _batches(self, samples: ReplayClient) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, until learning is over."""
         stream = RemoteStream(samples, "train")
         while True:
@@ -400,10 +407,10 @@ class RemoteStream:
     Nothing is requested before the first batch is wanted: what the replay has then is newer.
     """
 
-    def __init__(self, client: Client, mode: str) -> None:
+    def __init__(self, client: ReplayClient, mode: str) -> None:
         self._client = client
         self._method = f"sample_batch_{mode}"
-        self._requested: deque[Future] = deque()
+        self._requested: deque[Reply] = deque()
 
     def take(self) -> dict[str, Any] | None:
         """The next batch; None if the replay has too little data for one."""

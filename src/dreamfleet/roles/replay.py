@@ -1,12 +1,19 @@
-"""The replay role: stores transitions, hands out batches, and holds the two in step."""
+"""The replay role: stores transitions, hands out batches, and holds the two in step.
+
+A replay of several shards has a process for each, which stores the steps of its environments. What
+they do together is in `dreamfleet.roles.lead`, and how others use them as one replay in
+`dreamfleet.roles.shards`.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from dreamfleet.checkpoint import Checkpoint
@@ -14,32 +21,38 @@ from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.metrics import Usage
-from dreamfleet.offline import copy_steps
+from dreamfleet.offline import copy_steps, nothing_to_learn_from
 from dreamfleet.positions import Positions
 from dreamfleet.replay import (
     BatchOrderError,
     NotEnoughDataError,
-    RateLimitedError,
     Replay,
     ReplayClosedError,
     SamplesPerInsert,
     SchemaError,
+    Split,
 )
-from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
+from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
-from dreamfleet.transport import Client, Server, TransportError, Unanswered
+from dreamfleet.transport import Client, Future, Server, TransportError, Unanswered
 
 log = logging.getLogger(__name__)
 
-_LIMITER_TIMEOUT = 1.0
-_NO_SEQUENCE_SECONDS = 0.1
 _ANSWERED = (SchemaError, BatchOrderError, ConfigError, ReplayClosedError, Unanswered)
 """Errors that do not end the process: the caller's fault, or nobody's."""
+_MODES = ("train", "report", "eval")
+_LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
+_FOREVER = float("inf")
 
 
 def parallel_replay(
-    make_replay_train: Factory, make_replay_eval: Factory, make_stream: Factory, args: RunConfig
+    make_replay_train: Factory,
+    make_replay_eval: Factory,
+    make_stream: Factory,
+    args: RunConfig,
+    shard: int = 0,
 ) -> None:
     """Serve the replay until the process is asked to stop, then save what is not in its files.
 
@@ -47,47 +60,94 @@ def parallel_replay(
     reply: what was acknowledged is in its files, and callers ask its successor again.
 
     Args:
-        make_replay_train: Returns the buffer of training data.
-        make_replay_eval: Returns the buffer of evaluation data.
+        make_replay_train: Returns the buffer of training data. Called with the number of the shard
+            if that is not 0.
+        make_replay_eval: Returns the buffer of evaluation data, in the same way.
         make_stream: Called with a buffer and "train", "report" or "eval", returns an iterator of
             batches.
         args: Address, sizes, `train_ratio`.
+        shard: Which of `replay_shards` this is.
     """
-    stop = stop_event()
-    service = ReplayService(
-        unpack(make_replay_train)(),
-        unpack(make_replay_eval)(),
-        unpack(make_stream),
-        limiter_for(args),
-        args,
-        stop,
-    )
-    server = Server(listen_address(args, "replay"), "replay", keys=args.server_keys)
-    # Each may wait for another, so each has a thread of its own; a single one keeps its order.
-    for name in (
-        "add_batch",
-        "sample_batch_train",
-        "sample_batch_report",
-        "sample_batch_eval",
-        "update",
-    ):
-        method = _or_end(getattr(service, name))
-        server.bind(name, method, workers=1, repeatable=True, roles=("agent",))
-    for name in ("stats", "position", "raise_position", "grant"):
-        method = _or_end(getattr(service, name))
-        server.bind(name, method, repeatable=True, roles=("agent",))
-    should_save = LocalClock(args.save_every)
-    logger_address = find_server(args, "logger")
-    with Client(logger_address, "replay-logger", 4, keys=args.run_keys) as logger, server:
-        publish_address(args, "replay", server.address)
+    if not 0 <= shard < args.replay_shards:
+        raise ConfigError(
+            f"There is no shard {shard} in a replay of replay_shards={args.replay_shards}: they "
+            "are numbered from 0."
+        )
+    stop, name = stop_event(), server_name("replay", shard)
+    which = [shard] if shard else []
+    with ExitStack() as stack:
+
+        def client(server: Any, called: str, patience: float = 60.0) -> Client:
+            made = Client(server, called, 4, keys=args.run_keys, patience=patience)
+            return stack.enter_context(made)
+
+        lead = None
+        if shard:  # which may be away for as long as it takes to start it elsewhere
+            lead = RemoteLead(client(find_server(args, "replay"), f"{name}-lead", _FOREVER), stop)
+        service = ReplayService(
+            unpack(make_replay_train)(*which),
+            unpack(make_replay_eval)(*which),
+            unpack(make_stream),
+            limiter_for(args),
+            args,
+            stop,
+            shard,
+            lead,
+        )
+        server = Server(listen_address(args, "replay", shard), name, keys=args.server_keys)
+        bind(server, service, args)
+        logger = client(find_server(args, "logger"), f"{name}-logger")
+        others = {
+            number: client(find_server(args, "replay", number), f"{name}-shard-{number}", _FOREVER)
+            for number in range(1, 1 if shard else args.replay_shards)
+        }
+        should_save = LocalClock(args.save_every)
+        stack.enter_context(server)
+        publish_address(args, "replay", server.address, shard)
+        service.attach(others)
         while not stop.wait(args.log_every):
             try:
-                logger.add(-1, service.stats())
+                logger.add(-1, service.report(others))
             except TransportError as error:
                 log.warning("The replay's metrics are lost: %s", error)
             if should_save():
                 service.save()
     service.close()
+
+
+def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
+    """Offer the methods of a service: to the agent, and to the other shards.
+
+    Each that may wait for another has a thread of its own; a single one keeps its order.
+    """
+
+    def offer(role: str, workers: int, **methods: Callable[..., Any]) -> None:
+        for name, method in methods.items():
+            server.bind(name, _or_end(method), workers=workers, repeatable=True, roles=(role,))
+
+    offer("agent", 1, add_batch=service.add_batch, update=service.update)
+    if args.replay_shards == 1:
+        offer("agent", 1, sample_batch_train=service.sample_batch_train)
+        offer("agent", 1, sample_batch_report=service.sample_batch_report)
+        offer("agent", 1, sample_batch_eval=service.sample_batch_eval)
+    else:
+        offer("agent", 1, shares=service.shares)
+        for mode in _MODES:
+            part = functools.partial(service.sample_part, mode)
+            offer("agent", 1, **{f"sample_part_{mode}": part})
+    offer("replay", 0, stats=service.stats, holding=service.holding)
+    if lead := service.lead:
+        offer(
+            *("agent", 0),
+            position=lead.position,
+            raise_position=lead.raise_position,
+            grant=lead.grant,
+        )
+    if lead and args.replay_shards > 1:
+        offer("agent", 1, permit=lead.permit)
+        offer("replay", 1, opened=lead.opened)
+        # A shard that was killed may leave a call behind, which takes a moment to end.
+        offer("replay", 2 * args.replay_shards, inserted=lead.inserted)
 
 
 def _or_end(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +158,6 @@ def _or_end(method: Callable[..., Any]) -> Callable[..., Any]:
     if threading.current_thread() is not threading.main_thread():
         return method
 
-    @functools.wraps(method)
     def guarded(*args: Any) -> Any:
         try:
             return method(*args)
@@ -130,79 +189,130 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
 
 
 class ReplayService:
-    """Both buffers, their streams, the run's positions and the limiter, as methods that others
-    call. Opening it recovers all of them."""
+    """Both buffers, their streams and the run's positions, as methods that others call. Opening it
+    recovers all of them.
+
+    Args:
+        train: The buffer of training data.
+        evaluation: The buffer of evaluation data.
+        make_stream: Called with a buffer and a mode.
+        limiter: Holds samples and inserts in step; the lead's.
+        args: The run.
+        stop: Set when the process is asked to stop.
+        shard: Which of `replay_shards` this is.
+        lead: Of a shard that is not the first: where it is.
+    """
 
     def __init__(
         self,
         train: Replay,
         evaluation: Replay,
-        make_stream: Callable[[Replay, str], Iterator[dict[str, Any]]],
+        make_stream: Callable[[Any, str], Iterator[dict[str, Any]]],
         limiter: SamplesPerInsert,
         args: RunConfig,
         stop: threading.Event,
+        shard: int = 0,
+        lead: Leading | None = None,
     ) -> None:
         self._buffers = {"train": train, "eval": evaluation}
-        self._train, self._eval, self._limiter = train, evaluation, limiter
-        self._batch_size, self._window = args.batch_size, args.window
-        self._stop = stop
+        self._train, self._eval, self._args = train, evaluation, args
+        self._shard, self._stop = shard, stop
         self._usage = Usage()
-        self._notes = Notes(notes_path(args, "replay"))
-        self._waiting = {"actor": "", "learner": ""}
-        folder = args.logdir / "ckpt" / "replay"
+        self._name = server_name("replay", shard)
+        self._notes = Notes(notes_path(args, self._name))
+        folder = args.logdir / "ckpt" / self._name
         self._checkpoint = Checkpoint(folder, keep=2)
-        self._positions = Positions(folder / "positions", self._tick)
+        counted = 1 if shard else args.replay_shards
+        self._positions = Positions(folder / "positions", self._tick, counted)
         if args.prefill or args.offline:
-            self._positions.import_steps(functools.partial(self._copy_steps, args))
+            self._positions.import_steps(self._copy_steps)
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             for name, buffer in self._buffers.items():
                 buffer.load(snapshot.parts[name])
-        size = int(train.stats()["steps"])
-        limiter.load({"size": size, "avail": self._positions.owed(limiter, size)})
-        self._streams = {
-            "train": make_stream(train, "train"),
-            "report": make_stream(train, "report"),
-            "eval": make_stream(evaluation, "eval"),
-        }
+        self.lead = None if lead else Lead(limiter, self._positions, args, stop, self._sampleable)
+        """What the shards do together, if this is the first of them."""
+        self._lead: Leading = lead or self.lead  # type: ignore[assignment]  # one of them is there
+        self._attached = threading.Event()
+        buffers: dict[str, Any] = {"train": train, "report": train, "eval": evaluation}
+        self._portions = {mode: _Portion(buffer) for mode, buffer in buffers.items()}
+        parts = buffers if args.replay_shards == 1 else self._portions
+        self._streams = {mode: make_stream(buffer, mode) for mode, buffer in parts.items()}
+        self._newest: dict[int, dict[str, Any]] = {}  # statistics of the other shards
+        self._asked: dict[int, Future] = {}
+        if args.replay_shards == 1:
+            self.attach({})
 
-    def _copy_steps(self, args: RunConfig) -> int:
-        copy_steps(self._train, args)
+    def attach(self, others: Mapping[int, Client]) -> None:
+        """Let the shards know of each other. The lead asks the others what they hold; another shard
+        asks the lead what it should hold. Returns when they have answered, or when the process is
+        asked to stop.
+
+        Args:
+            others: Of the lead: clients of the other shards.
+        """
+        if self._attached.is_set():
+            return
+        if self.lead is None:
+            steps = self._positions.own
+            try:
+                known = self._lead.opened(self._shard, steps, self.holding()["size"])
+            except Unanswered:
+                return
+            if known > steps:  # with its counts, or its positions would have said so
+                log.warning("%s was lost, with %d steps of the run.", self._name, known - steps)
+                self._positions.raise_to(known)
+        else:
+            waiting = {shard: client.call("holding") for shard, client in others.items()}
+            while not all(answer.wait(_LOOK_SECONDS) for answer in waiting.values()):
+                if self._stop.is_set():
+                    return
+            held = {shard: answer.result() for shard, answer in waiting.items()}
+            held[0] = self.holding()
+            if self._args.offline and not sum(each["items"] for each in held.values()):
+                raise nothing_to_learn_from(self._args)
+            self.lead.begin({k: Holding(each["steps"], each["size"]) for k, each in held.items()})
+        self._attached.set()
+
+    def holding(self) -> dict[str, int]:
+        """What this shard has: steps of the run, steps stored now, sequences to sample."""
+        stats = self._train.stats()
+        size, items = int(stats["steps"]), int(stats["items"])
+        return {"steps": self._positions.own, "size": size, "items": items}
+
+    def _copy_steps(self) -> int:
+        copy_steps(self._train, self._args, self._shard)
         return self._tick
 
     def add_batch(self, steps: Any, envids: Any, is_eval: bool, source: str, seq: int) -> int:
         """Store a step of each environment; then wait while samples are behind."""
         if is_eval:
             return self._eval.add_batch(steps, envids, source, seq)
+        if not self.lead:
+            self._wait_until_attached()  # or steps would be counted before those that were lost
         added = self._train.add_batch(steps, envids, source, seq)
         if added:
             self._positions.stored(self._tick)
             self._notes.progress()
-            self._wait("actor", lambda: self._limiter.insert(added, _LIMITER_TIMEOUT, "collecting"))
+        # Also if it was added before: perhaps by a predecessor that was killed before it could say.
+        self._lead.inserted(self._shard, self._positions.own)
         return added
+
+    def _sampleable(self) -> bool:
+        """Whether there is a sequence to sample. Of shards, the learner asks itself."""
+        return len(self._train) > 0 or self._args.replay_shards > 1
+
+    def _wait_until_attached(self) -> None:
+        while not self._attached.wait(_LOOK_SECONDS):
+            if self._stop.is_set():
+                raise Unanswered("The replay is being closed.")
+
+    # --- a replay alone --------------------------------------------------------------------------
 
     def sample_batch_train(self) -> dict[str, Any]:
         """A training batch, as soon as there are enough steps for it."""
-
-        def allowed() -> None:
-            if not len(self._train) and self._limiter.can_sample():
-                # Environments that have joined share the steps, and none has made enough of them.
-                self._stop.wait(_NO_SEQUENCE_SECONDS)
-                raise RateLimitedError(
-                    f"training waits for a first sequence: no environment has made "
-                    f"{self._window} steps in a row yet.",
-                    who="training",
-                    missing=1,
-                    unit="sequences",
-                )
-            self._limiter.sample(self._batch_size, _LIMITER_TIMEOUT, "training")
-
-        while True:
-            self._wait("learner", allowed)
-            if len(self._train):
-                break
-            self._limiter.give_back(self._batch_size)
-        self._positions.sampled(self._batch_size)
+        assert self.lead is not None
+        self.lead.sample()
         return next(self._streams["train"])
 
     def sample_batch_report(self) -> dict[str, Any]:
@@ -219,35 +329,63 @@ class ReplayService:
         except NotEnoughDataError:
             return {}
 
+    # --- one of several shards -------------------------------------------------------------------
+
+    def shares(self, mode: str) -> tuple[int, int, list[float]]:
+        """What there is to draw from in this shard; see `dreamfleet.replay.Shares`."""
+        if mode not in _MODES:
+            raise ConfigError(f"There are batches for {', '.join(_MODES)}, not for {mode!r}.")
+        buffer = self._eval if mode == "eval" else self._train
+        items, fresh, weights = buffer.shares(mode)  # type: ignore[arg-type]  # it is one of them
+        return items, fresh, weights
+
+    def sample_part(
+        self, mode: str, fresh: int, drawn: list[int], everywhere: int
+    ) -> dict[str, Any]:
+        """The part of a batch that comes from this shard; empty if it holds nothing any more."""
+        self._portions[mode].split = Split(fresh, drawn, everywhere)
+        return self._sample_if_possible(mode)
+
+    # --- all of them -----------------------------------------------------------------------------
+
     def update(self, data: dict[str, Any]) -> int:
         """Write a trained batch's states, and priorities if it has any, back."""
         return self._train.update(data)
 
-    def stats(self) -> dict[str, Any]:
-        """Sizes, counts, and who waits for what."""
-        return {
-            **{f"replay/{key}": float(value) for key, value in self._train.stats().items()},
-            **{f"eval_replay/{key}": float(value) for key, value in self._eval.stats().items()},
-            "replay/limiter/avail": self._limiter.avail,
-            "replay/limiter/size": float(self._limiter.size),
-            **{f"replay/waiting/{who}": reason for who, reason in self._waiting.items()},
-            **{f"replay/usage/{key}": value for key, value in self._usage.stats().items()},
-        }
-
     def position(self) -> dict[str, int]:
         """The run's durable counts."""
-        return {"steps": self._positions.steps, "samples": self._positions.samples}
+        assert self.lead is not None
+        return self.lead.position()
 
-    def raise_position(self, steps: int) -> dict[str, int]:
-        """The run has made at least this many steps, as a checkpoint of the agent knows."""
-        self._positions.raise_to(steps)
-        return self.position()
+    def stats(self) -> dict[str, Any]:
+        """Sizes and counts of both buffers."""
+        return {
+            "replay": {key: float(value) for key, value in self._train.stats().items()},
+            "eval_replay": {key: float(value) for key, value in self._eval.stats().items()},
+        }
 
-    def grant(self, sequences: int) -> bool:
-        """Let so many sequences be sampled for which no steps will be collected; returns whether
-        there are enough steps to sample from."""
-        self._limiter.grant(sequences)
-        return self._limiter.can_sample()
+    def report(self, others: Mapping[int, Client]) -> dict[str, Any]:
+        """What this process tells the logger: of the whole replay if it is the first shard."""
+        mine = self.stats()
+        usage = {f"{self._name}/usage/{k}": value for k, value in self._usage.stats().items()}
+        if self.lead is None:
+            return {**{f"{self._name}/{k}": value for k, value in mine["replay"].items()}, **usage}
+        for shard, client in others.items():
+            if shard not in self._asked:  # one that is away is asked once
+                self._asked[shard] = client.call("stats")
+        for shard, answer in list(self._asked.items()):
+            if answer.wait(_STATS_SECONDS):
+                self._newest[shard] = self._asked.pop(shard).result()
+        all_of_them = [mine, *self._newest.values()]
+        return {
+            **{f"replay/{k}": v for k, v in together(each["replay"] for each in all_of_them)},
+            **{
+                f"eval_replay/{k}": v
+                for k, v in together(each["eval_replay"] for each in all_of_them)
+            },
+            **{f"replay/{key}": value for key, value in self.lead.stats().items()},
+            **usage,
+        }
 
     def save(self) -> None:
         """Save what the buffers do not keep in their files, and sync the rest."""
@@ -264,16 +402,37 @@ class ReplayService:
     def _tick(self) -> int:
         return self._train.tick
 
-    def _wait(self, who: str, attempt: Callable[[], None]) -> None:
-        """Try until the limiter allows it. Each attempt times out, to say why it waits and to
-        notice that the process is asked to stop."""
-        while True:
-            try:
-                attempt()
-            except RateLimitedError as reason:
-                self._waiting[who] = str(reason)
-                if self._stop.is_set():
-                    raise Unanswered("The replay is being closed.") from None
-            else:
-                self._waiting[who] = ""
-                return
+
+class _Portion:
+    """A buffer that gives out parts of batches: what is asked for next is what `split` says."""
+
+    def __init__(self, buffer: Replay) -> None:
+        self._buffer = buffer
+        self.split = Split(0, [], 0)
+
+    def sample(self, batch: int, mode: Any = "train") -> dict[str, Any]:  # noqa: ARG002
+        return self._buffer.sample(self.split.batch, mode, split=self.split)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
+
+
+def together(shards: Iterable[Mapping[str, float]]) -> Iterator[tuple[str, float]]:
+    """The statistics of a replay from those of its shards: what is counted is added up."""
+    every = list(shards)
+    items = sum(each["items"] for each in every)
+    for key in every[0]:
+        values = [each[key] for each in every]
+        if len(every) == 1:
+            yield key, values[0]
+        elif key == "replay_ratio":
+            inserts = sum(max(1.0, each["inserts"]) for each in every)
+            yield key, sum(each[key] * max(1.0, each["inserts"]) for each in every) / inserts
+        elif key in ("sample_age_mean", "sample_age_max"):
+            # Counted in sequences that were added to the same shard; others came in between.
+            ages = [each[key] * items / max(1.0, each["items"]) for each in every]
+            samples = [each["samples"] for each in every]
+            mean = sum(map(operator.mul, ages, samples)) / max(1.0, sum(samples))
+            yield key, max(ages) if key == "sample_age_max" else mean
+        else:
+            yield key, sum(values)

@@ -137,6 +137,7 @@ def test_processes_that_the_shell_has_no_files_for_are_refused() -> None:
     [
         ({"task": "bundled:catch"}, "with task gym:CartPole-v1, not bundled:catch"),
         ({"agent": "random"}, "with agent dreamer, not random"),
+        ({"replay_shards": 2}, "with replay_shards 1, not 2"),
         (
             {"dreamer.model": "1m"},
             "of another size, so these settings cannot be changed: dreamer.model",

@@ -142,3 +142,12 @@ def test_how_long_is_too_long_depends_on_how_often_roles_report(log_every: float
     late = {**LEARNS, "replay/silence": 3 * log_every + 1.5}
     assert "the replay has not reported for" in why(late, log_every=log_every)
     assert why({**late, "replay/silence": 3 * log_every}, log_every=log_every) == ""
+
+
+def test_each_shard_of_the_replay_speaks_for_itself() -> None:
+    said = {**LEARNS, "replay-1/silence": 0.1}
+    assert why(said, worker("replay-1")) == ""
+    late = "replay-1 has not reported for 32 s"
+    assert why({**said, "replay-1/silence": 32.0}, worker("replay-1")) == late
+    # The first one stands for the replay, whoever of them was started last.
+    assert why(said, worker("replay-1", age=1.0), worker("replay", age=400.0)) == ""

@@ -1,0 +1,246 @@
+"""What holds the shards of a replay together: the run's counts, and the one limiter.
+
+It lives in the process of the first shard, the lead. A shard that has stored steps tells the lead
+and waits for its reply, so inserts into all shards are held back by one limiter; a learner asks it
+for each batch before it draws from the shards. A replay that is not sharded is a lead alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.positions import Positions
+from dreamfleet.replay import RateLimitedError, SamplesPerInsert
+from dreamfleet.transport import Client, Unanswered
+
+log = logging.getLogger(__name__)
+
+_LIMITER_TIMEOUT = 1.0
+_NO_SEQUENCE_SECONDS = 0.1
+_LOOK_SECONDS = 1.0
+
+
+class Holding(NamedTuple):
+    """What a shard has."""
+
+    steps: int
+    """Steps of the run that it has stored so far, as its own positions count them."""
+    size: int
+    """Steps that it holds now, from wherever they came."""
+
+
+class Leading(Protocol):
+    """What a shard needs of the lead."""
+
+    def opened(self, shard: int, steps: int, size: int) -> int:
+        """A shard was opened and holds this; returns the most steps it was ever heard to have."""
+
+    def inserted(self, shard: int, steps: int) -> None:
+        """A shard has stored so many steps by now; returns when samples are not behind."""
+
+
+class Lead:
+    """The counts and the limiter of a run, as methods that shards and the learner call. Before the
+    lead has heard from every shard, all of them wait.
+
+    Args:
+        limiter: Holds samples and inserts in step.
+        positions: Of the first shard; knows what was heard of the others.
+        args: The number of shards, the size of a batch.
+        stop: Set when the process is asked to stop.
+        sampleable: Whether there is a sequence to sample.
+    """
+
+    def __init__(
+        self,
+        limiter: SamplesPerInsert,
+        positions: Positions,
+        args: RunConfig,
+        stop: threading.Event,
+        sampleable: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._limiter, self._positions, self._stop = limiter, positions, stop
+        self._batch_size, self._window, self._sampleable = args.batch_size, args.window, sampleable
+        self._shards = range(args.replay_shards)
+        self._complete = threading.Event()
+        self._waiting: dict[str, str] = {}
+        # What the limiter has counted of each shard. Both change under the limiter's lock.
+        self._counted = [0 for _ in self._shards]
+        self._sizes = [0 for _ in self._shards]
+
+    def begin(self, holdings: Mapping[int, Holding]) -> None:
+        """Every shard has said what it holds: recover the limiter, and let calls in."""
+        with self._limiter.lock:
+            for shard, holding in holdings.items():
+                self._sizes[shard] = holding.size
+                if shard:
+                    self._positions.heard(shard, holding.steps)
+            self._recover()
+        self._complete.set()
+
+    def _recover(self) -> None:
+        """What the limiter owes follows from the counts."""
+        size = sum(self._sizes)
+        self._counted = [self._positions.of(shard) for shard in self._shards]
+        self._limiter.load({"size": size, "avail": self._positions.owed(self._limiter, size)})
+
+    # --- for shards ------------------------------------------------------------------------------
+
+    def opened(self, shard: int, steps: int, size: int) -> int:
+        """A shard that was started again holds this. What its predecessor stored and did not tell
+        is known from now on; the limiter counts it with the shard's next steps."""
+        self._check_shard(shard)
+        self._wait_for_all()
+        with self._limiter.lock:
+            known = self._positions.heard(shard, steps)
+            self._sizes[shard] = size
+            held = sum(self._sizes)
+            if held < self._limiter.minsize <= self._limiter.size:
+                log.warning(
+                    "Shard %d of the replay came back with %d steps, and all of them hold %d: "
+                    "learning waits until there are %d again.",
+                    *(shard, size, held, self._limiter.minsize),
+                )
+                self._recover()
+        return known
+
+    def inserted(self, shard: int, steps: int) -> None:
+        """Note how many steps a shard has stored by now, then wait while samples are behind.
+
+        Told again, or by a shard that was killed meanwhile, nothing is counted twice.
+        """
+        self._check_shard(shard)
+        self._wait_for_all()
+        if shard:
+            self._positions.heard(shard, steps)
+
+        def count() -> None:
+            with self._limiter.lock:
+                if self._counted[shard] < steps:
+                    self._limiter.insert(0, _LIMITER_TIMEOUT, "collecting")  # once it is allowed
+                    new = self._positions.of(shard) - self._counted[shard]
+                    self._counted[shard] += new
+                    self._sizes[shard] += new
+                    self._limiter.insert(new)
+
+        self._wait(f"actor/{shard}", count)
+
+    # --- for the learner -------------------------------------------------------------------------
+
+    def sample(self) -> None:
+        """Wait until a batch may be sampled, and count it: it is handed out next."""
+        self._wait_for_all()
+        while True:
+            self._wait("learner", self._allow_batch)
+            if self._sampleable():
+                break
+            self._limiter.give_back(self._batch_size)
+        self._positions.sampled(self._batch_size)
+
+    def permit(self, known: int) -> int:
+        """The same for a learner that gets its batch from the shards, and knows of this many
+        samples: returns how many there are with the new batch.
+
+        A question whose answer was lost is asked again, and counted once. One that knows another
+        number is told the right one, and has no batch.
+        """
+        self._wait_for_all()
+        samples = self._positions.samples
+        if known == samples:
+            self.sample()
+        return self._positions.samples
+
+    def _allow_batch(self) -> None:
+        if not self._sampleable() and self._limiter.can_sample():
+            # Environments that have joined share the steps, and none has made enough of them.
+            self._stop.wait(_NO_SEQUENCE_SECONDS)
+            raise RateLimitedError(
+                f"training waits for a first sequence: no environment has made {self._window} "
+                "steps in a row yet.",
+                who="training",
+                missing=1,
+                unit="sequences",
+            )
+        self._limiter.sample(self._batch_size, _LIMITER_TIMEOUT, "training")
+
+    def position(self) -> dict[str, int]:
+        """The run's durable counts."""
+        self._wait_for_all()
+        return {"steps": self._positions.steps, "samples": self._positions.samples}
+
+    def raise_position(self, steps: int) -> dict[str, int]:
+        """The run has made at least this many steps, as a checkpoint of the agent knows."""
+        self._wait_for_all()
+        with self._limiter.lock:
+            self._counted[0] += self._positions.raise_to(steps)
+        return self.position()
+
+    def grant(self, sequences: int) -> bool:
+        """Let so many sequences be sampled for which no steps will be collected; returns whether
+        there are enough steps to sample from."""
+        self._wait_for_all()
+        self._limiter.grant(sequences)
+        return self._limiter.can_sample()
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What the limiter allows, and who waits for what."""
+        inserting = (self._waiting.get(f"actor/{shard}", "") for shard in self._shards)
+        return {
+            "limiter/avail": self._limiter.avail,
+            "limiter/size": float(self._limiter.size),
+            "waiting/actor": next(filter(None, inserting), ""),
+            "waiting/learner": self._waiting.get("learner", ""),
+        }
+
+    def _check_shard(self, shard: int) -> None:
+        if shard not in self._shards:
+            raise ConfigError(
+                f"There is no shard {shard} in a replay of {len(self._shards)}: start the process "
+                "with the run's config.json."
+            )
+
+    def _wait_for_all(self) -> None:
+        while not self._complete.wait(_LOOK_SECONDS):
+            if self._stop.is_set():
+                raise Unanswered("The replay is being closed.")
+
+    def _wait(self, who: str, attempt: Callable[[], None]) -> None:
+        """Try until the limiter allows it. Each attempt times out, to say why it waits and to
+        notice that the process is asked to stop."""
+        while True:
+            try:
+                attempt()
+            except RateLimitedError as reason:
+                self._waiting[who] = str(reason)
+                if self._stop.is_set():
+                    raise Unanswered("The replay is being closed.") from None
+            else:
+                self._waiting[who] = ""
+                return
+
+
+class RemoteLead:
+    """The lead, as another shard sees it. Calls last as long as it is away."""
+
+    def __init__(self, client: Client, stop: threading.Event) -> None:
+        self._client, self._stop = client, stop
+
+    def opened(self, shard: int, steps: int, size: int) -> int:
+        return int(self._ask("opened", shard, steps, size))
+
+    def inserted(self, shard: int, steps: int) -> None:
+        self._ask("inserted", shard, steps)
+
+    def _ask(self, method: str, *args: int) -> Any:
+        answer = self._client.call(method, *args)
+        while not answer.wait(_LOOK_SECONDS):
+            if self._stop.is_set():
+                raise Unanswered("The replay is being closed.")
+        return answer.result()
