@@ -32,6 +32,7 @@ def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) ->
         assert row["unit"] == "steps/s"
         assert row["value"] > 0
         assert re.search(r"agent \d+ us, .*clients \d+ us", row["note"])
+    assert rows["actors=2"]["peer"] == "actors=1"
     assert rows["encrypted/random/vector/4"]["value"] > 0
     assert 100 < rows["bytes/random/vector/to the actor"]["value"] < 400
     assert rows["replay/index"]["unit"] == "bytes/step"

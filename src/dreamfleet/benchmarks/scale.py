@@ -34,7 +34,7 @@ import zmq
 from numpy.typing import NDArray
 
 from dreamfleet.agents import find_agent
-from dreamfleet.benchmarks.report import Row
+from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop, sample_action
 from dreamfleet.errors import ConfigError, DreamfleetError
@@ -91,7 +91,9 @@ def _measure(
         rows += _agent(kind, agents[-1], calls // 20)
     for agent, kind in itertools.product(agents, kinds):
         rows += _curve(agent, kind, connections, seconds)
-    rows += _encrypted(kinds[0], connections[len(connections) // 2], seconds)
+    middle = connections[len(connections) // 2]
+    rows += _encrypted(kinds[0], middle, seconds)
+    rows += _two_actors(agents[-1], kinds[-1], middle, seconds)
     rows += _large_replay(300 * calls, max(5, calls // 10))
     return rows
 
@@ -554,6 +556,17 @@ def _encrypted(kind: str, count: int, seconds: float) -> Iterator[Row]:
     name = f"encrypted/random/{kind}/{count}"
     yield Row(name, point.rate, "steps/s", note="tcp with CURVE between all roles")
     yield Row(f"{name}/actor", 1e6 * point.processor["agent"], "us/step", note="processor time")
+
+
+def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[Row]:
+    rates = []
+    for actors in (1, 2):
+        with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+            batch = max(1, actor_batch(count) // actors)
+            config = _config(folder, kind, agent, count, actor_batch=batch, actors=actors)
+            rates.append(_point(config, kind, count, seconds).rate)
+    note = f"{count} connections, {agent}, {kind}"
+    yield compare("actors=2", rates[1], "steps/s", "actors=1", rates[0], note=note)
 
 
 # --- a large replay ------------------------------------------------------------------------------

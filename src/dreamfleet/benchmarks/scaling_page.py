@@ -46,7 +46,9 @@ def fill(page: str, values: Values) -> str:
 
 def read_values(path: Path) -> dict[str, float]:
     """What was measured, by its name."""
-    return {row["name"]: float(row["value"]) for row in json.loads(path.read_text())}
+    rows = json.loads(path.read_text())
+    values = {row["name"]: float(row["value"]) for row in rows}
+    return values | {row["peer"]: float(row["peer_value"]) for row in rows if row["peer"]}
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -131,6 +133,17 @@ def curve(values: Values) -> str:
     return _table(["connections", *(f"{agent}, {kind}" for agent, kind in _lines())], rows)
 
 
+def walls(values: Values) -> str:
+    """What a second actor gains, on the two cores that the clients share with everybody."""
+    rows = []
+    for name in ("actors",):
+        one, two = (values[f"{name}={count}"] for count in (1, 2))
+        rows.append(
+            [f"`{name}`, DreamerV3, images", f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x"]
+        )
+    return _table(["steps a second", "1", "2", "gain"], rows)
+
+
 def network(values: Values) -> str:
     """What an environment sends and receives."""
     rows = []
@@ -194,7 +207,7 @@ def cold(values: Values) -> str:
 
 TABLES: Mapping[str, Callable[[Values], str]] = {
     each.__name__: each
-    for each in (fleet, calls, saturation, curve, network, encryption, replay, cold)
+    for each in (fleet, calls, saturation, walls, curve, network, encryption, replay, cold)
 }
 
 
