@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -71,6 +72,11 @@ def note_end(order: Path, started: Path, name: str) -> None:
 
 def note_variable(name: str, path: Path) -> None:
     path.write_text(os.environ[name])
+
+
+def note_files(path: Path) -> None:
+    """How many files this process may open."""
+    path.write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
 
 
 def leave_a_child(path: Path) -> None:

@@ -20,6 +20,7 @@ import faulthandler
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -156,6 +157,7 @@ def run_worker() -> None:
     watch = threading.Thread(target=_stop_with_parent, args=[pipe, orphaned], daemon=True)
     watch.start()
     _wake_with_parent()
+    _allow_all_files()
     try:
         function()
     finally:
@@ -195,6 +197,14 @@ def _wake_with_parent() -> None:
     notice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def _allow_all_files() -> None:
+    """Open as many files as the machine allows: each environment that joins is one of the actor's,
+    and a server that listens at a file is ended by libzmq when there are too many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system that names no limit may have one all the same
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 if __name__ == "__main__":
