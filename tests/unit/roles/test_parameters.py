@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,16 @@ class Learner:
     def train(self, updates: int) -> None:
         self.updates = self.agent._updates = updates
         self.server.publish()
+
+
+def until(condition: Callable[[], bool], learner: Learner | None = None) -> None:
+    """Wait, while the learner goes on training, which is when it offers parameters."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        if learner:
+            learner.server.publish()
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -71,26 +83,21 @@ def test_parameters_of_updates_reach_an_actor(
             versions = [int(follower.metrics()["policy/version"])]
             for updates in (3, 8):
                 learner.train(updates)
-                reached = threading.Event()
-                while agent._updates != updates:
-                    assert not reached.wait(0.01)
-                while follower.metrics()["policy/updates_behind"]:
-                    assert not reached.wait(0.01)
+                until(lambda: agent._updates == updates, learner)  # noqa: B023 - called here
+                until(lambda: not follower.metrics()["policy/updates_behind"])
                 versions.append(int(follower.metrics()["policy/version"]))
             assert versions == [1, 2, 3]
             assert 0 <= follower.metrics()["policy/seconds_behind"] < 600
             lock.acquire()  # while the agent acts, its parameters stay as they are
             learner.train(9)
-            while progress.heard["updates"] != 9:
-                reached.wait(0.01)
+            until(lambda: progress.heard["version"] == 4, learner)
             assert agent._updates == 8
             lock.release()
         # A successor that went back to a checkpoint is followed as well.
         successor = Learner(run)
         successor.updates = successor.agent._updates = 5
         with successor.server:
-            while agent._updates != 5:
-                reached.wait(0.01)
+            until(lambda: agent._updates == 5)
             progress.stop()
 
 
