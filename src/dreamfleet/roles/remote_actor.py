@@ -63,3 +63,4 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
                         break
             if progress.error is not None:
                 raise progress.error
+        learner.close(flush=0.0)  # it knows all it has to
