@@ -26,9 +26,10 @@ from dreamfleet.envs import is_bundled
 from dreamfleet.envs.naming import PROGRAM, Task, is_shared, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, play
+from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger, write_spaces
 from dreamfleet.fleet.preflight import preflight
-from dreamfleet.fleet.record import claim_directory, record_evaluation
+from dreamfleet.fleet.record import record_evaluation
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import Played, append_evaluation, evaluation_metrics
 from dreamfleet.metrics.frames import find_encoder
@@ -167,7 +168,7 @@ def train(
         say(note)
     start = time.monotonic()
     result = None
-    with claim_directory(config.logdir):
+    with claim_directory(config.logdir, say):
         follower = Follower(callbacks, config.logdir)
         if not _is_over(config, say):
             parts = factories(config, maker, outputs, found.spaces)

@@ -91,7 +91,7 @@ class Looking(Endless):
 
     def step(self, action):
         from dreamfleet.errors import ConfigError
-        from dreamfleet.fleet.record import claim_directory
+        from dreamfleet.fleet.claim import claim_directory
         from dreamfleet.fleet.status import Watcher
 
         with Watcher(FOLDER / "run") as watcher:

@@ -19,7 +19,8 @@ import pytest
 
 from dreamfleet.cli import main
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.record import claim_directory, read_record
+from dreamfleet.fleet.claim import claim_directory
+from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.status import Watcher, WorkerStatus
 from dreamfleet.transport import resolve
 

@@ -31,11 +31,11 @@ from dreamfleet import __version__
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.envs import env_seed, is_bundled
 from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.coordinator import BEAT_SECONDS, HOLD_SECONDS
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.look import look_apart
-from dreamfleet.fleet.record import claim_directory
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
 from dreamfleet.fleet.workers import joined_workers
 from dreamfleet.formatting import readable

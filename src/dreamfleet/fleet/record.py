@@ -6,7 +6,6 @@ person on another machine with the same file system, sees the same fleet as the 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import socket
 import time
@@ -19,13 +18,11 @@ from typing import Literal, Self
 import msgspec
 import psutil
 
-from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "fleet.json"
-LOCK_NAME = "fleet.lock"
 
 WorkerState = Literal["starting", "running", "restarting", "ended"]
 FleetState = Literal["running", "ending", "evaluating", "ended", "failed"]
@@ -113,30 +110,8 @@ def supervisor_process(record: FleetRecord) -> psutil.Process | None:
 
 
 @contextmanager
-def claim_directory(logdir: Path) -> Iterator[None]:
-    """Make this process the only supervisor in this directory, until the block ends.
-
-    Raises:
-        ConfigError: Another process runs a fleet in this directory.
-    """
-    logdir.mkdir(parents=True, exist_ok=True)
-    with (logdir / LOCK_NAME).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
-        except OSError:
-            before = read_record(logdir)
-            who = f" (process {before.pid} on {before.host})" if before else ""
-            raise ConfigError(
-                f"{logdir} is in use by a run that is under way{who}: end that one, or choose "
-                "another directory."
-            ) from None
-        with _recorded(logdir):
-            yield
-
-
-@contextmanager
-def _recorded(logdir: Path) -> Iterator[None]:
-    write_record(logdir, FleetRecord.of_this_process())
+def recorded_end(logdir: Path) -> Iterator[None]:
+    """Write into the record how the run of the block has ended, unless somebody has."""
     state: FleetState = "failed"
     try:
         yield

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.record import (
     FILE_NAME,
     FleetRecord,
     WorkerRecord,
-    claim_directory,
     read_record,
     supervisor_process,
     write_record,

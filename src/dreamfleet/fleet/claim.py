@@ -1,0 +1,179 @@
+"""One supervisor in a directory at a time, also where several machines share it.
+
+A lock keeps others out: the kernel releases that of a dead process, and NFS passes locks on to
+other machines. Some file systems have no locks, or keep them to one machine, and nobody can ask for
+that. So the supervisor also beats: a thread of it counts in a small file. Whoever finds a record of
+a run on another machine watches that file, and takes the directory only if the count stands still.
+That is judged by change alone, because clocks of machines differ.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.record import (
+    FleetRecord,
+    read_record,
+    recorded_end,
+    supervisor_process,
+    write_record,
+)
+
+log = logging.getLogger(__name__)
+
+LOCK_NAME = "fleet.lock"
+BEAT_NAME = "fleet.beat"
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 10.0  # a supervisor that has not beaten for as long is dead
+_LOOK_SECONDS = 0.2
+_KILL_SECONDS = 2.0
+
+
+@contextmanager
+def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> Iterator[None]:
+    """Make this process the only supervisor in this directory, until the block ends.
+
+    Args:
+        logdir: The directory of a run.
+        say: Takes lines for the person.
+
+    Raises:
+        ConfigError: Another process runs a fleet in this directory, or nothing can be written to
+            it.
+    """
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+        lock = (logdir / LOCK_NAME).open("a")
+    except OSError as error:
+        raise _not_writable(logdir, error) from None
+    with lock:
+        _refuse_second(logdir, _locked(logdir, lock), say)
+        try:
+            beat = _Beat(logdir, say)
+            write_record(logdir, FleetRecord.of_this_process())
+        except OSError as error:
+            raise _not_writable(logdir, error) from None
+        with beat.beating(), recorded_end(logdir):
+            yield
+
+
+def _not_writable(logdir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{logdir} cannot be written to ({error.strerror}), so the run was not started: make room "
+        "or let yourself write there, or choose another --logdir."
+    )
+
+
+def _locked(logdir: Path, lock: IO[str]) -> bool:
+    """Take the lock; False if there are no locks here."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+    except (BlockingIOError, PermissionError):
+        raise _in_use(logdir, read_record(logdir)) from None
+    except OSError as error:
+        log.info("%s has no locks (%s).", logdir, error)
+        return False
+    return True
+
+
+def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> None:
+    """Refuse a directory in which somebody is whom the lock did not keep out."""
+    record = read_record(logdir)
+    if record is None or record.state in ("ended", "failed"):
+        return
+    if record.host == socket.gethostname():
+        if not locked and supervisor_process(record) is not None:
+            raise _in_use(logdir, record)
+        return  # its process is dead: on one machine a lock, or a look at the process, tells
+    say(
+        f"The run in {logdir} was last on {record.host} (process {record.pid}), which did not say "
+        f"that it ended: watching for {_SILENT_SECONDS:g} s whether it still runs"
+    )
+    before, deadline = _read_beat(logdir), time.monotonic() + _SILENT_SECONDS
+    while time.monotonic() < deadline:
+        if _read_beat(logdir) != before:
+            raise _in_use(logdir, record)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _in_use(logdir: Path, record: FleetRecord | None) -> ConfigError:
+    who = f" (process {record.pid} on {record.host})" if record else ""
+    return ConfigError(
+        f"{logdir} is in use by a run that is under way{who}: end that one, or choose another "
+        "directory."
+    )
+
+
+def _read_beat(logdir: Path) -> bytes:
+    try:
+        # Opened each time: only then does NFS ask the server for what others have written.
+        return (logdir / BEAT_NAME).read_bytes()
+    except OSError:
+        return b""
+
+
+class _Beat:
+    """Counts in the directory's file, and ends this process when somebody else does."""
+
+    def __init__(self, logdir: Path, say: Callable[[str], None]) -> None:
+        self._logdir, self._say = logdir, say
+        self._name = secrets.token_hex(8).encode()
+        self._count = 0
+        self._over = threading.Event()
+        self._write()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(_KILL_SECONDS)  # a shared directory may hang
+
+    def _run(self) -> None:
+        while not self._over.wait(_BEAT_SECONDS):
+            now = _read_beat(self._logdir)
+            if now and not now.startswith(self._name):
+                self._lost()
+                return
+            with suppress(OSError):
+                self._write()
+
+    def _write(self) -> None:
+        self._count += 1
+        # In place and of one size, so that a full disk stops no beat.
+        descriptor = os.open(
+            self._logdir / BEAT_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
+        try:
+            os.write(descriptor, b"%s %020d\n" % (self._name, self._count))
+        finally:
+            os.close(descriptor)  # which is when NFS writes it
+
+    def _lost(self) -> None:
+        """Both saw nobody else when they started, or this machine was cut off for long."""
+        record = read_record(self._logdir)
+        who = f"process {record.pid} on {record.host}" if record else "another process"
+        self._say(f"{who} has taken {self._logdir} over, so this run ends without saving.")
+        end_at_once()
+
+
+def end_at_once() -> None:
+    """As a person does who presses Ctrl-C twice."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_KILL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)

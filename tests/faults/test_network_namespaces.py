@@ -1,0 +1,147 @@
+"""A fleet on four machines whose network fails in every way that networks do.
+
+The machines are network namespaces with a directory that they share. The environments tell where
+each observation comes from, and the stored steps are audited afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fleet_parts import rows
+from network_parts import Machine, Network, machines
+
+from dreamfleet.audit import audit
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.roles.notes import read_notes
+
+__all__ = ["machines"]
+
+LONG = 240.0
+LINK_DOWN = float(os.environ.get("DREAMFLEET_LINK_DOWN", "0"))
+"""Seconds without a link at least; it is as long as it takes until somebody has noticed."""
+LOST = "The agent is lost"
+
+
+class Fleet:
+    """The commands that a person types on four machines, and what comes of them."""
+
+    def __init__(self, logdir: Path) -> None:
+        self.logdir = logdir
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, machine: Machine, *words: str) -> None:
+        command = [sys.executable, "-m", "dreamfleet.cli", *words, "--logdir", str(self.logdir)]
+        with (self.logdir / f"{name}.out").open("ab") as out:
+            self.running[name] = machine.start(command, stdout=out, stderr=subprocess.STDOUT)
+
+    def end(self, name: str, how: signal.Signals) -> int:
+        process = self.running.pop(name)
+        process.send_signal(how)
+        return process.wait(LONG)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + LONG
+        while not condition():
+            for name, process in self.running.items():
+                code = process.poll()
+                assert code is None, (
+                    f"{name} has ended: {(self.logdir / f'{name}.out').read_text()}"
+                )
+            assert time.monotonic() < deadline, f"this never came: {what}"
+            time.sleep(0.05)
+
+    def until_all_play(self, what: str) -> None:
+        """Wait until each environment process has finished more episodes, and their steps were
+        stored and logged."""
+        played = {name: self.episodes(name) + 2 for name in ("env-0", "env-2")}
+        step = self.step + 100
+        for name, wanted in played.items():
+            self.until(lambda n=name, w=wanted: self.episodes(n) >= w, f"{name} plays {what}")
+        self.until(lambda: self.step >= step, f"steps {what}")
+
+    def episodes(self, worker: str) -> int:
+        return read_notes(self.logdir / "workers" / worker).progress
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return rows(self.logdir / "metrics.jsonl")
+
+    @property
+    def step(self) -> int:
+        return max((row["step"] for row in self.metrics), default=0)
+
+    def log(self, worker: str) -> str:
+        return (self.logdir / "logs" / f"{worker}.log").read_text()
+
+
+def test_a_fleet_on_four_machines_survives_its_network(
+    tmp_path: Path, machines: tuple[Network, list[Machine]]
+) -> None:
+    network, (agent, replay, envs_a, envs_b) = machines
+    fleet = Fleet(tmp_path)
+    for machine in (agent, replay, envs_a):
+        network.throttle(machine, "10mbit")
+    here, store = (f"tcp://{network.addresses[machine]}:{{auto}}" for machine in (agent, replay))
+    settings = {
+        "task": "bundled:audit", "env-options": "seconds=0.005", "agent": "random", "steps": "0",
+        "envs": "4", "envs-per-process": "2", "env-lanes": "2", "batch-size": "2",
+        "batch-length": "4", "report-length": "4", "train-ratio": "0.1", "eval-episodes": "0",
+        "log-every": "0.5", "save-every": "2", "outputs": "jsonl",
+        "actor-addr": here, "logger-addr": here, "replay-addr": store,
+    }  # fmt: skip
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    try:
+        fleet.start("train", agent, "train", *flags, "--remote-envs", "--remote-replay")
+        fleet.until((tmp_path / "config.json").exists, "the configuration")
+        fleet.until((tmp_path / "keys").exists, "the key")
+        fleet.start("replay", replay, "role", "replay")
+        fleet.start("envs-a", envs_a, "role", "env", "--first", "0", "--count", "2")
+        fleet.start("envs-b", envs_b, "role", "env", "--first", "2", "--count", "2")
+        fleet.until_all_play("over links of 10 Mbit/s")
+
+        # One machine loses its link; another one, and the replay's, get another address.
+        pulled = time.monotonic()
+        network.link(envs_a, "down")
+        network.change_address(envs_b)
+        fleet.end("replay", signal.SIGKILL)
+        moved = network.change_address(replay)
+        fleet.start("replay", replay, "role", "replay", "--replay-addr", f"tcp://{moved}:{{auto}}")
+        fleet.until(lambda: LOST in fleet.log("env-0"), "the loss of the link was noticed")
+        fleet.until(lambda: LOST in fleet.log("env-2"), "the change of the address was noticed")
+        time.sleep(max(0.0, LINK_DOWN - (time.monotonic() - pulled)))
+        network.link(envs_a, "up")
+        fleet.until_all_play("after a link was down and addresses have changed")
+
+        # What the replay sends to the agent is lost, and what the agent sends arrives.
+        count = len(fleet.metrics)
+        with network.one_way(to=agent, dropped=replay):
+            connected = "actor/replay_client/connected"
+            fleet.until(
+                lambda: any(row.get(connected) == 0.0 for row in fleet.metrics[count:]),
+                "the half-open connection was noticed",
+            )
+        fleet.until_all_play("after a connection was half open")
+
+        assert fleet.end("train", signal.SIGINT) == 130, (tmp_path / "train.out").read_text()
+        for name in list(fleet.running):
+            fleet.end(name, signal.SIGTERM)
+    finally:
+        for process in fleet.running.values():
+            process.kill()
+            process.wait()
+    found = audit([tmp_path / "replay"])
+    assert found.faults == {}
+    assert found.environments == found.lives == 4, "no environment was built again"
+    assert 1 <= found.cut_short <= 12
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert snapshot.step == snapshot.parts["replay"]["steps"] == found.rows
+    assert "is started again" not in (tmp_path / "train.out").read_text()
