@@ -34,9 +34,10 @@ Invariants, wherever any of the processes is killed and however often:
  5. With unchanged settings the limiter owes the same after a restart as before it. It never owes
     more than its tolerance allows, whatever the settings were before.
 
-The counts are words of a mapped file. A word is stored whole or not at all, and its page stays with
-the kernel when the process is killed, so the only question is the order of the stores; each method
-says why its order is right. A power cut may lose what came after the last `flush`.
+The counts lie in a mapped file (`dreamfleet.numbers`). One is stored whole or not at all, and its
+page stays with the kernel when the process is killed, so the only question is the order of the
+stores; each method says why its order is right. A power cut may lose what came after the last
+`flush`. A count that is damaged is the one before, or is taken from the others.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -52,14 +54,14 @@ from typing import Protocol
 import numpy as np
 
 from dreamfleet.errors import ConfigError
+from dreamfleet.numbers import NUMBER_WORDS, Numbers
 
 log = logging.getLogger(__name__)
 
-_MAGIC = int.from_bytes(b"DFPOSIT\x01", "little")
-# The file's words. Of `_START` and `_UNCOUNTED` only the limiter knows: where it began to earn
-# samples, and how many samples it does not count. The other shards' steps follow these words.
-_MAGIC_WORD, _STEPS, _SAMPLES, _OFFSET, _IMPORTING, _START, _UNCOUNTED, _SHARDS = range(8)
-_WORDS = 8
+# What is in the file. Of `_START` and `_UNCOUNTED` only the limiter knows: where it began to earn
+# samples, and how many samples it does not count. The other shards' steps follow these.
+_STEPS, _SAMPLES, _OFFSET, _IMPORTING, _START, _UNCOUNTED, _SHARDS = range(7)
+_OTHERS = 7
 
 
 class Limiter(Protocol):
@@ -82,23 +84,27 @@ class Positions:
 
     def __init__(self, path: Path | None, tick: int, shards: int = 1) -> None:
         self._lock = threading.Lock()  # a count is read, changed and stored
-        self._map = _map(path, _WORDS + shards - 1)
-        self._words = np.frombuffer(self._map, "<i8")
-        self._floats = np.frombuffer(self._map, "<f8")
+        self._map = _map(path, NUMBER_WORDS * (_OTHERS + shards - 1))
+        self._numbers = Numbers(np.frombuffer(self._map, "<u8"))
         self._tick = tick
+        values = self._numbers.values
+        if damaged := [values[n] for n, doubt in enumerate(self._numbers.doubtful) if doubt]:
+            log.warning(
+                "Some of the run's counts are not whole: %d are the ones before, and %d are lost.",
+                len(damaged) - damaged.count(None),
+                damaged.count(None),
+            )
         by_tick, noted = tick + self._read(_OFFSET), self._read(_STEPS)
-        if self._read(_MAGIC_WORD) != _MAGIC:
-            # Until the magic word is there, an interrupted first start simply starts over.
-            for word in range(1, len(self._words)):
-                self._store(word, 0)
-            self._count_from(tick)
+        if values[_SHARDS] is None:
+            # New, or killed before: the counts of a first start may be stored again.
             self._store(_SHARDS, shards)
-            self._store(_MAGIC_WORD, _MAGIC)
-        elif (made := self._read(_SHARDS) or 1) != shards:  # older versions wrote 0
+        if (made := self._read(_SHARDS)) != shards:
             raise ConfigError(
                 f"This run's replay is spread over {made} shards, and cannot be opened as "
                 f"{shards}: set replay_shards={made}."
             )
+        if values[_OFFSET] is None:
+            self._count_from(tick if values[_STEPS] is None else noted)
         elif self._read(_IMPORTING):
             # Killed while steps of other runs were copied in: some of the ticks are theirs. Nobody
             # could store a step meanwhile, so the noted count is right.
@@ -116,7 +122,7 @@ class Positions:
     @property
     def steps(self) -> int:
         """Training steps that the run has made and the replay has stored, in all its shards."""
-        return int(self._words[_STEPS]) + int(self._words[_WORDS:].sum())
+        return self.own + sum(value or 0 for value in self._numbers.values[_OTHERS:])
 
     @property
     def own(self) -> int:
@@ -125,7 +131,7 @@ class Positions:
 
     def of(self, shard: int) -> int:
         """Those of a shard, as far as they are known here."""
-        return self._read(_WORDS + shard - 1) if shard else self.own
+        return self._read(_OTHERS + shard - 1) if shard else self.own
 
     @property
     def samples(self) -> int:
@@ -146,7 +152,7 @@ class Positions:
         """Another shard says how many steps it has stored; returns the most it ever said."""
         with self._lock:
             most = max(steps, self.of(shard))
-            self._store(_WORDS + shard - 1, most)
+            self._store(_OTHERS + shard - 1, most)
             return most
 
     def sampled(self, count: int) -> None:
@@ -203,12 +209,12 @@ class Positions:
             self._store_float(_UNCOUNTED, samples + limiter.debt)
             self._store(_START, start)
         earned = limiter.ratio * max(0, steps - start + 1)
-        owed = -limiter.debt + earned - samples + float(self._floats[_UNCOUNTED])
+        owed = -limiter.debt + earned - samples + self._read_float(_UNCOUNTED)
         least, most = -max(limiter.debt, limiter.tolerance), limiter.tolerance * limiter.ratio
         bounded = min(max(owed, least), most)
         # One message more than tolerated is usual, because a message is let through whole.
         if not least - 2 * limiter.tolerance <= owed <= 2 * most:
-            self._store_float(_UNCOUNTED, float(self._floats[_UNCOUNTED]) + bounded - owed)
+            self._store_float(_UNCOUNTED, self._read_float(_UNCOUNTED) + bounded - owed)
         return bounded
 
     def flush(self) -> None:
@@ -225,14 +231,23 @@ class Positions:
         self._store(_OFFSET, steps - self._tick)
         self._store(_IMPORTING, 0)
 
-    def _read(self, word: int) -> int:
-        return int(self._words[word])
+    def _read(self, which: int) -> int:
+        return self._numbers.values[which] or 0
 
-    def _store(self, word: int, value: int) -> None:
-        self._words[word] = value
+    def _store(self, which: int, value: int) -> None:
+        self._numbers.set(which, value)
+        if which not in (_STEPS, _SAMPLES) and which < _OTHERS:
+            self._numbers.set(which, value)  # it changes seldom: the one before would be no good
 
-    def _store_float(self, word: int, value: float) -> None:
-        self._floats[word] = value
+    def _read_float(self, which: int) -> float:
+        value: float = _FLOAT.unpack(_WORD.pack(self._read(which)))[0]
+        return value
+
+    def _store_float(self, which: int, value: float) -> None:
+        self._store(which, _WORD.unpack(_FLOAT.pack(value))[0])
+
+
+_WORD, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
 
 
 def _map(path: Path | None, words: int) -> mmap.mmap:
