@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fleet_parts import rows
 
 from dreamfleet.audit import audit
 from dreamfleet.config import read_config
@@ -127,10 +128,11 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
     with programs(tmp_path) as start:
         train = start(
             "train", "train", "--task", "bundled:audit", "--env-options", "seconds=0.002",
-            "--agent", "random", "--logdir", str(logdir), "--steps", "0", "--eval-episodes", "0",
+            "--agent", "random", "--logdir", str(logdir), "--steps", "0", "--eval-episodes", "2",
             "--remote-envs", "--bind", bind, "--expect-envs", "5", "--log-every", "0.5",
             "--batch-size", "2", "--batch-length", "4", "--train-ratio", "0.5",
             "--envs-per-process", "2", "--replay-addr", local, "--logger-addr", local,
+            "--eval-every", "200",
         )  # fmt: skip
         line: str = eventually(lambda: line_of(train.text), "the line to type")
         place = read_place(logdir)
@@ -143,7 +145,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
             return start(name, "join", url, "--logdir", str(tmp_path / name), *words)
 
         # The run begins when those are there that it expects.
-        stays = join("stays", line, "--envs", "2")
+        stays = join("stays", line, "--envs", "2", "--eval-envs", "1")
         leaves = join("leaves", line, "--envs", "2")
         text = "the run begins when 5 environments are there (expect_envs): 4 are"
         eventually(lambda: text in train.text, "why the run waits")
@@ -155,10 +157,10 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
             "what machines have made",
         )
         found = run.status()
-        assert sorted((m.envs, m.eval_envs) for m in found.machines) == [(1, 1), (2, 0), (2, 0)]
+        assert sorted((m.envs, m.eval_envs) for m in found.machines) == [(1, 1), (2, 0), (2, 1)]
         assert sum(m.steps_per_second for m in found.machines) > 0
         assert '"machines":[{"name":' in found.to_json()
-        eventually(lambda: "3 machines joined (6 environments)" in train.text, "a line of the run")
+        eventually(lambda: "3 machines joined (7 environments)" in train.text, "a line of the run")
 
         # The key of the line opens what environments need, and nothing else.
         _, key = read_url(line)
@@ -180,6 +182,9 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
                     client.call("join", wrong).result(LONG)
             with pytest.raises(RemoteError, match=r"and this machine 0\.0\.1"):
                 client.call("describe", "0.0.1").result(LONG)
+
+        # Rounds of evaluation are played by whoever has joined for them.
+        eventually(lambda: len(rows(logdir / "evaluations.jsonl")) >= 2, "two rounds")
 
         # One leaves in order: its ids are free at once. One vanishes without a word.
         leaves.signal(signal.SIGTERM)
@@ -223,6 +228,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         assert "The run was ended by its owner." in stays.ends(0)
         run.close()
     assert read_config(logdir).bind == bind
+    assert all(row["episodes"] == 2 for row in rows(logdir / "evaluations.jsonl"))
     found_rows = audit([logdir / "replay"])
     # With the agent that was killed went what the replay had not acknowledged, and nothing else.
     assert found_rows.faults.keys() <= {"lost_ends"}

@@ -12,6 +12,7 @@ from dreamfleet.formatting import clock
 from dreamfleet.roles.invitations import invitations, join_line, read_place
 from dreamfleet.roles.invitations import invite as make_invitation
 from dreamfleet.roles.invitations import revoke as revoke_invitation
+from dreamfleet.transport import Keys
 
 
 def invite(
@@ -41,8 +42,11 @@ def invite(
         revoke_invitation(logdir, revoke)
         say(f"Revoked {revoke}: nobody joins with it any more, and those who have are sent away.")
     if name is not None:
-        keys = config.server_keys
-        assert keys is not None
+        # The directory may have been moved, and its key with it.
+        own = logdir / "keys"
+        keys = Keys.load(own) if own.exists() else config.server_keys
+        if keys is None:
+            raise ConfigError(f"The key of the run is missing: {own}. Copy it back.")
         say(join_line(place, make_invitation(logdir, name, keys)))
     if revoke is None and name is None:
         for each in invitations(logdir):

@@ -186,6 +186,44 @@ def test_a_machine_that_lost_its_ids_gets_others_and_ends_with_the_run(tmp_path:
     assert not (tmp_path / "here" / "keys").exists()
 
 
+def test_a_machine_that_hears_nothing_ends_its_environments_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so before others may get its ids; and it waits for the run no longer than it was
+    told to."""
+    monkeypatch.setattr(joining, "HOLD_SECONDS", 0.5)
+    monkeypatch.setattr(joining, "_BEAT_SECONDS", 0.5)
+    monkeypatch.setattr(joining, "_CONNECT_SECONDS", 1.0)
+    coordinator, line = listening(tmp_path / "run", on_failure="restart")
+    said: list[str] = []
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            join(line, Wish(1), logdir=tmp_path / "here", patience=patience, say=said.append)
+            ended.append(None)
+        except JoinError as error:
+            ended.append(error)
+
+    for patience in (LONG, 0.0):
+        thread = threading.Thread(target=run)
+        with coordinator:
+            thread.start()
+            eventually(lambda: said and said[-1].startswith("Joined"))
+        eventually(lambda: any("The environments have ended" in each for each in said))
+        coordinator = Coordinator(coordinator._run, coordinator.address)
+        if patience:
+            with coordinator:
+                eventually(lambda: said[-1].startswith("Joined"))
+                coordinator.end("The run is over.")
+                thread.join(LONG)
+            coordinator = Coordinator(coordinator._run, coordinator.address)
+        thread.join(LONG)
+        said.clear()
+    assert ended[0] is None
+    assert "does not answer" in str(ended[1])
+
+
 def test_environments_that_fail_here_send_the_machine_away_with_the_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "import os\n"
