@@ -206,12 +206,14 @@ def test_machines_hear_that_the_run_is_over(tmp_path: Path) -> None:
 
 def test_a_failure_elsewhere_ends_a_run_that_stops_at_failures(tmp_path: Path) -> None:
     told: list[str] = []
-    for number, settings in enumerate(({"on_failure": "restart"}, {"on_nan": "stop"})):
+    ways = ({"on_failure": "restart"}, {"on_failure": "restart", "on_nan": "stop"}, {})
+    for number, settings in enumerate(ways):
         run = bound(tmp_path / str(number), **settings)
         server = Coordinator(run, "tcp://127.0.0.1:{auto}", told.append)
-        server.leave(server.join(CALLER, request())["token"], "the pole is broken")
+        server.leave(server.join(CALLER, request())["token"], f"pole {number} is broken")
         server.leave(server.join(CALLER, request())["token"], "")
-    assert told == ["The joined machine box failed: the pole is broken"]
+    # Those of `small_run` end at failures unless they are told otherwise.
+    assert told == [f"The joined machine box failed: pole {n} is broken" for n in (1, 2)]
 
 
 def test_addresses_are_those_that_machines_can_reach(tmp_path: Path) -> None:
