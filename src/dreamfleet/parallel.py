@@ -33,7 +33,13 @@ from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent
 from dreamfleet.fleet.workers import env_workers, fleet_workers
 from dreamfleet.roles.actor import BEGAN, parallel_actor
-from dreamfleet.roles.addresses import SERVERS, RoleName, listen_address, remove_addresses
+from dreamfleet.roles.addresses import (
+    SERVERS,
+    RoleName,
+    listen_address,
+    remove_addresses,
+    server_name,
+)
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
@@ -214,7 +220,6 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
     wanted = port or (before.port if before else COORDINATOR_PORT)
     port = choose_port(listen, wanted, only=bool(port))
     ports: dict[str, int] = {}
-    taken = {port}
     changes: dict[str, Any] = {}
     roles: list[RoleName] = ["actor", "evaluator"] if run.eval_every else ["actor"]
     for role in roles:
@@ -223,10 +228,11 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
         if launcher.default_address.startswith("tcp:"):
             continue  # they may run on any machine, and publish where
         kept = before.ports.get(role, 0) if before else 0
-        first = max(taken) + 1
-        ports[role] = choose_port(listen, kept or first, taken)
+        taken = {port, *ports.values()}
         # Several actors have ports that follow each other.
-        taken |= set(range(ports[role], ports[role] + (run.actors if role == "actor" else 1)))
+        count = run.actors if role == "actor" else 1
+        first = choose_port(listen, kept or max(taken) + 1, taken, count=count)
+        ports |= {server_name(role, index): first + index for index in range(count)}
         host = f"[{listen}]" if ":" in listen else listen
         changes[f"{role}_addr"] = f"tcp://{host}:{ports[role]}"
     return replace(run, **changes), _Place(listen, Place(shown, port, ports))

@@ -72,7 +72,7 @@ def understand(text: str, here: Addresses | None = None) -> Binding:
 
 
 def choose_port(
-    listen: str, wanted: int, taken: Collection[int] = (), *, only: bool = False
+    listen: str, wanted: int, taken: Collection[int] = (), *, only: bool = False, count: int = 1
 ) -> int:
     """A free port: the wanted one, or else the next.
 
@@ -81,12 +81,14 @@ def choose_port(
         wanted: The first one that is tried.
         taken: Ports that others are about to take.
         only: Whether no other one will do.
+        count: How many that follow each other have to be free.
 
     Raises:
         ConfigError: It is not free.
     """
     for port in range(wanted, min(wanted + (1 if only else _PORTS_TRIED), 65536)):
-        if port not in taken and _free(listen, port):
+        several = range(port, min(port + count, 65536))
+        if len(several) == count and all(p not in taken and _free(listen, p) for p in several):
             return port
     raise ConfigError(
         f"Port {wanted} of {listen} is in use: end the program that listens there, or choose "

@@ -494,6 +494,8 @@ def _description(run: RunConfig) -> dict[str, Any]:
     plain = {k: v for k, v in json.loads(run.to_json()).items() if k not in _PRIVATE}
     # Environments need nothing of the agent, whose code may be the person's own.
     plain.pop(run.agent_type.name)
+    # How many the run has itself is checked there.
+    plain["envs"] = max(run.envs, run.actors, run.replay_shards)
     text = json.dumps({**plain, "agent": "random"})
     try:
         spaces = (Path(run.logdir) / SPACES_FILE).read_text()

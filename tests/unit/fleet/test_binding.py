@@ -64,5 +64,6 @@ def test_the_next_free_port_is_taken_unless_one_was_asked_for() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert choose_port("127.0.0.1", port) > port
+        assert choose_port("127.0.0.1", port - 1, count=2) > port
         with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 is in use"):
             choose_port("127.0.0.1", port, only=True)

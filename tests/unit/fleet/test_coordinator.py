@@ -150,6 +150,12 @@ def test_a_machine_is_told_what_the_run_is_and_nothing_private(tmp_path: Path) -
     assert told["addresses"] == {"actor": "tcp://*:5551"}
 
 
+def test_a_run_with_more_actors_than_environments_can_be_described(tmp_path: Path) -> None:
+    told = coordinator(tmp_path, envs=1, actors=3).describe(__version__)
+    assert RunConfig.from_json(told["config"]).actors == 3
+    assert list(told["addresses"]) == ["actor", "actor-1", "actor-2"]
+
+
 def test_another_version_is_refused_with_both_named(tmp_path: Path) -> None:
     server = coordinator(tmp_path)
     words = f"has Dreamfleet {__version__} and this machine 0.0.1: install {__version__}"

@@ -80,6 +80,11 @@ def test_a_resumed_run_listens_where_it_did_before(tmp_path: Path) -> None:
     moved = place.shown.__class__("127.0.0.1", place.shown.port + 300, place.shown.ports)
     write_place(tmp_path, moved)
     assert _bound(run, LocalLauncher(tmp_path))[1].shown == moved
+    # Several actors need as many ports.
+    several = small_run(tmp_path / "several", bind="127.0.0.1", envs=4, actors=3)
+    ports = _bound(several, LocalLauncher(tmp_path))[1].shown.ports
+    assert list(ports) == ["actor", "actor-1", "actor-2"]
+    assert len({*ports.values()}) == 3
     # An address that the person has chosen stays.
     chosen = small_run(tmp_path, bind="127.0.0.1", actor_addr="tcp://127.0.0.1:7")
     assert _bound(chosen, LocalLauncher(tmp_path))[0].actor_addr == "tcp://127.0.0.1:7"
