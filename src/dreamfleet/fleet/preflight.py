@@ -282,7 +282,14 @@ def check_disk(
         act_space: and what else.
         free: Bytes there are; None to ask the machine.
     """
+    there = _nearest(config.logdir)
+    room = shutil.disk_usage(there).free if free is None else free
     if config.remote_replay:
+        if room < _DISK_BESIDE:
+            raise ConfigError(
+                f"A run takes about {readable(_DISK_BESIDE)}B of disk besides its replay, and "
+                f"{there} has room for {readable(room)}B: make room, or choose another --logdir."
+            )
         return
     replay = config.replay
     step = step_bytes(config, obs_space, act_space)
@@ -292,8 +299,7 @@ def check_disk(
         for name in ("replay", "eval_replay", "replay-*", "eval_replay-*")
         for path in config.logdir.glob(f"{name}/*")
     )
-    there = _nearest(config.logdir)
-    room = (shutil.disk_usage(there).free if free is None else free) + taken
+    room += taken
     if needed + _DISK_BESIDE > room:
         raise ConfigError(
             f"The replay takes {readable(needed)}B of disk when it is full, at {step:,} bytes a "

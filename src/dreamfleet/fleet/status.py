@@ -32,6 +32,7 @@ import psutil
 
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.claim import supervisor_time
 from dreamfleet.fleet.record import (
     FleetRecord,
     WorkerRecord,
@@ -354,7 +355,7 @@ class Watcher:
         step = int(metrics.get("step", 0)) or max(
             self._scores.last_step, _last_logged_step(self._logdir / "metrics.jsonl")
         )
-        now = time.time()
+        now = supervisor_time(self._logdir, record)
         self._progress.add(time.monotonic(), step, metrics)
         rate = self._progress.rate
         seconds = now - record.started if record and running else 0.0

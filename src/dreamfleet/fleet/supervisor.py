@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import shutil
 import signal
 import threading
 import time
@@ -29,6 +30,9 @@ _FAILED_SECONDS = 20.0
 _STOP_SECONDS = 20.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _REASON_LENGTH = 200
+_FULL = (
+    1 << 20
+)  # bytes that are left on a full disk: the system and others keep some for themselves
 _HUNG = "Timeout ("  # what faulthandler writes before it ends a process that took too long
 
 
@@ -149,14 +153,14 @@ class Supervisor:
         """Decide what follows the end of a worker that nobody here has asked to stop."""
         how, reason = member.describe_exit(code)
         member.failure = reason or how
-        error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
+        why = f" ({reason})" if reason else ""
+        error = f"{member.name} {how}{why}. The end of {member.log_file}:\n{member.output()}"
         policy, noted = member.worker.restart, member.noted()
         if policy.on_failure == "stop" or noted.final:
             raise FleetError(error) from member.error
         delay = self._failures.add(member.name, error, policy, noted.progress)
         self._say(
-            f"{member.name} {how}{f' ({reason})' if reason else ''} and is started again in "
-            f"{delay:g} s; see {member.log_file}"
+            f"{member.name} {how}{why} and is started again in {delay:g} s; see {member.log_file}"
         )
         member.restarts += 1
         self._write_record()
@@ -232,6 +236,14 @@ class Supervisor:
                 signal.signal(each, handler)
 
 
+def is_full(folder: Path) -> bool:
+    """Whether nothing more can be written there."""
+    try:
+        return shutil.disk_usage(folder).free < _FULL
+    except OSError:
+        return False
+
+
 class _Member:
     """A worker, and what became of it so far."""
 
@@ -297,6 +309,8 @@ class _Member:
         if code < 0:
             return f"was killed by signal {-code}", ""
         how = f"ended with code {code}"
+        if is_full(folder := self.log_file.parent):  # it could not even write why
+            return how, f"the disk of {folder} is full: make room, and the run goes on"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
             noted, seconds = self.noted(), hung.removeprefix(_HUNG).rstrip(")!")

@@ -287,7 +287,9 @@ def test_a_disk_that_the_replay_would_fill_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "replay" / "a.chunk").write_bytes(bytes(10_000))
     check_disk(config, *spaces, free=needed - 10_000)
     elsewhere = config.changed({"remote_replay": True, "replay_addr": "tcp://h:1"})
-    check_disk(elsewhere, *spaces, free=0)
+    check_disk(elsewhere, *spaces, free=beside)
+    with pytest.raises(ConfigError, match=r"besides its replay, and .* has room for 0B: make"):
+        check_disk(elsewhere, *spaces, free=0)
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_start(

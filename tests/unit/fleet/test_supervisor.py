@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,3 +157,18 @@ def test_a_worker_that_can_never_be_started_ends_the_run(tmp_path: Path) -> None
         room: Any = NoRoom(launcher, "replay", -1)
         with pytest.raises(FleetError, match=r"(?s)failed again.*Cannot allocate memory"):
             Supervisor([leader, replay], room, logdir=tmp_path).run()
+
+
+def test_a_full_disk_is_the_reason_when_workers_cannot_write_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor.shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    leader = Worker("agent", "agent", until_stopped, ends_run=True)
+    replay = Worker("replay", "replay", until_stopped, restart=RestartPolicy(max_restarts=1))
+    lines: list[str] = []
+    words = r"the disk of \S+ is full: make room, and the run goes on"
+    with find_launcher("serial")(tmp_path) as launcher:
+        room: Any = NoRoom(launcher, "replay", -1)
+        with pytest.raises(FleetError, match=words):
+            Supervisor([leader, replay], room, logdir=tmp_path, say=lines.append).run()
+    assert re.search(words, lines[0])
