@@ -55,7 +55,11 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
                 if follower.wait():
                     with lock:
                         compile_policy(agent, policy_sizes(args, index))
-                    serve_actor(agent, args, progress, index, lock, follower.metrics)
+
+                    def metrics() -> dict[str, float]:
+                        return {**agent.metrics(), **follower.metrics()}
+
+                    serve_actor(agent, args, progress, index, lock, metrics)
                 progress.busy = False
                 while progress.error is None and not stop.wait(_LOOK_SECONDS):
                     if progress.heard and not progress.heard["finished"]:
