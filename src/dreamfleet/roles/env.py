@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.config import PROGRESS_STEPS, RunConfig
-from dreamfleet.envs.base import EnvCrashedError, NotFiniteError, noop
+from dreamfleet.envs.base import EnvCrashedError, NotFiniteError, UnknownTaskError, noop
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import (
@@ -68,6 +68,7 @@ def parallel_env(
     Raises:
         EnvCrashedError: An environment failed more often than `max_restarts`, without progress, or
             returned NaN and `on_nan` is `stop`.
+        UnknownTaskError: This machine does not have the task.
     """
     ids = [envid] if isinstance(envid, int) else list(envid)
     stop = stop_event(exit_process=True)
@@ -246,6 +247,9 @@ class RestartedEnv:
             env = self._make(self._envid, **again)
             self._reset_action = noop(without_reset(env.act_space))
             self._env = env
+        except UnknownTaskError:
+            self._notes.give_up()  # this machine does not have its package, nor will it in a while
+            raise
         except Exception as error:
             self._failed(error)
         finally:

@@ -15,8 +15,9 @@ import pytest
 from fleet_parts import dummy_with_its_id, small_run
 
 from dreamfleet.config import PROGRESS_STEPS, RunConfig
-from dreamfleet.envs.base import EnvCrashedError
+from dreamfleet.envs.base import EnvCrashedError, UnknownTaskError
 from dreamfleet.envs.wrappers import CheckSpaces
+from dreamfleet.fleet.factories import environment
 from dreamfleet.replay import Replay
 from dreamfleet.roles import env as role
 from dreamfleet.roles.env import RestartedEnv, Watchdog, _step_all, split_lanes
@@ -254,6 +255,13 @@ def test_a_constructor_that_fails_is_tried_again_with_another_seed(
     assert envs[1].failures == 3
     assert len(agent.rows(0, "reward")) == 10, "the other one did not wait"
     assert len(agent.rows(1, "reward")) == 7
+
+
+def test_a_machine_without_the_package_of_the_task_says_so_at_once(args: RunConfig) -> None:
+    make = partial(environment, replace(args, task="no_such_package:Env", env_options={}), None)
+    with pytest.raises(UnknownTaskError, match=r"no module 'no_such_package'.*install it"):
+        run(args, [make])
+    assert read_notes(notes_path(args, "env-0")).final
 
 
 def test_whoever_wants_to_stop_at_failures_gets_the_exception_itself(tmp_path: Path) -> None:
