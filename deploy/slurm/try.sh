@@ -58,7 +58,7 @@ chmod 400 "$root/munge.key"
 munged --key-file="$root/munge.key" --socket="$root/munge" --pid-file="$root/munged.pid" \
   --log-file="$root/munged.log" --seed-file="$root/munge.seed"
 
-export SLURM_CONF=$root/slurm.conf
+export SLURM_CONF=$root/slurm.conf TMPDIR=$root
 {
   cat <<CONF
 ClusterName=try

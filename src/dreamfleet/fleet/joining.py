@@ -7,6 +7,7 @@ as they do everywhere.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from dreamfleet import __version__
 from dreamfleet.config import JOINED, RunConfig
@@ -55,6 +55,7 @@ _BEAT_SECONDS = 3.0
 _TRY_SECONDS = 0.5
 _SAY_SECONDS = 60.0
 _PLACE_PREFIX = "dreamfleet-join-"
+_LOCK = "lock"
 _LOOKED_UP = "tcp://127.0.0.1:{auto}"
 _ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
@@ -555,19 +556,22 @@ def _place(logdir: Path | None) -> Iterator[Path]:
         return
     _remove_stale()
     place = Path(tempfile.mkdtemp(prefix=f"{_PLACE_PREFIX}{os.getpid()}-"))
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    with (place / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _remove_stale() -> None:
-    """Remove what machines have left behind that were killed; it holds their keys."""
+    """Remove what machines have left behind that were killed; it holds their keys. Whoever is alive
+    holds a lock: a process id says nothing about another container, or about another machine with
+    the same temporary directory."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PLACE_PREFIX}*"):
-        pid = path.name.removeprefix(_PLACE_PREFIX).partition("-")[0]
-        with suppress(OSError, ValueError):
-            if path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid)):
-                shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError), (path / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -253,13 +254,21 @@ def test_environments_that_fail_here_send_the_machine_away_with_the_error(tmp_pa
 
 
 def test_what_killed_machines_left_behind_is_removed_by_the_next_one() -> None:
+    """One that lives in another container, whose process ids are others, is left alone."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    stale = Path(tempfile.mkdtemp(prefix=f"dreamfleet-join-{gone.pid}-"))
-    (stale / "keys").write_text("secret")
-    with joining._place(None) as place:
-        assert not stale.exists()
-        assert place.stat().st_mode & 0o077 == 0
-        with joining._place(None):  # another one on this machine
-            assert place.exists()
+    stale, other = (Path(tempfile.mkdtemp(prefix=f"dreamfleet-join-{gone.pid}-")) for _ in range(2))
+    for each in (stale, other):
+        (each / "keys").write_text("secret")
+        (each / "lock").touch()
+    with (other / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with joining._place(None) as place:
+            assert not stale.exists()
+            assert other.exists()
+            assert place.stat().st_mode & 0o077 == 0
+            with joining._place(None):  # another one on this machine
+                assert place.exists()
     assert not place.exists()
+    with joining._place(None):
+        assert not other.exists()
