@@ -33,6 +33,8 @@ def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) ->
         assert row["value"] > 0
         assert re.search(r"agent \d+ us, .*clients \d+ us", row["note"])
     assert rows["actors=2"]["peer"] == "actors=1"
+    for name in ("inserts", "samples"):
+        assert rows[f"replay_shards=2, {name}"]["peer"] == f"replay_shards=1, {name}"
     assert rows["encrypted/random/vector/4"]["value"] > 0
     assert 100 < rows["bytes/random/vector/to the actor"]["value"] < 400
     assert rows["replay/index"]["unit"] == "bytes/step"

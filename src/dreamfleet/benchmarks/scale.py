@@ -47,6 +47,7 @@ from dreamfleet.roles.actor import serve_actor
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.env import ObservationBlock
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.shards import Reply, replay_client
 from dreamfleet.spaces import RESET, Space, without_logs, without_reset
 from dreamfleet.transport import Client, Keys, RoleKey, wire
 from dreamfleet.transport.address import parse
@@ -94,6 +95,7 @@ def _measure(
     middle = connections[len(connections) // 2]
     rows += _encrypted(kinds[0], middle, seconds)
     rows += _two_actors(agents[-1], kinds[-1], middle, seconds)
+    rows += _two_shards(agents[-1], kinds[-1], calls)
     rows += _large_replay(300 * calls, max(5, calls // 10))
     return rows
 
@@ -567,6 +569,43 @@ def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[R
             rates.append(_point(config, kind, count, seconds).rate)
     note = f"{count} connections, {agent}, {kind}"
     yield compare("actors=2", rates[1], "steps/s", "actors=1", rates[0], note=note)
+
+
+def _two_shards(agent: str, kind: str, calls: int) -> Iterator[Row]:
+    rates = [_replay_rates(agent, kind, calls, shards) for shards in (1, 2)]
+    for name, unit, one, two in zip(
+        ("inserts", "samples"), ("steps/s", "batches/s"), *rates, strict=True
+    ):
+        values = f"replay_shards=2, {name}", two, unit, f"replay_shards=1, {name}", one
+        yield compare(*values, note=f"{agent}, {kind}")
+
+
+def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[float, float]:
+    """Steps that are stored in a second, and batches that are drawn, two calls at a time."""
+    _, stored = _spaces(kind, agent)
+    steps, ids, number = _zeros(stored, _ROWS), np.arange(_ROWS), itertools.count(1)
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder, ExitStack() as stack:
+        config = _config(folder, kind, agent, _ROWS, replay_shards=shards)
+        stack.enter_context(Roles(config, "replay", "logger"))
+        replay = replay_client(config, "bench", 2)
+        stack.callback(replay.close)
+
+        def insert() -> Reply:
+            reply: Reply = replay.call("add_batch", steps, ids, False, "bench", next(number))
+            return reply
+
+        def rate(call: Callable[[], Reply]) -> float:
+            waiting, begin = call(), time.perf_counter()
+            for _ in range(calls):
+                following = call()
+                waiting.result(_PATIENCE)
+                waiting = following
+            waiting.result(_PATIENCE)
+            return calls / (time.perf_counter() - begin)
+
+        for _ in range(2 * config.window):  # before that there may be no sequence to sample
+            insert().result(_PATIENCE)
+        return _ROWS * rate(insert), rate(lambda: replay.call("sample_batch_train"))
 
 
 # --- a large replay ------------------------------------------------------------------------------

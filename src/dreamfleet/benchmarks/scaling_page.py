@@ -134,14 +134,16 @@ def curve(values: Values) -> str:
 
 
 def walls(values: Values) -> str:
-    """What a second actor gains, on the two cores that the clients share with everybody."""
+    """What a second actor and a second shard gain, on the two cores that everybody shares."""
     rows = []
-    for name in ("actors",):
-        one, two = (values[f"{name}={count}"] for count in (1, 2))
-        rows.append(
-            [f"`{name}`, DreamerV3, images", f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x"]
-        )
-    return _table(["steps a second", "1", "2", "gain"], rows)
+    for name, what in (
+        ("actors={}", "`actors`, DreamerV3 with images, steps a second"),
+        ("replay_shards={}, inserts", "`replay_shards`, images stored a second"),
+        ("replay_shards={}, samples", "`replay_shards`, batches of images drawn a second"),
+    ):
+        one, two = (values[name.format(count)] for count in (1, 2))
+        rows.append([what, f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x"])
+    return _table(["setting", "1", "2", "gain"], rows)
 
 
 def network(values: Values) -> str:
