@@ -73,21 +73,22 @@ def run(quick: bool = False) -> list[Row]:
     A quick run shows that everything works: with the random agent, few connections and little data.
     """
     if quick:
-        return _measure(("vector",), ("random",), (1, 4), seconds=0.3, calls=20)
-    return _measure(tuple(TASKS), ("random", "dreamer"), CONNECTIONS, seconds=3.0, calls=400)
+        return _measure(("vector",), ("random",), (2,), 2, seconds=0.2, calls=20)
+    return _measure(tuple(TASKS), ("random", "dreamer"), CONNECTIONS, 8, seconds=3.0, calls=400)
 
 
 def _measure(
     kinds: Sequence[str],
     agents: Sequence[str],
     connections: Sequence[int],
+    envs: int,
     seconds: float,
     calls: int,
 ) -> list[Row]:
     allow_connections(max(connections))
     rows: list[Row] = []
     for kind in kinds:
-        rows += _environments(kind, seconds)
+        rows += _environments(kind, envs, seconds)
         rows += _services(kind, agents[-1], calls)
         rows += _agent(kind, agents[-1], calls // 20)
     for agent, kind in itertools.product(agents, kinds):
@@ -207,12 +208,12 @@ def _zeros(spaces: Mapping[str, Space], *lead: int) -> Arrays:
 # --- a fleet with real environments --------------------------------------------------------------
 
 
-def _environments(kind: str, seconds: float) -> Iterator[Row]:
-    """An environment alone, then every role of a fleet of eight, in one process and in eight."""
+def _environments(kind: str, envs: int, seconds: float) -> Iterator[Row]:
+    """An environment alone, then every role of a fleet, with one process and with one for each."""
     yield from _alone(kind, seconds).rows(f"{kind}/environment alone", "step")
-    for together in (8, 1):
+    for together in (envs, 1):
         with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-            config = _config(folder, kind, "random", 8, envs_per_process=together)
+            config = _config(folder, kind, "random", envs, envs_per_process=together)
             with Roles(config, "") as roles, _client(config, "replay") as replay:
 
                 def steps(replay: Client = replay) -> int:
@@ -223,7 +224,7 @@ def _environments(kind: str, seconds: float) -> Iterator[Row]:
                 time.sleep(seconds)
                 count, after = steps() - first, roles.processor()
                 wall = time.perf_counter() - begin
-        layout = "8 in one process" if together == 8 else "a process each"
+        layout = "a process each" if together == 1 else f"{together} in one process"
         yield Row(f"{kind}/fleet, {layout}", count / wall, "steps/s", note="random agent")
         for role, spent in after.items():
             used = 1e6 * (spent - before[role]) / count
