@@ -31,9 +31,10 @@ from dreamfleet.replay import (
     SamplesPerInsert,
     SchemaError,
     Split,
+    used_fractions,
 )
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
-from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
+from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead, check_count
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server, TransportError, Unanswered
@@ -343,6 +344,15 @@ class ReplayService:
         self, mode: str, fresh: int, drawn: list[int], everywhere: int
     ) -> dict[str, Any]:
         """The part of a batch that comes from this shard; empty if it holds nothing any more."""
+        most = self._args.batch_size
+        rules = 1 if mode == "eval" else len(used_fractions(self._args.replay))
+        if type(drawn) is not list or len(drawn) != rules:
+            raise ConfigError(f"drawn is a list of {rules} counts, not {drawn!s:.50}.")
+        check_count("everywhere", everywhere)
+        for count in (fresh, *drawn):
+            check_count("a part of a batch", count, most)
+        if not 0 < fresh + sum(drawn) <= most:
+            raise ConfigError(f"A part of a batch has from 1 to {most} sequences.")
         self._portions[mode].split = Split(fresh, drawn, everywhere)
         return self._sample_if_possible(mode)
 

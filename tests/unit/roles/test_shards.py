@@ -21,10 +21,12 @@ from dreamfleet.offline import copy_steps, find_source
 from dreamfleet.positions import Positions
 from dreamfleet.replay import Replay, SamplesPerInsert, Shares, make_selector, used_fractions
 from dreamfleet.replay.config import Fractions, PriorityConfig, ReplayConfig
+from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.lead import Holding, Lead
 from dreamfleet.roles.replay import parallel_replay, together
 from dreamfleet.roles.runtime import StopSignal
 from dreamfleet.roles.shards import Homes, ShardedReplay, replay_client, split_batch
+from dreamfleet.transport import Client, RemoteError
 
 ENVS, LENGTH, LONG = 5, 4, 120.0
 
@@ -210,6 +212,42 @@ def test_a_shard_that_ends_between_permission_and_batch_costs_neither_batch_nor_
         assert client.call("add_batch", *more).result(LONG) == 2
         assert client.call("position").result(LONG) == {"steps": 182, "samples": 12}
     assert ("steps less than" in caplog.text or "was lost" in caplog.text) == lost
+
+
+BAD_CALLS: list[tuple[str, tuple[Any, ...]]] = [
+    ("shares", ("all",)),
+    ("shares", ([],)),
+    ("sample_part_train", (0, [0], 5)),
+    ("sample_part_train", (3, [4], 5)),
+    ("sample_part_train", (-1, [3], 5)),
+    ("sample_part_train", (0, [1, 1], 5)),
+    ("sample_part_train", (0, 7, 5)),
+    ("sample_part_train", (0.5, [1], 5)),
+    ("sample_part_eval", (0, [1], "x")),
+    ("permit", (1.5,)),
+    ("permit", (-1,)),
+    ("inserted", (0, "many")),
+    ("inserted", (7, 1)),
+    ("inserted", (True, 1)),
+    ("inserted", (1, 1 << 60)),
+    ("opened", (1, 5, None)),
+]
+
+
+def test_nonsense_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    config = sharded(tmp_path)
+    with (
+        running(config),
+        Client(find_server(config, "replay"), "stranger") as lead,
+        replay_client(config, "samples", 2) as client,
+    ):
+        fill(client)
+        for method, args in BAD_CALLS:
+            with pytest.raises(RemoteError) as refused:
+                lead.call(method, *args).result(LONG)
+            assert refused.value.kind == "ConfigError", (method, args, refused.value)
+        assert client.call("position").result(LONG) == {"steps": 180, "samples": 0}
+        assert len(windows_of(client.call("sample_batch_train").result(LONG))) == 6
 
 
 def test_a_replay_with_too_few_steps_left_is_filled_again(tmp_path: Path) -> None:
