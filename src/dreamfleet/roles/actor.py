@@ -402,9 +402,11 @@ class Actor:
         self, idle: Mapping[int, float], observations: int, replay: Mapping[str, float]
     ) -> str:
         if self._expected:
+            several = self._args.actors > 1
+            who = server_name("actor", self._index) if several else "the run"
             return (
-                f"the run begins when {self._expected} environments are there (expect_envs): "
-                f"{self._there()} are"
+                f"{who} begins when {self._expected} {'of its ' if several else ''}environments "
+                f"are there (expect_envs): {self._there()} are"
             )
         return why_waiting(self._args, idle, observations, replay, self._index)
 

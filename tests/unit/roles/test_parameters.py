@@ -14,6 +14,7 @@ import pytest
 from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.config import RunConfig
+from dreamfleet.fleet.coordinator import addresses
 from dreamfleet.roles import parameters as module
 from dreamfleet.roles.actor import policy_sizes, why_waiting
 from dreamfleet.roles.addresses import find_server
@@ -243,6 +244,17 @@ def test_arrays_that_are_too_large_for_a_frame_travel_in_pieces(
     assert found["large"].dtype == np.float32
     np.testing.assert_array_equal(found["large"], large)
     np.testing.assert_array_equal(found["small"], state["small"])
+
+
+def test_machines_that_join_hear_of_every_actor(tmp_path: Path) -> None:
+    run = small_run(tmp_path, actors=3, bind="127.0.0.1", actor_addr="tcp://127.0.0.1:5551")
+    assert addresses(run, "127.0.0.1") == {
+        "actor": "tcp://*:5551", "actor-1": "tcp://*:5552", "actor-2": "tcp://*:5553"
+    }  # fmt: skip
+    # Each waits for its share of those that are expected, and never for more than there will be.
+    for expected, each in ((0, 0), (2, 0), (7, 2), (13, 4)):
+        found = small_run(tmp_path, actors=3, envs=4, bind="127.0.0.1", expect_envs=expected)
+        assert found.expected_envs == each
 
 
 def test_each_actor_has_its_share_of_the_environments(tmp_path: Path) -> None:
