@@ -30,7 +30,7 @@ from dreamfleet.transport import Client, Closed, Disconnected, Future, RemoteErr
 
 log = logging.getLogger(__name__)
 
-_FIRST_TIMEOUT = 3600.0
+_FIRST_TIMEOUT, _SAY_SECONDS = 3600.0, 30.0
 _PAUSE = 1.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _TRACEBACKS = 3
@@ -89,7 +89,7 @@ def parallel_env(
     with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
         close_when_stopped(client)
         try:
-            client.connect(_FIRST_TIMEOUT)
+            _connect(client)
             _step_all(lanes, client, stop, watchdog, notes)
         except Closed:
             if not stop.is_set():
@@ -98,6 +98,18 @@ def parallel_env(
             watchdog.pause()
             for env in envs:
                 env.close()
+
+
+def _connect(client: Client) -> None:
+    """Wait for the agent, which may be started later, and say now and then why it is not there."""
+    deadline = time.monotonic() + _FIRST_TIMEOUT
+    while True:
+        try:
+            return client.connect(_SAY_SECONDS)
+        except Disconnected as error:
+            if time.monotonic() >= deadline:
+                raise
+            log.warning("%s Still waiting for the agent.", error)
 
 
 def _step_all(

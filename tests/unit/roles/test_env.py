@@ -22,7 +22,7 @@ from dreamfleet.replay import Replay
 from dreamfleet.roles import env as role
 from dreamfleet.roles.env import RestartedEnv, Watchdog, _step_all, split_lanes
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
-from dreamfleet.transport import Disconnected, RemoteError
+from dreamfleet.transport import Client, Disconnected, RemoteError, resolve
 
 LENGTH = 25
 """Steps of an episode of the dummy, after its first observation."""
@@ -360,3 +360,16 @@ def test_only_lanes_whose_observations_were_on_their_way_lose_their_episodes(
     assert starts[2] == [0]
     with pytest.raises(RemoteError, match="odd"):
         run(laned, [dummy_with_its_id] * 3, errors={5: RemoteError("odd", "ValueError", "")})
+
+
+def test_an_agent_that_is_not_there_is_waited_for_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(role, "_SAY_SECONDS", 0.2)
+    monkeypatch.setattr(role, "_FIRST_TIMEOUT", 0.3)
+    with (
+        Client(resolve("tcp://127.0.0.1:{auto}"), "env-0") as client,
+        pytest.raises(Disconnected, match="found no server at tcp"),
+    ):
+        role._connect(client)
+    assert "nobody listens there). Still waiting for the agent." in caplog.text
