@@ -20,6 +20,7 @@ from dreamfleet.envs.wrappers import CheckSpaces
 from dreamfleet.fleet.factories import environment
 from dreamfleet.replay import Replay
 from dreamfleet.roles import env as role
+from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.env import RestartedEnv, Watchdog, _step_all, split_lanes
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.transport import Client, Disconnected, RemoteError, resolve
@@ -326,6 +327,13 @@ def test_lanes_step_while_the_observations_of_others_are_on_their_way(laned: Run
     assert set(agent.waits) == {3}, "every lane has an answer to wait for, and one only"
     for envid in range(5):
         assert positions(agent, envid) == list(range(30)), "order is kept in each environment"
+
+
+def test_a_policy_call_waits_for_one_lane_of_a_process(args: RunConfig) -> None:
+    """With all of them it would keep them in step, and hide no delay."""
+    run = replace(args, envs=8, envs_per_process=8, actor_batch=8)
+    assert [replace(run, env_lanes=lanes).policy_batch for lanes in (1, 2, 3, 16)] == [8, 4, 3, 1]
+    assert policy_sizes(replace(run, env_lanes=3)) == (1, 2, 3)
 
 
 def test_an_environment_that_fails_holds_up_no_other_lane(
