@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import psutil
@@ -56,3 +57,13 @@ def memory_stays_small() -> Iterator[None]:
     yield
     if psutil.Process().memory_info().rss > ENOUGH_MEMORY:
         free_programs()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """A Ray cluster whose nodes are all on this machine; it has a head, and takes more of them."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'dreamfleet[ray]'")
+    from ray_parts import cluster
+
+    with cluster() as nodes:
+        yield nodes

@@ -18,6 +18,7 @@ from msgspec import Meta
 from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay.config import ReplayConfig
+from dreamfleet.resources import RunResources
 from dreamfleet.settings import (
     AboveZero,
     Count,
@@ -96,8 +97,20 @@ class RunConfig:
     that of Atari: 108,000 frames at four a step."""
 
     launcher: str = "local"
-    """Who starts the roles: local (processes of this machine) or serial (threads of one process,
-    for a debugger)."""
+    """Who starts the roles: local (processes of this machine), serial (threads of one process, for
+    a debugger) or ray (processes on the machines of a Ray cluster)."""
+    ray_address: str = ""
+    """The Ray cluster: auto for one that this machine is part of, HOST:PORT, ray://HOST:PORT from
+    outside of it, local for a new one on this machine. Empty takes RAY_ADDRESS, or a cluster that
+    runs on this machine, or else a new one."""
+    ray_runtime_env: dict[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment of the workers: files and packages that the machines lack, such as
+    working_dir=. pip=[\"minigrid\"]."""
+    ray_wait: ZeroOrMore = 0.0
+    """Seconds to wait for Ray nodes that have what the workers ask for, such as those that an
+    autoscaler adds; 0 refuses a run for which there are none."""
+    resources: RunResources = field(default_factory=RunResources)
+    """What each role's process asks for, where the launcher places processes on machines."""
     agent: str = "dreamer"
     """Who acts and learns: dreamer, random, or your own as package.module:name."""
     agent_config: Any = None
@@ -382,6 +395,8 @@ class RunConfig:
     def run_keys(self) -> Keys | RoleKey | None:
         """What clients connect with, read from its file: the run key, or the key of a role; None if
         the run has none."""
+        if _keys is not None:
+            return _keys
         if not self.keys:
             return None
         from dreamfleet.transport import load_key  # a policy that is used alone needs no network
@@ -491,6 +506,16 @@ def _reachable(address: str) -> bool:
     """Whether other machines can know it: a port that is chosen later is published in the run's
     directory, and a file or name of this machine is no use to them."""
     return "{auto}" not in address or address.startswith("tcp://")
+
+
+_keys: Keys | RoleKey | None = None
+
+
+def use_keys(keys: Keys | RoleKey) -> None:
+    """Take this key for that of every run, from now on in this process: a launcher has brought it
+    to a machine that may not have the file."""
+    global _keys
+    _keys = keys
 
 
 def _in_place(logdir: Path, task: str) -> Path:

@@ -260,7 +260,9 @@ class _Environments:
         max_steps: int,
         folder: Path,
     ) -> None:
-        self._launcher: Launcher = find_launcher(config.launcher)(folder)
+        # The policy is in this process, and its environments are next to it.
+        name = "serial" if config.launcher == "serial" else "local"
+        self._launcher: Launcher = find_launcher(name)(folder)
         self._groups = groups_of(range(count), config.envs_per_process)
         self.server = EpisodeServer(
             self._launcher.default_address, self._groups, max_steps=max_steps, why=self._why

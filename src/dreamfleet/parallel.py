@@ -97,7 +97,7 @@ def combined(
         FleetError: A worker failed, and the run ended because of it.
         KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
     """
-    launcher = find_launcher(args.launcher)(args.logdir)
+    launcher = find_launcher(args.launcher)(args.logdir, args)
     run, place = _prepared(args, launcher)
     buffers = make_replay_train, make_replay_eval
     envs = make_env_train, make_env_eval
@@ -177,7 +177,8 @@ def parallel_envs(
             f"None of the environments asked for is one of the run's {args.all_envs}, which are "
             "numbered from 0."
         )
-    with find_launcher(args.launcher)(args.logdir) as launcher:
+    name = "serial" if args.launcher == "serial" else "local"  # on this machine
+    with find_launcher(name)(args.logdir) as launcher:
         Supervisor(workers, launcher, say=say).run()
 
 

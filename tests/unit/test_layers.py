@@ -26,7 +26,7 @@ LAYERS = [
     ["policy"],
     ["presets"],
     ["config"],
-    ["agents", "replay", "envs", "metrics"],
+    ["agents", "replay", "envs", "metrics", "resources"],
     ["transport"],
     ["checkpoint", "clock", "positions"],
     ["masks"],

@@ -28,6 +28,7 @@ Say = Callable[[str], None]
 _SAVE_SECONDS = 90.0
 _FAILED_SECONDS = 20.0
 _STOP_SECONDS = 20.0
+_PLACE_SECONDS = 0.5
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _REASON_LENGTH = 200
 _FULL = (
@@ -126,7 +127,8 @@ class Supervisor:
                 next_tick = now + every
                 tick()
             try:
-                event = self._events.get(timeout=max(0.0, min(end, next_tick) - now))
+                wake = min(end, next_tick, now + self._record_places())
+                event = self._events.get(timeout=max(0.0, wake - now))
             except queue.Empty:
                 continue
             if isinstance(event, _Stop):
@@ -201,12 +203,24 @@ class Supervisor:
                         f"it had not saved by then is lost. See {member.log_file}."
                     )
 
+    def _record_places(self) -> float:
+        """Record workers that have come to run on a machine since; returns the seconds after which
+        to look again."""
+        states = ("starting", "restarting")
+        waiting = {worker.name for worker in self._record.workers if worker.state in states}
+        if not waiting:
+            return float("inf")
+        if any(member.name in waiting and member.runs for member in self._members):
+            self._write_record()
+        return _PLACE_SECONDS
+
     def _write_record(self, state: FleetState = "running") -> None:
         if self._logdir is None:
             return
         workers = tuple(member.record(state) for member in self._members)
+        self._record = replace(self._record, workers=workers, state=state)
         try:
-            write_record(self._logdir, replace(self._record, workers=workers, state=state))
+            write_record(self._logdir, self._record)
         except OSError as error:  # a full disk must not keep the workers from saving
             log.warning("The record of the fleet cannot be written: %s", error)
 
@@ -261,6 +275,11 @@ class _Member:
         return self._running is not None and self._running.wait(0) is None
 
     @property
+    def runs(self) -> bool:
+        """Whether it is alive and has a machine."""
+        return self.alive and self._running is not None and self._running.pid > 0
+
+    @property
     def log_file(self) -> Path:
         return self._launcher.log_file(self.worker)
 
@@ -307,7 +326,7 @@ class _Member:
         """How it ended, and one line on why: its exception, or that it hung; empty if it did not
         say."""
         if code < 0:
-            return f"was killed by signal {-code}", ""
+            return f"was killed by signal {-code}", str(self.error or "")[:_REASON_LENGTH]
         how = f"ended with code {code}"
         if is_full(folder := self.log_file.parent):  # it could not even write why
             return how, f"the disk of {folder} is full: make room, and the run goes on"
@@ -323,7 +342,7 @@ class _Member:
     def record(self, fleet: FleetState) -> WorkerRecord:
         running = self._running if self.alive else None
         state: WorkerState = "starting"
-        if running is not None:
+        if self.runs:
             state = "running"
         elif fleet != "running":
             state = "ended"
@@ -333,7 +352,7 @@ class _Member:
             name=self.name,
             role=self.worker.role,
             state=state,
-            pid=running.pid if running else None,
+            pid=(running.pid or None) if running else None,
             host=running.host if running else "",
             started=self._started,
             restarts=self.restarts,

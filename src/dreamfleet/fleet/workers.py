@@ -48,6 +48,7 @@ def fleet_workers(
             "agent",
             partial(parallel_agent, make_agent, args),
             agent.process_environment(args.settings_of(agent), os.environ),
+            args.resources.agent,
             restart=policy,
             ends_run=True,
             notes=notes_path(args, "agent"),
@@ -61,6 +62,7 @@ def fleet_workers(
                 "actor",
                 partial(parallel_remote_actor, make_agent, index, args),
                 {**_ONE_THREAD, **_NO_GPU},
+                args.resources.actor,
                 restart=policy,
                 notes=notes_path(args, name),
             )
@@ -72,6 +74,7 @@ def fleet_workers(
                 "evaluator",
                 partial(parallel_evaluator, args),
                 _NO_GPU,
+                args.resources.evaluator,
                 restart=policy,
                 notes=notes_path(args, "evaluator"),
             )
@@ -82,12 +85,17 @@ def fleet_workers(
         buffers = make_replay_train, make_replay_eval
         for shard in range(args.replay_shards):
             replay = partial(parallel_replay, *buffers, make_stream, args, shard)
-            name = server_name("replay", shard)
+            name, asks = server_name("replay", shard), args.resources.replay
             notes = notes_path(args, name)
-            workers.append(Worker(name, "replay", replay, _ONE_THREAD, restart=policy, notes=notes))
+            workers.append(
+                Worker(name, "replay", replay, _ONE_THREAD, asks, restart=policy, notes=notes)
+            )
     logger = partial(parallel_logger, make_logger, args)
     notes = notes_path(args, "logger")
-    workers.append(Worker("logger", "logger", logger, _ONE_THREAD, restart=policy, notes=notes))
+    asks = args.resources.logger
+    workers.append(
+        Worker("logger", "logger", logger, _ONE_THREAD, asks, restart=policy, notes=notes)
+    )
     return workers
 
 
@@ -120,8 +128,10 @@ def joined_workers(
         for mine in groups_of(ids, args.envs_per_process, actors):
             function = partial(parallel_env, make, mine, args, is_eval)
             policy, name = restart_policy(args), f"env-{mine[0]}"
-            notes = notes_path(args, name)
-            workers.append(Worker(name, "env", function, _ONE_THREAD, restart=policy, notes=notes))
+            notes, asks = notes_path(args, name), args.resources.env
+            workers.append(
+                Worker(name, "env", function, _ONE_THREAD, asks, restart=policy, notes=notes)
+            )
     return workers
 
 

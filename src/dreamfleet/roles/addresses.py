@@ -73,13 +73,22 @@ class DirectoryBook:
         return logdir / "addresses"
 
 
+HOST = "{host}"
+"""In an address: this machine, by the name or number under which others reach it."""
+
 _book: AddressBook = DirectoryBook()
+_host = socket.gethostname()
 
 
-def use_book(book: AddressBook) -> None:
-    """Publish and find addresses elsewhere, from now on in this process."""
-    global _book
-    _book = book
+def use_book(book: AddressBook, host: str = "") -> None:
+    """Publish and find addresses elsewhere, from now on in this process.
+
+    Args:
+        book: Where.
+        host: What others call this machine; empty for its name.
+    """
+    global _book, _host
+    _book, _host = book, host or _host
 
 
 def listen_address(args: RunConfig, role: RoleName, index: int = 0) -> str:
@@ -88,7 +97,7 @@ def listen_address(args: RunConfig, role: RoleName, index: int = 0) -> str:
     An address without it is that of the role's first server: the others follow with the next ports,
     or with files of that name and their number.
     """
-    address: str = getattr(args, f"{role}_addr")
+    address: str = getattr(args, f"{role}_addr").replace(HOST, _host)
     if not index or AUTO in address:
         return address
     if address.startswith(("ipc://", "inproc://")):
@@ -107,7 +116,7 @@ def publish_address(args: RunConfig, role: RoleName, address: str, index: int = 
         return
     parsed, name = parse(address), server_name(role, index)
     if parsed.host in ("*", "0.0.0.0", "::"):
-        address = replace(parsed, host=socket.gethostname()).text
+        address = replace(parsed, host=_host).text
     before = _book.find(args.logdir, name)
     _book.publish(args.logdir, name, address)
     if before != address:

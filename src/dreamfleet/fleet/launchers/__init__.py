@@ -18,19 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.resources import Resources
 
 Role = Literal["agent", "actor", "evaluator", "env", "replay", "logger"]
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a worker asks for; a launcher that places workers on machines goes by it."""
-
-    cpus: float = 1.0
-    gpus: float = 0.0
-    memory: int = 0
-    """Bytes; 0 if it does not matter."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +47,7 @@ class Worker:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables in addition to those of the supervisor."""
     resources: Resources = field(default_factory=Resources)
+    """A launcher that places workers on machines goes by it."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     ends_run: bool = False
     """Whether the run is over when this worker's function has returned."""
@@ -67,7 +60,7 @@ class RunningWorker(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process it runs in."""
+        """The process it runs in; 0 while it waits for a machine."""
 
     @property
     def host(self) -> str:
@@ -75,7 +68,7 @@ class RunningWorker(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What it raised, where the launcher can know it."""
+        """What it raised, where the launcher can know it, or what became of its machine."""
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit code, or None if it still runs after `timeout` seconds. 0 if its function has
@@ -98,7 +91,8 @@ class Launcher(Protocol):
     default_address: str
     """Where a server listens if the settings leave it open."""
 
-    def __init__(self, logdir: Path) -> None: ...
+    def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:
+        """A launcher for a run in this directory, with the settings of `args`, if there are any."""
 
     def __enter__(self) -> Self: ...
 

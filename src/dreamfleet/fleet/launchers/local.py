@@ -35,6 +35,7 @@ from typing import Self
 import cloudpickle
 import setproctitle
 
+from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.roles.runtime import (
     ORDER,
@@ -55,7 +56,7 @@ class LocalLauncher:
 
     default_address = "ipc://{auto}"
 
-    def __init__(self, logdir: Path) -> None:
+    def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:  # noqa: ARG002
         self._logs = logdir / "logs"
         self._payloads: dict[str, bytes] = {}
 
@@ -82,13 +83,15 @@ class LocalWorker:
 
     error = None  # a process leaves only its output
 
-    def __init__(self, worker: Worker, payload: bytes, log_file: Path) -> None:
+    def __init__(
+        self, worker: Worker, payload: bytes, log_file: Path, pass_fds: Sequence[int] = ()
+    ) -> None:
         self.host = socket.gethostname()
         self._log_file = log_file
         self._ended = False
         header = {"path": sys.path, "title": f"dreamfleet {worker.name}", "bytes": len(payload)}
         with log_file.open("ab") as output:
-            self._log_start = output.tell()
+            self.log_start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dreamfleet.fleet.launchers.local"],
                 stdin=subprocess.PIPE,
@@ -96,6 +99,7 @@ class LocalWorker:
                 stderr=output,
                 env={**os.environ, **worker.environment},
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died at once; whoever waits for it learns so
@@ -130,11 +134,16 @@ class LocalWorker:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def output(self) -> str:
-        with self._log_file.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-        return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
+        return tail(self._log_file, self.log_start)
+
+
+def tail(path: Path, start: int) -> str:
+    """The end of what was written to a file from this place on."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
 
 
 LAUNCHER = LocalLauncher

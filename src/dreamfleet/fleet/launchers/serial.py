@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.roles.runtime import STOPPED, StopSignal
 
@@ -32,7 +33,7 @@ class SerialLauncher:
 
     default_address = "inproc://{auto}"
 
-    def __init__(self, logdir: Path) -> None:
+    def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:  # noqa: ARG002
         self._path = logdir / "logs" / "serial.log"
         self._root = logging.getLogger("dreamfleet")
         self._level = self._root.level

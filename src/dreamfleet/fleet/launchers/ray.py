@@ -1,0 +1,686 @@
+"""The Ray launcher: every worker is a process on some machine of a Ray cluster.
+
+An actor of Ray (`_Host`) is placed by what the worker asks for, and hosts the worker's process as
+the local launcher does: with a session, a pipe and a log of its own. So signals, exit codes and
+environment variables are as ever, Ray chooses machine and accelerator, and the process ends with
+its actor, whatever ends that. Each start has an actor of its own.
+
+Addresses and the key go through Ray: the actor and its process share a pair of sockets, over which
+lines of JSON say what a server has published and what others have. The key comes with what the
+process is told to do, and touches no disk. Everything else flows over our own transport.
+
+Output goes to `logs/` in the run's directory, which every machine has to see, and to Ray's logs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import queue
+import re
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import cloudpickle
+
+from dreamfleet import __version__
+from dreamfleet.config import RunConfig, use_keys
+from dreamfleet.errors import ConfigError, DreamfleetError, import_extra
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers.local import LocalWorker, tail
+from dreamfleet.roles.addresses import DirectoryBook, use_book
+from dreamfleet.roles.runtime import STOPPED, pickled
+from dreamfleet.transport import Keys
+
+ray = import_extra("ray", "Runs with the launcher ray", "ray")
+
+log = logging.getLogger(__name__)
+
+_PLACED_WITHIN = 60.0  # seconds; a node that died may take a while to be known
+_SEEN_WITHIN = 10.0  # seconds; a network file system may show a new file late
+_KILLED_WITHIN = 5.0
+_STORE_BYTES = 80_000_000  # of a cluster of our own: nothing is stored in it
+_THREADS = 8  # calls of one host at the same time, two of which wait for long
+_LOST = -int(signal.SIGKILL)
+
+
+class ClusterError(DreamfleetError):
+    """What became of a worker's machine, or of its place in the cluster."""
+
+
+# --- on the machine of the worker ----------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a worker has come to be."""
+
+    host: str
+    address: str
+    node: str
+    """Ray's id of the node."""
+    sees: bool
+    """Whether the run's directory is there,"""
+    writes: bool
+    """and can be written to."""
+    version: str
+    """Of this package's code there."""
+
+
+class _Host:
+    """The actor that hosts one worker's process."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._published: list[dict[str, str]] = []
+        self._more = threading.Condition()
+        self._newest = -1
+        self._worker: LocalWorker | None = None
+
+    def place(self, mark: Path) -> Place:
+        """Where this is; `mark` is a file that was made in the run's directory."""
+        deadline = time.monotonic() + _SEEN_WITHIN
+        while not (sees := mark.exists()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return Place(
+            socket.gethostname(),
+            ray.util.get_node_ip_address(),
+            ray.get_runtime_context().get_node_id(),
+            sees,
+            os.access(mark.parent, os.W_OK),
+            __version__,
+        )
+
+    def start(
+        self,
+        worker: Worker,
+        payload: bytes,
+        path: Sequence[str],
+        log_file: Path,
+        keys: str,
+        addresses: Mapping[str, str],
+        number: int,
+    ) -> tuple[int, int]:
+        """Start the process; returns its pid, and where its output begins in the log."""
+        self.know(addresses, number)
+        descriptor = self._theirs.fileno()
+        host = ray.util.get_node_ip_address()
+        function = partial(_run, descriptor, keys, host, path, payload)
+        self._worker = LocalWorker(
+            worker, cloudpickle.dumps(function), log_file, pass_fds=[descriptor]
+        )
+        self._theirs.close()
+        threading.Thread(target=self._listen, name="addresses", daemon=True).start()
+        copy = partial(_copy, log_file, self._worker.log_start, self._worker.wait)
+        threading.Thread(target=copy, name="copy", daemon=True).start()
+        return self._worker.pid, self._worker.log_start
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        assert self._worker is not None
+        code = self._worker.wait()
+        assert code is not None
+        return code
+
+    def _listen(self) -> None:
+        for line in self._ours.makefile("r"):
+            with self._more:
+                self._published.append(json.loads(line))
+                self._more.notify_all()
+
+    def published(self, seen: int) -> list[dict[str, str]]:
+        """The addresses that it publishes after those that were seen, by name; waits for one. May
+        be asked again, if an answer was lost."""
+        with self._more:
+            self._more.wait_for(lambda: len(self._published) > seen)
+            return self._published[seen:]
+
+    def know(self, addresses: Mapping[str, str], number: int) -> None:
+        """Tell it where others are; a message that was overtaken by a newer one is dropped."""
+        if number > self._newest:
+            self._newest = number
+            with suppress(OSError):  # it has ended
+                self._ours.sendall(json.dumps(dict(addresses)).encode() + b"\n")
+
+    def terminate(self) -> None:
+        if self._worker:
+            self._worker.terminate()
+
+    def kill(self) -> None:
+        if self._worker:
+            self._worker.kill()
+
+
+def _copy(path: Path, start: int, wait: Callable[[float], int | None]) -> None:
+    """Copy what a process writes to its log to this actor's output, which is Ray's."""
+    with path.open("rb") as file:
+        file.seek(start)
+        while True:
+            ended = wait(0.5) is not None
+            if text := file.read():
+                sys.stdout.write(text.decode(errors="replace"))
+                sys.stdout.flush()
+            if ended:
+                return
+
+
+def _run(descriptor: int, keys: str, host: str, path: Sequence[str], payload: bytes) -> None:
+    """What the process of a worker runs."""
+    # Modules of the supervisor's program, where this machine has them at the same place.
+    sys.path += [each for each in path if each not in sys.path and Path(each).exists()]
+    os.set_inheritable(descriptor, False)  # nothing that it starts keeps the line open
+    if keys:
+        use_keys(Keys.from_text(keys))
+    use_book(_LineBook(socket.socket(fileno=descriptor)), host)
+    cloudpickle.loads(payload)()
+
+
+class _LineBook:
+    """Addresses that come and go as lines over a socket to the host."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._known: dict[str, str] = {}
+        threading.Thread(target=self._read, name="addresses", daemon=True).start()
+
+    def _read(self) -> None:
+        for text in self._line.makefile("r"):
+            self._known.update(json.loads(text))
+
+    def publish(self, logdir: Path, name: str, address: str) -> None:  # noqa: ARG002
+        self._known[name] = address
+        with suppress(OSError):  # the host is gone, and ends this process too
+            self._line.sendall(json.dumps({name: address}).encode() + b"\n")
+
+    def find(self, logdir: Path, name: str) -> str:  # noqa: ARG002 - the protocol's
+        return self._known.get(name, "")
+
+    def remove(self, logdir: Path, name: str) -> None:  # noqa: ARG002 - the protocol's
+        self._known.pop(name, None)
+
+    def names(self, logdir: Path) -> list[str]:  # noqa: ARG002 - the protocol's
+        return list(self._known)
+
+
+# --- on the machine of the supervisor -------------------------------------------------------------
+
+
+class RayLauncher:
+    """Places workers on the machines of a cluster, or of one that it starts on this machine."""
+
+    default_address = "tcp://{host}:{auto}"
+
+    def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:
+        self._logdir = logdir.absolute()
+        self._args = args or RunConfig(logdir=logdir)
+        self._mark = self._logdir / "logs" / f".ray-{secrets.token_hex(8)}"
+        self._payloads: dict[str, bytes] = {}
+        self._placed: dict[str, tuple[Any, Place]] = {}
+        self._book = _Book(self._logdir)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running: list[RayWorker] = []
+        self._disconnect: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Self:
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        self._mark.touch()
+        self._thread = threading.Thread(target=self._obey, name="ray-commands", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for host, _ in self._placed.values():
+            ray.kill(host)
+        for worker in self._running:
+            worker.kill()
+        self._commands.put(None)
+        self._thread.join()
+        for worker in self._running:
+            worker.wait()
+        self._mark.unlink(missing_ok=True)
+        self._disconnect()
+
+    def prepare(self, workers: Sequence[Worker]) -> None:
+        self._payloads = {each.name: pickled(each.name, each.function) for each in workers}
+        self._disconnect = connect(self._args, _sum(workers))
+        self._wait_for_nodes(workers)
+        # Environments fit anywhere, and leave the others the machines that those need.
+        for envs in (False, True):
+            group = [each for each in workers if (each.role == "env") == envs]
+            self._place(group, time.monotonic() + self._patience)
+
+    def start(self, worker: Worker) -> RayWorker:
+        host, place = self._placed.pop(worker.name, (None, None))
+        if host is None:
+            host = self._host(worker)
+        running = RayWorker(
+            host,
+            place,
+            worker=worker,
+            payload=self._payloads[worker.name],
+            log_file=self.log_file(worker),
+            keys=self._keys(),
+            mark=self._mark,
+            patience=self._patience,
+            book=self._book,
+            do=self._commands.put,
+        )
+        self._running = [each for each in self._running if each.wait(0) is None] + [running]
+        return running
+
+    def log_file(self, worker: Worker) -> Path:
+        return self._logdir / "logs" / f"{worker.name}.log"
+
+    @property
+    def _patience(self) -> float:
+        return max(_PLACED_WITHIN, self._args.ray_wait)
+
+    def _keys(self) -> str:
+        path = Path(self._args.keys or self._logdir / "keys")
+        return Keys.load(path).secret.hex() if path.exists() else ""
+
+    def _obey(self) -> None:
+        """Calls of Ray that were asked for by whoever must not wait, such as a signal handler."""
+        while (command := self._commands.get()) is not None:
+            with suppress(ray.exceptions.RayError):
+                command()
+
+    def _host(self, worker: Worker) -> Any:
+        asks = worker.resources
+        options: dict[str, Any] = {"num_cpus": asks.cpu, "num_gpus": asks.gpu}
+        if asks.memory:
+            options["memory"] = asks.memory
+        return (
+            ray.remote(_Host)
+            .options(
+                max_concurrency=_THREADS,
+                resources=asks.custom,
+                scheduling_strategy="SPREAD" if worker.role == "env" else "DEFAULT",
+                **options,
+            )
+            .remote()
+        )
+
+    def _wait_for_nodes(self, workers: Sequence[Worker]) -> None:
+        deadline = time.monotonic() + self._args.ray_wait
+        while problem := missing(workers, [node["Resources"] for node in nodes()]):
+            if time.monotonic() >= deadline:
+                raise ConfigError(problem)
+            time.sleep(min(1.0, self._args.ray_wait))
+
+    def _place(self, workers: Sequence[Worker], deadline: float) -> None:
+        hosts = {worker.name: self._host(worker) for worker in workers}
+        asked = {name: host.place.remote(self._mark) for name, host in hosts.items()}
+        try:
+            for worker in workers:
+                seconds = max(0.0, deadline - time.monotonic())
+                place = _placed(worker, asked[worker.name], seconds)
+                self._placed[worker.name] = hosts.pop(worker.name), place
+        except ClusterError as error:
+            raise ConfigError(str(error)) from None
+        finally:
+            for host in hosts.values():
+                ray.kill(host)
+
+
+LAUNCHER = RayLauncher
+
+
+class RayWorker:
+    """A process on some machine of the cluster.
+
+    A thread follows it through its life: placed, started, publishing addresses, ended.
+    """
+
+    def __init__(
+        self,
+        host: Any,
+        place: Place | None,
+        *,
+        worker: Worker,
+        payload: bytes,
+        log_file: Path,
+        keys: str,
+        mark: Path,
+        patience: float,
+        book: _Book,
+        do: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.pid, self.host = 0, ""
+        self.error: DreamfleetError | None = None
+        self._actor, self._place = host, place
+        self._worker, self._payload, self._keys = worker, payload, keys
+        self._log_file, self._log_start = log_file, 0
+        self._mark, self._patience = mark, patience
+        self._book, self._do = book, do
+        self._asked_to_stop = False
+        self._code = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._follow, name=f"ray-{worker.name}", daemon=True).start()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        return self._code if self._ended.wait(timeout) else None
+
+    def terminate(self) -> None:
+        self._asked_to_stop = True
+        if not self._ended.is_set():
+            # One that waits for a machine has nothing to save.
+            self._do(self._actor.terminate.remote if self.pid else partial(ray.kill, self._actor))
+
+    def kill(self) -> None:
+        """Its host kills it, with all that it has started, or is killed if it does not answer."""
+        if self._ended.is_set():
+            return
+        self._do(self._actor.kill.remote if self.pid else partial(ray.kill, self._actor))
+        timer = threading.Timer(_KILLED_WITHIN, self._kill_host)
+        timer.daemon = True
+        timer.start()
+
+    def _kill_host(self) -> None:
+        if not self._ended.is_set():
+            with suppress(Exception):  # the cluster is gone
+                ray.kill(self._actor)
+
+    def output(self) -> str:
+        written = tail(self._log_file, self._log_start) if self.pid else ""
+        return "\n".join(filter(None, [written, str(self.error) if self.error else ""]))
+
+    def _follow(self) -> None:
+        code = _LOST
+        try:
+            code = self._live()
+        except ClusterError as error:
+            if self._asked_to_stop and not self.pid:
+                code = STOPPED
+            else:
+                self.error = error
+        except Exception as error:  # of Ray or of its connection: nobody must wait in vain
+            log.debug("%s", self._worker.name, exc_info=error)
+            self.error = ClusterError(f"Ray failed: {_line(error)}")
+        finally:
+            self._book.leave(self._actor)
+            with suppress(Exception):
+                ray.kill(self._actor)
+            self._code = code
+            self._ended.set()
+
+    def _live(self) -> int:
+        """From its place to its exit code.
+
+        Raises:
+            ClusterError: Its machine, or its actor, is gone, or it found no place.
+        """
+        actor, worker = self._actor, self._worker
+        if self._place is None:
+            self._place = _placed(worker, actor.place.remote(self._mark), self._patience)
+        known, number = self._book.join(actor)
+        plain = _without_function(worker)
+        started = actor.start.remote(
+            plain, self._payload, sys.path, self._log_file, self._keys, known, number
+        )
+        pid, self._log_start = self._result(started, self._patience)
+        self.host, self.pid = self._place.host, pid
+        seen = 0
+        ended, published = actor.wait.remote(), actor.published.remote(seen)
+        while True:
+            ready, _ = ray.wait([ended, published])
+            try:
+                if ended in ready:
+                    return int(self._result(ended))
+                for each in self._result(published):
+                    seen += 1
+                    for name, address in each.items():
+                        self._book.publish(name, address)
+                published = actor.published.remote(seen)
+            except ray.exceptions.ActorUnavailableError:
+                # A lost connection, or the first sign of a lost machine: asking again tells.
+                log.debug("%s cannot be reached", worker.name)
+                time.sleep(0.2)
+                ended, published = actor.wait.remote(), actor.published.remote(seen)
+
+    def _result(self, asked: Any, timeout: float | None = None) -> Any:
+        try:
+            return ray.get(asked, timeout=timeout)
+        except ray.exceptions.ActorUnavailableError:
+            raise
+        except ray.exceptions.RayError as error:
+            assert self._place is not None
+            raise ClusterError(_why_lost(error, self._place)) from None
+
+
+class _Book:
+    """The addresses of the run's servers: kept in its directory, and told to every host."""
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir, self._files = logdir, DirectoryBook()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._addresses: dict[str, str] = {}
+        self._actors: list[Any] = []
+
+    def publish(self, name: str, address: str) -> None:
+        with self._lock:
+            self._addresses[name] = address
+            with suppress(OSError):  # a full disk; the workers learn of it all the same
+                self._files.publish(self._logdir, name, address)
+            number = next(self._numbers)
+            for actor in self._actors:
+                actor.know.remote(dict(self._addresses), number)
+
+    def join(self, actor: Any) -> tuple[dict[str, str], int]:
+        """Tell this host from now on; returns what is known, and the number of that message."""
+        with self._lock:
+            self._actors.append(actor)
+            return dict(self._addresses), next(self._numbers)
+
+    def leave(self, actor: Any) -> None:
+        with self._lock:
+            self._actors = [each for each in self._actors if each is not actor]
+
+
+def _without_function(worker: Worker) -> Worker:
+    """A worker as Ray sends it; what it runs travels pickled."""
+    return Worker(worker.name, worker.role, int, dict(worker.environment))
+
+
+# --- the cluster ---------------------------------------------------------------------------------
+
+
+def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
+    """Connect this process to a cluster, or start one; returns what ends that. A program that is
+    connected stays so.
+
+    Args:
+        args: The run.
+        needed: What its workers ask for in all: a cluster of our own has at least as much.
+
+    Raises:
+        ConfigError: There is none at this address, or it does not fit.
+    """
+    if ray.is_initialized():
+        return lambda: None
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = args.ray_address or os.environ.get("RAY_ADDRESS", "")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address.startswith("ray://"):
+        options = {}
+    if args.ray_runtime_env:
+        options["runtime_env"] = _lists(args.ray_runtime_env)
+    own = {
+        "num_cpus": max(os.cpu_count() or 1, int(needed.get("CPU", 0.0) + 0.999)),
+        "resources": {k: v for k, v in needed.items() if k not in ("CPU", "GPU", "memory")},
+        "object_store_memory": _STORE_BYTES,
+        "include_dashboard": False,
+    }
+    with _signals_kept():
+        try:
+            if address != "local":
+                try:
+                    ray.init(address or "auto", **options)
+                    return _disconnect
+                except ConnectionError:
+                    if address:
+                        raise
+            ray.init("local", **options, **own)
+            return _disconnect
+        except (
+            ConnectionError,
+            RuntimeError,
+            ValueError,
+            OSError,
+            ray.exceptions.RayError,
+        ) as error:
+            where = f"the Ray cluster at {address}" if address else "a Ray cluster on this machine"
+            raise ConfigError(
+                f"There is no connection to {where}: {_line(error)} Start one with 'ray start "
+                "--head', name another --ray-address, or use --ray-address local."
+            ) from None
+
+
+def _disconnect() -> None:
+    with _signals_kept():
+        ray.shutdown()
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray installs a handler of SIGTERM, which is ours."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that are alive, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def missing(workers: Sequence[Worker], nodes: Sequence[Mapping[str, float]]) -> str:
+    """Why workers cannot all be placed on nodes with these resources, for Ray would wait for ever;
+    empty if they can, as far as is known."""
+    for worker in workers:
+        asks = worker.resources.amounts()
+        if any(all(node.get(k, 0.0) >= v for k, v in asks.items()) for node in nodes):
+            continue
+        lacking = [k for k, v in asks.items() if all(node.get(k, 0.0) < v for node in nodes)]
+        most = {k: max(node.get(k, 0.0) for node in nodes) for k in lacking or asks}
+        return (
+            f"No node of the Ray cluster has what {worker.name} asks for, {_text(asks)} "
+            f"(resources.{worker.role}): the most that one has is {_text(most)}. Ask for less, or "
+            "add a node; if nodes are still to come, set ray_wait."
+        )
+    for name, total in _sum(workers).items():
+        there = sum(node.get(name, 0.0) for node in nodes)
+        if total > there:
+            return (
+                f"The processes of the run ask for {_text({name: total})} in all, and the Ray "
+                f"cluster has {_text({name: there})}: use more envs_per_process or fewer envs, "
+                "lower resources.env, or add nodes; if nodes are still to come, set ray_wait."
+            )
+    return ""
+
+
+def _sum(workers: Sequence[Worker]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for worker in workers:
+        for name, amount in worker.resources.amounts().items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def _text(amounts: Mapping[str, float]) -> str:
+    words = [
+        f"{amount / 1e9:.3g} GB of memory" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in amounts.items()
+    ]
+    return " and ".join(words) or "nothing"
+
+
+def _placed(worker: Worker, asked: Any, seconds: float) -> Place:
+    """Where a worker's host is.
+
+    Raises:
+        ClusterError: It found no place in time, or one where the worker cannot run.
+    """
+    asks = _text(worker.resources.amounts())
+    try:
+        place: Place = ray.get(asked, timeout=seconds)
+    except ray.exceptions.GetTimeoutError:
+        raise ClusterError(
+            f"No node of the Ray cluster had room for {worker.name} ({asks}) within "
+            f"{seconds:.0f} s: end what else runs there, ask for less with "
+            f"resources.{worker.role}, or add a node."
+        ) from None
+    except ray.exceptions.RayError as error:
+        raise ClusterError(_why_not_made(error)) from None
+    problem = _unfit(place)
+    if problem:
+        raise ClusterError(problem)
+    return place
+
+
+def _unfit(place: Place) -> str:
+    """Why a worker cannot run at a place; empty if it can."""
+    where = f"The Ray node {place.host} ({place.address})"
+    if not place.sees:
+        return (
+            f"{where} does not see the run's directory: choose a --logdir that all nodes and this "
+            "machine share, at the same path."
+        )
+    if not place.writes:
+        return f"{where} cannot write to the run's directory: let its user write there."
+    if place.version != __version__:
+        return (
+            f"{where} has Dreamfleet {place.version}, and this machine has {__version__}: install "
+            "the same version everywhere."
+        )
+    return ""
+
+
+def _why_not_made(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, ray.exceptions.RuntimeEnvSetupError):
+        return f"Ray could not make the runtime environment (ray_runtime_env): {_line(error)}"
+    if found := re.search(r"No module named '([^']+)'", text):
+        return (
+            f"A node of the Ray cluster cannot import {found[1]}: install Dreamfleet and what the "
+            "run needs on every node, or send it along with ray_runtime_env."
+        )
+    return f"Ray could not start an actor: {_line(error)}"
+
+
+def _why_lost(error: Exception, place: Place) -> str:
+    alive = True
+    with suppress(Exception):
+        alive = any(node["NodeID"] == place.node for node in nodes())
+    if not alive:
+        return f"its Ray node {place.host} ({place.address}) is gone"
+    return f"its Ray actor on {place.host} ({place.address}) is gone: {_line(error)}"
+
+
+def _line(error: BaseException) -> str:
+    """The last line of what Ray says, as a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{lines[-1].rstrip('.')}." if lines else f"{type(error).__name__}."
+
+
+def _lists(value: Any) -> Any:
+    """Settings hold tuples, and Ray takes lists."""
+    if isinstance(value, Mapping):
+        return {key: _lists(each) for key, each in value.items()}
+    return [_lists(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,73 @@
+"""A Ray cluster for tests: several nodes on this machine, each with processes of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_STORE = 80_000_000  # bytes; about the least that Ray takes
+
+
+class Nodes:
+    """A cluster whose head has the resource `head`, and further nodes as they are added."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {**_node(head=8), "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.folder = Path(self._cluster.head_node.get_session_dir_path())
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, **resources: float) -> Any:
+        return self._cluster.add_node(**_node(**resources))
+
+    def remove(self, node: Any) -> None:
+        """As if its machine had lost power."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+def _node(**resources: float) -> dict[str, Any]:
+    return {"num_cpus": 0, "resources": resources, "object_store_memory": _STORE}
+
+
+@contextmanager
+def cluster() -> Iterator[Nodes]:
+    """Nodes that are ended, with all they have started and written, when the block ends."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray's name for it
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    nodes = Nodes()
+    try:
+        yield nodes
+    finally:
+        nodes.shutdown()
+        left = psutil.Process().children(recursive=True)
+        psutil.wait_procs([child for child in left if child.pid not in before], timeout=60)
+        shutil.rmtree(nodes.folder, ignore_errors=True)
+        latest = nodes.folder.parent / "session_latest"
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
+
+
+def ray_processes() -> list[str]:
+    """Actors and workers of this cluster that still run."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            title = " ".join(child.cmdline())
+            if title.startswith(("ray::_Host", "dreamfleet ")):
+                found.append(title)
+    return found
