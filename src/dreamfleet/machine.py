@@ -27,8 +27,8 @@ from dreamfleet.transport import Client, Server
 
 _LITTLE_MEMORY, _LITTLE_DISK, _FEW_FILES = 4e9, 5e9, 1024
 _PATIENCE = 120.0
-# Developers' tools, what shows in JAX's devices, and a launcher that is still to come.
-_NOT_LISTED = ("dev", "bench", "cuda", "tpu", "ray")
+# Developers' tools, and what shows in JAX's devices.
+_NOT_LISTED = ("dev", "bench", "cuda", "tpu")
 # Made as an environment with pixels is made, so that MUJOCO_GL means what it means in a run.
 _DRAW = """
 import os

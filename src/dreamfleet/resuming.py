@@ -69,7 +69,7 @@ def with_changes(
     config = before.changed(given).resolved()
     if not trust:
         refuse_code(source, _networks(config), given, name)
-        config = config.changed(_folders_here(config, given))
+        config = config.changed({**_folders_here(config, given), **_cluster_here(given)})
     return config
 
 
@@ -124,6 +124,14 @@ def _folders_here(config: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]
     named = {path for path in paths if any(f"{path}.".startswith(f"{each}.") for each in given)}
     defaults = RunConfig(agent=config.agent).settings()
     return {each.path: each.value for each in defaults if each.path in paths - named}
+
+
+def _cluster_here(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The Ray cluster that this machine knows, and no packages, where only a file names them: both
+    decide which code runs, and where."""
+    defaults = RunConfig()
+    names = ("ray_address", "ray_runtime_env")
+    return {name: getattr(defaults, name) for name in names if name not in given}
 
 
 def refuse_code(

@@ -73,8 +73,8 @@ def test_extras_in_the_text_exist_and_those_that_are_listed_are_all() -> None:
             assert set(names.split(",")) <= extras, page.name
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`([a-z]+)`", row)}
-    # Tools of developers, and a launcher that is still to come.
-    assert extras - listed == {"dev", "bench", "ray"}
+    # Tools of developers.
+    assert extras - listed == {"dev", "bench"}
 
 
 def documented(text: str) -> dict[str, object]:

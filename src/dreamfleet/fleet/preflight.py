@@ -76,7 +76,9 @@ def preflight(
     check_place(config.logdir)
     check_directory(config)
     check_replay(config)
-    check_files(config)
+    on_this_machine = config.launcher != "ray"
+    if on_this_machine:
+        check_files(config)
     check_sources(config)
     check_checkpoint(config)
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
@@ -87,7 +89,8 @@ def preflight(
     look = _look(config, make_env or partial(environment, config, None), say)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
-    check_memory(config, look.bytes, look.further_bytes)
+    if on_this_machine:
+        check_memory(config, look.bytes, look.further_bytes)
     check_disk(config, look.obs_space, look.act_space)
     notes = [*look.notes, *warnings(config, look.obs_space, look.act_space)]
     return Findings((look.obs_space, look.act_space), notes, look.output)

@@ -41,7 +41,7 @@ from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.local import LocalWorker, tail
 from dreamfleet.roles.addresses import DirectoryBook, use_book
 from dreamfleet.roles.runtime import STOPPED, pickled
-from dreamfleet.transport import Keys
+from dreamfleet.transport import Keys, RoleKey, load_key
 
 ray = import_extra("ray", "Runs with the launcher ray", "ray")
 
@@ -81,7 +81,7 @@ class _Host:
     """The actor that hosts one worker's process."""
 
     def __init__(self) -> None:
-        self._ours, self._theirs = socket.socketpair()
+        self._line: socket.socket | None = None
         self._published: list[dict[str, str]] = []
         self._more = threading.Condition()
         self._newest = -1
@@ -107,20 +107,22 @@ class _Host:
         payload: bytes,
         path: Sequence[str],
         log_file: Path,
-        keys: str,
+        keys: Keys | RoleKey | None,
         addresses: Mapping[str, str],
         number: int,
     ) -> tuple[int, int]:
         """Start the process; returns its pid, and where its output begins in the log."""
+        self._line, theirs = socket.socketpair()
         self.know(addresses, number)
-        descriptor = self._theirs.fileno()
+        descriptor = theirs.fileno()
         host = ray.util.get_node_ip_address()
         function = partial(_run, descriptor, keys, host, path, payload)
         self._worker = LocalWorker(
             worker, cloudpickle.dumps(function), log_file, pass_fds=[descriptor]
         )
-        self._theirs.close()
-        threading.Thread(target=self._listen, name="addresses", daemon=True).start()
+        theirs.close()
+        listen = partial(self._listen, self._line)
+        threading.Thread(target=listen, name="addresses", daemon=True).start()
         copy = partial(_copy, log_file, self._worker.log_start, self._worker.wait)
         threading.Thread(target=copy, name="copy", daemon=True).start()
         return self._worker.pid, self._worker.log_start
@@ -132,10 +134,10 @@ class _Host:
         assert code is not None
         return code
 
-    def _listen(self) -> None:
-        for line in self._ours.makefile("r"):
+    def _listen(self, line: socket.socket) -> None:
+        for text in line.makefile("r"):
             with self._more:
-                self._published.append(json.loads(line))
+                self._published.append(json.loads(text))
                 self._more.notify_all()
 
     def published(self, seen: int) -> list[dict[str, str]]:
@@ -147,10 +149,10 @@ class _Host:
 
     def know(self, addresses: Mapping[str, str], number: int) -> None:
         """Tell it where others are; a message that was overtaken by a newer one is dropped."""
-        if number > self._newest:
+        if self._line and number > self._newest:
             self._newest = number
             with suppress(OSError):  # it has ended
-                self._ours.sendall(json.dumps(dict(addresses)).encode() + b"\n")
+                self._line.sendall(json.dumps(dict(addresses)).encode() + b"\n")
 
     def terminate(self) -> None:
         if self._worker:
@@ -174,13 +176,19 @@ def _copy(path: Path, start: int, wait: Callable[[float], int | None]) -> None:
                 return
 
 
-def _run(descriptor: int, keys: str, host: str, path: Sequence[str], payload: bytes) -> None:
+def _run(
+    descriptor: int,
+    keys: Keys | RoleKey | None,
+    host: str,
+    path: Sequence[str],
+    payload: bytes,
+) -> None:
     """What the process of a worker runs."""
     # Modules of the supervisor's program, where this machine has them at the same place.
     sys.path += [each for each in path if each not in sys.path and Path(each).exists()]
     os.set_inheritable(descriptor, False)  # nothing that it starts keeps the line open
     if keys:
-        use_keys(Keys.from_text(keys))
+        use_keys(keys)
     use_book(_LineBook(socket.socket(fileno=descriptor)), host)
     cloudpickle.loads(payload)()
 
@@ -269,7 +277,7 @@ class RayLauncher:
             worker=worker,
             payload=self._payloads[worker.name],
             log_file=self.log_file(worker),
-            keys=self._keys(),
+            keys=self._keys(worker),
             mark=self._mark,
             patience=self._patience,
             book=self._book,
@@ -285,9 +293,12 @@ class RayLauncher:
     def _patience(self) -> float:
         return max(_PLACED_WITHIN, self._args.ray_wait)
 
-    def _keys(self) -> str:
+    def _keys(self, worker: Worker) -> Keys | RoleKey | None:
+        """What a worker connects with: environments, which run code of others, get a key that opens
+        no more than they call."""
         path = Path(self._args.keys or self._logdir / "keys")
-        return Keys.load(path).secret.hex() if path.exists() else ""
+        keys = load_key(path) if path.exists() else None
+        return keys.for_role("env") if isinstance(keys, Keys) and worker.role == "env" else keys
 
     def _obey(self) -> None:
         """Calls of Ray that were asked for by whoever must not wait, such as a signal handler."""
@@ -350,7 +361,7 @@ class RayWorker:
         worker: Worker,
         payload: bytes,
         log_file: Path,
-        keys: str,
+        keys: Keys | RoleKey | None,
         mark: Path,
         patience: float,
         book: _Book,

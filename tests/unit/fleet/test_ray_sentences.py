@@ -1,0 +1,120 @@
+"""What the Ray launcher says before Ray would wait for ever, or fail in many lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_parts import small_run
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.resources import Resources
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'dreamfleet[ray]'")
+
+from dreamfleet.fleet.launchers import ray as launcher
+
+
+def worker(name: str, role: Any, **asks: Any) -> Worker:
+    return Worker(name, role, int, resources=Resources(**asks))
+
+
+def test_a_worker_that_fits_on_no_node_is_named_with_what_it_asks_for() -> None:
+    nodes = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 1.0, "GPU": 1.0, "memory": 64e9}]
+    fits = [worker("agent", "agent", cpu=1, gpu=1), worker("replay", "replay", memory=int(32e9))]
+    assert launcher.missing(fits, nodes) == ""
+    said = launcher.missing([worker("agent", "agent", cpu=1, gpu=2)], nodes)
+    assert "what agent asks for, 1 CPU and 2 GPU (resources.agent)" in said
+    assert "the most that one has is 1 GPU" in said
+    # Each node has some of it, and none all of it.
+    assert "asks for, 4 CPU and 1 GPU" in launcher.missing(
+        [worker("agent", "agent", cpu=4, gpu=1)], nodes
+    )
+    assert "100 GB of memory" in launcher.missing(
+        [worker("replay", "replay", memory=int(1e11))], nodes
+    )
+    assert "1 simulator" in launcher.missing(
+        [worker("env-0", "env", custom={"simulator": 1})], nodes
+    )
+
+
+def test_workers_that_do_not_fit_together_are_counted() -> None:
+    many = [worker(f"env-{n}", "env", cpu=1) for n in range(6)]
+    said = launcher.missing(many, [{"CPU": 4.0}, {"CPU": 1.0}])
+    assert "ask for 6 CPU in all, and the Ray cluster has 5 CPU" in said
+    assert launcher.missing(many, [{"CPU": 4.0}, {"CPU": 2.0}]) == ""
+
+
+def test_a_machine_that_cannot_run_a_worker_says_why() -> None:
+    here = launcher.Place("box", "10.0.0.7", "id", True, True, launcher.__version__)
+    assert launcher._unfit(here) == ""
+    assert "box (10.0.0.7) does not see the run's directory" in launcher._unfit(
+        here._replace(sees=False)
+    )
+    assert "cannot write" in launcher._unfit(here._replace(writes=False))
+    assert "has Dreamfleet 0.0.1, and this machine has" in launcher._unfit(
+        here._replace(version="0.0.1")
+    )
+    alone = "The actor died because of an error.\nModuleNotFoundError: No module named 'dreamfleet'"
+    assert "cannot import dreamfleet" in launcher._why_not_made(RuntimeError(alone))
+
+
+def test_a_host_that_does_not_find_the_directory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_SEEN_WITHIN", 0.1)
+    monkeypatch.setattr(launcher.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+
+    class Context:
+        def get_node_id(self) -> str:
+            return "id"
+
+    monkeypatch.setattr(launcher.ray, "get_runtime_context", Context)
+    host = launcher._Host()
+    assert not host.place(tmp_path / "elsewhere" / "mark").sees
+    (tmp_path / "mark").touch()
+    assert launcher._unfit(host.place(tmp_path / "mark")) == ""
+
+
+def test_amounts_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"resources\.agent\.gpu=-1"):
+        small_run(tmp_path).changed({"resources.agent.gpu": -1})
+    with pytest.raises(ConfigError, match="simulator=0 is no amount"):
+        small_run(tmp_path).changed({"resources.env.custom": {"simulator": 0}})
+    run = small_run(tmp_path).changed({"resources.replay.memory": 8e9, "resources.agent.gpu": 0.5})
+    assert run.resources.replay.amounts() == {"memory": 8e9}
+    assert run.resources.agent.amounts() == {"CPU": 1.0, "GPU": 0.5}
+    assert type(run).from_json(run.to_json()).resources == run.resources
+
+
+def test_lists_of_a_runtime_environment_reach_ray_as_lists() -> None:
+    given = {"pip": ("minigrid",), "env_vars": {"A": "1"}, "working_dir": "."}
+    assert launcher._lists(given) == {**given, "pip": ["minigrid"]}
+
+
+def test_a_cluster_that_is_not_there_or_does_not_fit_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def init(address: str, **options: Any) -> None:
+        asked.append((address, options))
+        if address == "old:1":
+            raise RuntimeError("Version mismatch:\n  The cluster has Ray 2.1 and Python 3.8.")
+        if address != "local":
+            raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(launcher.ray, "init", init)
+    for address, why in (("auto", "Could not find"), ("old:1", "The cluster has Ray 2.1")):
+        with pytest.raises(ConfigError, match=f"Ray cluster at {address}: {why}"):
+            launcher.connect(small_run(tmp_path, ray_address=address), {})
+    # Without an address a machine without a cluster gets one, with room for the run.
+    asked.clear()
+    launcher.connect(small_run(tmp_path), {"CPU": 100.5, "simulator": 2.0})
+    (first, _), (second, options) = asked
+    assert (first, second) == ("auto", "local")
+    assert (options["num_cpus"], options["resources"]) == (101, {"simulator": 2.0})
+    assert options["include_dashboard"] is False
