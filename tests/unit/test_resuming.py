@@ -221,9 +221,21 @@ def test_a_directory_that_was_moved_takes_its_key_along(tmp_path: Path) -> None:
     assert resumed(tmp_path, {}).prefill == (str(tmp_path),)
 
 
+def test_a_file_chooses_no_cluster_and_no_packages(tmp_path: Path) -> None:
+    """Both decide which code runs, and where."""
+    theirs = RunConfig(
+        agent="random", logdir=tmp_path, ray_address="far:1", ray_runtime_env={"pip": ["evil"]}
+    )
+    (tmp_path / "config.json").write_text(theirs.to_json())
+    found = resumed(tmp_path, {})
+    assert (found.ray_address, found.ray_runtime_env) == ("", {})
+    assert resumed(tmp_path, {"ray_address": "near:1"}).ray_address == "near:1"
+    assert resumed(tmp_path, {}, trust=True).ray_address == "far:1"
+
+
 def test_another_launcher_chooses_its_own_addresses(tmp_path: Path) -> None:
     config = RunConfig(agent="random", logdir=tmp_path, launcher="serial")
-    run = _prepared(config, find_launcher("serial")(tmp_path))
+    run, _ = _prepared(config, find_launcher("serial")(tmp_path))
     assert run.actor_addr == "inproc://{auto}"
     assert read_config(tmp_path) == config
     # As older versions wrote it.
