@@ -28,7 +28,8 @@ MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 # What KubeRay's reference of its API says; no package brings the schema of these kinds along.
 RAY_JOB = {"entrypoint": str, "submissionMode": str, "shutdownAfterJobFinishes": bool,
            "backoffLimit": int, "rayClusterSpec": dict}  # fmt: skip
-RAY_CLUSTER = {"authOptions": dict, "headGroupSpec": dict, "workerGroupSpecs": list}
+RAY_CLUSTER = {"rayVersion": str, "authOptions": dict, "headGroupSpec": dict,
+               "workerGroupSpecs": list}  # fmt: skip
 HEAD_GROUP = {"rayStartParams": dict, "template": dict}
 WORKER_GROUP = {"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int,
                 **HEAD_GROUP}  # fmt: skip
@@ -82,7 +83,7 @@ def test_the_image_has_a_user_and_a_health_check_that_exists() -> None:
     _, _, command = json.loads(check)
     understood(command.replace("$LOGDIR", "/runs/run"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for page in ("Dockerfile", "compose.yaml", "deploy/kubernetes/agent.yaml"):
+    for page in ("Dockerfile", "compose.yaml", "deploy/kubernetes/ray.yaml"):
         for extras in re.findall(r"EXTRAS=(\w[\w,]*)", (ROOT / page).read_text()):
             assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
@@ -179,6 +180,8 @@ def test_manifests_are_valid(path: Path) -> None:
         known(spec, RAY_JOB)
         cluster = spec["rayClusterSpec"]
         known(cluster, RAY_CLUSTER)
+        locked = (ROOT / "locks" / "dev.txt").read_text()
+        assert f"\nray=={cluster['rayVersion']} " in locked  # what was tried
         known(cluster["headGroupSpec"], HEAD_GROUP)
         for group in cluster["workerGroupSpecs"]:
             known(group, WORKER_GROUP)
