@@ -28,7 +28,6 @@ from fleet_parts import (
 
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.parallel import combined
-from dreamfleet.roles.runtime import ORDER
 
 LENGTH = 25
 
@@ -74,7 +73,7 @@ def end_one(
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, ORDER])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("title", ["replay", "logger"])
 def test_nothing_is_lost_or_doubled_when_a_server_is_ended(
     tmp_path: Path, title: str, how: signal.Signals
@@ -115,7 +114,7 @@ def test_nothing_is_lost_or_doubled_when_one_of_two_shards_is_killed(
     assert after.parts["replay"]["samples"] > before.parts["replay"]["samples"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, ORDER])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("title", ["agent", "env-0"])
 def test_only_the_running_episodes_are_cut_short_when_a_player_is_ended(
     tmp_path: Path, title: str, how: signal.Signals

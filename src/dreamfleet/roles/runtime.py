@@ -106,22 +106,34 @@ STOPPED = 143
 
 ORDER = signal.SIGUSR2
 """What asks a process that has a supervisor to stop."""
+_PATIENCE = 5.0
 
 _thread = _Thread()
 _process_stopped = threading.Event()
 _stop_signal = signal.SIGTERM
 
 
-def obey_supervisor_only() -> None:
-    """Let this process be stopped by `ORDER` from now on, and not by SIGTERM.
+def obey_supervisor(ending: threading.Event) -> None:
+    """Let this process be stopped by `ORDER` from now on.
 
     Slurm and systemd send SIGTERM to all processes of a job at once. The supervisor has it too and
-    stops them in the right order; a replay that followed it would be gone when the agent saves.
+    stops them in the right order; a replay that followed it would be gone when the agent saves. So
+    SIGTERM is followed only after a while in which the supervisor did not begin to end the run.
+
+    Args:
+        ending: Set when it does.
     """
     global _stop_signal
     _stop_signal = ORDER
-    # Programs that are started from here would inherit SIG_IGN.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def follow() -> None:
+        signals.get()
+        if not ending.wait(_PATIENCE):
+            os.kill(os.getpid(), ORDER)
+
+    threading.Thread(target=follow, name="sigterm", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda number, _: signals.put(number))
 
 
 def process_was_asked_to_stop() -> bool:

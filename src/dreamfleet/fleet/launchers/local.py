@@ -26,7 +26,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -40,7 +41,7 @@ from dreamfleet.fleet.launchers import Worker
 from dreamfleet.roles.runtime import (
     ORDER,
     STOPPED,
-    obey_supervisor_only,
+    obey_supervisor,
     pickled,
     process_was_asked_to_stop,
 )
@@ -59,6 +60,7 @@ class LocalLauncher:
     def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:  # noqa: ARG002
         self._logs = logdir / "logs"
         self._payloads: dict[str, bytes] = {}
+        self._workers: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -72,20 +74,41 @@ class LocalLauncher:
             self._payloads[worker.name] = pickled(worker.name, worker.function)
 
     def start(self, worker: Worker) -> LocalWorker:
-        return LocalWorker(worker, self._payloads[worker.name], self.log_file(worker))
+        payload, log_file = self._payloads[worker.name], self.log_file(worker)
+        running = LocalWorker(worker, payload, log_file, before_stop=self._announce_end)
+        self._workers.add(running)
+        return running
+
+    def _announce_end(self) -> None:
+        for worker in list(self._workers):
+            worker.announce_end()
 
     def log_file(self, worker: Worker) -> Path:
         return self._logs / f"{worker.name}.log"
 
 
 class LocalWorker:
-    """A process that runs a worker's function."""
+    """A process that runs a worker's function.
+
+    Args:
+        worker: What it is.
+        payload: Its function, pickled.
+        log_file: Where its output goes.
+        pass_fds: Files that it gets.
+        before_stop: Called before it is asked to stop.
+    """
 
     error = None  # a process leaves only its output
 
     def __init__(
-        self, worker: Worker, payload: bytes, log_file: Path, pass_fds: Sequence[int] = ()
+        self,
+        worker: Worker,
+        payload: bytes,
+        log_file: Path,
+        pass_fds: Sequence[int] = (),
+        before_stop: Callable[[], None] | None = None,
     ) -> None:
+        self._before_stop = before_stop or self.announce_end
         self.host = socket.gethostname()
         self._log_file = log_file
         self._ended = False
@@ -124,8 +147,16 @@ class LocalWorker:
                 os.killpg(self.pid, signal.SIGKILL)
         return code
 
+    def announce_end(self) -> None:
+        """Tell it that the run ends, and that it will be asked to stop when it is its turn."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ValueError):  # it has ended
+            self._process.stdin.write(b".")
+            self._process.stdin.flush()
+
     def terminate(self) -> None:
         if self._process.poll() is None:
+            self._before_stop()
             self._process.send_signal(ORDER)
 
     def kill(self) -> None:
@@ -151,7 +182,8 @@ LAUNCHER = LocalLauncher
 
 def run_worker() -> None:
     """What the process of a worker does."""
-    obey_supervisor_only()
+    ending, orphaned = threading.Event(), threading.Event()
+    obey_supervisor(ending)
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -162,9 +194,8 @@ def run_worker() -> None:
     sys.path[:] = header["path"]
     setproctitle.setproctitle(header["title"])
     function = cloudpickle.loads(_read(pipe, header["bytes"]))
-    orphaned = threading.Event()
-    watch = threading.Thread(target=_stop_with_parent, args=[pipe, orphaned], daemon=True)
-    watch.start()
+    watched = [pipe, ending, orphaned]
+    threading.Thread(target=_watch_parent, args=watched, name="parent", daemon=True).start()
     _wake_with_parent()
     _allow_all_files()
     try:
@@ -187,8 +218,9 @@ def _read(pipe: FileIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _stop_with_parent(pipe: FileIO, orphaned: threading.Event) -> None:
-    pipe.read(1)
+def _watch_parent(pipe: FileIO, ending: threading.Event, orphaned: threading.Event) -> None:
+    while pipe.read(1):
+        ending.set()
     orphaned.set()
     os.kill(os.getpid(), ORDER)
     threading.Event().wait(_ORPHAN_SECONDS)
