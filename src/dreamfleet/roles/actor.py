@@ -20,6 +20,7 @@ from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, Player, pad_rows, 
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
+from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_ids, observed
 from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger import video_env
 from dreamfleet.roles.notes import notes_path
@@ -87,11 +88,20 @@ def serve_actor(
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
         server = BatchServer(address, name, args.server_keys, **hooks)
+        owners = Owners(
+            server.connected, args.episode_timeout, args.envs_per_process, args.all_envs + MOST_IDS
+        )
         server.bind(
             "act",
             actor.act,
             actor.send,
             roles=("env",),
+            check=ObservationCheck(
+                observed(agent, args),
+                args.envs_per_process,
+                owners,
+                lambda ids, invited: check_ids(args, ids, invited=invited),
+            ),
             batch=args.policy_batch_of(index),
             wait=args.actor_wait,
             workers=args.actor_threads,

@@ -26,12 +26,13 @@ from dreamfleet.roles.runtime import (
     unpack,
 )
 from dreamfleet.spaces import RESET, without_reset
-from dreamfleet.transport import Client, Closed, Disconnected, Future, RemoteError
+from dreamfleet.transport import Client, Closed, Disconnected, Future, Occupied, RemoteError
 
 log = logging.getLogger(__name__)
 
 _FIRST_TIMEOUT, _SAY_SECONDS = 3600.0, 30.0
 _PAUSE = 1.0
+_REFUSED_SECONDS = 60.0  # a machine that vanished holds its environments for 20 s at most
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _TRACEBACKS = 3
 
@@ -160,6 +161,7 @@ class Lane:
         """What the agent will answer; None if it was not asked."""
         self.due = 0.0
         """When to step without an answer, on the monotonic clock."""
+        self._refused_since: float | None = None
 
     def may_step(self) -> bool:
         """Whether the answer is here; without a question, whether it is time."""
@@ -191,15 +193,28 @@ class Lane:
             ids = ", ".join(map(str, self._ids))
             log.warning("The agent is lost, environments %s are reset: %s", ids, error)
         except RemoteError as error:
-            if error.kind != ActorFailed.__name__:
+            if error.kind == Occupied.__name__:
+                self._on_occupied(error)
+            elif error.kind != ActorFailed.__name__:
                 raise
-            # The agent process is about to end; whoever supervises it decides what comes next.
+            # Else the agent process is about to end; whoever supervises it decides what comes next.
             self.due = time.monotonic() + _PAUSE
             return False
         else:
+            self._refused_since = None
             for row, place in enumerate(self._sent):
                 self._actions[place] = {key: value[row] for key, value in actions.items()}
         return True
+
+    def _on_occupied(self, error: RemoteError) -> None:
+        """The environments belong to the process before this one, whose connection has not ended
+        yet, or to a second one that should not be there."""
+        now = time.monotonic()
+        if self._refused_since is None:
+            log.warning("%s", error)
+            self._refused_since = now
+        elif now - self._refused_since > _REFUSED_SECONDS:
+            raise error
 
 
 class RestartedEnv:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -20,13 +20,15 @@ from dreamfleet.errors import DreamfleetError
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
 from dreamfleet.roles.actor import Carries
+from dreamfleet.roles.checks import ObservationCheck, Owners, require
 from dreamfleet.roles.invitations import Invited, hooks_of
-from dreamfleet.spaces import RESET, without_logs
-from dreamfleet.transport import BatchServer, Closed, Keys
+from dreamfleet.spaces import RESET, Space, without_logs
+from dreamfleet.transport import ArgumentError, BatchServer, Closed, Keys
 
 Group = tuple[int, ...]
 """The ids of the environments that share a process, and a message."""
 _TICK_SECONDS = 1.0
+_OWNER_SECONDS = float("inf")  # between two rounds environments wait for any time
 MOST_JOINED = 64
 """Environments of machines that have joined, at most: each process may wait in a thread."""
 
@@ -64,6 +66,7 @@ class EpisodeServer:
             those that are there when it begins; what one that leaves has not played yet is played
             by the others.
         invited: Who these machines are.
+        spaces: The observation; if there is none, the first request tells what it is.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EpisodeServer:
         keys: Keys | None = None,
         joined: Callable[[], Sequence[Group]] | None = None,
         invited: Invited | None = None,
+        spaces: Mapping[str, Space] | None = None,
     ) -> None:
         self._own, self._joined_now = list(groups), joined
         self._max_steps, self._why = max_steps, why
@@ -92,11 +96,28 @@ class EpisodeServer:
         # Every message is a batch, on a thread that waits for the others. Twice as many threads:
         # one may still wait for a process that was started again meanwhile.
         most = len(self._own) + (MOST_JOINED if joined else 0)
-        self._server.bind("act", self._act, batch=1, wait=0.0, workers=2 * most, roles=("env",))
+        largest = max([*map(len, self._own), MOST_JOINED if joined else 1])
+        owners = Owners(self._server.connected, _OWNER_SECONDS, largest, largest * most)
+        self._server.bind(
+            "act",
+            self._act,
+            batch=1,
+            wait=0.0,
+            workers=2 * most,
+            roles=("env",),
+            check=ObservationCheck(spaces, largest, owners, self._check_envs),
+        )
 
     @property
     def address(self) -> str:
         return self._server.address
+
+    def _check_envs(self, ids: list[int], _invited: bool) -> None:
+        try:
+            group = self._group_of(ids[0])
+        except UnknownEnvironment as problem:
+            raise ArgumentError(str(problem)) from None
+        require(set(ids) <= set(group), "These are not the environments of one process.")
 
     def __enter__(self) -> Self:
         self._server.start(block=False)

@@ -24,6 +24,7 @@ from dreamfleet.metrics.evaluations import (
 )
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.checks import known_spaces
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
 from dreamfleet.roles.invitations import invited
 from dreamfleet.roles.machines import read_machines
@@ -51,6 +52,7 @@ def parallel_evaluator(args: RunConfig) -> None:
         noted = read_notes(notes_path(args, name))
         return noted.traceback or f"{name} was started again in the middle of an episode."
 
+    spaces = known_spaces(args)
     server = EpisodeServer(
         listen_address(args, "evaluator"),
         groups,
@@ -59,6 +61,7 @@ def parallel_evaluator(args: RunConfig) -> None:
         keys=args.server_keys,
         joined=partial(joined_groups, args.logdir) if args.bind else None,
         invited=invited(args),
+        spaces=spaces[0] if spaces else None,
     )
     stop = stop_event(on_stop=server.stop)
     logs = find_server(args, "logger")

@@ -24,6 +24,7 @@ from dreamfleet.metrics import (
     kind_of,
 )
 from dreamfleet.roles.addresses import listen_address, publish_address
+from dreamfleet.roles.checks import CheckedLogger
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Server
@@ -49,9 +50,10 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     stop = stop_event()
     logger = Logger(unpack(make_logger)(), args)
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
-    server.bind("tran", logger.tran, repeatable=True, roles=("agent",))
-    server.bind("add", logger.add, repeatable=True, roles=("agent", "replay"))
-    server.bind("evaluated", logger.evaluated, repeatable=True, roles=("evaluator",))
+    checked = CheckedLogger(logger, args)
+    server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
+    server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
+    server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
     everybody_else = ("agent", "replay", "evaluator", "watcher")
     server.bind("status", logger.status, repeatable=True, roles=everybody_else)
     with server:

@@ -20,6 +20,7 @@ import numpy as np
 from dreamfleet.agents.api import Agent, Flat, Player, load_policy, policy_state
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address
+from dreamfleet.roles.checks import check_report
 from dreamfleet.roles.notes import Notes
 from dreamfleet.roles.progress import Progress, SharedProgress
 from dreamfleet.transport import Closed, Server
@@ -106,6 +107,7 @@ class ParameterServer:
 
     def report(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Count an actor's steps, if it knows which learner this is; returns where the run is."""
+        check_report(message)
         if message["learner"] == self._id:
             self._count(message)
         progress = self._progress

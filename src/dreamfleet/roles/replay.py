@@ -14,12 +14,15 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.files import atomic_write
 from dreamfleet.metrics import Usage
 from dreamfleet.offline import copy_steps, nothing_to_learn_from
 from dreamfleet.positions import Positions
@@ -28,20 +31,34 @@ from dreamfleet.replay import (
     NotEnoughDataError,
     Replay,
     ReplayClosedError,
+    ReplayError,
     SamplesPerInsert,
     SchemaError,
     Split,
     used_fractions,
 )
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
+from dreamfleet.roles.checks import ReplayChecks
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead, check_count
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
-from dreamfleet.transport import Client, Future, Server, TransportError, Unanswered
+from dreamfleet.transport import (
+    ArgumentError,
+    Client,
+    Future,
+    Server,
+    TransportError,
+    Unanswered,
+)
+from dreamfleet.transport.codec import encode
 
 log = logging.getLogger(__name__)
 
-_ANSWERED = (SchemaError, BatchOrderError, ConfigError, ReplayClosedError, Unanswered)
+_REPLY_SECONDS = 0.2  # in which a last reply is on its way
+_ANSWERED = (
+    *(SchemaError, BatchOrderError, ConfigError, ReplayClosedError),
+    *(ArgumentError, Unanswered),
+)
 """Errors that do not end the process: the caller's fault, or nobody's."""
 _MODES = ("train", "report", "eval")
 _LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
@@ -57,8 +74,8 @@ def parallel_replay(
 ) -> None:
     """Serve the replay until the process is asked to stop, then save what is not in its files.
 
-    When something goes wrong that is not the caller's fault, the process ends at once and without a
-    reply: what was acknowledged is in its files, and callers ask its successor again.
+    When something goes wrong that is not the caller's fault, the process ends at once: what was
+    acknowledged is in its files, and callers ask its successor again (`_or_end`).
 
     Args:
         make_replay_train: Returns the buffer of training data. Called with the number of the shard
@@ -122,9 +139,13 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
     Each that may wait for another has a thread of its own; a single one keeps its order.
     """
 
+    checks = ReplayChecks(args)
+    suspect = args.logdir / "ckpt" / server.name / "suspect"
+
     def offer(role: str, workers: int, **methods: Callable[..., Any]) -> None:
         for name, method in methods.items():
-            server.bind(name, _or_end(method), workers=workers, repeatable=True, roles=(role,))
+            guarded = _or_end(checks.guard(name, method), suspect)
+            server.bind(name, guarded, workers=workers, repeatable=True, roles=(role,))
 
     offer("agent", 1, add_batch=service.add_batch, update=service.update)
     if args.replay_shards == 1:
@@ -151,25 +172,64 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
         offer("replay", 2 * args.replay_shards, inserted=lead.inserted)
 
 
-def _or_end(method: Callable[..., Any]) -> Callable[..., Any]:
+def _or_end(method: Callable[..., Any], suspect: Path) -> Callable[..., Any]:
     """The method, which ends the process when it fails and that is not its caller's fault.
 
-    In a thread of a larger process the caller is told instead.
+    The call is left to the replay's successor. If that fails of the same call, what the call holds
+    is to blame: the caller is told, and nobody sends it a second time.
+
+    In a thread of a larger process the caller is told instead, and nothing ends.
+
+    Args:
+        method: What others call.
+        suspect: The file that keeps, from one life to the next, which call failed.
     """
     if threading.current_thread() is not threading.main_thread():
         return method
 
+    @functools.wraps(method)  # with its signature, by which the server counts arguments
     def guarded(*args: Any) -> Any:
+        if _ending.is_set():
+            raise Unanswered("The replay has failed.")
         try:
             return method(*args)
         except _ANSWERED:
             raise
-        except BaseException:
+        except BaseException as error:
             log.exception("The replay failed.")
-            logging.shutdown()
-            os._exit(1)
+            if not _ending.is_set():
+                _ending.set()
+                threading.Timer(_REPLY_SECONDS, _end).start()
+            if isinstance(error, (ReplayError, OSError, MemoryError)) or _is_new(args, suspect):
+                raise Unanswered("The replay has failed.") from error
+            raise
 
     return guarded
+
+
+def _is_new(args: tuple[Any, ...], suspect: Path) -> bool:
+    """Whether this is not the call that the replay before has failed of; keeps which it is."""
+    if not args:  # there is nothing in it that could be to blame
+        return True
+    value = encode(args)
+    digest = blake2b(value.schema + repr(value.plain).encode() + value.blob)
+    for frame in value.frames:
+        digest.update(frame)
+    try:
+        if suspect.exists() and suspect.read_text() == digest.hexdigest():
+            return False
+        atomic_write(suspect, digest.hexdigest())
+    except OSError as error:
+        log.warning("Which call failed cannot be kept: %s", error)
+    return True
+
+
+_ending = threading.Event()
+
+
+def _end() -> None:
+    logging.shutdown()
+    os._exit(1)
 
 
 def limiter_for(args: RunConfig) -> SamplesPerInsert:

@@ -11,10 +11,12 @@ from dreamfleet.transport.client import Client, Future
 from dreamfleet.transport.errors import (
     AddressError,
     AddressUnknown,
+    ArgumentError,
     Closed,
     CodecError,
     Disconnected,
     MessageError,
+    Occupied,
     RemoteError,
     SecurityError,
     Timeout,
@@ -27,6 +29,7 @@ from dreamfleet.transport.server import Server
 __all__ = [
     "AddressError",
     "AddressUnknown",
+    "ArgumentError",
     "BatchServer",
     "Caller",
     "Client",
@@ -37,6 +40,7 @@ __all__ = [
     "Identity",
     "Keys",
     "MessageError",
+    "Occupied",
     "RemoteError",
     "RoleKey",
     "SecurityError",

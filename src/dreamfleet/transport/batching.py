@@ -23,7 +23,6 @@ from dreamfleet.transport.codec import (
     PLAIN,
     SCALAR,
     TUPLE,
-    Buffer,
     Encoded,
     Plain,
     Schema,
@@ -39,6 +38,8 @@ from dreamfleet.transport.security import Identify, Keys, Revoked
 from dreamfleet.transport.server import BaseServer, Origin, WorkQueue, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
+Check = Callable[[Origin, int, tuple[Any, ...]], None]
+"""Gets where a request came from, the rows of its block (0 for a single item) and its arguments."""
 _FOREVER = float("inf")
 
 # What every item of a batch must agree on: per leaf its place, dtype, shape, and whether it is a
@@ -48,15 +49,14 @@ Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...], bool], ...]
 
 @dataclass(slots=True)
 class Request:
-    """One caller's item, or block of items along a leading axis. Its sizes have been checked."""
+    """One caller's item, or block of items along a leading axis. It has been checked."""
 
     peer: bytes
     number: int
     rows: int  # 0: one item without a leading axis
     schema: Schema
     plain: list[Plain]
-    blob: bytes
-    frames: list[Buffer]
+    leaves: list[Any]
     signature: Signature
     arrived: float
 
@@ -76,6 +76,7 @@ class _Batcher:
     queue: WorkQueue
     repeatable: bool
     roles: frozenset[str]
+    check: Check | None
     posts: PostQueue | None = None
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
@@ -139,6 +140,7 @@ class BatchServer(BaseServer):
         *,
         repeatable: bool = False,
         roles: Collection[str] = (),
+        check: Check | None = None,
         gather: float = 0.01,
         post_rows: int = 1024,
         backlog: int | None = None,
@@ -168,6 +170,8 @@ class BatchServer(BaseServer):
             workers: Batches computed at the same time.
             repeatable: It does no harm to run it twice; see `Server.bind`.
             roles: Whose keys may call it, besides the run key.
+            check: Raises `ArgumentError` or `Occupied` for a request that must not join a batch.
+                Called one at a time, on the thread that reads: it must be quick.
             gather: Seconds the oldest info waits for others to share its call of `postfn`.
             post_rows: Rows that end this wait. A call has no more rows, unless one batch has.
             backlog: Outstanding rows that hold back new batches; None is twice `post_rows`.
@@ -186,7 +190,7 @@ class BatchServer(BaseServer):
                 f"and a backlog of at least post_rows, got {gather}, {post_rows} and {backlog}."
             )
         batcher = _Batcher(
-            method, workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles)
+            method, workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles), check
         )
         if postfn:
             batcher.posts = PostQueue(
@@ -287,15 +291,18 @@ class BatchServer(BaseServer):
         batcher: _Batcher = self._method(header.method, origin.identity.role)
         schema = parse_schema(header.schema)
         check_sizes(schema, header.plain, header.blob, frames)
+        signature = signature_of(schema, header.plain, header.rows)
+        leaves = decode_leaves(schema, header.blob, frames)
+        if batcher.check:
+            batcher.check(origin, header.rows, assemble(schema, header.plain, leaves))
         request = Request(
             origin.peer,
             header.id,
             header.rows,
             schema,
             header.plain,
-            header.blob,
-            frames,
-            signature_of(schema, header.plain, header.rows),
+            leaves,
+            signature,
             time.monotonic(),
         )
         batcher.waiting.append(request)
@@ -452,8 +459,8 @@ def run_batch(workfn: WorkFn, requests: Sequence[Request]) -> tuple[Any, Any]:
         RemoteError: The function returned something else than results and info.
     """
     schema = requests[0].schema
-    decoded = [decode_leaves(r.schema, r.blob, r.frames) for r in requests]
-    leaves = [_concatenate(column, requests) for column in zip(*decoded, strict=True)]
+    columns = zip(*(r.leaves for r in requests), strict=True)
+    leaves = [_concatenate(column, requests) for column in columns]
     plain = [np.asarray(column) for column in zip(*(r.plain for r in requests), strict=True)]
     answer: Any = workfn(*assemble(schema, plain, leaves))
     if not (isinstance(answer, tuple) and len(answer) == 2):

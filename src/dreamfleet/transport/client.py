@@ -29,6 +29,7 @@ from dreamfleet.transport.wire import Waker
 log = logging.getLogger(__name__)
 
 _FOREVER = float("inf")
+_MOST_DEATHS, _DEATH_SECONDS = 5, 2.0
 FLUSH_SECONDS = 1.0
 """How long a client that is closed tries to deliver its calls."""
 
@@ -102,6 +103,9 @@ class _Request:
     rows: int
     created: float
     sent_to: int = 0  # the server's incarnation; 0: not sent
+    sent_at: float = 0.0
+    lost_from: int = 0  # the incarnation that was lost while it had the call
+    deaths: int = 0  # of servers in a row, right after they were sent the call
 
 
 class Client:
@@ -353,7 +357,7 @@ class Client:
             future.method,
             request.rows,
         )
-        request.sent_to = welcome.incarnation
+        request.sent_to, request.sent_at = welcome.incarnation, time.monotonic()
         self._counts["bytes_out"] += sum(map(len, frames))
         self._connection.send(frames)
         if self._receiving and self._connection.readable:
@@ -452,8 +456,8 @@ class Client:
             )
 
     def _on_stale(self, number: int) -> None:
-        """The successor of the server that a call was made for has refused it. So it did not run,
-        and may be sent to the successor once that has greeted."""
+        """The successor of the server that a call was made for has refused it, or the server has
+        left it to its successor, to which it may be sent once that has greeted."""
         future = self._pending.get(number)
         if future is None:
             return
@@ -461,7 +465,7 @@ class Client:
         if self._welcome and self._welcome.incarnation != request.sent_to:
             self._send(number, future, self._welcome)
         else:
-            request.sent_to = 0
+            request.sent_to = request.deaths = 0
             self._send_later()
 
     def _on_welcome(self, welcome: Welcome) -> None:
@@ -473,9 +477,21 @@ class Client:
         self._welcome = welcome
         self._maxinflight = min(self._maxinflight, welcome.limit)
         self._counts["connects"] += 1
-        for number, future in self._pending.items():
-            if not future.request.sent_to:
+        for number, future in list(self._pending.items()):
+            request: _Request = future.request
+            if request.sent_to:
+                continue
+            if request.lost_from == welcome.incarnation:
+                request.deaths = 0  # the connection was lost, and not the server
+            if request.deaths < _MOST_DEATHS:
                 self._send(number, future, welcome)
+            else:
+                self._pending.pop(number)._fail(
+                    Disconnected(
+                        f"{welcome.name} at {self.address} has died {request.deaths} times right "
+                        f"after it got this call of {future.method!r}, which is not sent again."
+                    )
+                )
 
     def _on_lost(self, address: str) -> None:
         if self._welcome is None:
@@ -490,7 +506,9 @@ class Client:
         for number, future in list(self._pending.items()):
             request: _Request = future.request
             if request.sent_to and future.method in repeatable:
-                request.sent_to = 0
+                quickly = time.monotonic() - request.sent_at < _DEATH_SECONDS
+                request.deaths = request.deaths + 1 if quickly else 0
+                request.lost_from, request.sent_to = request.sent_to, 0
                 self._counts["resent"] += 1
             elif request.sent_to:
                 self._pending.pop(number)._fail(Disconnected(lost))

@@ -49,6 +49,7 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
     )
 )
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_BOOL = DTYPES[0]
 
 # A schema node is PLAIN, or a list that starts with one of the other kinds.
 PLAIN, DICT, LIST, TUPLE, ARRAY, SCALAR, BYTES, STR = range(8)
@@ -376,7 +377,7 @@ def decode_leaves(schema: Schema, blob: Buffer, frames: Sequence[Buffer]) -> lis
     """The array-like leaves of a message whose sizes were checked, in the schema's order.
 
     Raises:
-        MessageError: A text is not valid.
+        MessageError: A text is not valid, or a bool is neither 0 nor 1.
     """
     leaves: list[Any] = []
     rest = iter(frames)
@@ -399,6 +400,9 @@ def decode_leaves(schema: Schema, blob: Buffer, frames: Sequence[Buffer]) -> lis
 def _view(source: Buffer, leaf: Leaf, offset: int) -> NDArray[Any]:
     if leaf.count == 0:
         return np.empty(leaf.shape, leaf.dtype)
+    if leaf.dtype is _BOOL and bytes(source[offset : offset + leaf.nbytes]).strip(b"\0\1"):
+        # numpy counts and combines others wrongly.
+        raise MessageError("A bool in a message is neither 0 nor 1.")
     array = np.frombuffer(source, leaf.dtype, leaf.count, offset)
     if array.flags.writeable:
         array.flags.writeable = False

@@ -6,6 +6,8 @@ TransportError
 ├── SecurityError       a server that strangers could reach, or a key that is not secret
 ├── CodecError          a value that cannot be sent; the message names its place
 ├── MessageError        bytes that are not one of our messages
+├── ArgumentError       arguments that a method does not take
+├── Occupied            what a call is about belongs to another connection
 ├── RemoteError         the server's method failed; holds the remote traceback
 ├── Unanswered          a server that is about to end leaves a call to its successor
 ├── Disconnected        the connection was lost, or nobody answers at the address
@@ -38,6 +40,16 @@ class CodecError(TransportError, TypeError):
 
 class MessageError(TransportError, ValueError):
     """Bytes that are not a valid message."""
+
+
+class ArgumentError(TransportError, ValueError):
+    """Arguments that a method does not take. Raised by checks on the server, before the call has
+    touched anything; a client that makes many such calls loses its connection."""
+
+
+class Occupied(TransportError):
+    """What a call is about belongs to another connection, for now. Raised by checks on the server;
+    it is nobody's fault, and may be tried again."""
 
 
 class RemoteError(TransportError):

@@ -12,6 +12,7 @@ Only the sleep is not: it waits for the socket's descriptor, which is not a touc
 
 from __future__ import annotations
 
+import inspect
 import logging
 import secrets
 import select
@@ -33,8 +34,10 @@ from dreamfleet.transport.address import Address, clean_up, file_identity, parse
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.errors import (
     AddressError,
+    ArgumentError,
     Closed,
     MessageError,
+    Occupied,
     SecurityError,
     TransportError,
     Unanswered,
@@ -228,6 +231,24 @@ class _Method:
     repeatable: bool
     roles: frozenset[str]
     pass_caller: bool
+    takes: tuple[int, float]
+    """How many arguments, at least and at most."""
+
+    def check_count(self, name: str, count: int) -> None:
+        least, most = self.takes
+        if not least <= count + self.pass_caller <= most:
+            raise ArgumentError(f"{name!r} does not take {count} arguments.")
+
+
+def _takes(function: Callable[..., Any]) -> tuple[int, float]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables have no signature
+        return 0, _FOREVER
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    most = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    least = sum(p.default is p.empty for p in positional)
+    return least, _FOREVER if most else len(positional)
 
 
 class Server(BaseServer):
@@ -277,7 +298,8 @@ class Server(BaseServer):
 
         Args:
             method: The name clients call.
-            fn: Gets the call's arguments; arrays among them are read-only.
+            fn: Gets the call's arguments; arrays among them are read-only. For arguments that it
+                does not take it raises `ArgumentError`, before it touches anything.
             workers: Threads of its own, for a method that may block; 0 shares the server's.
             repeatable: It does no harm to run it twice, so a client may send a call again when the
                 server came back after a crash. Other calls fail with `Disconnected` then.
@@ -286,7 +308,9 @@ class Server(BaseServer):
         """
         self._check_bind(method)
         queue = WorkQueue(workers) if workers > 0 else self._shared
-        self._methods[method] = _Method(fn, queue, repeatable, frozenset(roles), pass_caller)
+        self._methods[method] = _Method(
+            fn, queue, repeatable, frozenset(roles), pass_caller, _takes(fn)
+        )
 
     def _queues(self) -> set[WorkQueue]:
         return super()._queues() | {self._shared}
@@ -298,20 +322,23 @@ class Server(BaseServer):
         args = wire.value_of(header, frames)
         if type(args) is not tuple:
             raise MessageError("The arguments of a call are a tuple.")
+        method.check_count(header.method, len(args))
         if method.pass_caller:
             args = (origin.caller, *args)
-        job = partial(self._work, origin.peer, header.id, method.function, args)
+        job = partial(self._work, origin.peer, header.id, method, args)
         self._loop.submit(method.queue, job)
 
-    def _work(
-        self, peer: Peer, number: int, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
+    def _work(self, peer: Peer, number: int, method: _Method, args: tuple[Any, ...]) -> None:
         failed = 0
         try:
-            frames = wire.pack(wire.REPLY, number, encode(function(*args)))
+            frames = wire.pack(wire.REPLY, number, encode(method.function(*args)))
         except Unanswered:
             with self._loop.lock:
-                self._loop.forget_call(peer)
+                self._loop.leave(peer, number if method.repeatable else 0)
+            return
+        except (ArgumentError, Occupied) as problem:
+            with self._loop.lock:
+                self._loop.reject(peer, number, problem)
             return
         except BaseException as error:  # whatever it is, it must not take a thread along
             failed = 1
@@ -495,6 +522,12 @@ class Loop:
         else:
             del self._inflight[peer]
 
+    def leave(self, peer: Peer, number: int) -> None:
+        """Leave a call to the server's successor; with 0, to nobody."""
+        self.forget_call(peer)
+        if number:
+            self._send(peer, wire.pack(wire.STALE, number, encode(None)))
+
     def wake_reader(self) -> None:
         """After a change made by a thread that does not read: wake the reader if it has to act."""
         if self._asleep_until > -_FOREVER and (
@@ -635,8 +668,8 @@ class Loop:
         self.counts["inflight"] += 1
         self._inflight[peer] += 1
         if self._inflight[peer] > wire.MAX_INFLIGHT:
-            problem = MessageError(f"More than {wire.MAX_INFLIGHT} requests are in flight.")
-            self.reject(peer, header.id, problem, blame=False)
+            text = f"More than {wire.MAX_INFLIGHT} requests are in flight."
+            self.reject(peer, header.id, MessageError(text), blame=False)
         elif self.counts["inflight"] > wire.MAX_HELD:
             text = f"{self.name} holds {wire.MAX_HELD} requests and takes no more."
             self.reject(peer, header.id, MessageError(text), blame=False)
@@ -644,15 +677,15 @@ class Loop:
             try:
                 self._on_call(origin, header, frames[1:])
             except TransportError as problem:
-                self.reject(peer, header.id, problem, blame=True)
+                self.reject(peer, header.id, problem)
 
     # --- who misbehaves, and who is not welcome any more ------------------------------------------
 
-    def reject(self, peer: Peer, number: int, problem: Exception, *, blame: bool) -> None:
-        """Answer a call with an error; `blame` if it should not have been made."""
+    def reject(self, peer: Peer, number: int, problem: Exception, *, blame: bool = True) -> None:
+        """Answer a call with an error, and count that it should not have been made."""
         self.counts["errors"] += 1
         self.reply(peer, wire.pack_error(number, type(problem).__name__, str(problem)))
-        if blame:
+        if blame and not isinstance(problem, Occupied):
             self.blame(peer)
 
     def _unwelcome(self, origin: Origin) -> bool:

@@ -8,7 +8,8 @@
 
 A client sends nothing but HELLO before it has read WELCOME, and every call is addressed to the
 incarnation that it has read there: libzmq may deliver a call to a server's successor, which must
-not carry out what the client will count as lost (STALE). Headers are decoded into a typed struct,
+not carry out what the client will count as lost (STALE). A server that is about to end leaves calls
+to its successor in the same way. Headers are decoded into a typed struct,
 so a header of another shape is refused as a whole.
 """
 

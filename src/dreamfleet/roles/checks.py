@@ -1,0 +1,555 @@
+"""What the servers of a run accept: the checks of every method's arguments.
+
+Whoever holds a key may send anything. What does not fit the run's spaces and limits is refused here
+with an `ArgumentError`, before it joins a batch or touches anything, so that it costs its sender an
+error and nobody else anything.
+
+    ObservationCheck   `act` of the actor and of the evaluator, with the `Owners` of environments
+    ReplayChecks       the methods of the replay
+    CheckedLogger      the methods of the logger
+    check_report       what actors of other processes tell the learner
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.replay.schema import PRIORITY, STEPID, STEPID_BYTES
+from dreamfleet.spaces import (
+    FLAGS,
+    LOG_PREFIX,
+    RESET,
+    Space,
+    is_image,
+    spaces_from_json,
+    without_logs,
+)
+from dreamfleet.transport import ArgumentError, Caller, Occupied
+from dreamfleet.transport.server import Origin
+
+if TYPE_CHECKING:
+    from dreamfleet.roles.logger import Logger
+
+log = logging.getLogger(__name__)
+
+MOST_IDS = 1 << 17
+"""Environments of machines that have joined, of one actor, in all."""
+_MAGNITUDE = 1e18  # numbers beyond it are nobody's, and their squares overflow a float32
+_SLACK = 1e3  # environments leave their bounds a little; this many times their width is absurd
+_MOST_LOGS = 1024  # distinct keys that are only logged
+_MOST_KEY_SETS = 256
+_LONGEST_KEY, _LONGEST_TEXT = 200, 100_000
+_MOST_METRICS = 20_000
+_MOST_ROWS = 1 << 16  # in a message from the actor
+_MOST_STEPS = 10**11
+_FASTEST, _HEAD_START = 1e6, 1e7  # steps a second, and steps at once
+_ROW_BYTES = 1 << 20  # of what is only logged
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ArgumentError(text)
+
+
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def check_floats(key: str, value: NDArray[Any], low: float, high: float) -> None:
+    """Refuse NaN, infinity and numbers outside of the bounds. Minus infinity may mark a missing
+    value, except in a reward. Called where numpy does not warn of them."""
+    flat = value.reshape(-1)
+    # One product of all values is far quicker than a look at each. It is large, or NaN, if one is.
+    near = min(-low, high, 1e9)
+    if near > 0 and flat.dtype.itemsize >= 4 and flat.dot(flat) <= near * near:
+        return
+    wrong = ~((flat >= low) & (flat <= high))
+    if key != "reward":
+        wrong &= flat != -np.inf
+    if wrong.any():
+        example = float(flat[wrong][0])
+        raise ArgumentError(f"{key!r} holds {example:g}, which is outside of {low:g} to {high:g}.")
+
+
+def _float_bounds(space: Space) -> tuple[float, float]:
+    """What is not absurd for a space."""
+    low, high = float(space.low.min()), float(space.high.max())
+    slack = _SLACK * (1 + high - low)
+    return max(low - slack, -_MAGNITUDE), min(high + slack, _MAGNITUDE)
+
+
+def known_spaces(args: RunConfig) -> tuple[dict[str, Space], dict[str, Space]] | None:
+    """Observations and actions of the run, if its directory has them."""
+    try:
+        plain = json.loads((args.logdir / "spaces.json").read_text())
+        return spaces_from_json(plain["obs_space"]), spaces_from_json(plain["act_space"])
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+
+
+def observed(agent: object, args: RunConfig) -> Mapping[str, Space] | None:
+    """What an agent observes, as it says itself or as the run's directory has it."""
+    spaces: Mapping[str, Space] | None = getattr(agent, "obs_space", None)
+    known = None if spaces else known_spaces(args)
+    return known[0] if known else spaces
+
+
+def check_ids(args: RunConfig, ids: Collection[int], *, invited: bool = False) -> None:
+    """Refuse what are not environments of the run; the invited have those that have joined."""
+    for envid in ids:
+        own = 0 <= envid < args.all_envs and not invited
+        joined = JOINED <= envid < 2 * JOINED and bool(args.bind)
+        require(own or joined, f"This run has no environment {envid} for you.")
+
+
+def _check_column_of_ids(args: RunConfig, envids: Any) -> int:
+    """Refuse what are not the ids of the rows of a message; returns how many rows it has."""
+    fits = isinstance(envids, np.ndarray) and envids.dtype == np.int64 and envids.ndim == 1
+    require(
+        fits and len(envids) <= _MOST_ROWS,
+        f"A message has an int64 for each row, which tells its environment, and {_MOST_ROWS} rows "
+        "at most.",
+    )
+    check_ids(args, envids.tolist())
+    return len(envids)
+
+
+# --- observations --------------------------------------------------------------------------------
+
+
+class _Owner:
+    """A connection that has environments."""
+
+    __slots__ = ("blocks", "caller", "count", "seen")
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.blocks: set[bytes] = set()  # ids of its requests, to recognise the next one
+        self.count = 0
+        self.seen = 0.0
+
+
+class Owners:
+    """Which connection each environment belongs to: one at a time.
+
+    It keeps an environment until its connection ends or was silent for `timeout` seconds. The
+    successor has to begin a new episode: nothing continues over a change of owner. A process that
+    was killed is succeeded at once, because its machine ends its connections. A machine that
+    vanished is noticed by libzmq's heartbeats, after 20 s at most.
+
+    Args:
+        connected: Whether a connection is still there.
+        timeout: Seconds.
+        most_each: Environments of one connection.
+        most: Environments in all.
+        clock: Seconds, rising.
+    """
+
+    def __init__(
+        self,
+        connected: Callable[[bytes], bool],
+        timeout: float,
+        most_each: int,
+        most: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connected, self._timeout, self._clock = connected, timeout, clock
+        self._most_each, self._most = most_each, most
+        self._owner_of: dict[int, _Owner] = {}
+        self._owners: dict[bytes, _Owner] = {}
+
+    def is_known(self, connection: bytes, envids: NDArray[np.int64]) -> bool:
+        """Whether the connection has sent these environments together before, and has them
+        still."""
+        owner = self._owners.get(connection)
+        if owner is None or envids.tobytes() not in owner.blocks:
+            return False
+        owner.seen = self._clock()
+        return True
+
+    def claim(self, caller: Caller, envids: NDArray[np.int64], is_first: NDArray[np.bool_]) -> None:
+        """Give environments to the connection of a caller, if nobody else has them.
+
+        Raises:
+            Occupied: Somebody else has one of them, or had it and no new episode begins.
+            ArgumentError: There are too many, or one occurs twice.
+        """
+        ids: list[int] = envids.tolist()
+        require(len(set(ids)) == len(ids), "An environment occurs twice in a request.")
+        owner = self._owners.get(caller.connection) or _Owner(caller)
+        for envid, first in zip(ids, is_first.tolist(), strict=True):
+            other = self._owner_of.get(envid)
+            if other is None or other is owner:
+                continue
+            if self._holds(other):
+                raise Occupied(
+                    f"Environment {envid} belongs to {other.caller}: two processes with the same "
+                    "environments would mix up their episodes. End one of them."
+                )
+            if not first:
+                raise Occupied(
+                    f"Environment {envid} belonged to {other.caller} before: begin a new episode."
+                )
+        mine = sum(self._owner_of.get(envid) is owner for envid in ids)
+        self._check_room(owner, len(ids) - mine)
+        for envid in ids:
+            self._give(envid, owner)
+        if len(owner.blocks) >= _MOST_KEY_SETS:
+            owner.blocks.clear()
+        owner.blocks.add(envids.tobytes())
+        owner.seen = self._clock()
+        self._owners[caller.connection] = owner
+
+    def _holds(self, owner: _Owner) -> bool:
+        silence = self._clock() - owner.seen
+        return silence <= self._timeout and self._connected(owner.caller.connection)
+
+    def _check_room(self, owner: _Owner, more: int) -> None:
+        require(
+            owner.count + more <= self._most_each,
+            f"A connection has {self._most_each} environments at most.",
+        )
+        if len(self._owner_of) + more > self._most:
+            for envid, other in list(self._owner_of.items()):
+                if other is not owner and not self._holds(other):
+                    self._take(envid, other)
+            if len(self._owner_of) + more > self._most:
+                raise Occupied(f"There are {self._most} environments, which are the most.")
+
+    def _give(self, envid: int, owner: _Owner) -> None:
+        other = self._owner_of.get(envid)
+        if other is not owner:
+            if other is not None:
+                self._take(envid, other)
+            self._owner_of[envid] = owner
+            owner.count += 1
+
+    def _take(self, envid: int, owner: _Owner) -> None:
+        del self._owner_of[envid]
+        owner.blocks.clear()
+        owner.count -= 1
+        if not owner.count:
+            self._owners.pop(owner.caller.connection, None)
+
+
+CheckEnvs = Callable[[list[int], bool], None]
+
+
+class ObservationCheck:
+    """The check of `act`: blocks of observations of the run's environments.
+
+    Args:
+        spaces: The observation; if there is none, the first request tells what it is.
+        most_rows: Observations in a block.
+        owners: Told who acts in what.
+        check_envs: Refuses ids of environments that there are not; told whether the caller was
+            invited.
+    """
+
+    def __init__(
+        self,
+        spaces: Mapping[str, Space] | None,
+        most_rows: int,
+        owners: Owners,
+        check_envs: CheckEnvs,
+    ) -> None:
+        self._most_rows, self._owners, self._check_envs = most_rows, owners, check_envs
+        self._expected: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        self._floats: dict[str, tuple[float, float]] = {}
+        self._ranges: dict[str, tuple[int, int]] = {}
+        self._logs: set[str] = set()
+        self._known: dict[frozenset[str], list[str]] = {}  # keys of a request: those only logged
+        if spaces:
+            self._adopt(without_logs(spaces))
+
+    def _adopt(self, spaces: Mapping[str, Space]) -> None:
+        fixed = {"envid": Space(np.int64), "is_eval": Space(bool), "failures": Space(np.int64)}
+        for key, space in {**spaces, **fixed}.items():
+            self._expected[key] = (space.dtype, space.shape)
+            if not space.discrete:
+                self._floats[key] = _float_bounds(space)
+            elif space != Space(space.dtype, space.shape):
+                self._ranges[key] = (int(space.low.min()), int(space.high.max()) - 1)
+
+    def __call__(self, origin: Origin, rows: int, args: tuple[Any, ...]) -> None:
+        if len(args) != 1 or type(args[0]) is not dict or not rows:
+            raise ArgumentError("'act' takes one block of observations.")
+        if rows > self._most_rows:
+            raise ArgumentError(f"A block holds {self._most_rows} observations at most.")
+        obs: dict[str, NDArray[Any]] = args[0]
+        if not self._expected:
+            self._adopt(_spaces_of(obs))
+        logs = self._known.get(keys := frozenset(obs))
+        if logs is None:
+            logs = self._check_keys(keys)
+        for key, (dtype, shape) in self._expected.items():
+            value = obs[key]
+            if (
+                value.__class__ is not np.ndarray
+                or value.dtype != dtype
+                or value.shape[1:] != shape
+            ):
+                raise ArgumentError(f"{key!r} is {_text(value)}, and has to be {dtype}{[*shape]}.")
+        with np.errstate(all="ignore"):
+            for key, bounds in self._floats.items():
+                check_floats(key, obs[key], *bounds)
+            for key in logs:
+                _check_log(key, obs[key])
+        for key, (low, high) in self._ranges.items():
+            value = obs[key]
+            require(
+                bool(value.min() >= low and value.max() <= high),
+                f"{key!r} is outside of {low} to {high}.",
+            )
+        # Last, because nothing may be taken by a request that is refused. The environments of a
+        # process do not change from step to step.
+        if not self._owners.is_known(origin.peer, obs["envid"]):
+            self._check_owner(origin, obs)
+
+    def _check_owner(self, origin: Origin, obs: Mapping[str, NDArray[Any]]) -> None:
+        caller = origin.caller
+        self._check_envs(obs["envid"].tolist(), bool(caller.name))
+        self._owners.claim(caller, obs["envid"], obs["is_first"])
+
+    def _check_keys(self, keys: frozenset[str]) -> list[str]:
+        """The keys that are only logged, of a request with keys that were not seen before."""
+        for key in self._expected:
+            require(key in keys, f"The observation lacks {key!r}.")
+        more = sorted(keys - self._expected.keys())
+        for key in more:
+            require(
+                key.startswith(LOG_PREFIX) and len(key) <= _LONGEST_KEY,
+                f"The observation holds {key!r:.200}, which the run's environments do not have.",
+            )
+        require(len(self._logs | set(more)) <= _MOST_LOGS, "There are too many logged keys.")
+        if len(self._known) >= _MOST_KEY_SETS:
+            self._known.clear()
+        self._logs |= set(more)
+        self._known[keys] = more
+        return more
+
+
+def _spaces_of(obs: Mapping[str, Any]) -> dict[str, Space]:
+    """The spaces that a first request tells."""
+    for key in FLAGS:
+        require(isinstance(obs.get(key), np.ndarray), f"The observation lacks {key!r}.")
+    try:
+        return {
+            key: Space(value.dtype, value.shape[1:])
+            for key, value in obs.items()
+            if not key.startswith(LOG_PREFIX)
+        }
+    except Exception as problem:
+        raise ArgumentError(f"This is no observation: {problem}") from None
+
+
+def _check_log(key: str, value: Any) -> None:
+    if value.__class__ is not np.ndarray or value.dtype.kind not in "biuf":
+        raise ArgumentError(f"{key!r} is {_text(value)}, which cannot be logged.")
+    require(value.nbytes <= _ROW_BYTES * len(value), f"{key!r} is too large to be logged.")
+    if value.dtype.kind == "f":
+        check_floats(key, value, -_MAGNITUDE, _MAGNITUDE)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape[1:])}"
+    return type(value).__name__
+
+
+# --- the replay ----------------------------------------------------------------------------------
+
+
+class ReplayChecks:
+    """The checks of the methods of the replay, under their names."""
+
+    def __init__(self, args: RunConfig) -> None:
+        self._args = args
+        obs, act = known_spaces(args) or ({}, {})
+        self._spaces = without_logs({**obs, **act})
+        self._protected = {*self._spaces, *FLAGS, RESET}
+
+    def guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, which checks its arguments first; the parts of samples share a check."""
+        check = getattr(self, "sample_part" if name.startswith("sample_part") else name, None)
+        if check is None:  # it takes no arguments
+            return method
+
+        @functools.wraps(check)  # with its signature, by which a server counts arguments
+        def checked(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                check(*args)
+            return method(*args)
+
+        return checked
+
+    def add_batch(self, steps: Any, envids: Any, is_eval: Any, source: Any, seq: Any) -> None:
+        rows = _check_column_of_ids(self._args, envids)
+        require(type(is_eval) is bool, "Whether steps are of evaluation is a bool.")
+        require(type(source) is str and len(source) <= _LONGEST_KEY, "A source is a short text.")
+        require(_is_whole(seq, 0, 2**62), "The number of a batch counts from 0.")
+        require(type(steps) is dict and len(steps) <= _MOST_LOGS, "Steps are a dict of arrays.")
+        for key, value in steps.items():
+            if value.__class__ is not np.ndarray or value.shape[:1] != (rows,):
+                raise ArgumentError(f"{key!r:.200} has not one row for each environment.")
+            space = self._spaces.get(key)
+            if space is not None and (value.dtype != space.dtype or value.shape[1:] != space.shape):
+                raise ArgumentError(
+                    f"{key!r} is {_text(value)}, and has to be {space.dtype}{[*space.shape]}."
+                )
+            if value.dtype.kind == "f":
+                check_floats(key, value, -_MAGNITUDE, _MAGNITUDE)
+
+    def update(self, data: Any) -> None:
+        require(type(data) is dict and len(data) <= _MOST_LOGS, "An update is a dict of arrays.")
+        stepid = data.get(STEPID)
+        if stepid.__class__ is not np.ndarray or stepid.shape[-1:] != (STEPID_BYTES,):
+            raise ArgumentError(f"An update needs a {STEPID!r}.")
+        for key, value in data.items():
+            require(value.__class__ is np.ndarray, f"{key!r:.200} is no array.")
+            if key in self._protected or (
+                key not in (STEPID, PRIORITY) and is_image(value.dtype, value.shape[2:])
+            ):
+                raise ArgumentError(
+                    f"{key!r} is what an environment sent, and is never changed: an update holds "
+                    "what the agent stores with a step, and priorities."
+                )
+
+    def raise_position(self, steps: Any) -> None:
+        require(_is_whole(steps, 0, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
+
+    def grant(self, sequences: Any) -> None:
+        require(_is_whole(sequences, 0, _MOST_STEPS), "So many sequences cannot be sampled.")
+
+    def permit(self, known: Any) -> None:
+        require(_is_whole(known, -1, 2**62), "Samples are counted from 0.")
+
+    def shares(self, mode: Any) -> None:
+        require(mode in ("train", "report", "eval"), "There are no such batches.")
+
+    def sample_part(self, fresh: Any, drawn: Any, everywhere: Any) -> None:
+        require(_is_whole(fresh, 0, _MOST_ROWS), "So many fresh sequences are in no batch.")
+        require(_is_whole(everywhere, 0, 2**62), "Sequences are counted from 0.")
+        fits = isinstance(drawn, (list, tuple)) and len(drawn) <= _MOST_LOGS
+        require(
+            fits and all(_is_whole(count, 0, _MOST_ROWS) for count in drawn),
+            "How many sequences a selector draws is a number for each.",
+        )
+
+    def opened(self, shard: Any, steps: Any, size: Any) -> None:
+        self.inserted(shard, steps)
+        require(_is_whole(size, 0, _MOST_STEPS), "A shard holds 0 steps or more.")
+
+    def inserted(self, shard: Any, steps: Any) -> None:
+        require(_is_whole(shard, 0, _MOST_ROWS), "Shards are numbered from 0.")
+        require(_is_whole(steps, 0, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
+
+
+# --- the learner ---------------------------------------------------------------------------------
+
+
+def check_report(message: Any) -> None:
+    """Refuse what is no report of an actor to the learner."""
+    require(type(message) is dict, "A report is a dict.")
+    for key in ("learner", "actor", "source"):
+        value = message.get(key)
+        require(type(value) is str and len(value) <= _LONGEST_KEY, f"{key!r} is a short text.")
+    for key in ("steps", "unstored", "failures", "env_steps"):
+        value = message.get(key)
+        counts = type(value) in (int, float) and 0 <= value <= _MOST_STEPS
+        require(counts and value == int(value), f"{key!r} counts from 0.")
+    for key in ("busy", "reached"):
+        require(type(message.get(key)) is bool, f"{key!r} is a bool.")
+
+
+# --- the logger ----------------------------------------------------------------------------------
+
+
+class CheckedLogger:
+    """The methods of the logger, which check their arguments first."""
+
+    def __init__(
+        self, logger: Logger, args: RunConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger, self._args, self._clock = logger, args, clock
+        self._names: set[str] = set()
+        self._newest: tuple[float, int] | None = None
+        self.status = logger.status
+
+    @np.errstate(all="ignore")
+    def tran(self, step: Any, envids: Any, is_eval: Any, transitions: Any, frames: Any) -> bool:
+        rows = _check_column_of_ids(self._args, envids)
+        require(_is_column(is_eval, rows, "b"), "Whether steps are of evaluation is a bool each.")
+        require(type(transitions) is dict and len(transitions) <= _MOST_LOGS, "No transitions.")
+        for key in FLAGS:
+            kind = "f" if key == "reward" else "b"
+            require(_is_column(transitions.get(key), rows, kind), f"{key!r} is missing or wrong.")
+        check_floats("reward", transitions["reward"], -_MAGNITUDE, _MAGNITUDE)
+        self._check_names(key for key in transitions if key not in FLAGS)
+        for key, value in transitions.items():
+            if key not in FLAGS:
+                require(key.startswith(LOG_PREFIX), f"{key!r:.200} is nothing to log.")
+                require(np.shape(value)[:1] == (rows,), f"{key!r} has not a row for each step.")
+                _check_log(key, value)
+        require(type(frames) is dict and len(frames) <= _MOST_LOGS, "Frames are a dict of images.")
+        for key, value in frames.items():
+            fits = isinstance(value, np.ndarray) and is_image(value.dtype, value.shape[1:])
+            require(fits and len(value) == 1, f"{key!r:.200} is not a single image.")
+        self._check_step(step)
+        return self._logger.tran(step, envids, is_eval, transitions, frames)
+
+    def add(self, step: Any, metrics: Any) -> None:
+        self._check_metrics(metrics)
+        self._check_step(step)
+        self._logger.add(step, metrics)
+
+    def evaluated(self, step: Any, metrics: Any) -> None:
+        self._check_metrics(metrics)
+        for key, value in metrics.items():
+            require(type(value) is float, f"{key!r} is not a number.")
+        require(_is_whole(step, 0, _MOST_STEPS), "A round began at a step of the run.")
+        self._logger.evaluated(step, metrics)
+
+    def _check_metrics(self, metrics: Any) -> None:
+        require(type(metrics) is dict, "Metrics are a dict.")
+        self._check_names(metrics)
+        for key, value in metrics.items():
+            text = isinstance(value, str) and len(value) <= _LONGEST_TEXT
+            number = isinstance(value, (bool, int, float, np.ndarray, np.generic))
+            require(text or number, f"{key!r} is neither a number, nor a text, nor an array.")
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Every name costs memory for the rest of the run."""
+        new = [name for name in names if name not in self._names]
+        require(all(len(name) <= _LONGEST_KEY for name in new), "The name of a metric is too long.")
+        require(len(self._names) + len(new) <= _MOST_METRICS, "There are too many metrics.")
+        self._names.update(new)
+
+    def _check_step(self, step: Any) -> None:
+        """Refuse a step that the run cannot have made: nobody is so fast."""
+        require(_is_whole(step, -1, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
+        now = self._clock()
+        if self._newest is not None:
+            then, before = self._newest
+            most = before + _HEAD_START + _FASTEST * (now - then)
+            require(step <= most, f"The run has made {before} steps so far, and not {step}.")
+            if step <= before:
+                return
+        if step >= 0:
+            self._newest = now, step
+
+
+def _is_column(value: Any, rows: int, kind: str) -> bool:
+    return isinstance(value, np.ndarray) and value.shape == (rows,) and value.dtype.kind == kind

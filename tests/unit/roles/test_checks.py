@@ -1,0 +1,582 @@
+"""What the servers of a run accept, and whom environments belong to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import small_run
+
+from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.roles.checks import (
+    CheckedLogger,
+    ObservationCheck,
+    Owners,
+    ReplayChecks,
+    check_floats,
+    check_ids,
+    check_report,
+)
+from dreamfleet.roles.episodes import EpisodeServer
+from dreamfleet.spaces import Space, spaces_to_json
+from dreamfleet.transport import (
+    ArgumentError,
+    BatchServer,
+    Caller,
+    Client,
+    Disconnected,
+    Identity,
+    Keys,
+    Occupied,
+    RemoteError,
+    wire,
+)
+
+SPACES = {
+    "image": Space(np.uint8, (4, 4, 3)),
+    "vector": Space(np.float32, (3,)),
+    "angle": Space(np.float32, (), -1.0, 1.0),
+    "choice": Space(np.int32, (), 0, 5),
+    "reward": Space(np.float32),
+    "is_first": Space(bool),
+    "is_last": Space(bool),
+    "is_terminal": Space(bool),
+}
+
+
+def observation(ids: Any = (0, 1), *, first: bool = True, **changes: Any) -> dict[str, Any]:
+    rows = len(ids)
+    obs: dict[str, Any] = {
+        "envid": np.array(ids, np.int64),
+        "is_eval": np.zeros(rows, bool),
+        "failures": np.zeros(rows, np.int64),
+        **{key: np.zeros((rows, *space.shape), space.dtype) for key, space in SPACES.items()},
+        "is_first": np.full(rows, first),
+        "log/speed": np.ones(rows, np.float32),
+    }
+    return {key: value for key, value in {**obs, **changes}.items() if value is not None}
+
+
+@contextmanager
+def acting(
+    run: RunConfig, keys: Keys | None = None, *, batch: int = 2, wait: float = 0.0, **options: Any
+) -> Iterator[tuple[BatchServer, list[Any]]]:
+    """A live server of `act`, and the batches that it got."""
+    batches: list[Any] = []
+
+    def act(obs: dict[str, Any]) -> tuple[Any, None]:
+        batches.append(obs)
+        return {"action": obs["envid"]}, None
+
+    server = BatchServer("tcp://127.0.0.1:{auto}", "actor", keys, **options)
+    owners = Owners(server.connected, run.episode_timeout, run.envs_per_process, 8)
+    check = ObservationCheck(
+        SPACES,
+        run.envs_per_process,
+        owners,
+        lambda ids, invited: check_ids(run, ids, invited=invited),
+    )
+    server.bind("act", act, batch=batch, wait=wait, roles=("env",), check=check)
+    with server:
+        yield server, batches
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    return small_run(tmp_path, envs=6, envs_per_process=4, bind="127.0.0.1")
+
+
+ROWS = np.zeros(2)
+WRONG: dict[str, Any] = {
+    "a number": 5,
+    "a list": [1, 2],
+    "nothing": {},
+    "a missing key": observation(vector=None),
+    "no ids": observation(envid=None),
+    "an extra key": observation(more=ROWS),
+    "another shape": observation(vector=np.zeros((2, 4), np.float32)),
+    "another dtype": observation(vector=np.zeros((2, 3), np.float64)),
+    "float ids": observation(envid=np.array([0.0, 1.0])),
+    "ids of 32 bits": observation(envid=np.array([0, 1], np.int32)),
+    "ids with two axes": observation(envid=np.zeros((2, 2), np.int64)),
+    "a tuple": observation(vector=(ROWS, ROWS)),
+    "negative ids": observation(envid=np.array([-1, 0])),
+    "enormous ids": observation(envid=np.array([2**62, 0])),
+    "ids of nobody": observation(ids=(0, 6)),
+    "ids beyond those who join": observation(ids=(2 * JOINED, 0)),
+    "the same id twice": observation(envid=np.array([1, 1])),
+    "100,000 ids": observation(ids=range(100_000)),
+    "one id too many": observation(ids=range(5)),
+    "NaN": observation(vector=np.full((2, 3), np.nan, np.float32)),
+    "infinity": observation(vector=np.full((2, 3), np.inf, np.float32)),
+    "an absurd number": observation(vector=np.full((2, 3), 1e38, np.float32)),
+    "far outside of the bounds": observation(angle=np.full(2, 1e9, np.float32)),
+    "a reward of minus infinity": observation(reward=np.full(2, -np.inf, np.float32)),
+    "a choice that there is not": observation(choice=np.array([0, 5], np.int32)),
+    "NaN to log": observation(**{"log/speed": np.full(2, np.nan, np.float32)}),
+    "too much to log": observation(**{"log/speed": np.zeros((2, 2**19), np.float32)}),
+    "a long name": observation(**{"log/" + 300 * "x": ROWS}),
+    "thousands of names": observation(**{f"log/{n}": ROWS for n in range(2000)}),
+    "flags as numbers": observation(is_first=np.zeros(2, np.uint8)),
+}
+
+
+@pytest.mark.parametrize("wrong", list(WRONG))
+def test_a_wrong_observation_costs_its_sender_an_error_and_nobody_else(
+    run: RunConfig, wrong: str
+) -> None:
+    """It would have been in a batch with a good one."""
+    with (
+        acting(run, batch=4, wait=60.0) as (server, batches),
+        Client(server.address) as good,
+        Client(server.address) as bad,
+    ):
+        before = good.call_block("act", observation((0, 1)))
+        obs = WRONG[wrong]
+        rows = len(obs["is_first"]) if isinstance(obs, dict) and obs else 0
+        with pytest.raises(RemoteError) as refused:
+            bad._call("act", rows, (obs,)).result(60)
+        assert refused.value.kind in ("ArgumentError", "MessageError")
+        assert not refused.value.traceback
+        after = good.call_block("act", observation((2, 3)))
+        assert before.result(60)["action"].tolist() == [0, 1]
+        assert after.result(60)["action"].tolist() == [2, 3]
+        assert [batch["envid"].tolist() for batch in batches] == [[0, 1, 2, 3]]
+
+
+def test_who_sends_wrong_observations_again_and_again_loses_the_connection(run: RunConfig) -> None:
+    with acting(run) as (server, _), Client(server.address) as bad:
+        for _ in range(10):
+            with pytest.raises(RemoteError):
+                bad.call_block("act", observation(more=ROWS)).result(60)
+        with pytest.raises(Disconnected):
+            bad.call_block("act", observation()).result(60)
+        assert bad.call_block("act", observation()).result(60)["action"].tolist() == [0, 1]
+
+
+def test_what_environments_really_send_is_taken(run: RunConfig) -> None:
+    missing = np.full((2, 3), -np.inf, np.float32)  # the mark of a missing value
+    with acting(run) as (server, _), Client(server.address) as client:
+        for changes in (
+            {"vector": missing},
+            {"vector": np.full((2, 3), 1e12, np.float32)},
+            {"angle": np.full(2, 1.01, np.float32)},
+            {"log/speed": None},
+            {"log/more": ROWS, "log/count": np.ones(2, np.int64), "log/wide": np.ones((2, 5))},
+        ):
+            client.call_block("act", observation(**changes)).result(60)
+
+
+def test_a_bool_is_0_or_1(run: RunConfig) -> None:
+    odd = np.array([0, 255], np.uint8).view(bool)
+    with acting(run) as (server, batches), Client(server.address) as client:
+        with pytest.raises(RemoteError, match="neither 0 nor 1"):
+            client.call_block("act", observation(is_eval=odd)).result(60)
+        assert batches == []
+
+
+def test_without_spaces_the_first_observation_says_what_they_are(run: RunConfig) -> None:
+    owners = Owners(lambda _: True, 1.0, 4, 8)
+    check = ObservationCheck(None, 4, owners, lambda ids, invited: None)
+
+    class From:
+        peer = b"peer"
+        caller = Caller("run", "", "here", b"peer")
+
+    origin: Any = From()
+    for wrong in ({"envid": np.zeros(2, np.int64)}, observation(vector=(1, 2))):
+        with pytest.raises(ArgumentError):
+            check(origin, 2, (wrong,))
+    check(origin, 2, (observation(),))
+    with pytest.raises(ArgumentError, match="lacks 'vector'"):
+        check(origin, 2, (observation(vector=None),))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@np.errstate(all="ignore")
+def test_numbers_are_compared_exactly(dtype: str) -> None:
+    for good in ([0.0, -1.0, 1.0], [3.0, -3.0], [-np.inf, 0.0], []):
+        check_floats("x", np.array(good, dtype), -3.0, 3.0)
+    for bad in ([0.0, 3.01], [-3.01], [np.nan], [np.inf, 0.0], [-np.inf, np.nan]):
+        with pytest.raises(ArgumentError, match="outside of -3 to 3"):
+            check_floats("x", np.array(bad, dtype), -3.0, 3.0)
+    with pytest.raises(ArgumentError):
+        check_floats("reward", np.array([-np.inf], dtype), -3.0, 3.0)
+
+
+# --- whom environments belong to -----------------------------------------------------------------
+
+
+def test_an_environment_belongs_to_one_connection_at_a_time(run: RunConfig) -> None:
+    with acting(run) as (server, batches), Client(server.address) as second:
+        with Client(server.address) as first:
+            first.call_block("act", observation((0, 1))).result(60)
+            for _ in range(12):  # it is not a fault, and costs no connection
+                with pytest.raises(RemoteError, match=r"Environment 1 belongs to 127\.0\.0\.1"):
+                    second.call_block("act", observation((1, 2))).result(60)
+            # Nothing of a request that is refused is taken.
+            first.call_block("act", observation((2, 3), first=False)).result(60)
+            assert second.stats()["connects"] == 1
+            first.call_block("act", observation((0, 1), first=False)).result(60)
+        # The first one has ended: the second takes over, with a new episode, at once.
+        for _ in range(1000):
+            with pytest.raises(RemoteError) as refused:
+                second.call_block("act", observation((1, 2), first=False)).result(60)
+            if "begin a new episode" in str(refused.value):
+                break
+        else:
+            pytest.fail("the end of the first connection is not noticed")
+        second.call_block("act", observation((1, 2))).result(60)
+        second.call_block("act", observation((1, 2), first=False)).result(60)
+        taken = [batch["envid"].tolist() for batch in batches]
+        assert taken == [[0, 1], [2, 3], [0, 1], [1, 2], [1, 2]]
+
+
+def test_a_vanished_machine_is_succeeded_after_the_heartbeats(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is half open: nobody has ended it."""
+    monkeypatch.setattr(wire, "HEARTBEAT", 100)
+    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT", 400)
+    with acting(run) as (server, _):
+        port = int(server.address.rpartition(":")[2])
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            vanished = threading.Event()
+            pumps = []
+
+            def pump(source: socket.socket, target: socket.socket) -> None:
+                while (data := source.recv(65536)) and not vanished.is_set():
+                    target.sendall(data)
+
+            ours = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            with Client(ours) as first, Client(server.address) as second:
+                future = first.call_block("act", observation((0, 1)))
+                inside, _ = listener.accept()
+                outside = socket.create_connection(("127.0.0.1", port))
+                for pair in ((inside, outside), (outside, inside)):
+                    pumps.append(threading.Thread(target=pump, args=pair))
+                    pumps[-1].start()
+                future.result(60)
+                vanished.set()
+                with pytest.raises(RemoteError, match="belongs to"):
+                    second.call_block("act", observation((0, 1))).result(60)
+                end = time.monotonic() + 120
+                while time.monotonic() < end:
+                    with suppress(RemoteError):
+                        second.call_block("act", observation((0, 1))).result(60)
+                        break
+                    time.sleep(0.05)
+                else:
+                    pytest.fail("the machine that vanished holds its environments")
+                for each in (inside, outside):
+                    each.shutdown(socket.SHUT_RDWR)
+                for thread in pumps:
+                    thread.join()
+                inside.close()
+                outside.close()
+                first.close(flush=0)
+
+
+class Fake:
+    """Connections and a clock for `Owners`."""
+
+    def __init__(self, most_each: int = 4, most: int = 6) -> None:
+        self.gone: set[bytes] = set()
+        self.now = 0.0
+        self.owners = Owners(
+            lambda connection: connection not in self.gone, 10.0, most_each, most, lambda: self.now
+        )
+
+    def claim(self, who: str, ids: list[int], *, first: bool = True) -> None:
+        envids = np.array(ids, np.int64)
+        caller = Caller("env", who, "10.0.0.7", who.encode())
+        if not self.owners.is_known(caller.connection, envids):
+            self.owners.claim(caller, envids, np.full(len(ids), first))
+
+
+def test_an_owner_that_is_silent_for_long_loses_its_environments() -> None:
+    fake = Fake()
+    fake.claim("ann", [0, 1])
+    fake.now = 9.0
+    with pytest.raises(Occupied, match=r"Environment 0 belongs to 'ann' at 10\.0\.0\.7"):
+        fake.claim("bob", [0])
+    fake.claim("ann", [0, 1], first=False)
+    fake.now = 18.0
+    with pytest.raises(Occupied, match="belongs to 'ann'"):
+        fake.claim("bob", [0])
+    fake.now = 20.0
+    with pytest.raises(Occupied, match="begin a new episode"):
+        fake.claim("bob", [0], first=False)
+    fake.claim("bob", [0])
+    # Also ann, who had them before, is refused now, and not recognised by what she sent.
+    with pytest.raises(Occupied, match="belongs to 'bob'"):
+        fake.claim("ann", [0, 1], first=False)
+    fake.claim("ann", [1], first=False)
+
+
+def test_environments_are_bounded_for_each_connection_and_in_all() -> None:
+    fake = Fake()
+    fake.claim("ann", [0, 1])
+    fake.claim("ann", [2, 3])
+    with pytest.raises(ArgumentError, match="has 4 environments at most"):
+        fake.claim("ann", [4])
+    fake.claim("bob", [4, 5])
+    with pytest.raises(Occupied, match="6 environments, which are the most"):
+        fake.claim("eve", [6])
+    fake.gone.add(b"ann")
+    fake.claim("eve", [6, 7])
+    assert len(fake.owners._owner_of) == 4
+    assert set(fake.owners._owners) == {b"bob", b"eve"}
+
+
+def test_the_invited_have_only_environments_that_have_joined(run: RunConfig) -> None:
+    keys = Keys.generate()
+    key = keys.invite("env")
+    who = {key.public: Identity("env", "ann")}
+    with (
+        acting(run, keys, identify=who.get) as (server, _),
+        Client(server.address, keys=key) as guest,
+        Client(server.address, keys=keys.for_role("env")) as own,
+    ):
+        with pytest.raises(RemoteError, match="no environment 0 for you"):
+            guest.call_block("act", observation((0, 1))).result(60)
+        guest.call_block("act", observation((JOINED, JOINED + 1))).result(60)
+        own.call_block("act", observation((0, 1))).result(60)
+        with pytest.raises(RemoteError, match=r"belongs to 'ann' at 127\.0\.0\.1"):
+            own.call_block("act", observation((JOINED,))).result(60)
+
+
+def test_the_evaluation_takes_its_own_environments_only() -> None:
+    keys = Keys.generate()
+    server = EpisodeServer(
+        "tcp://127.0.0.1:{auto}",
+        [(4, 5), (6, 7)],
+        max_steps=10,
+        why=lambda _: "",
+        keys=keys,
+        spaces=SPACES,
+    )
+    with (
+        server,
+        Client(server.address, keys=keys.for_role("env")) as env,
+        Client(server.address, keys=keys.for_role("env")) as second,
+    ):
+        for ids in ((0, 1), (5, 6), (4, 4), (-1,)):
+            with pytest.raises(RemoteError) as refused:
+                env.call_block("act", observation(ids)).result(60)
+            assert refused.value.kind == "ArgumentError"
+        with pytest.raises(RemoteError, match="lacks 'vector'"):
+            env.call_block("act", observation((4, 5), vector=None)).result(60)
+        env.call_block("act", observation((4, 5)))
+        env.call_block("act", observation((6, 7), more=ROWS)).wait(60)  # read after the one before
+        with pytest.raises(RemoteError, match="Environment 4 belongs to"):
+            second.call_block("act", observation((4, 5))).result(60)
+
+
+# --- the replay ----------------------------------------------------------------------------------
+
+
+class Service:
+    """Stands for the replay or the logger, and notes what reaches it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: self.calls.append(name)
+
+
+def guarded(run: RunConfig) -> tuple[Service, Any]:
+    service, checks = Service(), ReplayChecks(run)
+    names = ("add_batch", "update", "raise_position", "grant")
+    return service, SimpleNamespace(**{n: checks.guard(n, getattr(service, n)) for n in names})
+
+
+def checked_replay(run: RunConfig) -> tuple[Service, Any]:
+    action = {"action": Space(np.float32, (2,), -1.0, 1.0), "reset": Space(bool)}
+    plain = {"obs_space": spaces_to_json(SPACES), "act_space": spaces_to_json(action)}
+    run.logdir.mkdir(exist_ok=True)
+    (run.logdir / "spaces.json").write_text(json.dumps(plain))
+    return guarded(run)
+
+
+def steps(rows: int = 2, **changes: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        **{key: np.zeros((rows, *space.shape), space.dtype) for key, space in SPACES.items()},
+        "action": np.zeros((rows, 2), np.float32),
+        "state": np.zeros((rows, 7), np.float16),
+    }
+    return {**data, **changes}
+
+
+IDS = np.array([0, 1])
+GOOD_BATCH = (steps(), IDS, False, "actor", 1)
+WRONG_BATCHES: dict[str, tuple[Any, ...]] = {
+    "numbers": (5, 5, 5, 5, 5),
+    "float ids": (steps(), np.array([0.0, 1.0]), False, "actor", 1),
+    "ids with two axes": (steps(), np.zeros((1, 2), np.int64), False, "actor", 1),
+    "a list of ids": (steps(), [0, 1], False, "actor", 1),
+    "negative ids": (steps(), np.array([-1, 0]), False, "actor", 1),
+    "enormous ids": (steps(), np.array([2**62, 0]), False, "actor", 1),
+    "100,000 ids": (steps(), np.zeros(100_000, np.int64), False, "actor", 1),
+    "no bool": (steps(), IDS, 1, "actor", 1),
+    "an array of bools": (steps(), IDS, np.zeros(2, bool), "actor", 1),
+    "no source": (steps(), IDS, False, None, 1),
+    "a long source": (steps(), IDS, False, "x" * 1000, 1),
+    "a negative number": (steps(), IDS, False, "actor", -1),
+    "an enormous number": (steps(), IDS, False, "actor", 2**63),
+    "a number that is a bool": (steps(), IDS, False, "actor", True),
+    "no dict": ([1], IDS, False, "actor", 1),
+    "a value that is no array": (steps(state=1.0), IDS, False, "actor", 1),
+    "too few rows": (steps(rows=1), IDS, False, "actor", 1),
+    "another shape": (steps(vector=np.zeros((2, 4), np.float32)), IDS, False, "actor", 1),
+    "another dtype": (steps(action=np.zeros((2, 2))), IDS, False, "actor", 1),
+    "NaN": (steps(reward=np.array([0, np.nan], np.float32)), IDS, False, "actor", 1),
+    "NaN in a state": (steps(state=np.full((2, 7), np.nan, np.float16)), IDS, False, "actor", 1),
+    "an absurd number": (steps(vector=np.full((2, 3), 1e38, "f4")), IDS, False, "actor", 1),
+}
+
+
+@pytest.mark.parametrize("wrong", list(WRONG_BATCHES))
+def test_a_wrong_batch_does_not_reach_the_replay(run: RunConfig, wrong: str) -> None:
+    service, checked = checked_replay(run)
+    checked.add_batch(*GOOD_BATCH)
+    with pytest.raises(ArgumentError):
+        checked.add_batch(*WRONG_BATCHES[wrong])
+    assert service.calls == ["add_batch"]
+
+
+def test_an_update_changes_only_what_the_agent_stores(run: RunConfig) -> None:
+    service, checked = checked_replay(run)
+    stepid = np.zeros((2, 3, 20), np.uint8)
+    checked.update({"stepid": stepid, "state": np.zeros((2, 3, 7)), "priority": np.ones((2, 3))})
+    for key in (*SPACES, "action", "reset", "is_first"):
+        with pytest.raises(ArgumentError, match="never changed"):
+            checked.update({"stepid": stepid, key: np.zeros((2, 3))})
+    for wrong in (7, None, {}, {"state": stepid}, {"stepid": 5}, {"stepid": stepid, "state": 1}):
+        with pytest.raises(ArgumentError):
+            checked.update(wrong)
+    assert service.calls == ["update"]
+
+
+def test_without_spaces_an_update_leaves_flags_and_images_alone(run: RunConfig) -> None:
+    service, checked = guarded(run)
+    stepid = np.zeros((2, 3, 20), np.uint8)
+    for key, value in (("reward", np.zeros((2, 3))), ("image", np.zeros((2, 3, 4, 4, 3), "u1"))):
+        with pytest.raises(ArgumentError, match="never changed"):
+            checked.update({"stepid": stepid, key: value})
+    assert service.calls == []
+
+
+@pytest.mark.parametrize("method", ["raise_position", "grant"])
+def test_counts_are_whole_numbers_that_a_run_can_have(run: RunConfig, method: str) -> None:
+    service, checked = checked_replay(run)
+    for wrong in (-1, 10**12, 1.0, "1", None, True, np.int64(5)):
+        with pytest.raises(ArgumentError):
+            getattr(checked, method)(wrong)
+    getattr(checked, method)(1000)
+    assert service.calls == [method]
+
+
+# --- the logger ----------------------------------------------------------------------------------
+
+
+def checked_logger(run: RunConfig, clock: Callable[[], float] = lambda: 0.0) -> tuple[Service, Any]:
+    service = Service()
+    logger: Any = service
+    return service, CheckedLogger(logger, run, clock)
+
+
+def transitions(**changes: Any) -> dict[str, Any]:
+    flags = {key: np.zeros(2, bool) for key in ("is_first", "is_last", "is_terminal")}
+    return {"reward": np.zeros(2, np.float32), **flags, "log/speed": np.ones(2), **changes}
+
+
+NO = np.zeros(2, bool)
+FRAME = {"image": np.zeros((1, 4, 4, 3), np.uint8)}
+WRONG_TRANSITIONS: dict[str, tuple[Any, ...]] = {
+    "numbers": (1, 2, 3, 4, 5),
+    "a step that is none": (10**12, IDS, NO, transitions(), {}),
+    "a float": (1.0, IDS, NO, transitions(), {}),
+    "a negative step": (-2, IDS, NO, transitions(), {}),
+    "negative ids": (1, np.array([-1, 0]), NO, transitions(), {}),
+    "100,000 ids": (1, np.zeros(100_000, np.int64), NO, transitions(), {}),
+    "too few flags": (1, IDS, NO[:1], transitions(), {}),
+    "flags that are numbers": (1, IDS, np.zeros(2), transitions(), {}),
+    "no rewards": (1, IDS, NO, transitions(reward=None), {}),
+    "NaN": (1, IDS, NO, transitions(reward=np.full(2, np.nan, np.float32)), {}),
+    "two axes": (1, IDS, NO, transitions(is_last=np.zeros((2, 2), bool)), {}),
+    "what is no log": (1, IDS, NO, transitions(more=ROWS), {}),
+    "a log of other rows": (1, IDS, NO, transitions(**{"log/speed": np.ones(3)}), {}),
+    "a log that is text": (1, IDS, NO, transitions(**{"log/speed": "fast"}), {}),
+    "frames that are none": (1, IDS, NO, transitions(), {"image": np.zeros((1, 4, 4, 3))}),
+    "two frames": (1, IDS, NO, transitions(), {"image": np.zeros((2, 4, 4, 3), np.uint8)}),
+}
+
+
+@pytest.mark.parametrize("wrong", list(WRONG_TRANSITIONS))
+def test_wrong_transitions_do_not_reach_the_logger(run: RunConfig, wrong: str) -> None:
+    service, checked = checked_logger(run)
+    checked.tran(1, IDS, NO, transitions(), FRAME)
+    with pytest.raises(ArgumentError):
+        checked.tran(*WRONG_TRANSITIONS[wrong])
+    assert service.calls == ["tran"]
+
+
+def test_wrong_metrics_do_not_reach_the_logger(run: RunConfig) -> None:
+    service, checked = checked_logger(run)
+    checked.add(-1, {"a": 1.0, "b": "text", "c": np.zeros(3), "d": 2, "e": True})
+    for step, metrics in (
+        (1, 5),
+        (1, {"a": [1]}),
+        (1, {"a": None}),
+        (1, {"a": "x" * 200_000}),
+        (1, {"x" * 300: 1.0}),
+        (1, {f"k{n}": 1.0 for n in range(30_000)}),
+        (10**12, {"a": 1.0}),
+        (None, {"a": 1.0}),
+    ):
+        with pytest.raises(ArgumentError):
+            checked.add(step, metrics)
+    for step, metrics in ((1, {"eval/score": "high"}), (-1, {"eval/score": 1.0}), (1, 7)):
+        with pytest.raises(ArgumentError):
+            checked.evaluated(step, metrics)
+    checked.evaluated(1, {"eval/score": 1.0})
+    assert service.calls == ["add", "evaluated"]
+
+
+def test_steps_do_not_jump(run: RunConfig) -> None:
+    """A logger that was started in the middle of a run takes what it hears first."""
+    now = [0.0]
+    _, checked = checked_logger(run, lambda: now[0])
+    checked.add(-1, {})
+    checked.add(5 * 10**9, {})
+    with pytest.raises(ArgumentError, match="has made 5000000000 steps so far"):
+        checked.add(10**10, {})
+    checked.add(100, {})  # what was on its way
+    now[0] = 3600.0
+    checked.add(6 * 10**9, {})
+
+
+def test_a_report_to_the_learner_counts_what_can_be_counted() -> None:
+    texts: dict[str, Any] = dict.fromkeys(("learner", "actor", "source"), "me")
+    counts = dict.fromkeys(("steps", "unstored", "failures", "env_steps"), 3)
+    good = {**texts, **counts, "busy": False, "reached": True}
+    check_report(good)
+    for wrong in (
+        *(5, {}, {**good, "steps": 10**12}, {**good, "steps": 1.5}, {**good, "busy": 1}),
+        *({**good, "actor": 3}, {**good, "source": "x" * 1000}, {**good, "unstored": None}),
+    ):
+        with pytest.raises(ArgumentError):
+            check_report(wrong)
