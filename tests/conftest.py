@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
+import numpy as np  # so that its pool of threads is there when it is limited
 import psutil
 import pytest
+import threadpoolctl
 
 ENOUGH_MEMORY = 1_200_000_000
 CACHE = "DREAMFLEET_TESTS_CACHE"
@@ -23,6 +25,11 @@ hypothesis.settings.register_profile(
     "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any speed")
+
+
+# Workers of pytest share the cores: threads of numpy would only wait for each other.
+np.ones((2, 2)) @ np.ones((2, 2))
+threadpoolctl.threadpool_limits(1, user_api="blas")
 
 
 def pytest_configure(config: pytest.Config) -> None:
