@@ -50,8 +50,10 @@ _MOST_CORES, _CORE_COST = 4, 5e9
 """Cores that an update uses at most, and multiply-adds that keep one of them busy: CartPole takes
 as long on two cores as on one."""
 _SIDE = 1024
-_AGENT_BYTES, _SERVER_BYTES, _PROCESS_BYTES = 1.2e9, 0.15e9, 0.04e9
-"""The agent's process with JAX, replay or logger, and a process of environments before those."""
+_AGENT_BYTES, _SERVER_BYTES = 1.2e9, 0.15e9
+"""The agent's process with JAX, replay or logger."""
+PROCESS_BYTES = 0.04e9
+"""A process of environments, before those."""
 _WEIGHT_BYTES = 24
 """Weight, gradient, two moments, and the copies that the actor and a checkpoint read."""
 _PLAYING_BYTES = 8
@@ -242,7 +244,7 @@ def estimate(
     playing = config.actors - 1 + (1 if config.eval_every else 0)  # processes that only act
     memory = (
         (1 + config.replay_shards) * _SERVER_BYTES
-        + processes * _PROCESS_BYTES
+        + processes * PROCESS_BYTES
         + config.all_envs * env_bytes
     )
     disk = replay_bytes(config, obs_space, act_space)

@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +43,7 @@ from dreamfleet.resuming import (
     shortened,
     steps_made,
 )
+from dreamfleet.roles.runtime import sigterm_interrupts
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +319,7 @@ def final_evaluation(
         KeyboardInterrupt: The person ended it. What was played until then is said and kept.
     """
     try:
-        with _terminated_as_interrupted():
+        with sigterm_interrupts():
             return _final_evaluation(config, start, say, env, outputs)
     except KeyboardInterrupt as interrupt:
         found = interrupt.result if isinstance(interrupt, EvaluationInterrupted) else None
@@ -421,18 +420,3 @@ def _keep(say: Say, what: str, write: Callable[[], object]) -> None:
         reason = error.strerror if isinstance(error, OSError) else None
         say(f"{what} could not be written: {str(reason or error).rstrip('.')}.")
         log.debug("%s could not be written", what, exc_info=error)
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, and both do although others ignored them before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    both = (signal.SIGINT, signal.SIGTERM)
-    old = {each: signal.signal(each, signal.default_int_handler) for each in both}
-    try:
-        yield
-    finally:
-        for each, handler in old.items():
-            signal.signal(each, handler)

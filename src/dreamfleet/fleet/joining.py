@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import tempfile
 import threading
@@ -42,6 +41,7 @@ from dreamfleet.formatting import readable
 from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.roles.invitations import read_url
 from dreamfleet.roles.notes import read_notes
+from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.spaces import Space, spaces_from_json, without_logs, without_reset
 from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
 from dreamfleet.transport.address import Address, parse
@@ -120,7 +120,7 @@ def join(url: str, wish: Wish, *, logdir: Path | None, patience: float, say: Say
         FleetError: The environments fail here.
     """
     address, keys = read_url(url)
-    with _signals(), _place(logdir) as place:
+    with sigterm_interrupts(), _place(logdir) as place:
         keys.save(place / "keys")
         _probe(address)
         machine = _Machine(address, wish, place, patience, say)
@@ -572,18 +572,3 @@ def _remove_stale() -> None:
         with suppress(OSError), (path / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """SIGTERM leaves as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    both = (signal.SIGINT, signal.SIGTERM)
-    old = {each: signal.signal(each, signal.default_int_handler) for each in both}
-    try:
-        yield
-    finally:
-        for each, handler in old.items():
-            signal.signal(each, handler)

@@ -21,7 +21,7 @@ from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
-from dreamfleet.estimate import replay_bytes, step_bytes, warnings
+from dreamfleet.estimate import PROCESS_BYTES, replay_bytes, step_bytes, warnings
 from dreamfleet.fleet.factories import environment, read_spaces
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.look import Look, look_apart, look_at_environments
@@ -36,7 +36,6 @@ from dreamfleet.spaces import Space, without_logs, without_reset
 
 log = logging.getLogger(__name__)
 
-_PROCESS_BYTES = 40_000_000  # an interpreter with numpy and the transport, before its environment
 _DISK_BESIDE = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
 _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
@@ -263,7 +262,7 @@ def check_memory(
     processes = sum(name.startswith("env-") for name in worker_names(config))
     if not processes:
         return
-    needed = processes * (_PROCESS_BYTES + env_bytes)
+    needed = processes * (PROCESS_BYTES + env_bytes)
     needed += (config.all_envs - processes) * further_bytes
     free = psutil.virtual_memory().available if available is None else available
     if needed > free:

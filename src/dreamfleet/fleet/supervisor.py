@@ -20,6 +20,7 @@ from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import Launcher, RestartPolicy, RunningWorker, Worker
 from dreamfleet.fleet.record import FleetRecord, FleetState, WorkerRecord, WorkerState, write_record
 from dreamfleet.roles.notes import Noted, Notes, read_notes
+from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ _SAVE_SECONDS = 90.0
 _FAILED_SECONDS = 20.0
 _STOP_SECONDS = 20.0
 _PLACE_SECONDS = 0.5
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _REASON_LENGTH = 200
 _FULL = (
     1 << 20
@@ -417,7 +417,7 @@ class Failures:
                 f"ends (max_restarts is {policy.max_restarts}). The first error was: "
                 f"{self._failures[0].error}"
             )
-        return min(_FIRST_DELAY * 2.0**count, _LONGEST_DELAY)
+        return min(FIRST_DELAY * 2.0**count, LONGEST_DELAY)
 
 
 @dataclass(frozen=True)

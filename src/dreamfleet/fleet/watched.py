@@ -33,6 +33,7 @@ import dreamfleet
 from dreamfleet.envs import EnvError, MissingExtraError, SpaceError, UnknownTaskError
 from dreamfleet.envs.diagnose import Call
 from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.fleet.launchers import ONE_THREAD
 from dreamfleet.formatting import clock
 
 _CALLS: tuple[Call | None, ...] = (None, "constructor", "reset", "step", "render", "close")
@@ -41,10 +42,6 @@ _LOOK_EVERY, _SPEAK_EVERY, _TRACE_SECONDS = 0.1, 10.0, 5.0
 _MOST_LINES, _KEPT_CHARACTERS = 10, 1_000_000
 # An error is raised again as the first of these that it is.
 _KINDS = (ConfigError, UnknownTaskError, MissingExtraError, SpaceError, EnvError, DreamfleetError)
-# As for the environment processes of a run, so that the speed is the same.
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
 Say = Callable[[str], None]
 
 
@@ -137,7 +134,7 @@ def run_watched(
                 stdout=output,
                 stderr=output,
                 pass_fds=[reader],
-                env={**os.environ, **_ONE_THREAD},
+                env={**os.environ, **ONE_THREAD},
                 start_new_session=True,
             )
         os.close(reader)

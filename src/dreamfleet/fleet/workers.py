@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.launchers import RestartPolicy, Worker
+from dreamfleet.fleet.launchers import ONE_THREAD, RestartPolicy, Worker
 from dreamfleet.roles.addresses import server_name
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
@@ -21,9 +21,6 @@ from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
-
-# Their numpy work is small; a pool of threads in each process would fight over the cores.
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 # An accelerator is the agent's; JAX would take most of its memory for a second process.
 _NO_GPU = {"JAX_PLATFORMS": "cpu"}
@@ -61,7 +58,7 @@ def fleet_workers(
                 name,
                 "actor",
                 partial(parallel_remote_actor, make_agent, index, args),
-                {**_ONE_THREAD, **_NO_GPU},
+                {**ONE_THREAD, **_NO_GPU},
                 args.resources.actor,
                 restart=policy,
                 notes=notes_path(args, name),
@@ -88,13 +85,13 @@ def fleet_workers(
             name, asks = server_name("replay", shard), args.resources.replay
             notes = notes_path(args, name)
             workers.append(
-                Worker(name, "replay", replay, _ONE_THREAD, asks, restart=policy, notes=notes)
+                Worker(name, "replay", replay, ONE_THREAD, asks, restart=policy, notes=notes)
             )
     logger = partial(parallel_logger, make_logger, args)
     notes = notes_path(args, "logger")
     asks = args.resources.logger
     workers.append(
-        Worker("logger", "logger", logger, _ONE_THREAD, asks, restart=policy, notes=notes)
+        Worker("logger", "logger", logger, ONE_THREAD, asks, restart=policy, notes=notes)
     )
     return workers
 
@@ -130,7 +127,7 @@ def joined_workers(
             policy, name = restart_policy(args), f"env-{mine[0]}"
             notes, asks = notes_path(args, name), args.resources.env
             workers.append(
-                Worker(name, "env", function, _ONE_THREAD, asks, restart=policy, notes=notes)
+                Worker(name, "env", function, ONE_THREAD, asks, restart=policy, notes=notes)
             )
     return workers
 
@@ -142,7 +139,7 @@ def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig
             f"eval-{ids[0]}",
             "env",
             partial(parallel_env, make, ids, args, True, False),
-            _ONE_THREAD,
+            ONE_THREAD,
         )
         for ids in groups
     ]

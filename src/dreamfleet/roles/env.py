@@ -18,6 +18,8 @@ from dreamfleet.envs.base import EnvCrashedError, NotFiniteError, UnknownTaskErr
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import (
+    FIRST_DELAY,
+    LONGEST_DELAY,
     ActorFailed,
     Factory,
     close_when_stopped,
@@ -33,7 +35,6 @@ log = logging.getLogger(__name__)
 _FIRST_TIMEOUT, _SAY_SECONDS = 3600.0, 30.0
 _PAUSE = 1.0
 _REFUSED_SECONDS = 60.0  # a machine that vanished holds its environments for 20 s at most
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _TRACEBACKS = 3
 
 
@@ -365,8 +366,8 @@ class RestartedEnv:
     def _remove(self) -> None:
         self._watchdog.reset(now=True)
         self.close()
-        delay = _FIRST_DELAY * 2.0 ** (self._in_a_row - 2) if self._in_a_row > 1 else 0.0
-        self.due = time.monotonic() + min(delay, _LONGEST_DELAY)
+        delay = FIRST_DELAY * 2.0 ** (self._in_a_row - 2) if self._in_a_row > 1 else 0.0
+        self.due = time.monotonic() + min(delay, LONGEST_DELAY)
 
 
 class ObservationBlock:

@@ -9,8 +9,8 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,11 @@ def takes(function: Callable[..., Any], argument: str) -> bool:
         return argument in inspect.signature(function).parameters
     return False
 
+
+# --- failing -------------------------------------------------------------------------------------
+
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
+"""Seconds before something that has failed is tried again; doubled each time."""
 
 # --- stopping ------------------------------------------------------------------------------------
 
@@ -186,6 +191,21 @@ def stop_event(
     threading.Thread(target=stop, name="stop", daemon=True).start()
     signal.signal(_stop_signal, handle)
     return event
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, and both do although others ignored them before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    both = (signal.SIGINT, signal.SIGTERM)
+    old = {each: signal.signal(each, signal.default_int_handler) for each in both}
+    try:
+        yield
+    finally:
+        for each, handler in old.items():
+            signal.signal(each, handler)
 
 
 def close_when_stopped(client: Client) -> None:

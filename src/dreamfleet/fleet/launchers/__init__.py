@@ -22,6 +22,10 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.resources import Resources
 
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables for processes whose numpy work is small: a pool of threads in each would fight over the
+cores."""
+
 Role = Literal["agent", "actor", "evaluator", "env", "replay", "logger"]
 
 
