@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,17 @@ def test_a_cluster_that_is_not_there_or_does_not_fit_is_one_sentence(
         if address != "local":
             raise ConnectionError("Could not find any running Ray instance.")
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is as before when the test is over
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(launcher.ray, "init", init)
     for address, why in (("auto", "Could not find"), ("old:1", "The cluster has Ray 2.1")):
         with pytest.raises(ConfigError, match=f"Ray cluster at {address}: {why}"):
             launcher.connect(small_run(tmp_path, ray_address=address), {})
+    # Ray's client is silent about a token that it lacks.
+    with pytest.raises(ConfigError, match="set RAY_AUTH_MODE=token if it asks for a token"):
+        launcher.connect(small_run(tmp_path, ray_address="ray://there:10001"), {})
     # Without an address a machine without a cluster gets one, with room for the run.
     asked.clear()
     launcher.connect(small_run(tmp_path), {"CPU": 100.5, "simulator": 2.0})
@@ -118,3 +125,9 @@ def test_a_cluster_that_is_not_there_or_does_not_fit_is_one_sentence(
     assert (first, second) == ("auto", "local")
     assert (options["num_cpus"], options["resources"]) == (101, {"simulator": 2.0})
     assert options["include_dashboard"] is False
+    # It has a token, of which nothing is written to the user's home; one of the user's stays.
+    assert len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    launcher.connect(small_run(tmp_path, ray_address="local"), {})
+    assert "RAY_AUTH_TOKEN" not in os.environ

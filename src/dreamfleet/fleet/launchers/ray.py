@@ -26,6 +26,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -53,6 +54,7 @@ _KILLED_WITHIN = 5.0
 _STORE_BYTES = 80_000_000  # of a cluster of our own: nothing is stored in it
 _THREADS = 8  # calls of one host at the same time, two of which wait for long
 _LOST = -int(signal.SIGKILL)
+_AUTH_MODE = "RAY_AUTH_MODE"
 
 
 class ClusterError(DreamfleetError):
@@ -303,7 +305,7 @@ class RayLauncher:
     def _obey(self) -> None:
         """Calls of Ray that were asked for by whoever must not wait, such as a signal handler."""
         while (command := self._commands.get()) is not None:
-            with suppress(ray.exceptions.RayError):
+            with suppress(ray.exceptions.RayError, ConnectionError):  # the cluster is gone
                 command()
 
     def _host(self, worker: Worker) -> Any:
@@ -523,8 +525,7 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = args.ray_address or os.environ.get("RAY_ADDRESS", "")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address.startswith("ray://"):
-        options = {}
+    logging.getLogger("ray").setLevel(logging.ERROR)  # for ray://, the level is the server's
     if args.ray_runtime_env:
         options["runtime_env"] = _lists(args.ray_runtime_env)
     own = {
@@ -533,7 +534,8 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
         "object_store_memory": _STORE_BYTES,
         "include_dashboard": False,
     }
-    with _signals_kept():
+    with _signals_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the error says it too
         try:
             if address != "local":
                 try:
@@ -542,6 +544,7 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
                 except ConnectionError:
                     if address:
                         raise
+            _choose_token()
             ray.init("local", **options, **own)
             return _disconnect
         except (
@@ -552,10 +555,30 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
             ray.exceptions.RayError,
         ) as error:
             where = f"the Ray cluster at {address}" if address else "a Ray cluster on this machine"
+            # Ray looks for its token only at a cluster that it has found by itself.
+            token = (
+                ""
+                if _AUTH_MODE in os.environ
+                else f"set {_AUTH_MODE}=token if it asks for a token, "
+            )
             raise ConfigError(
                 f"There is no connection to {where}: {_line(error)} Start one with 'ray start "
-                "--head', name another --ray-address, or use --ray-address local."
+                f"--head', {token if address else ''}name another --ray-address, or use "
+                "--ray-address local."
             ) from None
+
+
+def _choose_token() -> None:
+    """Protect a cluster of our own with a token that lives as long as this process.
+
+    Ray would write one to the user's home, and from then on ask for it in every cluster that is
+    started on this machine. Who has one there, or has chosen otherwise, keeps that.
+    """
+    names = (_AUTH_MODE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(name in os.environ for name in names):
+        return
+    if not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _disconnect() -> None:
