@@ -8,9 +8,9 @@ else.
 
 The pipe stays open. When it ends, the parent is gone, and the worker has two seconds to stop with
 everything that it has started. So nothing is left behind even when the parent is killed. Workers
-have a session of their own, and SIGTERM does nothing to them: signals to the parent's process group
-(Ctrl-C, `timeout`) or to all processes of a job (Slurm, systemd) reach only the supervisor, which
-decides who stops when.
+have a session of their own, so signals to the parent's process group (Ctrl-C, `timeout`) do not
+reach them. A SIGTERM to all processes of a job (Slurm, systemd) does: a worker waits five seconds
+for the supervisor, which decides who stops when, and ends by itself only if it alone was meant.
 """
 
 from __future__ import annotations
