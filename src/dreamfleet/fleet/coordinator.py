@@ -71,12 +71,12 @@ _RATE_SECONDS = 20.0
 _WRITE_SECONDS = 2.0
 _KEEP_LEFT = 16
 _GOODBYE_SECONDS = 3.0
-_PRIVATE = (
-    *("logdir", "keys", "prefill", "from_checkpoint", "from_checkpoint_regex", "outputs"),
-    *("bind", "expect_envs", "remote_envs", "remote_replay"),
-    *("actor_addr", "replay_addr", "logger_addr", "evaluator_addr", "learner_addr"),
+_TOLD = (
+    *("task", "env_options", "seed", "envs_per_process", "env_lanes", "env_timeout"),
+    *("actors", "eval_every", "on_failure", "on_nan", "max_restarts"),
 )
-"""Settings that a joined machine has no use for."""
+"""Settings that the environments of a joined machine need. No others are told: some hold secrets,
+and one that changes is no reason to make the environments again."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Number = Annotated[int, Meta(ge=0, le=1 << 60)]
@@ -491,12 +491,11 @@ def _chunk_bytes(run: RunConfig) -> int:
 
 
 def _description(run: RunConfig) -> dict[str, Any]:
-    plain = {k: v for k, v in json.loads(run.to_json()).items() if k not in _PRIVATE}
-    # Environments need nothing of the agent, whose code may be the person's own.
-    plain.pop(run.agent_type.name)
-    # How many the run has itself is checked there.
-    plain["envs"] = max(run.envs, run.actors, run.replay_shards)
-    text = json.dumps({**plain, "agent": "random"})
+    plain = json.loads(run.to_json())
+    told = {name: plain[name] for name in _TOLD}
+    # How many the run has itself is checked there. Environments need nothing of the agent, whose
+    # code may be the person's own.
+    text = json.dumps({**told, "envs": max(run.envs, run.actors), "agent": "random"})
     try:
         spaces = (Path(run.logdir) / SPACES_FILE).read_text()
     except OSError:

@@ -150,6 +150,20 @@ def test_a_machine_is_told_what_the_run_is_and_nothing_private(tmp_path: Path) -
     assert told["addresses"] == {"actor": "tcp://*:5551"}
 
 
+def test_settings_that_environments_do_not_read_stay_here(tmp_path: Path) -> None:
+    private: dict[str, Any] = {
+        "ray_runtime_env": {"env_vars": {"TOKEN": "secret"}},
+        "ray_address": "ray://secret:10001",
+        "outputs": ("secret.module:Output",),
+    }
+    told = coordinator(tmp_path, **private).describe(__version__)
+    assert "secret" not in json.dumps(told)
+    # A run that is resumed with another end is the same to a machine.
+    longer = coordinator(tmp_path, steps=12_345, duration=5.0).describe(__version__)
+    assert longer["digest"] == told["digest"]
+    assert coordinator(tmp_path, env_timeout=7.0).describe(__version__)["digest"] != told["digest"]
+
+
 def test_a_run_with_more_actors_than_environments_can_be_described(tmp_path: Path) -> None:
     told = coordinator(tmp_path, envs=1, actors=3).describe(__version__)
     assert RunConfig.from_json(told["config"]).actors == 3
