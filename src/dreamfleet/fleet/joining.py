@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from dreamfleet import __version__
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import CONFIG_FILE, JOINED, RunConfig
 from dreamfleet.envs import env_seed, is_bundled
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.fleet.claim import claim_directory
@@ -56,6 +56,7 @@ _TRY_SECONDS = 0.5
 _SAY_SECONDS = 60.0
 _PLACE_PREFIX = "dreamfleet-join-"
 _LOCK = "lock"
+_KEY = "join.key"  # not the name under which a run keeps its own
 _LOOKED_UP = "tcp://127.0.0.1:{auto}"
 _ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
@@ -121,7 +122,7 @@ def join(url: str, wish: Wish, *, logdir: Path | None, patience: float, say: Say
     """
     address, keys = read_url(url)
     with sigterm_interrupts(), _place(logdir) as place:
-        keys.save(place / "keys")
+        keys.save(place / _KEY)
         _probe(address)
         machine = _Machine(address, wish, place, patience, say)
         try:
@@ -130,7 +131,7 @@ def join(url: str, wish: Wish, *, logdir: Path | None, patience: float, say: Say
         except KeyboardInterrupt:
             say("This machine has left the run.")
         finally:
-            (place / "keys").unlink(missing_ok=True)
+            (place / _KEY).unlink(missing_ok=True)
 
 
 class _Machine:
@@ -221,7 +222,7 @@ class _Machine:
         return replace(
             config,
             logdir=self._place,
-            keys=str(self._place / "keys"),
+            keys=str(self._place / _KEY),
             envs_per_process=self._wish.envs_per_process or config.envs_per_process,
             # They are found in this machine's address book.
             actor_addr=_LOOKED_UP,
@@ -549,8 +550,16 @@ def _sentence(error: RemoteError) -> str:
 
 @contextmanager
 def _place(logdir: Path | None) -> Iterator[Path]:
-    """A directory for what environments need, and for their logs."""
+    """A directory for what environments need, and for their logs.
+
+    Raises:
+        ConfigError: It is the directory of a run.
+    """
     if logdir is not None:
+        if (logdir / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"{logdir} is the directory of a run: choose another --logdir for this machine."
+            )
         with claim_directory(logdir):
             yield logdir.absolute()
         return

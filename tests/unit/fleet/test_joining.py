@@ -169,6 +169,8 @@ def test_a_machine_that_lost_its_ids_gets_others_and_ends_with_the_run(tmp_path:
     def machines() -> list[Any]:
         return [each for each in coordinator._leases.machines() if each.state != "left"]
 
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "keys").write_text("of somebody else")
     with coordinator:
         thread = threading.Thread(target=run)
         thread.start()
@@ -184,7 +186,21 @@ def test_a_machine_that_lost_its_ids_gets_others_and_ends_with_the_run(tmp_path:
         thread.join()
     assert said[-1] == "The run is over. This machine's part is done."
     assert len([line for line in said if line.startswith("Joined")]) == 2
-    assert not (tmp_path / "here" / "keys").exists()
+    assert (tmp_path / "here" / "keys").read_text() == "of somebody else"
+    assert not list((tmp_path / "here").glob("*.key"))
+
+
+def test_the_directory_of_a_run_is_not_written_to(tmp_path: Path) -> None:
+    coordinator, line = listening(tmp_path / "run")
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("config.json", "keys", "fleet.json"):
+        (old / name).write_text(name)
+    with coordinator, pytest.raises(ConfigError, match="is the directory of a run: choose another"):
+        joined(line, logdir=old)
+    assert {path.name: path.read_text() for path in old.iterdir()} == {
+        name: name for name in ("config.json", "keys", "fleet.json")
+    }
 
 
 def test_a_machine_that_hears_nothing_ends_its_environments_and_comes_back(
