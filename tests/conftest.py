@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -66,11 +67,14 @@ def memory_stays_small() -> Iterator[None]:
         free_programs()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    """A Ray cluster whose nodes are all on this machine; it has a head, and takes more of them."""
+    """A Ray cluster whose nodes are all on this machine; it has a head, and takes more of them.
+
+    It is ended with the module, so that another process of the test run may have one.
+    """
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'dreamfleet[ray]'")
     from ray_parts import cluster
 
-    with cluster() as nodes:
+    with cluster(Path(os.environ[CACHE]) / "ray.lock") as nodes:
         yield nodes

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import importlib
 import os
 import shutil
+import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +32,17 @@ class Nodes:
     def address(self) -> str:
         return str(self._cluster.address)
 
+    def client(self) -> str:
+        """The address for a program outside of the cluster; it is served from now on."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        head = self._cluster.head_node
+        head._ray_params.ray_client_server_port = port
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # Ray does not close its logs
+            head.start_ray_client_server()
+        return f"ray://{head.node_ip_address}:{port}"
+
     def add(self, **resources: float) -> Any:
         return self._cluster.add_node(**_node(**resources))
 
@@ -40,12 +55,30 @@ class Nodes:
 
 
 def _node(**resources: float) -> dict[str, Any]:
-    return {"num_cpus": 0, "resources": resources, "object_store_memory": _STORE}
+    return {
+        "num_cpus": 0,
+        "resources": resources,
+        "object_store_memory": _STORE,
+        # A process less each: nobody reads its terminal, and nobody adds nodes by itself.
+        "include_log_monitor": False,
+        "no_monitor": True,
+    }
 
 
 @contextmanager
-def cluster() -> Iterator[Nodes]:
-    """Nodes that are ended, with all they have started and written, when the block ends."""
+def cluster(lock: Path) -> Iterator[Nodes]:
+    """Nodes that are ended, with all they have started and written, when the block ends.
+
+    There is one at a time for all who name the same lock: two would take the memory of two.
+    """
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with _cluster() as nodes:
+            yield nodes
+
+
+@contextmanager
+def _cluster() -> Iterator[Nodes]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray's name for it
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -71,3 +104,8 @@ def ray_processes() -> list[str]:
             if title.startswith(("ray::_Host", "dreamfleet ")):
                 found.append(title)
     return found
+
+
+def tell(path: Path, module: str) -> None:
+    """Write what a module and a variable say that come with Ray's runtime environment."""
+    path.write_text(importlib.import_module(module).WORDS + os.environ["MORE_WORDS"])

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from fleet_parts import CountingAgent, Paced, parts, rows, small_run, stored_streams
-from ray_parts import Nodes, ray_processes
+from launcher_parts import LONG
+from ray_parts import Nodes, ray_processes, tell
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
+from dreamfleet.fleet.launchers import Worker, find_launcher
 from dreamfleet.fleet.record import WorkerRecord, read_record
 from dreamfleet.parallel import combined
+from dreamfleet.resources import Resources
 
 LENGTH = 25
 WHERE = {"agent": "agent", "env": "env", "replay": "store", "logger": "head"}
 """The role's processes go to the nodes that have this resource."""
+LOST = [("replay",), ("env-0", "env-2"), ("agent",)]
+"""The processes on each node that is removed."""
 
 
 def run_on(cluster: Nodes, logdir: Path, **changes: Any) -> RunConfig:
@@ -44,7 +49,9 @@ class Removals:
     def __init__(self, cluster: Nodes, logdir: Path) -> None:
         self._cluster, self._logdir = cluster, logdir
         self._checkpoints = Checkpoint(logdir / "ckpt" / "agent")
-        self._players, self._thinker = cluster.add(env=2, store=1), cluster.add(agent=1)
+        self._store = cluster.add(store=1)
+        self._players = cluster.add(env=2)
+        self._thinker = cluster.add(agent=1)
         self.lines: list[str] = []
         self.updates: list[int] = []
         self.seen: list[dict[str, WorkerRecord]] = []
@@ -60,11 +67,13 @@ class Removals:
         self.seen.append(workers)
         self.updates.append(int(saved.parts["agent"]["updates"]))
         if len(self.seen) == 1:
-            self._cluster.remove(self._players)
-            self._cluster.add(env=2, store=1, agent=1)
+            self._cluster.remove(self._store)
+            self._cluster.add(store=1, env=2, agent=1)
         elif len(self.seen) == 2:
-            self._cluster.remove(self._thinker)
+            self._cluster.remove(self._players)
         elif len(self.seen) == 3:
+            self._cluster.remove(self._thinker)
+        elif len(self.seen) == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
     def _workers(self) -> dict[str, WorkerRecord]:
@@ -76,7 +85,7 @@ class Removals:
         """Whether every process is another one than when the last node was removed, if it was
         there, and all environments have made steps."""
         workers = self._workers()
-        gone = [(), ("env-0", "env-2", "replay"), ("agent",), ()][len(self.seen)]
+        gone = [(), *LOST, ()][len(self.seen)]
         if any(worker.state != "running" for worker in workers.values()):
             return False
         if any(workers[name].pid == self.seen[-1][name].pid for name in gone):
@@ -86,32 +95,57 @@ class Removals:
 
 
 def test_nodes_come_and_go_and_the_run_goes_on(ray_cluster: Nodes, tmp_path: Path) -> None:
-    """A node with environments and the replay is lost, and another one comes; then the agent's node
-    is lost. Nothing that was acknowledged is, and Ctrl-C leaves nothing behind."""
+    """The replay's node is lost, and another one comes; then the node of the environments, and that
+    of the agent. Nothing that was acknowledged is lost, and Ctrl-C leaves nothing behind."""
     config = run_on(ray_cluster, tmp_path)
     fleet = parts(config, make_agent=CountingAgent, make_env_train=partial(Paced, tmp_path))
     removals = Removals(ray_cluster, tmp_path)
     with suppress(KeyboardInterrupt):
         combined(**fleet, args=config, say=removals)
     said = "\n".join(removals.lines)
-    assert len(removals.seen) == 3, said
+    assert len(removals.seen) == 4, said
     assert ray_processes() == []
     again = [line.split()[0] for line in removals.lines if "is started again" in line]
-    assert set(again[:3]) == {"env-0", "env-2", "replay"}, said
+    assert [{again[0]}, set(again[1:3])] == [{"replay"}, {"env-0", "env-2"}], said
     assert "agent" in again[3:], said
     assert "its Ray node" in said
     # Whoever was not on a lost node went on undisturbed.
-    first, second, third = removals.seen
-    assert first["logger"] == second["logger"] == third["logger"]
-    assert first["agent"] == second["agent"]
-    assert second["env-0"].pid == third["env-0"].pid
+    for before, after, lost in zip(removals.seen, removals.seen[1:], LOST, strict=False):
+        kept = {name for name in before if before[name].pid == after[name].pid}
+        assert kept == before.keys() - set(lost), said
     assert 0 < removals.updates[0] < removals.updates[1] < removals.updates[2]
+    assert removals.updates[2] < removals.updates[3]
     everything_stored_is_right(tmp_path)
     logs = [path.name for path in (tmp_path / "logs").iterdir()]
     assert sorted(logs) == ["agent.log", "env-0.log", "env-2.log", "logger.log", "replay.log"]
     # What others need to find and to read it is gone, or private.
     assert not (tmp_path / "addresses").exists()
     assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_program_outside_of_the_cluster_sends_its_modules_along(
+    ray_cluster: Nodes, tmp_path: Path
+) -> None:
+    """Through Ray's client, with a module that only Ray's runtime environment has."""
+    module = tmp_path / "sent" / "only_sent"
+    module.mkdir(parents=True)
+    (module / "__init__.py").write_text("WORDS = 'from a module '\n")
+    config = small_run(
+        tmp_path,
+        ray_address=ray_cluster.client(),
+        ray_runtime_env={
+            "py_modules": (str(module),),
+            "env_vars": {"MORE_WORDS": "and a variable"},
+        },
+    )
+    tells = partial(tell, tmp_path / "told", "only_sent")
+    worker = Worker("env-0", "env", tells, resources=Resources(custom={"head": 1}))
+    with find_launcher("ray")(tmp_path, config) as launcher:
+        launcher.prepare([worker])
+        running = launcher.start(worker)
+        assert running.wait(LONG) == 0, running.output()
+    assert (tmp_path / "told").read_text() == "from a module and a variable"
+    assert ray_processes() == []
 
 
 def everything_stored_is_right(logdir: Path) -> None:
@@ -128,5 +162,5 @@ def everything_stored_is_right(logdir: Path) -> None:
         assert stream["action"].tolist() == (step % 5).tolist()
         starts = [n for n in range(1, len(step)) if step[n] != step[n - 1] + 1]
         assert all(step[n] == 0 for n in starts)
-        # Each of the two losses cuts one episode short.
-        assert sum(step[n - 1] != LENGTH for n in starts) <= 2
+        # Each loss cuts one episode short.
+        assert sum(step[n - 1] != LENGTH for n in starts) <= len(LOST)
