@@ -25,7 +25,7 @@ from dreamfleet.envs.naming import PROGRAM, Task, is_shared, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, play
 from dreamfleet.fleet.claim import claim_directory
-from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger, write_spaces
+from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import record_evaluation
 from dreamfleet.formatting import clock
@@ -44,6 +44,7 @@ from dreamfleet.resuming import (
     steps_made,
 )
 from dreamfleet.roles.runtime import sigterm_interrupts
+from dreamfleet.roles.spaces_file import write_spaces
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from fleet_parts import (
 
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
-from dreamfleet.fleet.factories import write_spaces
 from dreamfleet.roles.addresses import published_address
 from dreamfleet.roles.invitations import read_place
+from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.transport import Client, Disconnected, Keys, RemoteError
 
 ROLES = ("env", "agent", "replay", "evaluator", "watcher")

@@ -10,7 +10,8 @@ import pytest
 
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
-from dreamfleet.fleet.factories import agent, read_spaces
+from dreamfleet.fleet.factories import agent
+from dreamfleet.roles.spaces_file import read_spaces
 
 ROBOT = '''
 import fcntl, os

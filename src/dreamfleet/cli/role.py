@@ -14,7 +14,7 @@ from dreamfleet.cli.arguments import SettingsNamed
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig, read_config, read_config_file
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.factories import factories, read_spaces
+from dreamfleet.fleet.factories import factories
 from dreamfleet.parallel import parallel_envs
 from dreamfleet.resuming import differences, with_changes
 from dreamfleet.roles.agent import parallel_agent
@@ -22,6 +22,7 @@ from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
+from dreamfleet.roles.spaces_file import read_spaces
 
 Name = Literal["actor", "agent", "env", "evaluator", "logger", "replay"]
 HERE = SettingsNamed(

@@ -35,7 +35,6 @@ from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.estimate import step_bytes
-from dreamfleet.fleet.factories import SPACES_FILE, read_spaces
 from dreamfleet.roles.addresses import (
     RoleName,
     find_server,
@@ -51,6 +50,7 @@ from dreamfleet.roles.machines import (
     read_machines,
     write_machines,
 )
+from dreamfleet.roles.spaces_file import SPACES_FILE, read_spaces
 from dreamfleet.transport import Caller, Client, Server, TransportError
 from dreamfleet.transport.address import AUTO, parse
 

@@ -7,7 +7,6 @@ little.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -20,7 +19,6 @@ from dreamfleet.agents.api import Player
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
 from dreamfleet.envs.naming import Task
-from dreamfleet.files import atomic_write
 from dreamfleet.imports import load_object
 from dreamfleet.metrics import (
     JsonlOutput,
@@ -33,11 +31,6 @@ from dreamfleet.metrics import (
 from dreamfleet.offline import AdoptedReplay, find_source
 from dreamfleet.policy import Spaces
 from dreamfleet.replay import Replay, Stream, make_selector
-from dreamfleet.spaces import spaces_from_json, spaces_to_json
-
-log = logging.getLogger(__name__)
-
-SPACES_FILE = "spaces.json"
 
 MakeOutput = Callable[[Path], Output]
 """A class, or a function, that is given the directory of the run."""
@@ -102,30 +95,6 @@ def agent(
         seed = env_seed(config.seed, actor)
         return kind.make_player(obs_space, act_space, settings, seed=seed)
     return kind.make(obs_space, act_space, settings, seed=config.seed)
-
-
-def write_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
-    """Keep the spaces in the run's directory, for an agent that is started by hand."""
-    plain = {"obs_space": spaces_to_json(obs_space), "act_space": spaces_to_json(act_space)}
-    atomic_write(config.logdir / SPACES_FILE, json.dumps({**_environment_of(config), **plain}))
-
-
-def read_spaces(config: RunConfig, directory: Path) -> tuple[Spaces, Spaces] | None:
-    """The spaces that were kept there; None if there are none, or those of another task."""
-    try:
-        plain = json.loads((directory / SPACES_FILE).read_text())
-        if any(plain[key] != value for key, value in _environment_of(config).items()):
-            return None
-        return spaces_from_json(plain["obs_space"]), spaces_from_json(plain["act_space"])
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        log.debug("The spaces in %s cannot be read: %r", directory, error)
-        return None
-
-
-def _environment_of(config: RunConfig) -> dict[str, Any]:
-    """What says which environment it is, as JSON has it."""
-    plain = json.loads(config.to_json())
-    return {"task": plain["task"], "env_options": plain["env_options"]}
 
 
 def replay(config: RunConfig, name: str, shard: int = 0) -> Replay:

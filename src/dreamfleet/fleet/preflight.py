@@ -22,7 +22,7 @@ from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.estimate import PROCESS_BYTES, replay_bytes, step_bytes, warnings
-from dreamfleet.fleet.factories import environment, read_spaces
+from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.look import Look, look_apart, look_at_environments
 from dreamfleet.fleet.workers import worker_names
@@ -32,6 +32,7 @@ from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.replay import limiter_for
+from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import Space, without_logs, without_reset
 
 log = logging.getLogger(__name__)

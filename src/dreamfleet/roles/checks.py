@@ -13,7 +13,6 @@ error and nobody else anything.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,13 +23,13 @@ from numpy.typing import NDArray
 
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.replay.schema import PRIORITY, STEPID, STEPID_BYTES
+from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import (
     FLAGS,
     LOG_PREFIX,
     RESET,
     Space,
     is_image,
-    spaces_from_json,
     without_logs,
 )
 from dreamfleet.transport import ArgumentError, Caller, Occupied
@@ -90,19 +89,10 @@ def _float_bounds(space: Space) -> tuple[float, float]:
     return max(low - slack, -_MAGNITUDE), min(high + slack, _MAGNITUDE)
 
 
-def known_spaces(args: RunConfig) -> tuple[dict[str, Space], dict[str, Space]] | None:
-    """Observations and actions of the run, if its directory has them."""
-    try:
-        plain = json.loads((args.logdir / "spaces.json").read_text())
-        return spaces_from_json(plain["obs_space"]), spaces_from_json(plain["act_space"])
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        return None
-
-
 def observed(agent: object, args: RunConfig) -> Mapping[str, Space] | None:
     """What an agent observes, as it says itself or as the run's directory has it."""
     spaces: Mapping[str, Space] | None = getattr(agent, "obs_space", None)
-    known = None if spaces else known_spaces(args)
+    known = None if spaces else read_spaces(args, args.logdir)
     return known[0] if known else spaces
 
 
@@ -377,7 +367,7 @@ class ReplayChecks:
 
     def __init__(self, args: RunConfig) -> None:
         self._args = args
-        obs, act = known_spaces(args) or ({}, {})
+        obs, act = read_spaces(args, args.logdir) or ({}, {})
         self._spaces = without_logs({**obs, **act})
         self._protected = {*self._spaces, *FLAGS, RESET}
 
@@ -434,10 +424,11 @@ class ReplayChecks:
         require(_is_whole(sequences, 0, _MOST_STEPS), "So many sequences cannot be sampled.")
 
     def permit(self, known: Any) -> None:
-        require(_is_whole(known, -1, 2**62), "Samples are counted from 0.")
+        require(_is_whole(known, 0, 2**62), "Samples are counted from 0.")
 
     def shares(self, mode: Any) -> None:
-        require(mode in ("train", "report", "eval"), "There are no such batches.")
+        fits = type(mode) is str and mode in ("train", "report", "eval")
+        require(fits, "There are batches to train, to report and to evaluate on.")
 
     def sample_part(self, fresh: Any, drawn: Any, everywhere: Any) -> None:
         require(_is_whole(fresh, 0, _MOST_ROWS), "So many fresh sequences are in no batch.")

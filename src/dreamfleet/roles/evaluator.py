@@ -24,12 +24,12 @@ from dreamfleet.metrics.evaluations import (
 )
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
-from dreamfleet.roles.checks import known_spaces
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
 from dreamfleet.roles.invitations import invited
 from dreamfleet.roles.machines import read_machines
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.roles.runtime import stop_event
+from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.transport import Client, Closed, TransportError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def parallel_evaluator(args: RunConfig) -> None:
         noted = read_notes(notes_path(args, name))
         return noted.traceback or f"{name} was started again in the middle of an episode."
 
-    spaces = known_spaces(args)
+    spaces = read_spaces(args, args.logdir)
     server = EpisodeServer(
         listen_address(args, "evaluator"),
         groups,

@@ -39,7 +39,7 @@ from dreamfleet.replay import (
 )
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ReplayChecks
-from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead, check_count
+from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import (
@@ -394,8 +394,6 @@ class ReplayService:
 
     def shares(self, mode: str) -> tuple[int, int, list[float]]:
         """What there is to draw from in this shard; see `dreamfleet.replay.Shares`."""
-        if mode not in _MODES:
-            raise ConfigError(f"There are batches for {', '.join(_MODES)}, not for {mode!r}.")
         buffer = self._eval if mode == "eval" else self._train
         items, fresh, weights = buffer.shares(mode)  # type: ignore[arg-type]  # it is one of them
         return items, fresh, weights
@@ -406,11 +404,8 @@ class ReplayService:
         """The part of a batch that comes from this shard; empty if it holds nothing any more."""
         most = self._args.batch_size
         rules = 1 if mode == "eval" else len(used_fractions(self._args.replay))
-        if type(drawn) is not list or len(drawn) != rules:
-            raise ConfigError(f"drawn is a list of {rules} counts, not {drawn!s:.50}.")
-        check_count("everywhere", everywhere)
-        for count in (fresh, *drawn):
-            check_count("a part of a batch", count, most)
+        if len(drawn) != rules:
+            raise ConfigError(f"A part of a batch has {rules} counts, not {len(drawn)}.")
         if not 0 < fresh + sum(drawn) <= most:
             raise ConfigError(f"A part of a batch has from 1 to {most} sequences.")
         self._portions[mode].split = Split(fresh, drawn, everywhere)
@@ -421,11 +416,6 @@ class ReplayService:
     def update(self, data: dict[str, Any]) -> int:
         """Write a trained batch's states, and priorities if it has any, back."""
         return self._train.update(data)
-
-    def position(self) -> dict[str, int]:
-        """The run's durable counts."""
-        assert self.lead is not None
-        return self.lead.position()
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counts of both buffers."""

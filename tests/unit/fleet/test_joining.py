@@ -24,10 +24,10 @@ from dreamfleet.envs import make_env
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import joining
 from dreamfleet.fleet.coordinator import Coordinator
-from dreamfleet.fleet.factories import write_spaces
 from dreamfleet.fleet.joining import JoinError, Wish, join, publish_addresses
 from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.roles.invitations import Place, first_invitation, url
+from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.transport import Keys, RoleKey, Server
 from dreamfleet.transport.address import Address, parse
 

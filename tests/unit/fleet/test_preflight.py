@@ -14,7 +14,6 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.factories import SPACES_FILE, write_spaces
 from dreamfleet.fleet.preflight import (
     check_directory,
     check_disk,
@@ -24,6 +23,7 @@ from dreamfleet.fleet.preflight import (
     preflight,
 )
 from dreamfleet.replay import Fractions
+from dreamfleet.roles.spaces_file import SPACES_FILE, write_spaces
 from dreamfleet.spaces import Space
 from dreamfleet.training import train
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -25,9 +24,11 @@ from dreamfleet.roles.checks import (
     check_floats,
     check_ids,
     check_report,
+    observed,
 )
 from dreamfleet.roles.episodes import EpisodeServer
-from dreamfleet.spaces import Space, spaces_to_json
+from dreamfleet.roles.spaces_file import write_spaces
+from dreamfleet.spaces import Space
 from dreamfleet.transport import (
     ArgumentError,
     BatchServer,
@@ -405,9 +406,8 @@ def guarded(run: RunConfig) -> tuple[Service, Any]:
 
 def checked_replay(run: RunConfig) -> tuple[Service, Any]:
     action = {"action": Space(np.float32, (2,), -1.0, 1.0), "reset": Space(bool)}
-    plain = {"obs_space": spaces_to_json(SPACES), "act_space": spaces_to_json(action)}
     run.logdir.mkdir(exist_ok=True)
-    (run.logdir / "spaces.json").write_text(json.dumps(plain))
+    write_spaces(run, SPACES, action)
     return guarded(run)
 
 
@@ -477,6 +477,14 @@ def test_without_spaces_an_update_leaves_flags_and_images_alone(run: RunConfig) 
         with pytest.raises(ArgumentError, match="never changed"):
             checked.update({"stepid": stepid, key: value})
     assert service.calls == []
+
+
+def test_spaces_that_another_task_left_are_not_checked_by(run: RunConfig) -> None:
+    run.logdir.mkdir(exist_ok=True)
+    write_spaces(run, SPACES, {})
+    assert observed(None, run) == SPACES
+    write_spaces(small_run(run.logdir, task="gym:CartPole-v1"), SPACES, {})
+    assert observed(None, run) is None
 
 
 @pytest.mark.parametrize("method", ["raise_position", "grant"])

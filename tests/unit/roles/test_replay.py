@@ -60,15 +60,15 @@ def test_counts_and_limiter_are_those_of_the_kill(tmp_path: Path) -> None:
     play(service, 10, 14)
     for _ in range(3):
         service.sample_batch_train()
-    before = service.position()
+    before = service.lead.position()
     assert (before["steps"], before["samples"]) == (56, 14)
     again = open_service(killed_and_moved(config, tmp_path / "2"))
-    assert again.position() == before
+    assert again.lead.position() == before
     # A batch that is sent again is known, and counted by nobody a second time.
     play(again, 10, 14)
-    assert again.position() == before
+    assert again.lead.position() == before
     again.close()
-    assert open_service(small_run(tmp_path / "2", train_ratio=2.0)).position() == before
+    assert open_service(small_run(tmp_path / "2", train_ratio=2.0)).lead.position() == before
 
 
 def test_a_kill_before_the_first_save_loses_no_count(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_kill_before_the_first_save_loses_no_count(tmp_path: Path) -> None:
     play(service, 0, 9)
     service.sample_batch_train()
     again = open_service(killed_and_moved(config, tmp_path / "2"))
-    assert again.position() == service.position()
-    assert again.position()["steps"] == 36
+    assert again.lead.position() == service.lead.position()
+    assert again.lead.position()["steps"] == 36
 
 
 def test_a_replay_that_lost_its_files_is_noticed(
@@ -93,7 +93,7 @@ def test_a_replay_that_lost_its_files_is_noticed(
     with caplog.at_level(logging.WARNING):
         again = open_service(moved)
     assert "holds 40 steps less" in caplog.text
-    assert again.position()["steps"] == 40, "the run has made them all the same"
+    assert again.lead.position()["steps"] == 40, "the run has made them all the same"
 
 
 def test_a_call_of_which_two_replays_fail_is_told_from_the_first_time(tmp_path: Path) -> None:

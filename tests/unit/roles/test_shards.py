@@ -223,6 +223,7 @@ def test_a_shard_that_ends_between_permission_and_batch_costs_neither_batch_nor_
 BAD_CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("shares", ("all",)),
     ("shares", ([],)),
+    ("shares", (np.zeros(2),)),
     ("sample_part_train", (0, [0], 5)),
     ("sample_part_train", (3, [4], 5)),
     ("sample_part_train", (-1, [3], 5)),
