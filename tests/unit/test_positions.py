@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,7 +271,10 @@ class ShardKills(RuleBasedStateMachine):
         with suppress(Unanswered):  # a limiter that was recovered may allow less: it has to wait
             for _ in range(2):  # a learner that knows another number asks once more
                 known = self.known
-                ask = partial(self.lead.permit, known)
+
+                def ask(known: int = known) -> int:
+                    return self.lead.permit(known)  # of the lead that lives now
+
                 self.known = self.survive(ask)
                 if lost and self.known != known:  # with the connection, after it was counted
                     self.known = self.survive(ask)
