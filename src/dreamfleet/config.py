@@ -343,13 +343,6 @@ class RunConfig:
         return max(1, wanted if self.bind else min(wanted, most))
 
     @property
-    def expected_envs(self) -> int:
-        """Environments that have to be there before an actor begins to act: as many as each has
-        when there are `expect_envs` in all."""
-        own = min(self.expect_envs, 0 if self.bind and self.remote_envs else self.actor_envs)
-        return own // self.actors + (self.expect_envs - own) // self.actors
-
-    @property
     def window(self) -> int:
         """Steps in a stored sequence: what is trained on and the context before it."""
         return self.batch_length + self.context

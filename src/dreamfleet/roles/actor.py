@@ -40,7 +40,6 @@ _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and t
 _FLUSH_SECONDS, _GIVE_UP_SECONDS = 60.0, 1.0
 _PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
 _LOOK_SECONDS = 0.5
-_HOLD_SECONDS = 0.05
 BEGAN = "began"
 """A file among the notes of workers: the run has acted since it was started or resumed."""
 
@@ -111,26 +110,70 @@ def serve_actor(
             post_rows=args.limiter_tolerance,
             on_post_error=progress.fail,
         )
-        actor.hold(args.expected_envs, lambda: int(server.stats()["act/waiting"]))
+        opening = Opening(args, progress, server, owners, index)
         server.start(block=False)
         should_log = LocalClock(args.log_every)
         should_log()
         try:
             publish_address(args, "actor", server.address, index)
-            every = min(args.log_every, _LOOK_SECONDS) if args.bind else args.log_every
+            looks = args.bind or args.expect_envs
+            every = min(args.log_every, _LOOK_SECONDS) if looks else args.log_every
             while not progress.finished.wait(every):
+                opening.look()
                 if args.bind:  # environments come and go
                     server.resize("act", actor.full_batch())
-                if not args.bind or should_log():
-                    actor.log_metrics(server)
+                if not looks or should_log():
+                    actor.log_metrics(server, held=opening.closed)
             if progress.error is None:
-                actor.log_metrics(server)
+                actor.log_metrics(server, held=opening.closed)
         finally:
             # After a failure nobody waits for the replay or the logger any longer.
             flush = actor.flush_seconds if progress.error is None else 0.0
             server.close(flush=flush)
         if progress.error is None:
             actor.wait_for_replies(flush)
+
+
+class Opening:
+    """Holds the actions of an actor back until the environments that the run expects are there.
+
+    The first actor decides, which hears from the learner's server how many the others have. One
+    that is started again, in a run that has begun, does not wait.
+
+    Args:
+        args: How many are expected.
+        progress: Shared with the other actors, through the learner.
+        server: Whose `act` is held back.
+        owners: Which environments are there.
+        index: Which of the actors it is.
+    """
+
+    def __init__(
+        self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int
+    ) -> None:
+        self._args, self._progress = args, progress
+        self._server, self._owners = server, owners
+        self._note = None if index else notes_path(args, BEGAN)
+        if self._note and self._note.exists():
+            progress.begun = True
+        self.closed = bool(args.expect_envs) and not progress.begun
+        if self.closed:
+            server.hold("act")
+
+    def look(self) -> None:
+        """Let the actor act, if it may now."""
+        if not self.closed:
+            return
+        self._server.forget_gone("act")
+        present = self._server.between_calls(self._owners.present)
+        if not self._progress.may_begin(present, self._args.expect_envs):
+            return
+        self.closed = False
+        if self._note:
+            with suppress(OSError):
+                self._note.parent.mkdir(parents=True, exist_ok=True)
+                self._note.touch()
+        self._server.hold("act", held=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,35 +243,6 @@ class Actor:
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
-        self._expected = self._held = 0
-        self._waiting: Callable[[], int] = lambda: 0
-        self._began = notes_path(args, BEGAN)
-
-    # --- who is there ----------------------------------------------------------------------------
-
-    def hold(self, expected: int, waiting: Callable[[], int]) -> None:
-        """Act only when so many environments are there, unless the run has begun before.
-
-        Args:
-            expected: How many.
-            waiting: How many observations wait for the next policy call.
-        """
-        self._expected = 0 if self._began.exists() else expected
-        self._waiting = waiting
-
-    def _wait_for_all(self, count: int) -> None:
-        with self._policy_lock:
-            self._held += count
-        while self._there() < self._expected:
-            if self._progress.finished.wait(_HOLD_SECONDS):
-                raise ActorFailed("The run has ended before its environments were there.")
-        self._expected = 0
-        with suppress(OSError):
-            self._began.parent.mkdir(parents=True, exist_ok=True)
-            self._began.touch()
-
-    def _there(self) -> int:
-        return self._held + self._waiting()
 
     def full_batch(self) -> int:
         """Environments in a full policy call now: no more than are there."""
@@ -240,8 +254,6 @@ class Actor:
 
     def act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         """Actions for a batch of observations, and the transitions for `send`."""
-        if self._expected:
-            self._wait_for_all(len(obs["envid"]))
         try:
             return self._act(obs)
         except Exception as error:
@@ -365,14 +377,15 @@ class Actor:
 
     # --- metrics ---------------------------------------------------------------------------------
 
-    def log_metrics(self, server: BatchServer) -> None:
-        """Forget environments that are gone, and tell the logger how the actor is doing."""
+    def log_metrics(self, server: BatchServer, *, held: bool = False) -> None:
+        """Forget environments that are gone, and tell the logger how the actor is doing, which may
+        be `held` back."""
         try:
-            self._log_metrics(server)
+            self._log_metrics(server, held)
         except Exception as error:
             self._progress.fail(error)
 
-    def _log_metrics(self, server: BatchServer) -> None:
+    def _log_metrics(self, server: BatchServer, held: bool) -> None:
         with self._policy_lock:
             idle = self._carries.idle()
             self._carries.evict(self._args.episode_timeout)
@@ -384,7 +397,14 @@ class Actor:
         self._previous = now, stats["act/items"], stats["act/batches"]
         self._progress.noted(self._failures.total, stats["act/items"])
         reasons = [self._progress.waiting()]
-        reasons += [self._why_waiting(idle, int(stats["act/waiting"]), replay)]
+        observations = int(stats["act/waiting"])
+        if not held:
+            reasons += [why_waiting(self._args, idle, observations, replay, self._index)]
+        elif not self._index:  # which knows of the others
+            reasons += [
+                f"the run begins when {self._args.expect_envs} environments are there "
+                f"(expect_envs): {self._progress.present} are"
+            ]
         metrics: dict[str, Any] = {
             "steps_per_second": (stats["act/items"] - items) / (now - then),
             "batches_per_second": (stats["act/batches"] - batches) / (now - then),
@@ -407,18 +427,6 @@ class Actor:
             metrics["env/failures"] = float(total)
             metrics["env/failures_per_1000_steps"] = 1000 * total / max(steps, 1.0)
         self._logger.call("add", self._progress.step, metrics)
-
-    def _why_waiting(
-        self, idle: Mapping[int, float], observations: int, replay: Mapping[str, float]
-    ) -> str:
-        if self._expected:
-            several = self._args.actors > 1
-            who = server_name("actor", self._index) if several else "the run"
-            return (
-                f"{who} begins when {self._expected} {'of its ' if several else ''}environments "
-                f"are there (expect_envs): {self._there()} are"
-            )
-        return why_waiting(self._args, idle, observations, replay, self._index)
 
 
 class EnvFailures:

@@ -202,6 +202,16 @@ class Owners:
         owner.seen = self._clock()
         self._owners[caller.connection] = owner
 
+    def present(self) -> int:
+        """How many environments have a connection that is there. They keep their owners, however
+        long they have to wait for an answer."""
+        count, now = 0, self._clock()
+        for owner in self._owners.values():
+            if self._connected(owner.caller.connection):
+                owner.seen = now
+                count += owner.count
+        return count
+
     def _holds(self, owner: _Owner) -> bool:
         silence = self._clock() - owner.seen
         return silence <= self._timeout and self._connected(owner.caller.connection)
@@ -457,7 +467,7 @@ def check_report(message: Any) -> None:
     for key in ("learner", "actor", "source"):
         value = message.get(key)
         require(type(value) is str and len(value) <= _LONGEST_KEY, f"{key!r} is a short text.")
-    for key in ("steps", "unstored", "failures", "env_steps"):
+    for key in ("steps", "unstored", "failures", "env_steps", "present"):
         value = message.get(key)
         counts = type(value) in (int, float) and 0 <= value <= _MOST_STEPS
         require(counts and value == int(value), f"{key!r} counts from 0.")

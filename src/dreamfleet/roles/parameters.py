@@ -45,6 +45,7 @@ class _Actor:
     busy: bool = True
     failures: int = 0
     env_steps: float = 0.0
+    present: int = 0
     seen: float = 0.0
 
 
@@ -75,6 +76,7 @@ class ParameterServer:
         self.publish()
         self._progress.actors_busy = self.busy
         self._progress.failures_elsewhere = self.failures
+        self._progress.present_elsewhere = self.present
         self._server.start(block=False)
         publish_address(self._args, "learner", self._server.address)
         return self
@@ -117,6 +119,7 @@ class ParameterServer:
             "step": progress.step,
             "updates": self._updates(),
             "version": self._offer["version"],
+            "begun": progress.begun,
             "finished": over,
             "stopped": over and progress.stopped,
         }
@@ -134,7 +137,7 @@ class ParameterServer:
             new, actor.steps = message["steps"] - actor.steps, message["steps"]
             actor.unstored, actor.busy = message["unstored"], message["busy"]
             actor.failures, actor.env_steps = message["failures"], message["env_steps"]
-            actor.seen = time.monotonic()
+            actor.present, actor.seen = message["present"], time.monotonic()
             self._progress.advance(new)
         if message["reached"] and not self._progress.finished.is_set():
             log.info("The target score of %g is reached.", self._args.target_score)
@@ -147,6 +150,12 @@ class ParameterServer:
         with self._lock:
             since = time.monotonic() - _LOST_SECONDS
             return any(actor.busy and actor.seen > since for actor in self._actors.values())
+
+    def present(self) -> int:
+        """Environments of actors that are there."""
+        with self._lock:
+            since = time.monotonic() - _LOST_SECONDS
+            return sum(each.present for each in self._actors.values() if each.seen > since)
 
     def failures(self) -> tuple[int, float]:
         """Failures of the environments of these actors, and their steps."""

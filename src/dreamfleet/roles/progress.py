@@ -39,6 +39,12 @@ class Progress:
         """Whether actors in other processes still send what they have; set by the learner."""
         self.failures_elsewhere: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
         """Failures of the environments of other actors, and their steps; set by the learner."""
+        self.present_elsewhere: Callable[[], int] = lambda: 0
+        """Environments of other actors that are there; set by the learner."""
+        self.present = 0
+        """Environments that are there, as far as this process knows."""
+        self.begun = False
+        """Whether the environments that the run expects were there."""
         self._limit = steps
         self._lock = threading.Lock()
         self._step = 0
@@ -87,6 +93,13 @@ class Progress:
 
     def noted(self, failures: int, steps: float) -> None:
         """So many failures of environments, and steps, there were since this actor was started."""
+
+    def may_begin(self, present: int, expected: int) -> bool:
+        """Whether the run acts, if so many environments of this actor are there, and it expects so
+        many of all actors."""
+        self.present = present + self.present_elsewhere()
+        self.begun = self.begun or self.present >= expected
+        return self.begun
 
     def waiting(self) -> str:
         """Whom counting waits for, in words; empty if for nobody."""
@@ -205,6 +218,7 @@ class SharedProgress(Progress):
                 "reached": self._reached,
                 "failures": self._failures,
                 "env_steps": self._env_steps,
+                "present": self.present,
             }
         return acted, self.ask("report", message)
 
@@ -228,6 +242,11 @@ class SharedProgress(Progress):
 
     def noted(self, failures: int, steps: float) -> None:
         self._failures, self._env_steps = failures, steps
+
+    def may_begin(self, present: int, expected: int) -> bool:
+        self.present = present
+        self.begun = not expected or bool(self.heard.get("begun"))
+        return self.begun
 
     def waiting(self) -> str:
         away = not self._learner.stats()["connected"]

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ WorkFn = Callable[..., tuple[Any, Any]]
 Check = Callable[[Origin, int, tuple[Any, ...]], None]
 """Gets where a request came from, the rows of its block (0 for a single item) and its arguments."""
 _FOREVER = float("inf")
+_T = TypeVar("_T")
 
 # What every item of a batch must agree on: per leaf its place, dtype, shape, and whether it is a
 # number of Python's.
@@ -78,6 +79,7 @@ class _Batcher:
     roles: frozenset[str]
     check: Check | None
     posts: PostQueue | None = None
+    held: bool = False
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
     usual: Signature | None = None
@@ -86,7 +88,9 @@ class _Batcher:
 
     @property
     def free(self) -> bool:
-        return self.queue.running < self.queue.limit and not (self.posts and self.posts.full)
+        if self.held or self.queue.running >= self.queue.limit:
+            return False
+        return not (self.posts and self.posts.full)
 
     @property
     def deadline(self) -> float:
@@ -212,6 +216,27 @@ class BatchServer(BaseServer):
             if batcher.batch != batch:
                 batcher.batch = max(1, batch)
                 self._dispatch_held_back(batcher)
+
+    def hold(self, method: str, *, held: bool = True) -> None:
+        """Let requests of this method wait, until it is not held any more."""
+        batcher = self._methods[method]
+        with self._loop.lock:
+            batcher.held = held
+            self._dispatch_held_back(batcher)
+
+    def forget_gone(self, method: str) -> None:
+        """Drop waiting requests of connections that have ended: nobody hears the answer."""
+        batcher = self._methods[method]
+        with self._loop.lock:
+            peers = {request.peer for request in batcher.waiting}
+            there = {peer for peer in peers if self._loop.connected(peer)}
+            batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
+            batcher.rows = sum(request.items for request in batcher.waiting)
+
+    def between_calls(self, function: Callable[[], _T]) -> _T:
+        """The result of a function that reads what checks keep: no call is taken meanwhile."""
+        with self._loop.lock:
+            return function()
 
     def _start_threads(self) -> None:
         for batcher in self._methods.values():

@@ -324,6 +324,21 @@ def test_an_owner_that_is_silent_for_long_loses_its_environments() -> None:
     fake.claim("ann", [1], first=False)
 
 
+def test_who_is_there_is_counted_once_and_keeps_what_it_has_while_it_waits() -> None:
+    fake = Fake()
+    fake.claim("ann", [0, 1])
+    fake.claim("bob", [2])
+    assert fake.owners.present() == 3
+    fake.gone.add(b"bob")
+    assert fake.owners.present() == 2
+    fake.claim("cat", [2])
+    fake.now = 9.0
+    assert fake.owners.present() == 3
+    fake.now = 18.0  # nobody was answered yet, so nobody could send more
+    with pytest.raises(Occupied, match="belongs to 'ann'"):
+        fake.claim("dan", [0])
+
+
 def test_environments_are_bounded_for_each_connection_and_in_all() -> None:
     fake = Fake()
     fake.claim("ann", [0, 1])
@@ -579,12 +594,13 @@ def test_steps_do_not_jump(run: RunConfig) -> None:
 
 def test_a_report_to_the_learner_counts_what_can_be_counted() -> None:
     texts: dict[str, Any] = dict.fromkeys(("learner", "actor", "source"), "me")
-    counts = dict.fromkeys(("steps", "unstored", "failures", "env_steps"), 3)
+    counts = dict.fromkeys(("steps", "unstored", "failures", "env_steps", "present"), 3)
     good = {**texts, **counts, "busy": False, "reached": True}
     check_report(good)
     for wrong in (
         *(5, {}, {**good, "steps": 10**12}, {**good, "steps": 1.5}, {**good, "busy": 1}),
         *({**good, "actor": 3}, {**good, "source": "x" * 1000}, {**good, "unstored": None}),
+        {**good, "present": -1},
     ):
         with pytest.raises(ArgumentError):
             check_report(wrong)

@@ -20,7 +20,8 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
-from dreamfleet.roles.actor import BEGAN, Actor, policy_sizes
+from dreamfleet.roles.actor import BEGAN, Actor, Opening, policy_sizes
+from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
 from dreamfleet.roles.evaluator import joined_groups
 from dreamfleet.roles.invitations import write_place
@@ -29,7 +30,6 @@ from dreamfleet.roles.machines import MachineRecord, write_machines
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
-from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.spaces import RESET
 from dreamfleet.transport import BatchServer, Client, Disconnected, RemoteError
 
@@ -124,39 +124,61 @@ def an_actor(folder: Path, **changes: Any) -> tuple[Actor, Progress]:
     ), progress
 
 
+def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[Opening, Any, list[int]]:
+    """A server of `act` that may be held back, and the environments that it has acted in."""
+    acted: list[int] = []
+
+    def act(obs: dict[str, Any]) -> tuple[Any, None]:
+        acted.extend(obs["envid"].tolist())
+        return {"action": obs["envid"]}, None
+
+    server = BatchServer("tcp://127.0.0.1:{auto}", "actor")
+    owners = Owners(server.connected, run.episode_timeout, 4, 100)
+    check = ObservationCheck(DUMMY.obs_space, 4, owners, lambda *_: None)
+    server.bind("act", act, batch=1, wait=0.0, check=check)
+    return Opening(run, progress, server, owners, index), server, acted
+
+
 def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not_wait(
     tmp_path: Path,
 ) -> None:
-    actor, _ = an_actor(tmp_path, expect_envs=3)
-    waiting = 0
-    actor.hold(3, lambda: waiting)
-    acted = threading.Event()
+    run, progress = small_run(tmp_path, bind="127.0.0.1", expect_envs=3), Progress()
+    opening, server, acted = acting(run, progress)
 
-    def act() -> None:
-        actor.act(observations([0, 1]))
-        acted.set()
+    def present() -> int:
+        opening.look()
+        return progress.present
 
-    thread = threading.Thread(target=act)
-    thread.start()
-    words = "the run begins when 3 environments are there (expect_envs): 2 are"
-    eventually(lambda: actor._why_waiting({}, 0, {}) == words)
-    assert not acted.is_set()
-    waiting = 1
-    assert acted.wait(LONG)
-    thread.join()
-    assert notes_path(small_run(tmp_path), BEGAN).exists()
-    successor, _ = an_actor(tmp_path, expect_envs=3)
-    successor.hold(3, lambda: 0)
-    successor.act(observations([0]))
+    with server, Client(server.address) as stays, Client(server.address) as last:
+        leaves = Client(server.address)
+        leaves.call_block("act", observations([JOINED, JOINED + 1]))
+        eventually(lambda: present() == 2)
+        leaves.close(flush=0.0)
+        eventually(lambda: present() == 0)
+        # Its ids are used again, and nobody counts them twice.
+        first = stays.call_block("act", observations([JOINED, JOINED + 1]))
+        eventually(lambda: present() == 2)
+        assert (opening.closed, acted, first.done()) == (True, [], False)
+        second = last.call_block("act", observations([JOINED + 2]))
+        eventually(lambda: present() == 3)
+        assert not opening.closed
+        first.result(LONG)
+        second.result(LONG)
+        assert acted == [JOINED, JOINED + 1, JOINED + 2]  # nothing of the one that has left
+    assert notes_path(run, BEGAN).exists()
+    successor, again = acting(run, progress := Progress())[:2]
+    assert (successor.closed, progress.begun) == (False, True)
+    again.close()
 
 
 def test_a_run_that_is_ended_before_it_has_begun_lets_go(tmp_path: Path) -> None:
-    actor, progress = an_actor(tmp_path, expect_envs=3)
-    actor.hold(3, lambda: 0)
-    progress.stop()
-    with pytest.raises(ActorFailed, match="before its environments were there"):
-        actor.act(observations([0]))
-    assert progress.error is None
+    _, server, _ = acting(small_run(tmp_path, bind="127.0.0.1", expect_envs=3), Progress())
+    with server, Client(server.address) as client:
+        call = client.call_block("act", observations([0]))
+        eventually(lambda: server.stats()["act/waiting"])
+        server.close()
+        with pytest.raises(Disconnected):
+            call.result(LONG)
 
 
 def test_a_full_batch_has_no_more_than_are_there(tmp_path: Path) -> None:

@@ -251,10 +251,29 @@ def test_machines_that_join_hear_of_every_actor(tmp_path: Path) -> None:
     assert addresses(run, "127.0.0.1") == {
         "actor": "tcp://*:5551", "actor-1": "tcp://*:5552", "actor-2": "tcp://*:5553"
     }  # fmt: skip
-    # Each waits for its share of those that are expected, and never for more than there will be.
-    for expected, each in ((0, 0), (2, 0), (7, 2), (13, 4)):
-        found = small_run(tmp_path, actors=3, envs=4, bind="127.0.0.1", expect_envs=expected)
-        assert found.expected_envs == each
+
+
+def test_a_run_begins_when_all_actors_together_have_what_it_expects(
+    run: RunConfig, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, expected = Learner(run), 6
+    with learner.server:
+        actor = SharedProgress("actor-1", run, client_of(run, stack))
+        assert not actor.may_begin(3, expected)
+        actor.report()
+        assert not learner.progress.may_begin(2, expected)  # 5 are there
+        assert learner.progress.present == 5
+        assert not actor.may_begin(4, expected)  # one more, which it has not told yet
+        monkeypatch.setattr(module, "_LOST_SECONDS", 0.0)
+        assert not learner.progress.may_begin(3, expected)  # an actor that is lost has none
+        assert learner.progress.present == 3
+        monkeypatch.undo()
+        actor.report()
+        assert learner.progress.may_begin(2, expected)
+        actor.report()
+        assert actor.may_begin(4, expected)
+        learner.progress.present_elsewhere = lambda: 0
+        assert learner.progress.may_begin(0, expected)  # what has begun goes on
 
 
 def test_each_actor_has_its_share_of_the_environments(tmp_path: Path) -> None:
