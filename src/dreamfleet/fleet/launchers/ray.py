@@ -305,6 +305,9 @@ class RayLauncher:
     def _obey(self) -> None:
         """Calls of Ray that were asked for by whoever must not wait, such as a signal handler."""
         while (command := self._commands.get()) is not None:
+            # Ray would connect once more, and abort the process over an actor it does not know.
+            if not ray.is_initialized():
+                continue
             with suppress(ray.exceptions.RayError, ConnectionError):  # the cluster is gone
                 command()
 
@@ -400,7 +403,7 @@ class RayWorker:
         timer.start()
 
     def _kill_host(self) -> None:
-        if not self._ended.is_set():
+        if not self._ended.is_set() and ray.is_initialized():
             with suppress(Exception):  # the cluster is gone
                 ray.kill(self._actor)
 
