@@ -76,6 +76,19 @@ def test_a_figure_that_changes_changes_the_page() -> None:
     assert made.endswith("b <!-- other --> c")
 
 
+def test_what_one_core_carries_follows_from_what_a_step_or_a_batch_costs() -> None:
+    values = read_values(ROOT / "docs" / "scaling.json")
+    values |= {
+        "vector/fleet, a process each/logger": 33.0,
+        "image/fleet, a process each/logger": 50,
+    }
+    for kind in ("vector", "image"):
+        values |= {f"{kind}/replay sample/processor": 900, f"{kind}/replay update/processor": 1100}
+    made = TABLES["limits"](values)
+    assert "| logger, fleet of eight, a process each | 30,000 steps | 20,000 steps |" in made
+    assert "| replay, batches sampled and updated | 500 batches | 500 batches |" in made
+
+
 def test_rows_of_the_page_have_the_form_of_all_benchmarks() -> None:
     rows = json.loads((ROOT / "docs" / "scaling.json").read_text())
     for row in rows:

@@ -121,6 +121,32 @@ def saturation(values: Values) -> str:
     return _table(["environments", *columns, "more than one core, most first"], rows)
 
 
+def limits(values: Values) -> str:
+    """How often a second one core can do what a role does, by its processor time alone."""
+    most = CONNECTIONS[-1]
+    costs_of = {
+        f"actor, DreamerV3, {most:,} connections": (f"curve/dreamer/{{}}/{most}/actor",),
+        **{
+            f"{role}, fleet of eight, {layout}": (f"{{}}/fleet, {layout}/{role}",)
+            for role in ("replay", "logger")
+            for layout in reversed(_LAYOUTS)
+        },
+        "replay, inserts of 64 steps": ("{}/replay insert/processor",),
+        "logger, messages of 64 steps": ("{}/logger/processor",),
+        "replay, batches sampled": ("{}/replay sample/processor",),
+        "replay, batches sampled and updated": (
+            "{}/replay sample/processor",
+            "{}/replay update/processor",
+        ),
+    }
+    rows = []
+    for text, names in sorted(costs_of.items(), key=lambda each: each[0].partition(",")[0]):
+        cells = [1e6 / sum(values[name.format(kind)] for name in names) for kind in TASKS]
+        unit = "batches" if "batches" in text else "steps"
+        rows.append([text, *(f"{_rounded(cell)} {unit}" for cell in cells)])
+    return _table(["one core, a second", *TASKS], rows)
+
+
 def curve(values: Values) -> str:
     """Steps a second and the actor's processor time with so many connections."""
     rows = []
@@ -209,7 +235,7 @@ def cold(values: Values) -> str:
 
 TABLES: Mapping[str, Callable[[Values], str]] = {
     each.__name__: each
-    for each in (fleet, calls, saturation, walls, curve, network, encryption, replay, cold)
+    for each in (fleet, calls, saturation, limits, walls, curve, network, encryption, replay, cold)
 }
 
 
@@ -227,6 +253,11 @@ def _us(value: float) -> str:
 def _cores(value: float) -> str:
     text = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
     return f"**{text}**" if value > 1 else text
+
+
+def _rounded(value: float) -> str:
+    """With two digits that count: more of them would promise too much."""
+    return f"{float(f'{value:.2g}'):,.0f}"
 
 
 def _duration(seconds: float) -> str:
