@@ -113,6 +113,8 @@ def combined(
     raised: list[Exception] = []
 
     def on_machine_failure(sentence: str) -> None:
+        if supervisor.ending:
+            return
         raised.append(FleetError(sentence))
         supervisor.stop("machine")
 

@@ -397,16 +397,18 @@ class Coordinator:
         known = lease is not None
         return {"known": known, "digest": self._description["digest"], **self._now()}
 
-    def leave(self, token: Any, error: Any) -> None:
-        """A machine leaves; with an error, because something failed there."""
-        proof, why = _checked(token, Name), _checked(error, Line)
+    def leave(self, token: Any, error: Any, not_finite: Any = False) -> None:
+        """A machine leaves; with an error, because something failed there, such as NaN."""
+        proof, why, nan = _checked(token, Name), _checked(error, Line), _checked(not_finite, bool)
         with self._lock:
-            lease = self._leases.leave(proof, why)
+            lease, over = self._leases.leave(proof, why), self._over
             self._write()
         if lease is None:
             return
         log.info("%s has left%s", lease.machine.name, f": {why}" if why else "")
-        if why and "stop" in (self._run.on_failure, self._run.on_nan):
+        # A run that is over is not failed by what its end does to others.
+        ends_run = self._run.on_failure == "stop" or (nan and self._run.on_nan == "stop")
+        if why and ends_run and not over:
             self._on_failure(f"The joined machine {lease.machine.name} failed: {why}")
 
     def _now(self) -> dict[str, Any]:

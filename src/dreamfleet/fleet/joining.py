@@ -277,7 +277,7 @@ class _Machine:
             f"Joined {config.task} as {lease.name} with {_counted(lease)}; logs are in "
             f"{self._place / 'logs'}. Ctrl-C leaves."
         )
-        error, done = "", False
+        error, nan, done = "", False, False
         with LocalLauncher(self._place) as launcher:
             supervisor = Supervisor(
                 workers,
@@ -291,7 +291,10 @@ class _Machine:
                 with link:
                     supervisor.run()
             except FleetError as failure:
-                error = " ".join(str(failure).splitlines()[0].split())[:1000]
+                # The log that it names next is on this machine.
+                sentence = str(failure).splitlines()[0].partition(". The end of ")[0]
+                error = " ".join(sentence.split())[:1000]
+                nan = any(read_notes(path).not_finite for path in notes)
                 raise
             except KeyboardInterrupt:
                 done = True
@@ -299,7 +302,7 @@ class _Machine:
             finally:
                 if error or done or not link.lost:
                     with suppress(TransportError):  # its lease ends by itself
-                        client.call("leave", lease.token, error).result(_CALL_SECONDS)
+                        client.call("leave", lease.token, error, nan).result(_CALL_SECONDS)
         if link.over:
             self._say(f"{link.over} This machine's part is done.")
             return True

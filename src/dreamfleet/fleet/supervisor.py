@@ -82,6 +82,8 @@ class Supervisor:
         self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
         self._record = FleetRecord.of_this_process(launcher_name)
         self._logdir = logdir
+        self.ending = False
+        """Whether the end has begun: what fails from here on is part of it."""
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
         """Start everything and return when the run is over and every worker has ended.
@@ -104,6 +106,7 @@ class Supervisor:
                 self._look_at_notes()
                 failed = False
             finally:
+                self.ending = True
                 self._write_record("ending")
                 self._stop_all(_FAILED_SECONDS if failed else _SAVE_SECONDS)
                 self._write_record("failed" if failed else "ended")

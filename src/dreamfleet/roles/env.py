@@ -325,7 +325,7 @@ class RestartedEnv:
             f"environment {self._envid}"
         )
         if self._args.on_nan == "stop":
-            self._notes.give_up()
+            self._notes.give_up(not_finite=True)
             raise EnvCrashedError(
                 f"{text}. The run ends because on_nan is stop: make the environment return finite "
                 "numbers, or set on_nan to end, which ends such an episode and goes on."

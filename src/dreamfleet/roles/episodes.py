@@ -22,6 +22,7 @@ from dreamfleet.metrics.evaluations import Played
 from dreamfleet.roles.actor import Carries
 from dreamfleet.roles.checks import ObservationCheck, Owners, require
 from dreamfleet.roles.invitations import Invited, hooks_of
+from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.spaces import RESET, Space, without_logs
 from dreamfleet.transport import ArgumentError, BatchServer, Closed, Keys
 
@@ -257,7 +258,8 @@ class EpisodeServer:
             self._changed.notify_all()
             while request.reply is None:
                 if self._closed or request.given_up:
-                    raise Closed("The evaluation is over.")
+                    # Environments of another machine may live on: to them the agent is lost.
+                    raise ActorFailed("The evaluation is over.")
                 self._changed.wait()
             return request.reply, None
 

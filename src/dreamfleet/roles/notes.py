@@ -23,6 +23,7 @@ Doing = Literal["waiting", "building", "resetting", "stepping", "closing"]
 _DOING: tuple[Doing, ...] = ("waiting", "building", "resetting", "stepping", "closing")
 
 _PROGRESS, _FAILURES, _FINAL, _DOING_NOW, _ENVID, _SINCE, _STEPS = range(7)
+_NOT_FINITE = 2  # in the place of _FINAL
 _WORDS = 8
 _TEXT_BYTES = 8192
 _LINE_LENGTH = 1000
@@ -41,6 +42,8 @@ class Noted:
     """Of environments, in the life of the run."""
     final: bool = False
     """Whether the worker ended because another start would not help."""
+    not_finite: bool = False
+    """Whether that was NaN or infinity, at which the run ends."""
     doing: Doing = "waiting"
     """What it does with an environment right now."""
     envid: int = 0
@@ -76,6 +79,7 @@ def read_notes(path: Path) -> Noted:
         failures=int(words[_FAILURES]),
         steps=int(words[_STEPS]),
         final=bool(words[_FINAL]),
+        not_finite=bool(words[_FINAL] == _NOT_FINITE),
         doing=_DOING[doing] if 0 <= doing < len(_DOING) else "waiting",
         envid=int(words[_ENVID]),
         since=float(floats[_SINCE]),
@@ -113,9 +117,9 @@ class Notes:
         self._map[8 * _WORDS : _BYTES] = text.ljust(_TEXT_BYTES, b"\0")
         self._words[_FAILURES] += 1
 
-    def give_up(self) -> None:
+    def give_up(self, *, not_finite: bool = False) -> None:
         """This worker is about to end, and another start would not help."""
-        self._words[_FINAL] = 1
+        self._words[_FINAL] = _NOT_FINITE if not_finite else 1
 
     def now(self, doing: Doing, envid: int = 0) -> None:
         """This worker begins to do something, with an environment."""

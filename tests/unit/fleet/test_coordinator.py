@@ -199,6 +199,7 @@ BAD: list[tuple[str, tuple[Any, ...]]] = [
     ("beat", ("token", {"other": 1})),
     ("leave", (None, "")),
     ("leave", ("token", 5)),
+    ("leave", ("token", "", "yes")),
 ]
 
 
@@ -226,14 +227,19 @@ def test_machines_hear_that_the_run_is_over(tmp_path: Path) -> None:
 
 def test_a_failure_elsewhere_ends_a_run_that_stops_at_failures(tmp_path: Path) -> None:
     told: list[str] = []
-    ways = ({"on_failure": "restart"}, {"on_failure": "restart", "on_nan": "stop"}, {})
-    for number, settings in enumerate(ways):
+    nan = {"on_failure": "restart", "on_nan": "stop"}
+    ways = (({"on_failure": "restart"}, True), (nan, True), (nan, False), ({}, False))
+    for number, (settings, not_finite) in enumerate(ways):
         run = bound(tmp_path / str(number), **settings)
         server = Coordinator(run, "tcp://127.0.0.1:{auto}", told.append)
-        server.leave(server.join(CALLER, request())["token"], f"pole {number} is broken")
+        why = f"pole {number} is broken"
+        server.leave(server.join(CALLER, request())["token"], why, not_finite)
         server.leave(server.join(CALLER, request())["token"], "")
+        token = server.join(CALLER, request())["token"]
+        server._over = "The run is over."
+        server.leave(token, "too late to matter", not_finite)
     # Those of `small_run` end at failures unless they are told otherwise.
-    assert told == [f"The joined machine box failed: pole {n} is broken" for n in (1, 2)]
+    assert told == [f"The joined machine box failed: pole {n} is broken" for n in (1, 3)]
 
 
 def test_addresses_are_those_that_machines_can_reach(tmp_path: Path) -> None:

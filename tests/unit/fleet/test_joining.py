@@ -267,6 +267,7 @@ def test_environments_that_fail_here_send_the_machine_away_with_the_error(tmp_pa
     (left,) = json.loads((tmp_path / "run" / "machines.json").read_text())
     assert left["state"] == "left"
     assert "env-1048576" in left["error"]
+    assert "The end of" not in left["error"]  # which is in a file of that machine
 
 
 def test_what_killed_machines_left_behind_is_removed_by_the_next_one() -> None:

@@ -220,7 +220,9 @@ def test_nan_stops_the_run_with_environment_key_and_step_if_that_is_wished(tmp_p
     words = r"^'reward' holds NaN or infinity at step 10 of an episode of environment 0\. .*on_nan"
     with pytest.raises(EnvCrashedError, match=words):
         run(args, [flaky({11: nan_reward})])
-    assert read_notes(notes_path(args, "env-0")).final
+    noted = read_notes(notes_path(args, "env-0"))
+    assert noted.final
+    assert noted.not_finite
 
 
 def test_failures_without_progress_end_it_and_those_with_progress_never_do(

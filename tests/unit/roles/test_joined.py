@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
 from dreamfleet.roles.actor import BEGAN, Actor, Opening, policy_sizes
 from dreamfleet.roles.checks import ObservationCheck, Owners
+from dreamfleet.roles.env import Lane
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
 from dreamfleet.roles.evaluator import joined_groups
 from dreamfleet.roles.invitations import write_place
@@ -277,6 +279,26 @@ def machine(name: str, ids: Group, state: Any = "joined") -> MachineRecord:
 
 
 A, B = (JOINED + 10, JOINED + 11), (JOINED + 12,)
+
+
+def test_an_evaluation_that_ends_is_a_lost_agent_to_environments_of_other_machines() -> None:
+    server = EpisodeServer(
+        "inproc://{auto}", [], max_steps=9, why=lambda group: "", joined=lambda: [B]
+    )
+    row = {key: value[0] for key, value in observations([B[0]]).items()}
+    for key in ("envid", "is_eval", "failures"):
+        del row[key]
+    env = SimpleNamespace(step=lambda action: row, failures=0, built=True, due=0.0)
+    envs: Any = [env]
+    lane = Lane(envs, list(B), is_eval=True)
+    with server, Client(server.address) as client:
+        assert lane.step(client) == 1
+        eventually(lambda: B in server._waiting)
+        server.stop()
+        eventually(lane.may_step)
+        assert lane.step(client) == 0  # it waits a moment, and asks again
+        assert lane.reply is None
+        assert lane.due > 0
 
 
 def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
