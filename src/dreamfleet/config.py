@@ -258,10 +258,10 @@ class RunConfig:
             "prefill: name all directories after offline.",
         )
         require(
-            self.offline != () or self.replay_shards <= self.envs,
+            self.offline != () or bool(self.bind) or self.replay_shards <= self.envs,
             f"replay_shards={self.replay_shards} with envs={self.envs} would leave shards without "
             "steps, because an environment's steps go to one shard: use at most as many shards as "
-            "environments.",
+            "environments, or set bind, so that others can join.",
         )
         require(
             not self.eval_every or (self.eval_episodes > 0 and not self.offline),

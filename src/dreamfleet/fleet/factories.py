@@ -122,7 +122,9 @@ def _share(config: RunConfig, name: str, shard: int) -> Fraction:
     steps stay equally long in all of them."""
     first, end = (0, config.envs) if name == "replay" else (config.envs, config.actor_envs)
     mine = len([n for n in range(first, end) if n % config.replay_shards == shard])
-    if not mine or config.offline:
+    # Of those that join, each shard gets as many as the others.
+    others = name == "replay" and config.bind and (config.remote_envs or end < config.replay_shards)
+    if not mine or config.offline or others:
         return Fraction(1, config.replay_shards)
     return Fraction(mine, end - first)
 

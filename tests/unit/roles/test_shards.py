@@ -482,3 +482,17 @@ def test_statistics_are_those_of_all_shards() -> None:
 def test_more_shards_than_environments_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most as many shards as environments"):
         RunConfig(envs=2, replay_shards=3)
+
+
+def test_machines_that_join_may_fill_more_shards_than_the_run_has_environments(
+    tmp_path: Path,
+) -> None:
+    joined = {
+        "bind": "127.0.0.1",
+        "replay_shards": 2,
+        "replay": ReplayConfig(capacity=100, chunk=8),
+    }
+    for number, more in enumerate(({"envs": 1}, {"envs": 3, "remote_envs": True})):
+        config = small_run(tmp_path / str(number), **joined, **more)
+        with replay(config, "replay") as first, replay(config, "replay", 1) as second:
+            assert (first.capacity, second.capacity) == (50, 50)
