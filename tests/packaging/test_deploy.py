@@ -21,6 +21,7 @@ import pytest
 
 from dreamfleet.cli.arguments import function_options, parse
 from dreamfleet.cli.train import config_of
+from dreamfleet.fleet.binding import COORDINATOR_PORT
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
@@ -216,6 +217,25 @@ def test_no_pod_is_root_and_its_commands_exist(path: Path) -> None:
             understood(entrypoint)
     for line in re.findall(r"exec (dreamfleet .*)", path.read_text()):
         understood(line)
+
+
+def test_the_ports_of_two_actors_and_an_evaluator_are_open() -> None:
+    (policy,) = (
+        each
+        for each in documents(ROOT / "deploy/kubernetes/envs.yaml")
+        if each["kind"] == "NetworkPolicy"
+    )
+    (ports,) = policy["spec"]["ingress"][0]["ports"]
+    coordinator, actors, evaluator = 1, 2, 1
+    last = COORDINATOR_PORT + coordinator + actors + evaluator - 1
+    assert (ports["port"], ports["endPort"]) == (COORDINATOR_PORT, last)
+    assert f"`{COORDINATOR_PORT}-{last}`" in (ROOT / "docs/machines.md").read_text()
+
+
+def test_compose_and_its_page_scale_with_the_same_command() -> None:
+    texts = ((ROOT / name).read_text() for name in ("compose.yaml", "docs/machines.md"))
+    first, second = (re.findall(r"docker compose up --scale[^#\n]*", text) for text in texts)
+    assert [each.strip() for each in first] == [each.strip() for each in second] != []
 
 
 def test_environment_pods_hold_an_invitation_and_nothing_else_of_the_run() -> None:
