@@ -139,7 +139,8 @@ class Leases:
         self._clock = clock
         self._leases: dict[str, Lease] = {}
         self._left: deque[MachineRecord] = deque(maxlen=_KEEP_LEFT)
-        self._generation = 0
+        # Not from the start again: after a resume environments would play the same episodes.
+        self._generation = secrets.randbits(31)
 
     def __len__(self) -> int:
         return len(self._leases)

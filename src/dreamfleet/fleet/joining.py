@@ -360,15 +360,15 @@ class _Link:
             try:
                 answer = self._machine._ask(self._client, _Answer, *call, timeout=_BEAT_SECONDS)
             except (TransportError, JoinError) as error:
+                if self._is_over_after(error, time.monotonic() - heard):
+                    self._stop("lost")
+                    return
                 if not silent:
                     self._say(
                         "The run does not answer; the environments wait for it "
                         f"({str(error).rstrip('.')})."
                     )
                 silent = True
-                if self._is_over_after(error, time.monotonic() - heard):
-                    self._stop("lost")
-                    return
                 continue
             if silent:
                 self._say("The run answers again.")

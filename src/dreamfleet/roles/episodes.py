@@ -63,9 +63,10 @@ class EpisodeServer:
         max_steps: Steps after which an episode is cut short.
         why: Why an environment of a group has failed.
         keys: The run key, for tcp.
-        joined: The environments of machines that have joined, in the same way. A round is played by
-            those that are there when it begins; what one that leaves has not played yet is played
-            by the others.
+        joined: The environments of machines that have joined, in the same way, and who holds them
+            now: another machine may get the same ids. A round is played by those that are there
+            when it begins; what one that leaves has not played yet is played by the others. Asked
+            at every step.
         invited: Who these machines are.
         spaces: The observation; if there is none, the first request tells what it is.
     """
@@ -78,7 +79,7 @@ class EpisodeServer:
         max_steps: int,
         why: Callable[[Group], str],
         keys: Keys | None = None,
-        joined: Callable[[], Sequence[Group]] | None = None,
+        joined: Callable[[], Mapping[Group, str]] | None = None,
         invited: Invited | None = None,
         spaces: Mapping[str, Space] | None = None,
     ) -> None:
@@ -86,6 +87,7 @@ class EpisodeServer:
         self._max_steps, self._why = max_steps, why
         self._groups: list[Group] = []  # of this round
         self._places: dict[int, int] = {}
+        self._holders: dict[Group, str] = {}  # of those that have joined, in this round
         self._set_groups(self._own)
         self._round: _Round | None = None
         self._changed = threading.Condition()
@@ -202,13 +204,15 @@ class EpisodeServer:
             with self._changed:
                 if self._closed:
                     raise Closed("The evaluation was ended.")
-                there = [group for group in self._joined_now() if group in self._waiting]
+                joined = self._joined_now()
+                there = {group: joined[group] for group in joined if group in self._waiting}
                 for group in set(self._waiting) - {*there, *self._own}:
                     self._waiting.pop(group).given_up = True  # its machine has left
                 if self._own or there:
                     self._gone.clear()
                     self._failures.clear()
                     self._set_groups([*self._own, *there])
+                    self._holders = there
                     return
                 self._changed.wait(_TICK_SECONDS)
             tick()
@@ -217,7 +221,9 @@ class EpisodeServer:
         """Let others play what machines have not played that have left."""
         if self._joined_now is None:
             return
-        left = set(self._groups) - {*self._own, *self._joined_now()} - self._gone
+        now = self._joined_now()
+        left = {group for group, holder in self._holders.items() if now.get(group) != holder}
+        left -= self._gone
         if not left:
             return
         self._gone |= left
@@ -237,9 +243,10 @@ class EpisodeServer:
         return next(group for group in self._groups if envid in group)
 
     def _group_of(self, envid: int) -> Group:
-        for group in (*self._own, *(self._joined_now() if self._joined_now else ())):
-            if envid in group:
-                return group
+        for groups in (lambda: self._own, self._joined_now or tuple):
+            for group in groups():
+                if envid in group:
+                    return group
         raise UnknownEnvironment(
             f"Environment {envid} is none of the evaluation environments of this run."
         )

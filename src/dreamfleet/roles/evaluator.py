@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
 from dreamfleet.roles.invitations import invited
-from dreamfleet.roles.machines import read_machines
+from dreamfleet.roles.machines import FILE_NAME, read_machines
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.roles.runtime import stop_event
 from dreamfleet.roles.spaces_file import read_spaces
@@ -59,7 +58,7 @@ def parallel_evaluator(args: RunConfig) -> None:
         max_steps=args.eval_max_steps,
         why=why,
         keys=args.server_keys,
-        joined=partial(joined_groups, args.logdir) if args.bind else None,
+        joined=JoinedGroups(args.logdir) if args.bind else None,
         invited=invited(args),
         spaces=spaces[0] if spaces else None,
     )
@@ -98,14 +97,35 @@ def parallel_evaluator(args: RunConfig) -> None:
             notes.progress()
 
 
-def joined_groups(logdir: Path) -> list[Group]:
-    """The evaluation environments of machines that have joined, by their processes."""
-    return [
-        group
-        for machine in read_machines(logdir)
-        if machine.state != "left"
-        for group in groups_of(machine.eval_envs, machine.envs_per_process)
-    ]
+class JoinedGroups:
+    """The evaluation environments of machines that have joined, by their processes, and who holds
+    them. Cheap to ask: the file is read again only when it was replaced.
+
+    Args:
+        logdir: The run's directory.
+    """
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir = logdir
+        # Both at once: several threads ask.
+        self._known: tuple[tuple[int, int] | None, dict[Group, str]] = (None, {})
+
+    def __call__(self) -> dict[Group, str]:
+        before, groups = self._known
+        try:
+            status = (self._logdir / FILE_NAME).stat()
+            written = status.st_mtime_ns, status.st_ino
+        except OSError:
+            written = None
+        if written is None or written != before:
+            groups = {
+                group: machine.holder
+                for machine in read_machines(self._logdir)
+                if machine.state != "left"
+                for group in groups_of(machine.eval_envs, machine.envs_per_process)
+            }
+            self._known = written, groups
+        return groups
 
 
 def _play_round(

@@ -163,7 +163,7 @@ def find_url(text: str) -> str:
         ConfigError: It is the directory of a run that nobody can join.
     """
     path = Path(text)
-    if f"{_SCHEME}://" in text or not path.exists():
+    if f"{_SCHEME}://" in text or not text.strip() or not path.exists():
         return text
     if path.is_dir():
         place = read_place(path)

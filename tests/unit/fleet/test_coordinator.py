@@ -104,6 +104,8 @@ def test_ids_survive_a_resume_of_the_run(tmp_path: Path) -> None:
     assert found.machine.envs == lease.machine.envs
     assert after.join(asks(1), CALLER)[1].machine.envs == (JOINED + 2,)
     assert after.beat(left, Report()) is None
+    # Environments that get the same ids after it play other episodes.
+    assert Leases().join(asks(2), CALLER)[1].generation != lease.generation
 
 
 def test_the_revoked_lose_their_ids() -> None:

@@ -26,7 +26,7 @@ from dreamfleet.fleet import joining
 from dreamfleet.fleet.coordinator import Coordinator
 from dreamfleet.fleet.joining import JoinError, Wish, join, publish_addresses
 from dreamfleet.roles.addresses import DirectoryBook
-from dreamfleet.roles.invitations import Place, first_invitation, url
+from dreamfleet.roles.invitations import Place, first_invitation, revoke, url
 from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.transport import Keys, RoleKey, Server
 from dreamfleet.transport.address import Address, parse
@@ -188,6 +188,30 @@ def test_a_machine_that_lost_its_ids_gets_others_and_ends_with_the_run(tmp_path:
     assert len([line for line in said if line.startswith("Joined")]) == 2
     assert (tmp_path / "here" / "keys").read_text() == "of somebody else"
     assert not list((tmp_path / "here").glob("*.key"))
+
+
+def test_a_revoked_machine_is_told_so_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_BEAT_SECONDS", 6.0)  # in which a busy machine connects again
+    coordinator, line = listening(tmp_path / "run", on_failure="restart")
+    said: list[str] = []
+    ended: list[str] = []
+
+    def run() -> None:
+        try:
+            join(line, Wish(1), logdir=None, patience=LONG, say=said.append)
+        except JoinError as error:
+            ended.append(str(error))
+
+    with coordinator:
+        thread = threading.Thread(target=run)
+        thread.start()
+        eventually(lambda: said and said[-1].startswith("Joined"))
+        revoke(tmp_path / "run", "first")
+        thread.join(LONG)
+    assert "it was revoked" in ended[0]
+    assert not any("does not answer" in each for each in said), said
 
 
 def test_the_directory_of_a_run_is_not_written_to(tmp_path: Path) -> None:

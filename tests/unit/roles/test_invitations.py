@@ -63,6 +63,8 @@ def test_an_address_is_typed_or_found_in_a_file_or_in_a_directory(tmp_path: Path
     write_place(tmp_path, place)
     with pytest.raises(ConfigError, match="Nobody can join a run in"):
         find_url(str(tmp_path))
+    with pytest.raises(ConfigError, match="'' is not the address of a run"):
+        read_url(find_url(""))
     invitation = first_invitation(tmp_path, KEYS)
     wanted = url(place, invitation)
     assert find_url(wanted) == find_url(str(tmp_path)) == wanted

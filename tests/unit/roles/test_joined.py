@@ -21,14 +21,15 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
+from dreamfleet.roles import evaluator
 from dreamfleet.roles.actor import BEGAN, Actor, Opening, policy_sizes
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.env import Lane
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
-from dreamfleet.roles.evaluator import joined_groups
+from dreamfleet.roles.evaluator import JoinedGroups
 from dreamfleet.roles.invitations import write_place
 from dreamfleet.roles.logger import video_env
-from dreamfleet.roles.machines import MachineRecord, write_machines
+from dreamfleet.roles.machines import MachineRecord, read_machines, write_machines
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
@@ -263,7 +264,14 @@ class Player:
                 obs["is_first"] = np.full(count, step == 0)
                 obs["is_last"] = np.full(count, step == self._length)
                 obs["reward"] = np.ones(count, np.float32)
-                reply = self._client.call_block("act", obs).result()
+                try:
+                    reply = self._client.call_block("act", obs).result()
+                except RemoteError as error:
+                    if error.kind not in ("ActorFailed", "Occupied"):
+                        raise
+                    step = 0
+                    time.sleep(0.01)  # as an environment does
+                    continue
                 self.replies += 1
                 step = 0 if reply[RESET].all() else step + 1
         except (Disconnected, RemoteError, Exception):
@@ -275,7 +283,7 @@ class Player:
 
 
 def machine(name: str, ids: Group, state: Any = "joined") -> MachineRecord:
-    return MachineRecord(name, state, (), ids, 2, 0.0, 0.0)
+    return MachineRecord(name, state, (), ids, 2, 0.0, 0.0, holder=name)
 
 
 A, B = (JOINED + 10, JOINED + 11), (JOINED + 12,)
@@ -283,7 +291,7 @@ A, B = (JOINED + 10, JOINED + 11), (JOINED + 12,)
 
 def test_an_evaluation_that_ends_is_a_lost_agent_to_environments_of_other_machines() -> None:
     server = EpisodeServer(
-        "inproc://{auto}", [], max_steps=9, why=lambda group: "", joined=lambda: [B]
+        "inproc://{auto}", [], max_steps=9, why=lambda group: "", joined=lambda: {B: "b"}
     )
     row = {key: value[0] for key, value in observations([B[0]]).items()}
     for key in ("envid", "is_eval", "failures"):
@@ -301,18 +309,66 @@ def test_an_evaluation_that_ends_is_a_lost_agent_to_environments_of_other_machin
         assert lane.due > 0
 
 
+def test_the_list_of_machines_is_read_when_it_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+
+    def counted(logdir: Path) -> list[MachineRecord]:
+        reads.append(logdir)
+        return read_machines(logdir)
+
+    monkeypatch.setattr(evaluator, "read_machines", counted)
+    groups = JoinedGroups(tmp_path)
+    assert groups() == {}
+    reads.clear()
+    for name in ("a", "c"):
+        write_machines(tmp_path, [machine(name, A)])
+        for _ in range(3):
+            assert groups() == {A: name}
+    assert len(reads) == 2
+
+
+def test_ids_that_another_machine_gets_within_a_round_are_no_failure(tmp_path: Path) -> None:
+    agent = RandomAgent(DUMMY.obs_space, DUMMY.act_space)
+    write_machines(tmp_path, [machine("a", A), machine("b", B)])
+    server = EpisodeServer(
+        "inproc://{auto}", [], max_steps=100, why=lambda _: "again", joined=JoinedGroups(tmp_path)
+    )
+    with server:
+        players = [Player(server.address, A, 50), Player(server.address, B, 3)]
+        eventually(lambda: {A, B} <= set(server._waiting))
+
+        def replace_one() -> None:
+            if len(players) == 2 and players[0].replies >= 6:  # in the middle of an episode
+                players[0].leave()
+                write_machines(tmp_path, [machine("c", A), machine("b", B)])
+                players.append(Player(server.address, A, 3))
+
+        played = server.play(agent, "eval", 30, tick=replace_one)
+        assert len(players) == 3
+        assert [each.error for each in played] == [""] * 30
+        # It plays in the next round.
+        eventually(lambda: {A, B} <= set(server._waiting))
+        before = players[2].replies
+        server.play(agent, "eval", 3)
+        assert players[2].replies > before
+        for player in players[1:]:
+            player.leave()
+
+
 def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
     """One leaves in the middle of a round: the others play its episodes. All leave: the round is
     played again by whoever comes."""
     agent = RandomAgent(DUMMY.obs_space, DUMMY.act_space)
     write_machines(tmp_path, [machine("a", A), machine("b", B), machine("c", (5,), "left")])
-    assert joined_groups(tmp_path) == [A, B]
+    assert list(JoinedGroups(tmp_path)()) == [A, B]
     server = EpisodeServer(
         "inproc://{auto}",
         [],
         max_steps=100,
         why=lambda group: "",
-        joined=lambda: joined_groups(tmp_path),
+        joined=JoinedGroups(tmp_path),
     )
     with server:
         with Client(server.address) as client, pytest.raises(RemoteError, match="Environment 5 is"):
