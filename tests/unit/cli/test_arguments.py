@@ -181,7 +181,7 @@ def test_every_example_is_a_command(line: str) -> None:
         (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no option"),
         (["train", "--agent", "dreamr"], "Did you mean 'dreamer'?"),
         (["train", "--agent", "nowhere:AGENT"], "There is no module 'nowhere'"),
-        (["train", "--launcher", "ray"], "There is no launcher 'ray': choose from local, serial."),
+        (["train", "--launcher", "cloud"], "There is no launcher 'cloud': choose from local, ray"),
         (["train", "runs/x"], "'runs/x' belongs to no option. See --help."),
         (["eval", "runs", "--vidoe", "x.mp4"], "Did you mean --video?"),
         (["eval"], "LOGDIR is missing. See 'dreamfleet eval --help'."),
