@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -447,3 +449,21 @@ time.sleep(600)
     assert child.stdout is not None
     child.stdout.readline()  # it has its title
     return make_env("bundled:dummy")
+
+
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_ports = random.Random(os.getpid()).sample(
+    range(10_000 + 2_000 * _worker, 12_000 + 2_000 * _worker), 2_000
+)
+
+
+def fixed_address() -> str:
+    """A tcp address for a server that is yet to be started.
+
+    Its port is below those that the kernel hands out, so no other server gets it meanwhile.
+    """
+    while True:
+        port = _ports.pop()
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"tcp://127.0.0.1:{port}"

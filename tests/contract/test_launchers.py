@@ -40,6 +40,9 @@ from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.roles.runtime import STOPPED
 
+# Ray starts its processes by forking, of which JAX warns if it was imported before.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
+
 
 @pytest.fixture(params=sorted(LAUNCHERS))
 def launcher(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fleet_parts import CountingAgent, Paced, parts, rows, small_run, stored_streams
 from launcher_parts import LONG
 from ray_parts import Nodes, ray_processes, tell
@@ -19,6 +20,9 @@ from dreamfleet.fleet.launchers import Worker, find_launcher
 from dreamfleet.fleet.record import WorkerRecord, read_record
 from dreamfleet.parallel import combined
 from dreamfleet.resources import Resources
+
+# Ray starts its processes by forking, of which JAX warns if it was imported before.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
 LENGTH = 25
 WHERE = {"agent": "agent", "env": "env", "replay": "store", "logger": "head"}

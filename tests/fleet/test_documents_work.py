@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from documents import ROOT, blocks, commands, python_blocks
+from fleet_parts import fixed_address
 
 from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
@@ -28,7 +29,6 @@ from dreamfleet.envs.gym import GymPlayer
 from dreamfleet.metrics import ScoresFile
 from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.replay import Replay
-from dreamfleet.transport import resolve
 
 SHORT = {
     "--on-failure": "stop",
@@ -162,7 +162,7 @@ def test_machines_started_by_hand_make_one_run(shown: list[list[str]], tmp_path:
     page says that they share one."""
     shared, joins = "--config" not in shown[1], shown[1][0] == "join"
     program = str(Path(sys.executable).with_name("dreamfleet"))
-    free = resolve("tcp://127.0.0.1:{auto}")
+    free = fixed_address()
     values = {"tcp://10.0.0.5:5551": free, "TASK": "bundled:dummy"}
     values["0.0.0.0"] = free.removeprefix("tcp://")
     train, *roles = ([values.get(word, word) for word in words] for words in shown)

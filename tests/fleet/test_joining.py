@@ -16,14 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-from fleet_parts import rows
+from fleet_parts import fixed_address, rows
 
 from dreamfleet.audit import audit
 from dreamfleet.config import read_config
 from dreamfleet.fleet.status import MachineStatus, RunStatus, Watcher
 from dreamfleet.roles.addresses import published_address
 from dreamfleet.roles.invitations import read_place, read_url
-from dreamfleet.transport import Client, Disconnected, RemoteError, RoleKey, Timeout, resolve
+from dreamfleet.transport import Client, Disconnected, RemoteError, RoleKey, Timeout
 from dreamfleet.transport.address import parse
 
 COMMAND = [sys.executable, "-m", "dreamfleet.cli"]
@@ -123,7 +123,7 @@ def refused(address: str, key: RoleKey, method: str, *arguments: Any) -> bool:
 
 def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
     logdir = tmp_path / "run"
-    bind = resolve("tcp://127.0.0.1:{auto}").removeprefix("tcp://")
+    bind = fixed_address().removeprefix("tcp://")
     local = "tcp://127.0.0.1:{auto}"
     with programs(tmp_path) as start:
         train = start(
@@ -251,7 +251,7 @@ def test_a_run_that_is_not_there_is_said_in_one_sentence(
     from dreamfleet.cli import main
     from dreamfleet.transport import Keys
 
-    free = parse(resolve("tcp://127.0.0.1:{auto}")).port
+    free = parse(fixed_address()).port
     text = url.format(free=free, key=Keys.generate().invite("env").text)
     assert main(["join", text]) in (1, 2)
     error = capsys.readouterr().err

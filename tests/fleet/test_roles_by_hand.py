@@ -9,14 +9,21 @@ import threading
 from pathlib import Path
 
 import pytest
-from fleet_parts import dummy_with_its_id, left_behind, parts, small_run, stored_streams
+from fleet_parts import (
+    dummy_with_its_id,
+    fixed_address,
+    left_behind,
+    parts,
+    small_run,
+    stored_streams,
+)
 from launcher_parts import appears
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.parallel import combined
 from dreamfleet.roles.addresses import find_server
-from dreamfleet.transport import Client, Disconnected, Keys, resolve
+from dreamfleet.transport import Client, Disconnected, Keys
 
 ROLE = [str(Path(sys.executable).with_name("dreamfleet")), "role"]
 
@@ -29,9 +36,7 @@ def role(name: str, *options: str) -> subprocess.Popen[bytes]:
 
 def tcp_run(logdir: Path) -> RunConfig:
     """A run for which the environments and the replay are started elsewhere."""
-    addresses = {
-        f"{name}_addr": resolve("tcp://127.0.0.1:{auto}") for name in ("actor", "replay", "logger")
-    }
+    addresses = {f"{name}_addr": fixed_address() for name in ("actor", "replay", "logger")}
     # A policy call waits for all environments, so that none makes all the steps alone.
     batch = {"actor_batch": 3, "actor_wait": 600.0}
     return small_run(logdir, steps=300, remote_envs=True, remote_replay=True, **batch, **addresses)
