@@ -35,7 +35,7 @@ _LAYOUTS = ("8 in one process", "a process each")
 
 
 def fill(page: str, values: Values) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables made again."""
 
     def table(match: re.Match[str]) -> str:
         name = match[1]
@@ -302,7 +302,7 @@ def draw(values: Values, out: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make the page's tables anew, and the picture if it is named."""
+    """Make the page's tables again, and the picture if it is named."""
     values, page = read_values(Path(arguments[0])), Path(arguments[1])
     atomic_write(page, fill(page.read_text(), values))
     if len(arguments) > 2:

@@ -281,7 +281,7 @@ class Audit(EpisodicEnv):
     """Says in each observation where it comes from, so that stored steps can be audited.
 
     `record` holds whole numbers, each below 2**24, which float32 holds exactly: in the order of
-    `FIELDS` the environment (its seed), the life (drawn anew by each instance, also one with the
+    `FIELDS` the environment (its seed), the life (drawn again by each instance, also one with the
     same seed), the episode of this life and the step of this episode (from 0), the last action (-1
     at the start of an episode), the steps of the episode before, and a checksum of all of these.
     `dreamfleet.audit` reads them back.

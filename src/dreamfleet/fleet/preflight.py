@@ -290,8 +290,9 @@ def check_disk(
     if config.remote_replay:
         if room < _DISK_BESIDE:
             raise ConfigError(
-                f"A run takes about {readable(_DISK_BESIDE)}B of disk besides its replay, and "
-                f"{there} has room for {readable(room)}B: make room, or choose another --logdir."
+                f"A run takes about {readable(_DISK_BESIDE)}B of disk in addition to its replay, "
+                f"and {there} has room for {readable(room)}B: make room, or choose another "
+                "--logdir."
             )
         return
     replay = config.replay

@@ -173,7 +173,7 @@ class BatchServer(BaseServer):
             wait: Seconds the oldest request waits for the batch to fill.
             workers: Batches computed at the same time.
             repeatable: It does no harm to run it twice; see `Server.bind`.
-            roles: Whose keys may call it, besides the run key.
+            roles: Whose keys may call it in addition to the run key.
             check: Raises `ArgumentError` or `Occupied` for a request that must not join a batch.
                 Called one at a time, on the thread that reads: it must be quick.
             gather: Seconds the oldest info waits for others to share its call of `postfn`.

@@ -303,7 +303,7 @@ class Server(BaseServer):
             workers: Threads of its own, for a method that may block; 0 shares the server's.
             repeatable: It does no harm to run it twice, so a client may send a call again when the
                 server came back after a crash. Other calls fail with `Disconnected` then.
-            roles: Whose keys may call it, besides the run key. Without keys everybody may.
+            roles: Whose keys may call it in addition to the run key. Without keys everybody may.
             pass_caller: Whether the function gets a `Caller` before the call's arguments.
         """
         self._check_bind(method)

@@ -288,7 +288,9 @@ def test_a_disk_that_the_replay_would_fill_is_refused(tmp_path: Path) -> None:
     check_disk(config, *spaces, free=needed - 10_000)
     elsewhere = config.changed({"remote_replay": True, "replay_addr": "tcp://h:1"})
     check_disk(elsewhere, *spaces, free=beside)
-    with pytest.raises(ConfigError, match=r"besides its replay, and .* has room for 0B: make"):
+    with pytest.raises(
+        ConfigError, match=r"in addition to its replay, and .* has room for 0B: make"
+    ):
         check_disk(elsewhere, *spaces, free=0)
 
 

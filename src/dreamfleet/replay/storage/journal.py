@@ -12,7 +12,7 @@ committed at, so it takes effect with the same commit.
 
 Everything here has a checksum. What does not agree with its own is not believed: the committed tick
 has an older copy (`dreamfleet.numbers`), and whether steps behind it were committed too is then
-answered by the chunks (`in_doubt`). A journal that is lost is made anew from the chunks, and the
+answered by the chunks (`in_doubt`). A journal that is lost is made again from the chunks, and the
 damaged one is kept beside it.
 """
 
