@@ -13,7 +13,7 @@ RUN useradd --uid 1000 --create-home dreamfleet \
     && install -d -o dreamfleet -g dreamfleet /runs /runs/run /runs/run/invitations
 WORKDIR /opt/dreamfleet
 COPY locks/base.txt locks/
-RUN pip install --require-hashes -r locks/base.txt
+RUN pip install --no-deps --require-hashes -r locks/base.txt
 ARG EXTRAS=""
 COPY pyproject.toml ./
 # The packages of the extras, with an empty package in place of Dreamfleet.

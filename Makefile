@@ -9,6 +9,9 @@ BIN := .venv/bin
 # pip of the machine, working on .venv: no ensurepip or python3-venv package is needed.
 PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
+# A lock names every package there is to install, so pip has nothing to work out. Left to look for itself, pip before
+# 23.3 takes the newest release of a package that another one wants with an extra, and then refuses it for its hash.
+INSTALL_LOCK := $(INSTALL) --no-deps --require-hashes -r
 
 .PHONY: help train test test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
 
@@ -44,18 +47,18 @@ setup-dev: .venv/dev.stamp ## .venv with what a developer needs
 	@$(PYTHON) -m venv --without-pip --clear .venv
 
 .venv/base.stamp: locks/base.txt pyproject.toml | .venv/bin/python
-	@$(INSTALL) --require-hashes -r locks/base.txt
+	@$(INSTALL_LOCK) locks/base.txt
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 .venv/dev.stamp: locks/dev.txt .venv/base.stamp
 	@echo "Installing the developer tools"
-	@$(INSTALL) --require-hashes -r locks/dev.txt
+	@$(INSTALL_LOCK) locks/dev.txt
 	@touch $@
 
 # Locks hold versions and hashes for every platform, and no download address.
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
-	--generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+	--generate-hashes --no-strip-extras --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 # What `make train` makes: videos and, with `dreamfleet plot`, curves.
 FOR_USERS := --extra classic --extra plot --extra video
 EXTRAS := $(FOR_USERS) --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra ray --extra tensorboard
