@@ -58,7 +58,7 @@ setup-dev: .venv/dev.stamp ## .venv with what a developer needs
 
 # Locks hold versions and hashes for every platform, and no download address.
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
-	--generate-hashes --no-strip-extras --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+	--generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 # What `make train` makes: videos and, with `dreamfleet plot`, curves.
 FOR_USERS := --extra classic --extra plot --extra video
 EXTRAS := $(FOR_USERS) --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra ray --extra tensorboard

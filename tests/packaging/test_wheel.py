@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +76,33 @@ def test_locks_pin_every_package_with_hashes_and_name_no_host(name: str) -> None
     assert all("--hash=sha256:" in block for block in blocks)
     assert len(entries) == len(blocks)
     assert "://" not in text
+
+
+@pytest.mark.parametrize("name", ["base.txt", "dev.txt"])
+def test_locks_name_everything_that_their_packages_need(name: str) -> None:
+    """They are installed without looking for what else is needed. pip before 23.3 looks for a
+    package with an extra on its own, takes the newest one, and refuses it for its hash."""
+    for recipe in ("Makefile", "Dockerfile"):
+        for line in re.findall(r".*--require-hashes.*", (ROOT / recipe).read_text()):
+            assert "--no-deps" in line
+    text = (ROOT / "locks" / name).read_text()
+    locked = set(re.findall(r"^([a-z0-9][^\s=]*)==", text, re.MULTILINE))
+    left, seen = [(package, "") for package in locked], set[tuple[str, str]]()
+    while left:
+        package, extra = left.pop()
+        if (package, extra) in seen:
+            continue
+        seen.add((package, extra))
+        try:
+            needs = metadata.requires(package) or []
+        except metadata.PackageNotFoundError:  # one of another platform
+            continue
+        for need in map(Requirement, needs):
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                other = canonicalize_name(need.name)
+                assert other in locked, f"{package} needs {need}"
+                left += [(other, more) for more in need.extras]
+    assert len(seen) >= len(locked) > 20
 
 
 def test_a_checkout_brings_the_pip_that_messages_speak_of() -> None:

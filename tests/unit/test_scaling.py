@@ -34,6 +34,8 @@ def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) ->
     assert rows["actors=2"]["peer"] == "actors=1"
     for name in ("inserts", "samples"):
         assert rows[f"replay_shards=2, {name}"]["peer"] == f"replay_shards=1, {name}"
+        assert rows[f"replay_shards=2, {name}, a core each"]["peer_value"] > 0
+    assert rows["actors=2, a core each"]["peer_value"] > 0
     assert rows["encrypted/random/vector/2"]["value"] > 0
     assert 100 < rows["bytes/random/vector/to the actor"]["value"] < 400
     assert rows["replay/index"]["unit"] == "bytes/step"

@@ -61,6 +61,7 @@ LARGEST_BATCH = 256
 _ROWS = 64  # environments in a message to the replay and to the logger
 _POLICY_ROWS = (1, 8, 64, 256)
 _EPISODE = 100
+_CORES = "a core each"
 _PATIENCE = 300.0  # seconds that a role may take to come up; compiling is a part of it
 _FILES_A_CONNECTION, _FILES_BESIDE = 2, 200
 
@@ -163,12 +164,20 @@ class Roles:
             if worker.wait(0) is not None:
                 raise DreamfleetError(f"The {name} of the benchmark ended:\n{worker.output()}")
 
+    def each(self) -> dict[str, float]:
+        """Seconds of processor time that each worker has used."""
+        spent = {}
+        for worker in self._workers:
+            times = psutil.Process(self._running[worker.name].pid).cpu_times()
+            spent[worker.name] = times.user + times.system
+        return spent
+
     def processor(self) -> dict[str, float]:
         """Seconds of processor time that each role has used, all its processes together."""
         spent: dict[str, float] = {}
+        each = self.each()
         for worker in self._workers:
-            times = psutil.Process(self._running[worker.name].pid).cpu_times()
-            spent[worker.role] = spent.get(worker.role, 0.0) + times.user + times.system
+            spent[worker.role] = spent.get(worker.role, 0.0) + each[worker.name]
         return spent
 
 
@@ -486,6 +495,8 @@ class Point:
     rate: float
     processor: dict[str, float]
     """Seconds a step, by role; `clients` is this process."""
+    busiest: float
+    """Seconds a step of all, of the actor that uses most."""
     connecting: float
     """Seconds until every connection had made a step."""
     bytes_out: int
@@ -512,13 +523,22 @@ def _point(config: RunConfig, kind: str, count: int, seconds: float) -> Point:
             raise DreamfleetError(f"Not all of {count} connections made a step.")
         connecting = time.monotonic() - begin
         before, mine, steps = roles.processor(), time.process_time(), clients.steps
+        each = roles.each()
         start = time.perf_counter()
         clients.play(lambda: time.perf_counter() > start + seconds)
         wall, made = time.perf_counter() - start, clients.steps - steps
         used = {role: spent - before[role] for role, spent in roles.processor().items()}
         used["clients"] = time.process_time() - mine
         processor = {role: spent / max(made, 1) for role, spent in used.items()}
-        return Point(made / wall, processor, connecting, clients.bytes_out, clients.bytes_in)
+        busiest = _busiest(each, roles.each(), "agent", "actor") / max(made, 1)
+        sent = clients.bytes_out, clients.bytes_in
+        return Point(made / wall, processor, busiest, connecting, *sent)
+
+
+def _busiest(before: Mapping[str, float], after: Mapping[str, float], *names: str) -> float:
+    """What the busiest worker used whose name begins so: this one is full first when all have a
+    core of their own."""
+    return max(after[name] - before[name] for name in after if name.startswith(names))
 
 
 def _curve(agent: str, kind: str, connections: Sequence[int], seconds: float) -> Iterator[Row]:
@@ -562,32 +582,42 @@ def _encrypted(kind: str, count: int, seconds: float) -> Iterator[Row]:
 
 
 def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[Row]:
-    rates = []
+    points = []
     for actors in (1, 2):
         with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
             batch = max(1, actor_batch(count) // actors)
             config = _config(folder, kind, agent, count, actor_batch=batch, actors=actors)
-            rates.append(_point(config, kind, count, seconds).rate)
+            points.append(_point(config, kind, count, seconds))
+    one, two = points
     note = f"{count} connections, {agent}, {kind}"
-    yield compare("actors=2", rates[1], "steps/s", "actors=1", rates[0], note=note)
+    yield compare("actors=2", two.rate, "steps/s", "actors=1", one.rate, note=note)
+    yield _cores(f"actors=2, {_CORES}", one.busiest, two.busiest, "steps/s")
+
+
+def _cores(name: str, one: float, two: float, unit: str) -> Row:
+    """What processes carry that have a core each: the busiest one's processor time is the limit."""
+    peer = name.replace("=2", "=1")
+    return compare(name, 1 / two, unit, peer, 1 / one, note="processor time of the busiest process")
 
 
 def _two_shards(agent: str, kind: str, calls: int) -> Iterator[Row]:
-    rates = [_replay_rates(agent, kind, calls, shards) for shards in (1, 2)]
+    ones, twos = (_replay_rates(agent, kind, calls, shards) for shards in (1, 2))
     for name, unit, one, two in zip(
-        ("inserts", "samples"), ("steps/s", "batches/s"), *rates, strict=True
+        ("inserts", "samples"), ("steps/s", "batches/s"), ones, twos, strict=True
     ):
-        values = f"replay_shards=2, {name}", two, unit, f"replay_shards=1, {name}", one
-        yield compare(*values, note=f"{agent}, {kind}")
+        values = f"replay_shards=2, {name}", 1 / two.wall, unit
+        yield compare(*values, f"replay_shards=1, {name}", 1 / one.wall, note=f"{agent}, {kind}")
+        yield _cores(f"replay_shards=2, {name}, {_CORES}", one.processor, two.processor, unit)
 
 
-def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[float, float]:
-    """Steps that are stored in a second, and batches that are drawn, two calls at a time."""
+def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[Spent, Spent]:
+    """A step that is stored and a batch that is drawn, two calls at a time. Processor time is that
+    of the busiest shard."""
     _, stored = _spaces(kind, agent)
     steps, ids, number = _zeros(stored, _ROWS), np.arange(_ROWS), itertools.count(1)
     with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder, ExitStack() as stack:
         config = _config(folder, kind, agent, _ROWS, replay_shards=shards)
-        stack.enter_context(Roles(config, "replay", "logger"))
+        roles = stack.enter_context(Roles(config, "replay", "logger"))
         replay = replay_client(config, "bench", 2)
         stack.callback(replay.close)
 
@@ -595,18 +625,19 @@ def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[float
             reply: Reply = replay.call("add_batch", steps, ids, False, "bench", next(number))
             return reply
 
-        def rate(call: Callable[[], Reply]) -> float:
-            waiting, begin = call(), time.perf_counter()
+        def rate(call: Callable[[], Reply], each: int) -> Spent:
+            before, waiting, begin = roles.each(), call(), time.perf_counter()
             for _ in range(calls):
                 following = call()
                 waiting.result(_PATIENCE)
                 waiting = following
             waiting.result(_PATIENCE)
-            return calls / (time.perf_counter() - begin)
+            wall, done = time.perf_counter() - begin, each * calls
+            return Spent(_busiest(before, roles.each(), "replay") / done, wall / done)
 
         for _ in range(2 * config.window):  # before that there may be no sequence to sample
             insert().result(_PATIENCE)
-        return _ROWS * rate(insert), rate(lambda: replay.call("sample_batch_train"))
+        return rate(insert, _ROWS), rate(lambda: replay.call("sample_batch_train"), 1)
 
 
 # --- a large replay ------------------------------------------------------------------------------

@@ -160,16 +160,21 @@ def curve(values: Values) -> str:
 
 
 def walls(values: Values) -> str:
-    """What a second actor and a second shard gain, on the two cores that everybody shares."""
+    """What a second actor and a second shard gain, on the two cores that everybody shares and, from
+    processor time, with a core for each."""
     rows = []
     for name, what in (
         ("actors={}", "`actors`, DreamerV3 with images, steps a second"),
         ("replay_shards={}, inserts", "`replay_shards`, images stored a second"),
         ("replay_shards={}, samples", "`replay_shards`, batches of images drawn a second"),
     ):
-        one, two = (values[name.format(count)] for count in (1, 2))
-        rows.append([what, f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x"])
-    return _table(["setting", "1", "2", "gain"], rows)
+        cells = [what]
+        for layout in (name, f"{name}, a core each"):
+            one, two = (values[layout.format(count)] for count in (1, 2))
+            cells += [f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}x"]
+        rows.append(cells)
+    here, cores = "two cores for all", "a core each"
+    return _table(["setting", f"{here}: 1", "2", "gain", f"{cores}: 1", "2", "gain"], rows)
 
 
 def network(values: Values) -> str:
