@@ -67,3 +67,16 @@ def test_eight_devices_equal_one() -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_a_program_ends_in_order_while_batches_are_brought_to_the_device() -> None:
+    program = """
+import itertools, jax, numpy as np
+from dreamfleet.agents.dreamer.devices import prefetch
+batch = {str(i): np.zeros(1000, np.float32) for i in range(20)}
+batches = prefetch(itertools.repeat(batch), lambda b: jax.tree.map(jax.device_put, b), 10**6)
+for _ in range(20):
+    next(batches)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

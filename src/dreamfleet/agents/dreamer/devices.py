@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,6 +108,10 @@ class _Failure:
 
 
 _END = object()
+# A thread that is inside of JAX when Python ends would abort the process. So the end of Python takes
+# this lock and keeps it: nobody is inside then, and nobody enters any more.
+_inside_jax = threading.Lock()
+atexit.register(_inside_jax.acquire)
 
 
 def prefetch(items: Iterable[Any], prepare: Callable[[Any], Item], depth: int) -> Iterator[Item]:
@@ -125,7 +130,9 @@ def prefetch(items: Iterable[Any], prepare: Callable[[Any], Item], depth: int) -
                 room.acquire()
                 if closed.is_set():
                     return
-                ready.put(prepare(next(iterator)))
+                item = next(iterator)
+                with _inside_jax:
+                    ready.put(prepare(item))
         except StopIteration:
             ready.put(_END)
         except BaseException as error:
