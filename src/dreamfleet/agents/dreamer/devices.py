@@ -108,10 +108,15 @@ class _Failure:
 
 
 _END = object()
-# A thread that is inside of JAX when Python ends would abort the process. So the end of Python takes
-# this lock and keeps it: nobody is inside then, and nobody enters any more.
 _inside_jax = threading.Lock()
-atexit.register(_inside_jax.acquire)
+
+
+@atexit.register
+def _leave_jax() -> None:
+    """Wait until no thread is inside of JAX, and let none in again: one that needs Python after its
+    end would abort the process."""
+    _inside_jax.acquire()
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
 
 
 def prefetch(items: Iterable[Any], prepare: Callable[[Any], Item], depth: int) -> Iterator[Item]:
