@@ -29,14 +29,14 @@ from dreamfleet.metrics.curves import (
     read_scores,
 )
 
-# Settings that do not make a run another experiment.
-_INCIDENTAL = (
+INCIDENTAL = (
     *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
     *("eval_every", "eval_episodes", "eval_envs", "eval_max_steps", "evaluator_addr"),
     *("actors", "learner_addr"),
     *("log_every", "report_every", "save_every", "on_failure", "max_restarts"),
     *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "on_nan"),
 )
+"""Settings that do not make a run another experiment."""
 _REPEATS = {"atari": 4, "atari100k": 4}
 _SHOWN = 3
 COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
@@ -52,7 +52,7 @@ class Run:
     @property
     def setting(self) -> dict[str, Any]:
         return {
-            key: v for key, v in self.config.flat().items() if key.split(".")[0] not in _INCIDENTAL
+            key: v for key, v in self.config.flat().items() if key.split(".")[0] not in INCIDENTAL
         }
 
 
@@ -94,7 +94,7 @@ def read_panels(
     """
     if not logdirs:
         raise ConfigError("Name at least one run's directory.")
-    return _panels([_read(logdir, evaluations) for logdir in logdirs], bins)
+    return panels_of([_read(logdir, evaluations) for logdir in logdirs], bins)
 
 
 def _read(logdir: Path, evaluations: bool) -> Run:
@@ -109,7 +109,8 @@ def action_repeat(config: RunConfig) -> int:
     return _REPEATS.get(config.task.partition(":")[0], 1) if given is None else int(given)
 
 
-def _panels(runs: Sequence[Run], bins: int) -> list[Panel]:
+def panels_of(runs: Sequence[Run], bins: int) -> list[Panel]:
+    """A panel for each task of runs that were read."""
     panels = []
     for task in dict.fromkeys(run.config.task for run in runs):
         mine = [run for run in runs if run.config.task == task]

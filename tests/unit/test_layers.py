@@ -16,6 +16,7 @@ LAYERS = [
     ["cli"],
     ["benchmarks"],
     ["reference"],
+    ["view"],
     ["training"],
     ["callbacks", "display"],
     ["evaluation"],

@@ -22,6 +22,7 @@ COMMANDS = {
     "resume": "resume a run with the settings that it was last with",
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
+    "view": "show runs in a browser, live",
     "plot": "draw learning curves, with published ones",
     "join": "join a run on another machine with environments of this one",
     "invite": "list, make or revoke the lines by which machines join a run",
@@ -37,6 +38,10 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("eval runs/gym-CartPole-v1 --video play.mp4 --json result.json", "with video and file"),
     ),
     "status": (("status runs/gym-CartPole-v1 --follow", "until Ctrl-C"),),
+    "view": (
+        ("view", "every run in runs/"),
+        ("view runs/gym-CartPole-v1 --port 9000", "one run"),
+    ),
     "join": (
         ("join 'dreamfleet://10.0.0.5:5550/#KEY' --envs 4", "four environments"),
         ("join 'dreamfleet://10.0.0.5:5550/#KEY' --eval-envs 1", "one for evaluation"),

@@ -348,7 +348,7 @@ class Watcher:
             return None
         record = read_record(self._logdir)
         metrics, responding = self._ask(config, changed, record, patience)
-        state = _state(record, responding)
+        state = run_state(record, responding)
         running = state in _UNDER_WAY
         scores = tuple(self._scores.read())
         # A logger that was just started does not know the step yet.
@@ -494,7 +494,13 @@ def _anybody(machines: Sequence[MachineStatus]) -> bool:
     return any(each.state != "left" for each in machines)
 
 
-def _state(record: FleetRecord | None, responding: bool) -> RunState:
+def run_state(record: FleetRecord | None, responding: bool = False) -> RunState:
+    """What a record says of a run, and whether its supervisor lives.
+
+    Args:
+        record: The run's; None if there is none.
+        responding: Whether the logger responds.
+    """
     if record is None:
         return "ended"
     if record.state in ("ended", "failed") or supervisor_process(record) is not None:

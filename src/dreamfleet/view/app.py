@@ -1,0 +1,125 @@
+"""The server: pages on one port, behind the guard."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from nicegui import ui
+
+from dreamfleet.errors import ConfigError
+from dreamfleet.view import look_page, media, run_page, table_page
+from dreamfleet.view.frame import add_style
+from dreamfleet.view.guard import Guard
+from dreamfleet.view.runs import Runs
+
+PORT = 8765
+_PAGES = (table_page, run_page, look_page, media)
+"""Modules with a function `add`, each of which adds its page."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and what opens it."""
+
+    host: str
+    port: int
+    token: str
+
+    @property
+    def url(self) -> str:
+        """What a person opens."""
+        shown = self.host
+        if self.host in ("0.0.0.0", "::"):
+            shown = socket.gethostname()
+        elif ":" in self.host:
+            shown = f"[{self.host}]"
+        return f"http://{shown}:{self.port}/?token={self.token}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this address."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return False
+
+
+def serve(
+    folder: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    ready: Callable[[Address], None],
+) -> None:
+    """Serve pages about the runs in a folder, until Ctrl-C.
+
+    Args:
+        folder: A run, or a folder of runs.
+        host: The address to listen on.
+        port: None for 8765, or another one if that is taken.
+        ready: Told the address once the server listens.
+
+    Raises:
+        ConfigError: There is no such folder, or the address cannot be listened on.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {folder}: name one that holds runs, or a run.")
+    listening = _listen(host, port)
+    address = Address(host, listening.getsockname()[1], secrets.token_urlsafe(24))
+    with Runs(folder) as runs, listening:
+        guarded = Guard(make_app(runs), address.token, host, address.port)
+        config = uvicorn.Config(
+            guarded,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            ws_max_size=1 << 20,
+        )
+        ready(address)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def make_app(runs: Runs) -> FastAPI:
+    """The pages, without a guard. Once in a process: the library keeps one list of pages."""
+    add_style()
+    for page in _PAGES:
+        page.add(runs)
+    app = FastAPI(openapi_url=None)
+    ui.run_with(
+        app,
+        title="dreamfleet",
+        dark=None,
+        favicon=_FAVICON,
+        tailwind=False,
+        reconnect_timeout=30.0,
+        message_history_length=50,
+        binding_refresh_interval=None,
+        show_welcome_message=False,
+    )
+    return app
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    wanted = [PORT, 0] if port is None else [port]
+    for each in wanted:
+        try:
+            return socket.create_server((host, each), family=family)
+        except OSError as error:
+            problem = error
+    raise ConfigError(f"{host}:{wanted[0]} cannot be listened on: {problem.strerror or problem}.")
+
+
+_FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="#0b6fb8">\
+<circle cx="16" cy="16" r="5"/><circle cx="6" cy="8" r="3"/><circle cx="26" cy="8" r="3"/>\
+<circle cx="6" cy="24" r="3"/><circle cx="26" cy="24" r="3"/></g></svg>"""

@@ -1,0 +1,191 @@
+"""Options of charts.
+
+The library runs options whose key starts with a colon as JavaScript, so keys are never taken from
+runs, and what is run here is fixed. All colours do on light and on dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.metrics.curves import PublishedCurve
+from dreamfleet.plotting import COLORS, Panel
+from dreamfleet.view.curves import Wish, smooth
+from dreamfleet.view.reading import Floats
+
+_GREY = "#8792a2"
+_FAINT = "rgba(128,140,156,.16)"
+
+
+def base(x_name: str = "", *, log: bool = False, tools: bool = True) -> dict[str, Any]:
+    """A chart without curves."""
+    axis = {
+        "axisLine": {"lineStyle": {"color": _FAINT}},
+        "axisTick": {"show": False},
+        "splitLine": {"lineStyle": {"color": _FAINT}},
+        "axisLabel": {
+            "color": _GREY,
+            ":formatter": "v => dreamfleet.short(v)",
+            "hideOverlap": True,
+        },
+        "nameTextStyle": {"color": _GREY},
+    }
+    options: dict[str, Any] = {
+        "animation": False,
+        "textStyle": {"fontFamily": "inherit"},
+        "grid": {"left": 8, "right": 18, "top": 34, "bottom": 30, "containLabel": True},
+        "legend": {
+            "type": "scroll",
+            "left": 0,
+            "right": 120 if tools else 0,
+            "top": 0,
+            "icon": "roundRect",
+            "itemWidth": 14,
+            "itemHeight": 4,
+            "textStyle": {"color": _GREY},
+            "data": [],
+        },
+        "tooltip": {
+            "trigger": "axis",
+            "confine": True,
+            "transitionDuration": 0,
+            ":formatter": "items => dreamfleet.tip(items)",
+            "backgroundColor": "rgba(24,31,41,.94)",
+            "borderWidth": 0,
+            "textStyle": {"color": "#e8edf4", "fontSize": 13},
+        },
+        "xAxis": {
+            **axis,
+            "type": "value",
+            "name": x_name,
+            "nameLocation": "middle",
+            "nameGap": 26,
+            "splitLine": {"show": False},
+            "min": 0,
+            "max": "dataMax",
+        },
+        "yAxis": {**axis, "type": "log" if log else "value", "scale": True},
+        "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl"}],
+        "series": [],
+    }
+    if tools:
+        options["toolbox"] = {
+            "right": 6,
+            "top": -4,
+            "itemSize": 14,
+            "iconStyle": {"borderColor": _GREY},
+            "feature": {
+                "dataZoom": {"title": {"zoom": "zoom", "back": "back"}, "filterMode": "none"},
+                "restore": {"title": "whole"},
+                "saveAsImage": {"title": "PNG", "name": "dreamfleet", "pixelRatio": 2},
+            },
+        }
+    return options
+
+
+def line(
+    name: str, x: Floats, y: Floats, color: str, *, log: bool = False, **more: Any
+) -> dict[str, Any]:
+    """A curve."""
+    style = {"color": color, "width": 2, **more.pop("lineStyle", {})}
+    return {
+        "type": "line",
+        "name": name,
+        "showSymbol": len(x) == 1,
+        "symbolSize": 5,
+        "color": color,
+        "lineStyle": style,
+        "data": pairs(x, y, log=log),
+        "emphasis": {"disabled": True},
+        **more,
+    }
+
+
+def band(
+    number: int, x: Floats, low: Floats, high: Floats, color: str, *, log: bool = False
+) -> list[dict[str, Any]]:
+    """What lies between two curves: the lower one unseen, and the rest stacked on it. On a
+    logarithmic axis nothing can be stacked, so its edges are drawn."""
+    thin: dict[str, Any] = {"silent": True, "z": 1}
+    if log:
+        faint = {"width": 1, "opacity": 0.35}
+        return [
+            line(f".{number}{edge}", x, y, color, log=True, lineStyle=faint, **thin)
+            for edge, y in (("low", low), ("high", high))
+        ]
+    unseen = {"width": 0, "opacity": 0}
+    stack: dict[str, Any] = {"stack": f"band-{number}", "stackStrategy": "all", **thin}
+    return [
+        line(f".{number}low", x, low, color, lineStyle=unseen, **stack),
+        line(
+            f".{number}high",
+            x,
+            high - low,
+            color,
+            lineStyle=unseen,
+            areaStyle={"color": color, "opacity": 0.16},
+            **stack,
+        ),
+    ]
+
+
+def pairs(x: Floats, y: Floats, *, log: bool = False) -> list[list[float | None]]:
+    """Points as a chart takes them; values that cannot be drawn are gaps."""
+    shown = np.isfinite(y) & ((y > 0) if log else True)
+    return [
+        [_digits(at), _digits(value) if there else None]
+        for at, value, there in zip(x.tolist(), y.tolist(), shown.tolist(), strict=True)
+    ]
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+
+
+def panel_chart(panel: Panel, wish: Wish, *, published: bool, log: bool) -> dict[str, Any]:
+    """The curves of one task."""
+    options = base(wish.axis, log=log)
+    series: list[dict[str, Any]] = []
+    names: list[str] = []
+    if published and panel.published and wish.axis != "hours":
+        series += _published(panel.published, panel.end, log)
+        names.append(series[-1]["name"])
+    for number, group in enumerate(panel.groups):
+        color, curve = COLORS[number % len(COLORS)], smooth(group.curve, wish.smoothing)
+        label = group.label if curve.runs == 1 else f"{group.label} · {curve.runs} seeds"
+        if curve.runs > 1:
+            series += band(number, curve.at, curve.low, curve.high, color, log=log)
+        series.append(line(label, curve.at, curve.mean, color, log=log, z=3))
+        names.append(label)
+    options["series"] = series
+    options["legend"]["data"] = names
+    return options
+
+
+def _published(theirs: PublishedCurve, end: float, log: bool) -> list[dict[str, Any]]:
+    shown = theirs.frames <= max(end * 1.25, theirs.frames[1])
+    x, mean, std = theirs.frames[shown], theirs.mean[shown], theirs.std[shown]
+    dashed = {"type": "dashed", "width": 1.5}
+    name = f"published · {theirs.seeds} seeds"
+    return [
+        *band(1000, x, mean - std, mean + std, _GREY, log=log),
+        line(name, x, mean, _GREY, log=log, lineStyle=dashed, z=2),
+    ]
+
+
+def curves_chart(
+    curves: Sequence[tuple[str, Floats]], *, x_name: str = "steps", log: bool = False
+) -> dict[str, Any]:
+    """Thinned columns in one chart, each with its range where rows were joined."""
+    options = base(x_name, log=log)
+    for number, (name, points) in enumerate(curves):
+        color = COLORS[number % len(COLORS)]
+        if len(points) and len(curves) == 1 and (points[:, 3] > points[:, 2]).any():
+            low, high = points[:, 2], points[:, 3]
+            options["series"] += band(number, points[:, 0], low, high, color, log=log)
+        options["series"].append(line(name, points[:, 0], points[:, 1], color, log=log))
+        options["legend"]["data"].append(name)
+    return options

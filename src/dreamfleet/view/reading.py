@@ -1,0 +1,262 @@
+"""Files that grow, read once and thinned.
+
+A page shows a thousand points at most, so no more than a few thousand are kept of any metric,
+however long the run is: rows that lie next to each other are joined, with their mean, lowest and
+highest. Every byte of a file is read once, and no call reads more than a few megabytes.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.view.inside import open_inside
+
+Floats = NDArray[np.float64]
+
+MOST_BYTES = 2 << 20
+"""That one call reads."""
+MOST_POINTS = 4096
+"""That are kept of a metric."""
+_MOST_KEYS = 4000
+_LONGEST_KEY = 200
+_LONGEST_TEXT = 500
+
+
+class Tail:
+    """Complete lines of a file that grows; each is read once.
+
+    Args:
+        folder: The run's directory.
+        names: The file below it.
+    """
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self._folder, self._names = folder, names
+        self._inode = 0
+        self._torn = False
+        self.offset = 0
+        """Bytes that were read."""
+        self.size = 0
+        """Bytes that there were at the last look."""
+        self.replaced = 0
+        """How often the file was another one, or had become shorter, and was read from its start
+        again."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether there is more to read than one call reads."""
+        return self.size - self.offset > MOST_BYTES
+
+    def read(self) -> bytes:
+        """The next lines, each with its newline; empty if there are none."""
+        try:
+            with open_inside(self._folder, *self._names) as file:
+                stat = os.fstat(file.fileno())
+                if self._inode and (stat.st_ino != self._inode or stat.st_size < self.offset):
+                    self.offset, self._torn = 0, False
+                    self.replaced += 1
+                self._inode, self.size = stat.st_ino, stat.st_size
+                if stat.st_size == self.offset:
+                    return b""
+                file.seek(self.offset)
+                block = file.read(MOST_BYTES)
+        except OSError:
+            return b""
+        end = block.rfind(b"\n") + 1
+        if not end:
+            if len(block) == MOST_BYTES:  # no line of a run is that long
+                self.offset, self._torn = self.offset + len(block), True
+            return b""
+        self.offset += end
+        start = block.find(b"\n") + 1 if self._torn else 0
+        self._torn = False
+        return block[start:end]
+
+
+class _ScoreRow(msgspec.Struct):
+    step: float
+    score: float | None = msgspec.field(name="episode/score", default=None)
+    length: float | None = msgspec.field(name="episode/length", default=None)
+    time: float | None = None
+
+
+class ScoreFile:
+    """`scores.jsonl`: when each training episode ended, and what it scored."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder, "scores.jsonl")
+        self._decoder = msgspec.json.Decoder(_ScoreRow)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._seen = self._tail.replaced
+        self._columns = [array("d"), array("d"), array("d"), array("d")]
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @property
+    def behind(self) -> bool:
+        return self._tail.behind
+
+    def read(self) -> bool:
+        """Read what is new; returns whether there was anything."""
+        block = self._tail.read()
+        if self._tail.replaced != self._seen:
+            self._clear()
+        rows = decode_lines(self._decoder, block)
+        nan = float("nan")
+        for row in rows:
+            if row.score is not None:
+                self._columns[0].append(row.step)
+                self._columns[1].append(row.score)
+                self._columns[2].append(nan if row.time is None else row.time)
+                self._columns[3].append(nan if row.length is None else row.length)
+        return bool(block)
+
+    @property
+    def step(self) -> Floats:
+        return np.array(self._columns[0])
+
+    @property
+    def score(self) -> Floats:
+        return np.array(self._columns[1])
+
+    @property
+    def time(self) -> Floats:
+        return np.array(self._columns[2])
+
+    @property
+    def length(self) -> Floats:
+        return np.array(self._columns[3])
+
+
+class Thinned:
+    """A column that grows, as points that stand for equally many rows each."""
+
+    def __init__(self) -> None:
+        self._width = 1
+        self._raw: list[tuple[float, float]] = []
+        self._points = np.zeros((0, 4))
+        self.rows = 0
+
+    def extend(self, rows: list[tuple[float, float]]) -> None:
+        """Add rows of a step and a value."""
+        self.rows += len(rows)
+        self._raw += rows
+        whole = len(self._raw) // self._width * self._width
+        if whole:
+            new = np.array(self._raw[:whole]).reshape(-1, self._width, 2)
+            del self._raw[:whole]
+            at, value = new[..., 0], new[..., 1]
+            joined = np.stack([at[:, -1], value.mean(1), value.min(1), value.max(1)], 1)
+            self._points = np.concatenate([self._points, joined])
+        while len(self._points) >= MOST_POINTS:
+            self._halve()
+
+    def _halve(self) -> None:
+        even = len(self._points) // 2 * 2
+        pairs, rest = self._points[:even].reshape(-1, 2, 4), self._points[even:]
+        joined = np.stack(
+            [pairs[:, 1, 0], pairs[..., 1].mean(1), pairs[..., 2].min(1), pairs[..., 3].max(1)], 1
+        )
+        self._points = np.concatenate([joined, rest])
+        self._width *= 2
+
+    @property
+    def points(self) -> Floats:
+        """Step, mean, lowest and highest of each point; the last rows are points of their own."""
+        if not self._raw:
+            return self._points
+        rest = np.array(self._raw)
+        last = [rest[-1, 0], rest[:, 1].mean(), rest[:, 1].min(), rest[:, 1].max()]
+        return np.concatenate([self._points, [last]])
+
+
+class MetricsFile:
+    """`metrics.jsonl`: every metric as a thinned column, and the newest text of those that are
+    words."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder, "metrics.jsonl")
+        self._decoder = msgspec.json.Decoder(dict[str, Any])
+        self._clear()
+
+    def _clear(self) -> None:
+        self._seen = self._tail.replaced
+        self.columns: dict[str, Thinned] = {}
+        self.texts: dict[str, str] = {}
+        self.newest: dict[str, float | None] = {}
+        """The newest value of every number; None if it was not finite."""
+        self.rows = 0
+
+    @property
+    def behind(self) -> bool:
+        return self._tail.behind
+
+    @property
+    def share(self) -> float:
+        """How much of the file was read, from 0 to 1."""
+        return self._tail.offset / self._tail.size if self._tail.size else 1.0
+
+    def read(self) -> bool:
+        """Read what is new, up to a few megabytes; returns whether there was anything."""
+        block = self._tail.read()
+        if self._tail.replaced != self._seen:
+            self._clear()
+        new: dict[str, list[tuple[float, float]]] = {}
+        for row in decode_lines(self._decoder, block):
+            step = row.get("step")
+            if not isinstance(step, (int, float)):
+                continue
+            self.rows += 1
+            for key, value in row.items():
+                if isinstance(value, (int, float)):
+                    new.setdefault(key, []).append((step, value))
+                    self.newest[key] = value
+                elif value is None:
+                    self.newest[key] = None
+                elif isinstance(value, str):
+                    self.texts[key[:_LONGEST_KEY]] = value[:_LONGEST_TEXT]
+        for key, rows in new.items():
+            column = self.columns.get(key)
+            if column is None:
+                if len(self.columns) >= _MOST_KEYS or len(key) > _LONGEST_KEY or key == "step":
+                    continue
+                column = self.columns[key] = Thinned()
+            column.extend(rows)
+        return bool(block)
+
+
+def decode_lines(decoder: Any, block: bytes) -> list[Any]:
+    """The rows of a block; lines that are damaged are left out."""
+    if not block:
+        return []
+    try:
+        rows: list[Any] = decoder.decode_lines(block)
+        return rows
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    rows = []
+    for line in block.splitlines():
+        try:
+            rows.append(decoder.decode(line))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            continue
+    return rows
+
+
+def thinned(points: Floats, most: int) -> Floats:
+    """At most so many rows of a table: means of equally many that follow each other."""
+    if len(points) <= most:
+        return points
+    edges = np.linspace(0, len(points), most + 1).astype(int)
+    sums = np.add.reduceat(points, edges[:-1], axis=0)
+    return sums / np.diff(edges)[:, None]

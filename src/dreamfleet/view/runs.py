@@ -1,0 +1,442 @@
+"""The runs of a folder, and what each of them is doing.
+
+One thread looks at the files and asks the loggers, whatever the number of open pages, and only
+while a page is open. Pages show what it has found.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.record import FILE_NAME, read_record
+from dreamfleet.fleet.status import RunStatus, Watcher, run_state
+from dreamfleet.plotting import INCIDENTAL
+from dreamfleet.presets import PRESETS
+from dreamfleet.roles.logger import RECENT_EPISODES
+from dreamfleet.view.inside import open_inside
+from dreamfleet.view.reading import MetricsFile, ScoreFile
+
+log = logging.getLogger(__name__)
+
+_SIGNS = (CONFIG_FILE, "metrics.jsonl", "scores.jsonl", "ckpt")
+"""A directory that holds one of these is a run."""
+_DEEPEST = 5
+_MOST_FOLDERS = 20_000
+_SCAN_SECONDS = 4.0
+_LOOK_SECONDS = 1.0
+_OTHERS_SECONDS = 3.0
+_ATTENTION_SECONDS = 6.0
+_TAIL_BYTES = 1 << 14
+_SAMPLES = 900
+_EVENTS = 500
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in the table."""
+
+    name: str
+    task: str = ""
+    preset: str = ""
+    seed: int | None = None
+    state: str = "broken"
+    """Of `RunStatus`, or `broken`."""
+    step: int = 0
+    steps: int = 0
+    score: float | None = None
+    rate: float | None = None
+    hours: float | None = None
+    machine: str = ""
+    problem: str = ""
+    """Why it is broken."""
+    changed: float = 0.0
+    """Unix time of the last sign of life."""
+
+    @property
+    def running(self) -> bool:
+        return self.state in ("running", "ending", "evaluating")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a run used at one time."""
+
+    time: float
+    cpu: float
+    """Cores, of all its processes."""
+    memory: float
+    """Bytes, of all its processes."""
+    disk: float
+    """Bytes of the replay."""
+    steps_per_second: float
+
+
+@dataclass(frozen=True)
+class Happening:
+    """A worker that changed its state."""
+
+    time: float
+    worker: str
+    state: str
+    error: str = ""
+
+
+class Run:
+    """One run: its row in the table, and what an open page needs beyond that."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.row = Row(name)
+        self.config: RunConfig | None = None
+        self.status: RunStatus | None = None
+        self.scores, self.metrics = ScoreFile(path), MetricsFile(path)
+        self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
+        self.happenings: deque[Happening] = deque(maxlen=_EVENTS)
+        self.version = 0
+        """Changes when there is something new to show."""
+        self.lock = threading.Lock()
+        """Held while files are read."""
+        self._signature: object = None
+        self._config_written = 0
+        self._watcher: Watcher | None = None
+        self._states: dict[str, tuple[str, int]] = {}
+        self._looked = 0.0
+
+    def refresh(self) -> None:
+        """Find out its row, if a file has changed."""
+        signature = tuple(
+            _written(self.path / name)
+            for name in (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl")
+        )
+        if signature == self._signature and not self.row.running:
+            return
+        if signature[0] != self._config_written:
+            self.config = None
+            self._config_written = signature[0]
+        self._signature = signature
+        before = self.row
+        try:
+            if self.config is None:
+                if (self.path / CONFIG_FILE).is_symlink():
+                    raise ConfigError(f"{CONFIG_FILE} is a link, which is not followed.")
+                self.config = read_config(self.path)
+            self.row = _row(self.name, self.path, self.config, max(signature))
+            if self._watcher is not None and self.status is not None:
+                self.row = _with_status(self.row, self.status)
+        except (OSError, ValueError, RecursionError) as error:
+            self.row = Row(self.name, problem=str(error), changed=max(signature) / 1e9)
+        self.version += self.row != before
+
+    def look(self, patience: float) -> None:
+        """Ask what it is doing."""
+        if self.config is None:
+            return
+        if self._watcher is None:
+            self._watcher = Watcher(self.path)
+        self._looked = time.monotonic()
+        try:
+            status = self._watcher.look(patience)
+        except (OSError, ValueError) as error:
+            log.debug("%s cannot be looked at: %s", self.path, error)
+            return
+        if status is None:
+            return
+        self.status = status
+        self.row = _with_status(self.row, status)
+        self._note(status)
+        self.version += 1
+
+    def read(self, *, metrics: bool) -> bool:
+        """Read what is new in its files; returns whether there is more."""
+        with self.lock:
+            found = self.scores.read()
+            behind = self.scores.behind
+            if metrics:
+                found |= self.metrics.read()
+                behind |= self.metrics.behind
+        self.version += found
+        return behind
+
+    def forget(self) -> None:
+        """Nobody looks at it any more."""
+        if self._watcher is not None:
+            self._watcher.__exit__()
+            self._watcher = None
+
+    @property
+    def idle(self) -> float:
+        """Seconds since it was last looked at."""
+        return time.monotonic() - self._looked
+
+    def _note(self, status: RunStatus) -> None:
+        """Remember who has changed, and what is used."""
+        now = time.time()
+        for worker in status.workers:
+            found = (worker.state, worker.restarts)
+            before = self._states.get(worker.name)
+            if before is not None and before != found:
+                error = worker.error if worker.restarts > before[1] else ""
+                self.happenings.append(Happening(now, worker.name, worker.state, error))
+            self._states[worker.name] = found
+        if status.running:
+            usages = [worker.usage for worker in status.workers if worker.usage is not None]
+            usages += [status.supervisor] if status.supervisor is not None else []
+            self.samples.append(
+                Sample(
+                    now,
+                    sum(usage.cpu for usage in usages),
+                    float(sum(usage.memory for usage in usages)),
+                    float(status.metrics.get("replay/disk_bytes") or 0.0),
+                    status.steps_per_second,
+                )
+            )
+
+
+class Runs:
+    """All runs below a folder, or the one run that it is.
+
+    Args:
+        root: The folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.alone = _is_run(self.root)
+        """Whether the folder is a run."""
+        self._runs: dict[str, Run] = {}
+        self._attention: dict[str, float] = {}
+        self._drawn: dict[str, float] = {}
+        self._scanned = self._others = 0.0
+        self._wanted, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="view", daemon=True)
+        self.version = 0
+        """Changes when a row does."""
+
+    def __enter__(self) -> Self:
+        self._scan()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._wanted.set()
+        self._thread.join()
+        for run in self._runs.values():
+            run.forget()
+
+    def all(self) -> list[Run]:
+        """In order: those that last gave a sign of life first."""
+        return sorted(self._runs.values(), key=lambda run: -run.row.changed)
+
+    def find(self, name: str) -> Run | None:
+        """The run of this name, which is its path below the folder; None if there is none."""
+        return self._runs.get(name)
+
+    def attend(self, name: str = "", *, drawn: Sequence[str] = ()) -> None:
+        """A page is open.
+
+        Args:
+            name: The run that it shows; empty for the table.
+            drawn: Runs whose scores it draws.
+        """
+        now = time.monotonic()
+        self._attention[name] = now
+        self._drawn.update(dict.fromkeys(drawn, now))
+        self._wanted.set()
+
+    def _follow(self) -> None:
+        while not self._ended.is_set():
+            start = time.monotonic()
+            recent = {
+                name for name, at in self._attention.items() if start - at < _ATTENTION_SECONDS
+            }
+            if not recent:
+                for run in self._runs.values():
+                    if run.idle > 60:
+                        run.forget()
+                self._wanted.clear()
+                self._wanted.wait(60.0)
+                continue
+            try:
+                more = self._turn(start, recent)
+            except Exception:  # what cannot be read must not end the server
+                log.exception("The runs cannot be looked at")
+                more = False
+            if not more:
+                self._ended.wait(max(0.05, _LOOK_SECONDS - (time.monotonic() - start)))
+
+    def _turn(self, start: float, recent: set[str]) -> bool:
+        """Look at everything once; returns whether there is more to read."""
+        if start - self._scanned > _SCAN_SECONDS:
+            self._scan()
+        watched = [run for name in recent if (run := self._runs.get(name)) is not None]
+        more = False
+        for run in watched:
+            run.refresh()
+            run.look(0.3)
+            more |= run.read(metrics=True)
+        for name, at in list(self._drawn.items()):
+            if start - at > _ATTENTION_SECONDS:
+                del self._drawn[name]
+            elif (each := self._runs.get(name)) is not None and each not in watched:
+                more |= each.read(metrics=False)
+        if "" in recent and start - self._others > _OTHERS_SECONDS:
+            self._others = start
+            before = [run.row for run in self._runs.values()]
+            for run in list(self._runs.values()):
+                run.refresh()
+                if run.row.running and run not in watched:
+                    run.look(0.02)
+            self.version += [run.row for run in self._runs.values()] != before
+        return more
+
+    def _scan(self) -> None:
+        self._scanned = time.monotonic()
+        found = dict(_find(self.root))
+        for name in set(self._runs) - set(found):
+            self._runs.pop(name).forget()
+            self.version += 1
+        for name, path in found.items():
+            if name not in self._runs:
+                run = Run(name, path)
+                run.refresh()
+                self._runs[name] = run
+                self.version += 1
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / sign).exists() for sign in _SIGNS)
+
+
+def _find(root: Path) -> Iterator[tuple[str, Path]]:
+    """Names and paths of runs; no link is followed, and runs inside of runs are none."""
+    if _is_run(root):
+        yield root.name, root
+        return
+    folders, seen = [(root, 0)], 0
+    while folders and seen < _MOST_FOLDERS:
+        folder, depth = folders.pop()
+        seen += 1
+        try:
+            with os.scandir(folder) as entries:
+                inner = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue
+        for path in inner:
+            if path.name.startswith("."):
+                continue
+            if _is_run(path):
+                yield _text(str(path.relative_to(root))), path
+            elif depth < _DEEPEST:
+                folders.append((path, depth + 1))
+
+
+def _text(name: str) -> str:
+    """A file name, which may be no UTF-8, as text."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def _written(path: Path) -> int:
+    """When a file was last changed, in nanoseconds; 0 if there is none."""
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _row(name: str, path: Path, config: RunConfig, changed: int) -> Row:
+    record = read_record(path)
+    first, last = _first_row(path, "scores.jsonl"), _last_rows(path, "scores.jsonl")
+    metrics = _last_rows(path, "metrics.jsonl")
+    step = max([int(row.get("step") or 0) for row in [*last[-1:], *metrics[-1:]]], default=0)
+    recent = [float(row["episode/score"]) for row in last if row.get("episode/score") is not None]
+    recent = recent[-RECENT_EPISODES:]
+    times = [float(row["time"]) for row in (first, last[-1] if last else {}) if row.get("time")]
+    hours = (times[-1] - times[0]) / 3600 if len(times) == 2 and times[-1] > times[0] else None
+    return Row(
+        name=name,
+        task=config.task,
+        preset=closest_preset(config),
+        seed=config.seed,
+        state=run_state(record),
+        step=step,
+        steps=config.steps,
+        score=sum(recent) / len(recent) if recent else None,
+        rate=step / (3600 * hours) if hours else None,
+        hours=hours,
+        machine=record.host if record else "",
+        changed=changed / 1e9,
+    )
+
+
+def _with_status(row: Row, status: RunStatus) -> Row:
+    if not status.running:
+        return replace(row, state=status.state)
+    return replace(
+        row,
+        state=status.state,
+        step=max(status.step, 0),
+        score=status.score if status.score is not None else row.score,
+        rate=status.steps_per_second,
+    )
+
+
+def _last_rows(path: Path, name: str) -> list[dict[str, Any]]:
+    """The last complete rows of a file."""
+    try:
+        with open_inside(path, name) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return []
+    return [row for line in lines if line.endswith(b"\n") and (row := _decoded(line))]
+
+
+def _first_row(path: Path, name: str) -> dict[str, Any]:
+    with suppress(OSError), open_inside(path, name) as file:
+        return _decoded(file.readline(_TAIL_BYTES))
+    return {}
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def closest_preset(config: RunConfig) -> str:
+    """The preset that the settings are nearest to, and how many of them differ: `default +2`."""
+    mine = _setting(config)
+    name, theirs = min(_presets(), key=lambda each: _distance(mine, each[1]))
+    count = _distance(mine, theirs)
+    return f"{name} +{count}" if count else name
+
+
+def _distance(mine: dict[str, Any], theirs: dict[str, Any]) -> int:
+    return sum(mine.get(key) != value for key, value in theirs.items())
+
+
+def _setting(config: RunConfig) -> dict[str, Any]:
+    other = (*INCIDENTAL, "task", "env_options")
+    return {key: v for key, v in config.flat().items() if key.split(".")[0] not in other}
+
+
+@cache
+def _presets() -> list[tuple[str, dict[str, Any]]]:
+    return [(name, _setting(config)) for name, config in PRESETS.items()]

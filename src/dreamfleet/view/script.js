@@ -1,0 +1,46 @@
+// Small functions that charts and tables name. What they show comes from runs, and is text.
+window.dreamfleet = {
+  shade() {
+    const dark = !Quasar.Dark.isActive;
+    Quasar.Dark.set(dark);
+    localStorage.setItem("dreamfleet-dark", dark ? "1" : "0");
+  },
+  // 12,345,678 as 12.3M; the same digits as dreamfleet.formatting.readable.
+  short(value) {
+    if (value === null || value === undefined || value === "") return "";
+    const size = Math.abs(value);
+    if (!Number.isFinite(value)) return String(value);
+    if (size >= 1e15 || (size > 0 && size < 1e-3)) return value.toExponential(2);
+    for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]])
+      if (size >= limit) return Number((value / limit).toPrecision(3)) + unit;
+    if (size >= 1e4) return Number((value / 1e3).toPrecision(3)) + "k";
+    if (Number.isInteger(value)) return value.toLocaleString("en-US");
+    return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(4)));
+  },
+  hours(value) {
+    if (value === null || value === undefined) return "";
+    if (value < 1) return Math.round(value * 60) + " min";
+    return value.toFixed(value < 10 ? 1 : 0) + " h";
+  },
+  text(value) {
+    const span = document.createElement("span");
+    span.textContent = value;
+    return span.innerHTML;
+  },
+  // Of a chart: the values at one place. Bands, whose names start with a dot, are drawn only.
+  tip(items) {
+    const shown = items.filter((item) => !item.seriesName.startsWith("."));
+    if (!shown.length) return "";
+    const at = dreamfleet.short(shown[0].value[0]);
+    const rows = shown.map(
+      (item) =>
+        `<tr><td><i style="background:${dreamfleet.text(item.color)}"></i>` +
+        `${dreamfleet.text(item.seriesName)}</td><td>${dreamfleet.short(item.value[1])}</td></tr>`
+    );
+    return `<div class="tip"><b>${at}</b><table>${rows.join("")}</table></div>`;
+  },
+};
+document.addEventListener("DOMContentLoaded", () => {
+  const chosen = localStorage.getItem("dreamfleet-dark");
+  if (chosen !== null) Quasar.Dark.set(chosen === "1");
+});
