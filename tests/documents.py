@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dreamfleet.metrics.glossary import entries
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -39,14 +41,4 @@ def python_blocks(name: str) -> list[str]:
 
 def glossary() -> list[str]:
     """Regular expressions of the metrics that the page explains."""
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    found = []
-    for section in text.split("\n## ")[1:]:
-        for name in re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE):
-            pattern = re.sub(r"[A-Z]+", ".+", re.escape(name))
-            if section.startswith("The agent"):
-                pattern = f"(train|report|eval)/{pattern}"
-            elif section.startswith("The replay"):
-                pattern = f"(eval_)?{pattern}"
-            found.append(pattern)
-    return found
+    return [entry.pattern.pattern for entry in entries()]

@@ -103,7 +103,7 @@ class Checkpoint:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._clean_up()
-        serial = max((_serial(path) for path in self._all()), default=0) + 1
+        serial = max((_serial(path) for path in self.all()), default=0) + 1
         final = self.directory / f"{serial:06d}-step-{step:012d}"
         writing = self.directory / f"{_TEMPORARY}{final.name}"
         writing.mkdir()
@@ -156,7 +156,7 @@ class Checkpoint:
 
     def pending(self) -> Path | None:
         """Path of the newest checkpoint that waits for its score."""
-        return next((path for path in self._all() if _waits(path)), None)
+        return next((path for path in self.all() if _waits(path)), None)
 
     def rate(self, path: Path, score: float | None) -> None:
         """Give a checkpoint its score; None if there is none to be had. Another process than the
@@ -166,7 +166,7 @@ class Checkpoint:
 
     def latest(self) -> Path | None:
         """Path of the newest checkpoint, damaged or not."""
-        return next(iter(self._all()), None)
+        return next(iter(self.all()), None)
 
     def best(self) -> Path | None:
         """Path of the checkpoint with the highest score, the newest of equal ones."""
@@ -174,14 +174,15 @@ class Checkpoint:
 
     def _candidates(self, which: Which) -> list[Path]:
         """The checkpoints to try, in order."""
-        paths = self._all()
+        paths = self.all()
         if which == "latest":
             return paths
         scores = {path: score for path in paths if (score := _score(path)) is not None}
         return sorted(scores, key=scores.__getitem__, reverse=True)
 
-    def _all(self) -> list[Path]:
-        """Newest first: by serial number, because a run that went back has lower steps again."""
+    def all(self) -> list[Path]:
+        """Every checkpoint, damaged or not. Newest first: by serial number, because a run that went
+        back has lower steps again."""
         if not self.directory.is_dir():
             return []
         found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
@@ -189,8 +190,8 @@ class Checkpoint:
 
     def _remove_older(self) -> None:
         # In this order: one that gets its score in between is found as the best if it is.
-        kept = {*self._all()[: self._keep], self.pending(), self.best()}
-        for path in self._all():
+        kept = {*self.all()[: self._keep], self.pending(), self.best()}
+        for path in self.all():
             if path not in kept:
                 # Renamed first: half of a checkpoint must not keep the name of a complete one.
                 discarded = self.directory / f"{_DISCARDED}{path.name}"
@@ -223,6 +224,31 @@ def read_checkpoint(path: Path | str, parts: Collection[str] | None = None) -> S
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
     return Snapshot(folder, body["step"], body["time"], body["score"], read)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says about itself."""
+
+    step: int
+    time: float
+    score: float | None
+    pending: bool
+    """Whether its score follows."""
+    bytes: int
+
+
+def describe(path: Path) -> Description:
+    """What a checkpoint says about itself, without reading what it holds.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    body = _read_manifest(path)
+    size = sum(part["bytes"] for part in body["parts"].values())
+    return Description(
+        body["step"], body["time"], body["score"], bool(body.get("pending")), int(size)
+    )
 
 
 def step_of(path: Path) -> int:

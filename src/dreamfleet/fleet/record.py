@@ -19,10 +19,13 @@ import msgspec
 import psutil
 
 from dreamfleet.files import atomic_write
+from dreamfleet.metrics.outputs import JsonlFile
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "fleet.json"
+EVENTS_FILE = "events.jsonl"
+"""When workers failed and were started, a line each: what `fleet.json` forgets."""
 
 WorkerState = Literal["starting", "running", "restarting", "ended"]
 FleetState = Literal["running", "ending", "evaluating", "ended", "failed"]
@@ -86,6 +89,19 @@ def read_record(logdir: Path) -> FleetRecord | None:
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.debug("%s cannot be read: %s", path, error)
         return None
+
+
+def record_event(logdir: Path, worker: str, event: str, error: str = "") -> None:
+    """Add a line about a worker that has `failed`, or was `started` again."""
+    row = {"time": round(time.time(), 3), "worker": worker, "event": event, "error": error}
+    try:
+        file = JsonlFile(logdir / EVENTS_FILE)
+        try:
+            file.append(row)
+        finally:
+            file.close()
+    except OSError as problem:  # a full disk must not keep a worker from being started
+        log.warning("What happens cannot be written: %s", problem)
 
 
 def record_evaluation(logdir: Path) -> None:

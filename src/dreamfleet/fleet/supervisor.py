@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import Launcher, RestartPolicy, RunningWorker, Worker
-from dreamfleet.fleet.record import FleetRecord, FleetState, WorkerRecord, WorkerState, write_record
+from dreamfleet.fleet.record import (
+    FleetRecord,
+    FleetState,
+    WorkerRecord,
+    WorkerState,
+    record_event,
+    write_record,
+)
 from dreamfleet.roles.notes import Noted, Notes, read_notes
 from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY
 
@@ -146,6 +153,8 @@ class Supervisor:
     def _start(self, member: _Member) -> None:
         running = member.start()
         self._write_record()
+        if member.restarts:
+            self._write_event(member, "started")
 
         def wait() -> None:
             code = running.wait()
@@ -169,6 +178,7 @@ class Supervisor:
         )
         member.restarts += 1
         self._write_record()
+        self._write_event(member, "failed", member.failure)
         timer = threading.Timer(delay, self._events.put, [_Restart(member)])
         timer.daemon = True
         timer.start()
@@ -226,6 +236,10 @@ class Supervisor:
             write_record(self._logdir, self._record)
         except OSError as error:  # a full disk must not keep the workers from saving
             log.warning("The record of the fleet cannot be written: %s", error)
+
+    def _write_event(self, member: _Member, event: str, error: str = "") -> None:
+        if self._logdir is not None:
+            record_event(self._logdir, member.name, event, error)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 ReplayClient = Client | ShardedReplay
 
+SAVE_REQUEST = "save.request"
+"""A file in the run's directory by which a person asks for a checkpoint."""
 LOOK_AHEAD = 2
 """Batches that are requested before they are needed."""
 _FIRST_TIMEOUT = 3600.0
@@ -41,6 +43,7 @@ _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _STATE_SECONDS = 2.0
 _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _ROUND_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
 _FLUSH_SECONDS = 10.0
 
 
@@ -102,6 +105,7 @@ class Saver:
         self._notes = Notes(notes_path(args, "agent"))
         self._round = 0  # the step at which the last round of evaluation began
         self._round_may_begin = LocalClock(_ROUND_SECONDS, first=True)
+        self._may_look = LocalClock(_LOOK_SECONDS, first=True)
         self.updates = 0
 
     def restore(self) -> str:
@@ -151,6 +155,16 @@ class Saver:
             except Disconnected:
                 if self._progress.finished.is_set() or time.monotonic() > deadline:
                     raise
+
+    def asked(self) -> bool:
+        """Whether a person wants a checkpoint now, and has said so with a file."""
+        if not self._may_look():
+            return False
+        try:
+            (self._args.logdir / SAVE_REQUEST).unlink()
+        except OSError:
+            return False
+        return True
 
     def begin_round(self) -> None:
         """Begin a round of evaluation if one is due: save a checkpoint that waits for its score.
@@ -331,7 +345,7 @@ class Learner:
             if should_report():
                 with timer.section("report"):
                     self._report()
-            if should_save():
+            if should_save() or self._saver.asked():
                 with timer.section("save"):
                     self._saver.save()
             self._saver.begin_round()

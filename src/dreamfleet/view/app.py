@@ -15,13 +15,26 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.view import look_page, media, run_page, table_page
+from dreamfleet.view import (
+    checkpoints_page,
+    fleet_page,
+    logs_page,
+    look_page,
+    media,
+    metrics_page,
+    run_page,
+    settings_page,
+    table_page,
+)
 from dreamfleet.view.frame import add_style
 from dreamfleet.view.guard import Guard
 from dreamfleet.view.runs import Runs
 
 PORT = 8765
-_PAGES = (table_page, run_page, look_page, media)
+_PAGES = (
+    *(table_page, run_page, metrics_page, fleet_page, logs_page, checkpoints_page),
+    *(settings_page, look_page, media),
+)
 """Modules with a function `add`, each of which adds its page."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
+from typing import Any
 from urllib.parse import quote
 
 from nicegui import ui
@@ -13,6 +14,11 @@ from dreamfleet.view.runs import Run, Runs
 
 RUN_PAGES: dict[str, str] = {
     "run": "Overview",
+    "metrics": "Metrics",
+    "fleet": "Fleet",
+    "logs": "Logs",
+    "checkpoints": "Checkpoints",
+    "configuration": "Configuration",
     "look": "Look",
 }
 """Pages of a run, by their path, in the order in which they are shown."""
@@ -74,6 +80,13 @@ def card(title: str = "", note: str = "") -> Iterator[ui.element]:
                 if note:
                     ui.label(note).classes("muted small")
         yield box
+
+
+def replace_options(chart: ui.echart, options: dict[str, Any]) -> None:
+    """Draw something else in a chart; where a person has zoomed to stays."""
+    chart.options.clear()
+    chart.options.update(options)
+    chart.update()
 
 
 def find_run(runs: Runs, name: str) -> Run | None:

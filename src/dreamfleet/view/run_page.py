@@ -1,11 +1,46 @@
-"""A run: how far it is, and the curves that matter most."""
+"""A run: how far it is, its scores, and the curves that matter most."""
 
 from __future__ import annotations
 
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
 from nicegui import ui
 
-from dreamfleet.view.frame import card, find_run, frame
+from dreamfleet.fleet.status import RunStatus
+from dreamfleet.formatting import clock, readable
+from dreamfleet.plotting import COLORS
+from dreamfleet.view.acts import add_acts
+from dreamfleet.view.charts import curves_chart, pairs, panel_chart
+from dreamfleet.view.curves import AXES, Wish, panels
+from dreamfleet.view.frame import card, find_run, frame, replace_options
+from dreamfleet.view.reading import thinned
 from dreamfleet.view.runs import Run, Runs
+
+_REFRESH_SECONDS = 1.0
+_DOTS = 400
+_POINTS = 250
+
+
+class _Chart(NamedTuple):
+    title: str
+    note: str
+    pattern: str
+    """Of the metrics in it."""
+    log: bool = False
+
+
+_CHARTS = (
+    _Chart("World model", "losses", r"train/loss/(reconstruction/.+|reward|continue|mask)", True),
+    _Chart("Latent state", "KL divergence, nats", r"train/loss/(dynamics|representation)"),
+    _Chart("Actor and critic", "imagined", r"train/(value|target|slow_value)"),
+    _Chart("Exploration", "0 deterministic, 1 uniform", r"train/randomness/.+"),
+    _Chart("Gradient", "norm before clipping", r"train/(opt/grad_norm|gradient_norm/.+)", True),
+    _Chart("Speed", "a second", r"(actor(-\d+)?/steps|learner/updates)_per_second"),
+    _Chart("Replay ratio", "replayed steps a step", r"learner/replay_ratio"),
+    _Chart("Policy age", "updates behind the learner", r"actor(-\d+)?/policy/updates_behind"),
+)
 
 
 def add(runs: Runs) -> None:
@@ -26,14 +61,173 @@ def show_run(runs: Runs, name: str) -> None:
 class _Overview:
     def __init__(self, runs: Runs, run: Run) -> None:
         self._runs, self._run = runs, run
+        self._drawn_scores: object = None
+        self._drawn_metrics: object = None
+        self._score_chart: ui.echart | None = None
+        self._charts: dict[str, ui.echart] = {}
         runs.attend(run.name)
-        with frame(runs, run, "run"), card(run.row.task):
-            self._line = ui.label()
+        with frame(runs, run, "run"):
+            with card():
+                self._add_head()
+            with card("Score", "training episodes; diamonds are evaluations"):
+                with ui.element("div").classes("row-of wishes"):
+                    self._axis = ui.toggle(list(AXES), value="steps", on_change=self._draw_scores)
+                    self._axis.props("dense no-caps unelevated")
+                    self._log = ui.switch("log", on_change=self._draw_scores).props("dense")
+                self._score_place = ui.element("div")
+                self._no_score = ui.label("No episode has ended yet.").classes("muted")
+            self._grid = ui.element("div").classes("grid")
         self.refresh()
-        ui.timer(1.0, self.refresh, immediate=False)
+        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+
+    def _add_head(self) -> None:
+        with ui.element("div").classes("row-of"):
+            self._dot = ui.element("span").classes("dot")
+            self._state = ui.label().classes("strong state")
+            self._about = ui.label().classes("muted")
+            ui.element("div").classes("space")
+            add_acts(self._run)
+        with ui.element("div").classes("progress"):
+            with ui.element("div").classes("bar"):
+                self._bar = ui.element("div")
+            self._progress = ui.label().classes("small muted")
+        self._message = ui.label().classes("message")
+        self._numbers = ui.element("div").classes("numbers")
+        self._values: dict[str, ui.label] = {}
 
     def refresh(self) -> None:
+        """Show what has changed."""
         self._runs.attend(self._run.name)
-        status = self._run.status
-        if status is not None:
-            self._line.text = status.line()
+        self._show_head()
+        self._draw_scores()
+        self._draw_metrics()
+
+    def _show_head(self) -> None:
+        row, status = self._run.row, self._run.status
+        if self._state.text != row.state:
+            self._dot.classes(replace=f"dot {row.state}")
+            self._state.text = row.state
+        self._about.text = " · ".join(
+            filter(None, [row.task, row.preset, f"seed {row.seed}", row.machine])
+        )
+        share = status.share if status else None
+        width = f"width: {100 * share:.1f}%" if share is not None else "width: 0"
+        if self._bar.props.get("style") != width:
+            self._bar.props["style"] = width
+        self._progress.text = progress_words(row.step, row.steps, status)
+        self._message.text = row.problem or (status.message if status else "")
+        self._message.set_visibility(bool(self._message.text))
+        for name, value in _numbers(self._run, status).items():
+            if name not in self._values:
+                with self._numbers, ui.element("div").classes("number"):
+                    self._values[name] = ui.label().classes("value")
+                    ui.label(name).classes("name")
+            self._values[name].text = value
+
+    def _draw_scores(self) -> None:
+        wish = Wish(axis=self._axis.value)
+        log = bool(self._log.value)
+        drawn = (len(self._run.scores), wish, log, self._run.row.state)
+        if drawn == self._drawn_scores:
+            return
+        self._drawn_scores = drawn
+        found = panels([self._run], wish)
+        self._no_score.set_visibility(not found)
+        if not found:
+            return
+        options = panel_chart(found[0], wish, published=True, log=log)
+        scores = found[0].groups[0].runs[0].scores
+        dots = thinned(np.stack([scores.at, scores.score], 1), _DOTS)
+        options["series"].insert(0, _dots("episodes", pairs(dots[:, 0], dots[:, 1], log=log)))
+        evaluated = panels([self._run], Wish(axis=wish.axis, evaluations=True))
+        points = evaluated[0].groups[0].runs[0].scores if evaluated else None
+        options["series"].append(
+            {
+                **_dots("evaluation", pairs(points.at, points.score, log=log) if points else []),
+                "symbol": "diamond",
+                "symbolSize": 11,
+                "itemStyle": {"color": COLORS[1], "opacity": 1},
+                "z": 5,
+            }
+        )
+        if self._score_chart is None:
+            with self._score_place:
+                self._score_chart = ui.echart(options).classes("chart tall score")
+        else:
+            replace_options(self._score_chart, options)
+
+    def _draw_metrics(self) -> None:
+        run = self._run
+        if run.metrics.rows == self._drawn_metrics:
+            return
+        self._drawn_metrics = run.metrics.rows
+        with run.lock:
+            columns = {key: column.points for key, column in run.metrics.columns.items()}
+        for chart in _CHARTS:
+            keys = [key for key in columns if re.fullmatch(chart.pattern, key)]
+            if not keys:
+                continue
+            curves = [(_short(key), thinned(columns[key], _POINTS)) for key in sorted(keys)[:8]]
+            log = chart.log and all((points[:, 1] > 0).any() for _, points in curves)
+            options = curves_chart(curves, log=log)
+            if chart.title in self._charts:
+                replace_options(self._charts[chart.title], options)
+            else:
+                with self._grid, card(chart.title, chart.note):
+                    self._charts[chart.title] = ui.echart(options).classes("chart")
+
+
+def _dots(name: str, data: list[list[float | None]]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "name": name,
+        "data": data,
+        "symbolSize": 3,
+        "itemStyle": {"color": COLORS[0], "opacity": 0.35},
+        "emphasis": {"disabled": True},
+        "silent": True,
+    }
+
+
+def _short(key: str) -> str:
+    """A metric's name in a chart that says which group it is of."""
+    return re.sub(r"^(train|report|learner)/(loss/|opt/)?", "", key)
+
+
+def progress_words(step: int, steps: int, status: RunStatus | None) -> str:
+    """How far a run is."""
+    words = f"{readable(step)} of {readable(steps)} steps" if steps else f"{readable(step)} steps"
+    if status is not None and status.share is not None:
+        words += f" · {status.share:.0%}"
+    if status is not None and status.running:
+        words += f" · {clock(status.seconds)} running"
+        if status.seconds_left is not None:
+            words += f" · {clock(status.seconds_left)} left"
+    return words
+
+
+def newest(run: Run, key: str) -> float | None:
+    """The newest value of a metric: of the logger, or of the file."""
+    value = run.status.metrics.get(key) if run.status else None
+    if value is None:
+        value = run.metrics.newest.get(key)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _numbers(run: Run, status: RunStatus | None) -> dict[str, str]:
+    found: dict[str, float | None] = {"score": run.row.score}
+    if status is not None:
+        found["best episode"] = max(status.scores, default=None)
+        found["episodes"] = float(len(status.scores))
+    found["evaluation"] = newest(run, "eval_score")
+    if found["evaluation"] is None:
+        found["evaluation"] = newest(run, "eval/score")
+    found["steps/s"] = run.row.rate
+    found["updates"] = newest(run, "learner/updates")
+    found["updates/s"] = newest(run, "learner/updates_per_second")
+    found["replay ratio"] = newest(run, "learner/replay_ratio")
+    found["policy age, updates"] = newest(run, "actor/policy/updates_behind")
+    return {
+        name: readable(float(f"{value:.4g}")) if value is not None else "-"
+        for name, value in found.items()
+    }

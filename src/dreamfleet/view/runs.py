@@ -19,15 +19,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.record import FILE_NAME, read_record
+from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
 from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES
 from dreamfleet.view.inside import open_inside
-from dreamfleet.view.reading import MetricsFile, ScoreFile
+from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, decode_lines
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,12 @@ _ATTENTION_SECONDS = 6.0
 _TAIL_BYTES = 1 << 14
 _SAMPLES = 900
 _EVENTS = 500
+_TRAFFIC = {
+    "env": ("actor/server/bytes_in", "actor/server/bytes_out"),
+    "replay": ("actor/replay_client/bytes_in", "actor/replay_client/bytes_out"),
+    "logger": ("actor/logger_client/bytes_in", "actor/logger_client/bytes_out"),
+}
+"""Counts of the bytes between the agent and others."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +90,20 @@ class Sample:
     disk: float
     """Bytes of the replay."""
     steps_per_second: float
+    traffic: dict[str, float]
+    """Bytes so far between the agent and a role."""
 
 
-@dataclass(frozen=True)
-class Happening:
-    """A worker that changed its state."""
+class Happening(msgspec.Struct, frozen=True):
+    """A worker that failed, or was started again."""
 
     time: float
     worker: str
-    state: str
+    event: str
     error: str = ""
+
+
+_HAPPENINGS = msgspec.json.Decoder(Happening)
 
 
 class Run:
@@ -112,7 +124,7 @@ class Run:
         self._signature: object = None
         self._config_written = 0
         self._watcher: Watcher | None = None
-        self._states: dict[str, tuple[str, int]] = {}
+        self._events = Tail(path, EVENTS_FILE)
         self._looked = 0.0
 
     def refresh(self) -> None:
@@ -167,6 +179,7 @@ class Run:
             if metrics:
                 found |= self.metrics.read()
                 behind |= self.metrics.behind
+                self.happenings.extend(decode_lines(_HAPPENINGS, self._events.read()))
         self.version += found
         return behind
 
@@ -182,15 +195,8 @@ class Run:
         return time.monotonic() - self._looked
 
     def _note(self, status: RunStatus) -> None:
-        """Remember who has changed, and what is used."""
+        """Remember what is used."""
         now = time.time()
-        for worker in status.workers:
-            found = (worker.state, worker.restarts)
-            before = self._states.get(worker.name)
-            if before is not None and before != found:
-                error = worker.error if worker.restarts > before[1] else ""
-                self.happenings.append(Happening(now, worker.name, worker.state, error))
-            self._states[worker.name] = found
         if status.running:
             usages = [worker.usage for worker in status.workers if worker.usage is not None]
             usages += [status.supervisor] if status.supervisor is not None else []
@@ -201,6 +207,10 @@ class Run:
                     float(sum(usage.memory for usage in usages)),
                     float(status.metrics.get("replay/disk_bytes") or 0.0),
                     status.steps_per_second,
+                    {
+                        role: sum(float(status.metrics.get(key) or 0.0) for key in keys)
+                        for role, keys in _TRAFFIC.items()
+                    },
                 )
             )
 

@@ -9,7 +9,7 @@ from nicegui import ui
 
 from dreamfleet.view.charts import panel_chart
 from dreamfleet.view.curves import AXES, Wish, panels, to_csv
-from dreamfleet.view.frame import card, frame
+from dreamfleet.view.frame import card, frame, replace_options
 from dreamfleet.view.run_page import show_run
 from dreamfleet.view.runs import Run, Runs
 
@@ -171,10 +171,7 @@ class _Table:
                     ui.label(panel.task).classes("card-title")
                     self._charts[panel.task] = ui.echart(options).classes("chart tall")
             else:
-                chart = self._charts[panel.task]
-                chart.options.clear()
-                chart.options.update(options)
-                chart.update()
+                replace_options(self._charts[panel.task], options)
 
     def _csv(self) -> None:
         ui.download.content(to_csv(panels(self._chosen, self._wish), self._wish), "curves.csv")

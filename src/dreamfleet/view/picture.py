@@ -1,0 +1,158 @@
+"""The fleet of a run as a picture: machines, processes and links.
+
+Colour says how a process is, and the width of a link how much goes over it. All text is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+
+from dreamfleet.fleet.status import MachineStatus, RunStatus, WorkerStatus
+from dreamfleet.formatting import clock, readable
+
+_WIDTH, _NODE, _ROW, _GAP = 940.0, 190.0, 92.0, 22.0
+_CELL, _CELLS_A_ROW, _MOST_CELLS = 13.0, 12, 240
+_ORDER = ("restarting", "starting", "ended", "running")
+_COLUMNS = {"env": 0, "eval": 0, "agent": 1, "actor": 1, "evaluator": 1, "replay": 2, "logger": 2}
+_LINKS = (("env", "agent"), ("agent", "replay"), ("agent", "logger"))
+
+
+@dataclass(frozen=True)
+class _Node:
+    role: str
+    title: str
+    workers: Sequence[WorkerStatus]
+    x: float
+    y: float
+    height: float
+
+    @property
+    def state(self) -> str:
+        return min((worker.state for worker in self.workers), key=_ORDER.index)
+
+
+def fleet_picture(status: RunStatus, traffic: dict[str, float]) -> str:
+    """The picture as SVG.
+
+    Args:
+        status: The run.
+        traffic: Bytes a second between the agent and a role.
+    """
+    nodes, bottom = _nodes(status.workers)
+    machines, bottom = _joined(status.machines, bottom)
+    parts = [*_links(nodes, traffic), *map(_node, nodes), *machines]
+    height = bottom + 8
+    return (
+        f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" class="fleet" role="img" '
+        f'aria-label="the processes of the run">{"".join(parts)}</svg>'
+    )
+
+
+def _nodes(workers: Iterable[WorkerStatus]) -> tuple[list[_Node], float]:
+    """A box for each role, and each machine that has workers of it, in three columns."""
+    columns: dict[int, float] = {0: 4.0, 1: 4.0, 2: 4.0}
+    nodes = []
+    for (role, host), group in groupby(workers, key=lambda worker: (worker.role, worker.host)):
+        members = list(group)
+        column = _COLUMNS.get(role, 1)
+        rows = math.ceil(min(len(members), _MOST_CELLS) / _CELLS_A_ROW) if len(members) > 1 else 0
+        height = 62 + rows * _CELL
+        x = 4 + column * (_WIDTH - _NODE - 8) / 2
+        name = role if len(members) == 1 else f"{role} x {len(members)}"
+        title = f"{name} on {host}" if host and len({w.host for w in members}) == 1 else name
+        nodes.append(_Node(role, title, members, x, columns[column], height))
+        columns[column] += height + _GAP
+    return nodes, max(columns.values())
+
+
+def _node(node: _Node) -> str:
+    usages = [worker.usage for worker in node.workers if worker.usage is not None]
+    words = node.state
+    if usages:
+        cores = sum(usage.cpu for usage in usages)
+        words = f"{cores:.1f} cores · {readable(sum(usage.memory for usage in usages))}B"
+    restarts = sum(worker.restarts for worker in node.workers)
+    again = f" · {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+    cells = []
+    if len(node.workers) > 1:
+        for number, worker in enumerate(node.workers[:_MOST_CELLS]):
+            row, column = divmod(number, _CELLS_A_ROW)
+            x, y = node.x + 16 + column * _CELL, node.y + 50 + row * _CELL
+            cells.append(
+                f'<rect x="{x:g}" y="{y:g}" width="9" height="9" rx="2" '
+                f'class="cell {worker.state}">'
+                f"<title>{escape(_about(worker))}</title></rect>"
+            )
+    about = "\n".join(_about(worker) for worker in node.workers[:20])
+    return (
+        f'<g class="node {node.state}" data-role="{escape(node.role)}">'
+        f'<rect x="{node.x:g}" y="{node.y:g}" width="{_NODE:g}" height="{node.height:g}" rx="10" '
+        f'class="box"><title>{escape(about)}</title></rect>'
+        f'<circle cx="{node.x + 18:g}" cy="{node.y + 22:g}" r="4.5" class="light"/>'
+        f"{_text(node.x + 30, node.y + 27, node.title[:24], 'title')}"
+        f"{_text(node.x + 16, node.y + 44, words + again)}"
+        f"{''.join(cells)}</g>"
+    )
+
+
+def _text(x: float, y: float, words: str, kind: str = "words") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
+
+
+def _about(worker: WorkerStatus) -> str:
+    words = f"{worker.name}: {worker.state}"
+    if worker.pid is not None:
+        words += f", process {worker.pid}, for {clock(worker.seconds)}"
+    if worker.restarts:
+        words += f", {worker.restarts} restarts"
+    return f"{words}, last failure: {worker.error}" if worker.error else words
+
+
+def _links(nodes: Sequence[_Node], traffic: dict[str, float]) -> list[str]:
+    found = []
+    agent = next((node for node in nodes if node.role == "agent"), None)
+    if agent is None:
+        return []
+    for first, second in _LINKS:
+        other = first if second == "agent" else second
+        rate = traffic.get(other, 0.0)
+        for node in (node for node in nodes if node.role == other):
+            left, right = (node, agent) if node.x < agent.x else (agent, node)
+            x1, y1 = left.x + _NODE, left.y + min(30.0, left.height / 2)
+            x2, y2 = right.x, right.y + min(30.0, right.height / 2)
+            middle = (x1 + x2) / 2
+            width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
+            broken = "running" not in (node.state, agent.state) or node.state != agent.state
+            words = f"{readable(round(rate))}B/s" if rate else ""
+            found.append(
+                f'<path d="M{x1:g},{y1:g} C{middle:g},{y1:g} {middle:g},{y2:g} {x2:g},{y2:g}" '
+                f'class="link {"cut" if broken else ""}" style="stroke-width:{width:.1f}"/>'
+                f"{_text(middle, (y1 + y2) / 2 - 7, words, 'words mid')}"
+            )
+    return found
+
+
+def _joined(machines: Sequence[MachineStatus], top: float) -> tuple[list[str], float]:
+    """Machines that have joined, below the others."""
+    shown = [machine for machine in machines if machine.state != "left"][:24]
+    parts = []
+    for number, machine in enumerate(shown):
+        row, column = divmod(number, 4)
+        x, y = 4 + column * (_WIDTH - 8) / 4, top + row * (_ROW - 20)
+        words = f"{machine.envs + machine.eval_envs} envs · {machine.steps_per_second:.0f} steps/s"
+        if machine.state == "away":
+            words = f"away for {clock(machine.silence)}"
+        parts.append(
+            f'<g class="node machine {machine.state}">'
+            f'<rect x="{x:g}" y="{y:g}" width="{(_WIDTH - 8) / 4 - 14:g}" height="56" rx="10" '
+            f'class="box"><title>{escape(machine.error or machine.name)}</title></rect>'
+            f'<circle cx="{x + 18:g}" cy="{y + 22:g}" r="4.5" class="light"/>'
+            f"{_text(x + 30, y + 27, machine.name[:22], 'title')}"
+            f"{_text(x + 16, y + 45, words)}</g>"
+        )
+    rows = math.ceil(len(shown) / 4)
+    return parts, top + rows * (_ROW - 20)
