@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dreamfleet.cli.train import SHORT, config_of, options_of, show_help, start
+from dreamfleet.cli.train import SHORT, config_of, options_of, show_help, start, wants_page
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.resuming import holds_run
@@ -37,7 +37,8 @@ def resume(arguments: Sequence[str]) -> None:
         return
     logdir, rest = _directory(arguments)
     read_config(logdir)  # says so if there is no run
-    start(config_of(["--logdir", str(logdir), *rest], "resume"))
+    config = config_of(["--logdir", str(logdir), *rest], "resume")
+    start(config, view=wants_page(rest, "resume"))
 
 
 def _directory(arguments: Sequence[str]) -> tuple[Path, Sequence[str]]:

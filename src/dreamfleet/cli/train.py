@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dreamfleet.cli.arguments import Groups, Option, help_of, parse, setting_options
 from dreamfleet.cli.console import out, say
+from dreamfleet.cli.view import page_beside
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live
 from dreamfleet.presets import PRESETS
@@ -36,7 +38,7 @@ SHORT: Groups = {
     "learning": ("train_ratio", "batch_size", "batch_length"),
     "starting from other runs": ("from_checkpoint", "prefill", "offline"),
     "processes": ("launcher", "envs", "eval_envs", "envs_per_process"),
-    "what is written": ("outputs",),
+    "what is written and shown": ("outputs", "view"),
 }
 """The options that most people need."""
 
@@ -45,6 +47,7 @@ _SET = Option("set", dict, {}, "Settings by their path, such as dreamer.loss.hor
 _TRUST = Option(
     "trust", bool, False, "Import code of others that the config.json of a resumed run names."
 )
+_VIEW = Option("view", bool, False, "Also serve a page about the run, as 'dreamfleet view' does.")
 _FIRST = ("agent", "logdir", "offline", "prefill", "task")
 """Settings that say which run it is, and by that which settings there are."""
 
@@ -54,12 +57,18 @@ def train(arguments: Sequence[str]) -> None:
     if {"-h", "--help", "--help-all"} & set(arguments):
         show_help("train", SUMMARY, options_of(arguments, new=True), EXAMPLES, arguments)
         return
-    start(config_of(arguments))
+    start(config_of(arguments), view=wants_page(arguments))
 
 
-def start(config: RunConfig) -> None:
-    """Run a configuration, shown in the terminal."""
-    run(config, say=say, display=partial(live, console=out, say=say))
+def start(config: RunConfig, *, view: bool = False) -> None:
+    """Run a configuration, shown in the terminal, and in a browser if that is wanted."""
+    with page_beside(config.logdir) if view else nullcontext():
+        run(config, say=say, display=partial(live, console=out, say=say))
+
+
+def wants_page(arguments: Sequence[str], command: str = "train") -> bool:
+    """Whether a page was asked for."""
+    return bool(parse(command, [_VIEW], arguments, strict=False).get("view"))
 
 
 def config_of(arguments: Sequence[str], command: str = "train") -> RunConfig:
@@ -71,6 +80,7 @@ def config_of(arguments: Sequence[str], command: str = "train") -> RunConfig:
         typed = isinstance(value, str) and path in kinds
         values[path] = read([value], kinds[path]) if typed else value
     preset, trust = values.pop("preset", None), values.pop("trust", False)
+    values.pop("view", None)
     return configure(values, preset, trust=trust, say=say)
 
 
@@ -98,7 +108,7 @@ def options_of(
         replace(option, default=None) if option.name == "logdir" else option
         for option in setting_options(config)
     ]
-    return [_PRESET, *found, _SET, _TRUST]
+    return [_PRESET, *found, _SET, _TRUST, _VIEW]
 
 
 def show_help(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
 
-from dreamfleet.cli.console import say
+from dreamfleet.cli.console import out, say
 from dreamfleet.errors import ConfigError, import_extra
+
+_END_SECONDS = 10.0
 
 
 def view(
@@ -27,22 +32,63 @@ def view(
 
     Args:
         folder: A run's directory, or a folder of runs.
-        host: The address to listen on: 0.0.0.0 for all of this machine.
+        host: The address to listen on, such as 0.0.0.0 for all of this machine.
         port: The port; without one 8765, or another one if that is taken.
         browser: Also open the page in a browser, if there is a terminal.
     """
-    import_extra("nicegui", "Pages in a browser", "web")
+    _need_the_extra()
     from dreamfleet.view.app import Address, is_loopback, serve
 
-    if not folder.is_dir() and folder == Path("runs"):
-        raise ConfigError("There is no folder runs here: name the one that holds your runs.")
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {folder}: name one that holds runs, or a run.")
 
     def ready(address: Address) -> None:
         say(address.url)
         if not is_loopback(host):
             say("Whoever has this address can see and end the runs. It is not encrypted.")
-        say("Ctrl-C ends it; runs go on.")
-        if browser and sys.stdout.isatty():
-            webbrowser.open(address.url)
+        say("Ctrl-C ends the page; runs go on.")
+        if browser:
+            _open(address.url)
 
     serve(folder, host=host, port=port, ready=ready)
+
+
+@contextmanager
+def page_beside(logdir: Path) -> Iterator[None]:
+    """A page about a run, by a process that ends with the block, or with this process."""
+    _need_the_extra()
+    logdir.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dreamfleet.view", str(logdir)],
+        stdin=subprocess.PIPE,  # which ends when this process does
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the run
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if url := process.stdout.readline().strip():
+            say(f"Page: {url}")
+            _open(url)
+        else:
+            say("There is no page: its process has ended.")
+        yield
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _need_the_extra() -> None:
+    import_extra("nicegui", "Pages in a browser", "web")
+
+
+def _open(url: str) -> None:
+    """In a browser, if a person is there to see it."""
+    if out.is_terminal:
+        webbrowser.open(url)

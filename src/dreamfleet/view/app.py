@@ -82,10 +82,8 @@ def serve(
         ready: Told the address once the server listens.
 
     Raises:
-        ConfigError: There is no such folder, or the address cannot be listened on.
+        ConfigError: The address cannot be listened on.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"There is no folder {folder}: name one that holds runs, or a run.")
     listening = _listen(host, port)
     address = Address(host, listening.getsockname()[1], secrets.token_urlsafe(24))
     with Runs(folder) as runs, listening:

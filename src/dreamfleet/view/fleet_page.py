@@ -60,7 +60,7 @@ class _Fleet:
         if status is None:
             return
         self._sentence.text = who_waits(run, status)
-        self._picture.content = fleet_picture(status, traffic(list(run.samples)))
+        self._picture.content = fleet_picture(status, traffic(list(run.samples)), run.hurt)
         with run.lock:
             happenings = list(run.happenings)
         self._line.content = time_line(happenings, time.time())

@@ -6,8 +6,8 @@ Colour says how a process is, and the width of a link how much goes over it. All
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 
@@ -35,14 +35,18 @@ class _Node:
         return min((worker.state for worker in self.workers), key=_ORDER.index)
 
 
-def fleet_picture(status: RunStatus, traffic: dict[str, float]) -> str:
+def fleet_picture(status: RunStatus, traffic: Mapping[str, float], hurt: Collection[str]) -> str:
     """The picture as SVG.
 
     Args:
         status: The run.
         traffic: Bytes a second between the agent and a role.
+        hurt: Workers that have failed a moment ago, and are drawn as such.
     """
-    nodes, bottom = _nodes(status.workers)
+    nodes, bottom = _nodes(
+        replace(worker, state="restarting") if worker.name in hurt else worker
+        for worker in status.workers
+    )
     machines, bottom = _joined(status.machines, bottom)
     parts = [*_links(nodes, traffic), *map(_node, nodes), *machines]
     height = bottom + 8
@@ -112,7 +116,7 @@ def _about(worker: WorkerStatus) -> str:
     return f"{words}, last failure: {worker.error}" if worker.error else words
 
 
-def _links(nodes: Sequence[_Node], traffic: dict[str, float]) -> list[str]:
+def _links(nodes: Sequence[_Node], traffic: Mapping[str, float]) -> list[str]:
     found = []
     agent = next((node for node in nodes if node.role == "agent"), None)
     if agent is None:

@@ -191,6 +191,7 @@ class MetricsFile:
 
     def _clear(self) -> None:
         self._seen = self._tail.replaced
+        self._keys: set[str] = set()
         self.columns: dict[str, Thinned] = {}
         self.texts: dict[str, str] = {}
         self.newest: dict[str, float | None] = {}
@@ -218,21 +219,27 @@ class MetricsFile:
                 continue
             self.rows += 1
             for key, value in row.items():
+                if not self._has_room(key):
+                    continue
                 if isinstance(value, (int, float)):
                     new.setdefault(key, []).append((step, value))
                     self.newest[key] = value
                 elif value is None:
                     self.newest[key] = None
                 elif isinstance(value, str):
-                    self.texts[key[:_LONGEST_KEY]] = value[:_LONGEST_TEXT]
+                    self.texts[key] = value[:_LONGEST_TEXT]
         for key, rows in new.items():
-            column = self.columns.get(key)
-            if column is None:
-                if len(self.columns) >= _MOST_KEYS or len(key) > _LONGEST_KEY or key == "step":
-                    continue
-                column = self.columns[key] = Thinned()
-            column.extend(rows)
+            self.columns.setdefault(key, Thinned()).extend(rows)
         return bool(block)
+
+    def _has_room(self, key: str) -> bool:
+        """Whether a metric is kept: a run that makes up names must not fill the memory."""
+        if key in self._keys:
+            return True
+        if key == "step" or len(key) > _LONGEST_KEY or len(self._keys) >= _MOST_KEYS:
+            return False
+        self._keys.add(key)
+        return True
 
 
 def decode_lines(decoder: Any, block: bytes) -> list[Any]:

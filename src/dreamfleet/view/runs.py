@@ -44,6 +44,7 @@ _ATTENTION_SECONDS = 6.0
 _TAIL_BYTES = 1 << 14
 _SAMPLES = 900
 _EVENTS = 500
+_HURT_LOOKS = 6
 _TRAFFIC = {
     "env": ("actor/server/bytes_in", "actor/server/bytes_out"),
     "replay": ("actor/replay_client/bytes_in", "actor/replay_client/bytes_out"),
@@ -124,7 +125,10 @@ class Run:
         self._signature: object = None
         self._config_written = 0
         self._watcher: Watcher | None = None
-        self._events = Tail(path, EVENTS_FILE)
+        self.hurt: dict[str, int] = {}
+        """Workers that have failed a moment ago, and how many more looks that is shown: many are
+        back before anybody has looked."""
+        self._events, self._since = Tail(path, EVENTS_FILE), time.time()
         self._looked = 0.0
 
     def refresh(self) -> None:
@@ -179,9 +183,16 @@ class Run:
             if metrics:
                 found |= self.metrics.read()
                 behind |= self.metrics.behind
-                self.happenings.extend(decode_lines(_HAPPENINGS, self._events.read()))
+                self._read_events()
         self.version += found
         return behind
+
+    def _read_events(self) -> None:
+        self.hurt = {name: left - 1 for name, left in self.hurt.items() if left > 1}
+        new = decode_lines(_HAPPENINGS, self._events.read())
+        self.happenings.extend(new)
+        recent = (each for each in new if each.event == "failed" and each.time > self._since)
+        self.hurt |= {each.worker: _HURT_LOOKS for each in recent}
 
     def forget(self) -> None:
         """Nobody looks at it any more."""
@@ -224,8 +235,6 @@ class Runs:
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
-        self.alone = _is_run(self.root)
-        """Whether the folder is a run."""
         self._runs: dict[str, Run] = {}
         self._attention: dict[str, float] = {}
         self._drawn: dict[str, float] = {}
@@ -246,6 +255,11 @@ class Runs:
         self._thread.join()
         for run in self._runs.values():
             run.forget()
+
+    @property
+    def alone(self) -> bool:
+        """Whether the folder is a run itself."""
+        return any(run.path == self.root for run in self._runs.values())
 
     def all(self) -> list[Run]:
         """In order: those that last gave a sign of life first."""
@@ -374,7 +388,8 @@ def _row(name: str, path: Path, config: RunConfig, changed: int) -> Row:
     step = max([int(row.get("step") or 0) for row in [*last[-1:], *metrics[-1:]]], default=0)
     recent = [float(row["episode/score"]) for row in last if row.get("episode/score") is not None]
     recent = recent[-RECENT_EPISODES:]
-    times = [float(row["time"]) for row in (first, last[-1] if last else {}) if row.get("time")]
+    ends = (row.get("time") for row in (first, *last[-1:]))
+    times = [float(at) for at in ends if isinstance(at, (int, float))]
     hours = (times[-1] - times[0]) / 3600 if len(times) == 2 and times[-1] > times[0] else None
     return Row(
         name=name,

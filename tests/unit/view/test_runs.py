@@ -1,0 +1,148 @@
+"""The runs of a folder: found, summarised, and shown as broken if they are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from view_parts import made_up_run
+
+from dreamfleet.config import RunConfig
+from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.presets import PRESETS
+from dreamfleet.view.runs import Row, Run, Runs, closest_preset
+
+
+def rows_of(folder: Path) -> dict[str, Row]:
+    with Runs(folder) as runs:
+        return {run.name: run.row for run in runs.all()}
+
+
+def test_runs_are_found_below_a_folder_and_links_are_not_followed(tmp_path: Path) -> None:
+    outside = made_up_run(tmp_path / "outside")
+    folder = tmp_path / "runs"
+    made_up_run(folder / "a", seed=3)
+    made_up_run(folder / "deep" / "er" / "b")
+    made_up_run(folder / "a" / "inner")
+    (folder / "link").symlink_to(outside)
+    (folder / "empty").mkdir()
+    assert set(rows_of(folder)) == {"a", "deep/er/b"}
+
+
+def test_a_row_says_how_a_run_has_ended(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "a", seed=3, task="gym:Pendulum-v1", steps=500)
+    row = rows_of(tmp_path)["a"]
+    assert (row.task, row.seed, row.state, row.machine) == ("gym:Pendulum-v1", 3, "ended", "there")
+    assert (row.step, row.steps) == (300, 500)
+    assert row.score == sum(range(10, 30)) / 20
+    assert row.hours == pytest.approx(29 * 5 / 3600)
+    assert row.rate == pytest.approx(300 / (29 * 5))
+
+
+def test_a_folder_may_be_a_run_and_a_run_may_come_later(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    later.mkdir()
+    with Runs(later) as runs:
+        assert not runs.alone
+        made_up_run(later / "x")
+        (later / "config.json").write_text(RunConfig(logdir=later).to_json())
+        runs._scan()
+        assert runs.alone
+        assert [run.name for run in runs.all()] == ["later"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"task": 7}', b"\xff\xfe", b'{"steps": -1}', b"[" * 100_000]
+)
+def test_a_run_with_a_damaged_configuration_is_shown_as_broken(
+    tmp_path: Path, content: bytes
+) -> None:
+    made_up_run(tmp_path / "good")
+    (made_up_run(tmp_path / "bad") / "config.json").write_bytes(content)
+    rows = rows_of(tmp_path)
+    assert rows["bad"].state == "broken"
+    assert rows["bad"].problem
+    assert rows["good"].state == "ended"
+
+
+def test_half_written_files_are_no_obstacle(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "a")
+    for name, content in {
+        "scores.jsonl": b'{"step": 10, "episode/score": 1.0}\n{"step": 2',
+        "metrics.jsonl": b"\x00\x00\x00",
+        "fleet.json": b'{"pid": ',
+    }.items():
+        (run / name).write_bytes(content)
+    row = rows_of(tmp_path)["a"]
+    assert (row.state, row.step, row.score) == ("ended", 10, 1.0)
+    (run / "config.json").unlink()
+    assert rows_of(tmp_path)["a"].state == "broken"
+
+
+def test_a_configuration_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    outside = made_up_run(tmp_path / "outside")
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.json").symlink_to(outside / "config.json")
+    row = rows_of(tmp_path / "runs")["a"]
+    assert row.state == "broken"
+    assert "link" in row.problem
+
+
+def test_names_that_are_no_text_can_be_shown(tmp_path: Path) -> None:
+    made_up_run(Path(os.fsdecode(bytes(tmp_path / "runs") + b"/odd-\xff")))
+    (name,) = rows_of(tmp_path / "runs")
+    assert name.encode().decode().startswith("odd-")
+
+
+def test_a_run_whose_supervisor_is_gone_was_killed(tmp_path: Path) -> None:
+    path = made_up_run(tmp_path / "a")
+    record = FleetRecord.of_this_process()
+    write_record(path, replace(record, created=1.0))
+    run = Run("a", path)
+    run.refresh()
+    assert run.row.state == "killed"
+    write_record(path, record)
+    run.refresh()
+    assert run.row.state == "running"
+
+
+def test_what_is_new_is_seen(tmp_path: Path) -> None:
+    path = made_up_run(tmp_path / "a", episodes=2)
+    run = Run("a", path)
+    run.refresh()
+    version = run.version
+    run.refresh()
+    assert run.version == version
+    with (path / "scores.jsonl").open("a") as file:
+        file.write('{"step": 77, "episode/score": 5.0}\n')
+    run.refresh()
+    assert run.row.step == 300  # of the metrics
+    assert run.version > version
+    run.read(metrics=True)
+    assert len(run.scores) == 3
+    assert "train/loss/value" in run.metrics.columns
+
+
+def test_a_failure_is_shown_for_a_while_and_remembered(tmp_path: Path) -> None:
+    path = made_up_run(tmp_path / "a")
+    run = Run("a", path)
+    line = '{"time": %f, "worker": "env-0", "event": "failed", "error": "why"}\n'
+    (path / "events.jsonl").write_text(line % 5.0 + "{damaged\n" + line % 4e9)
+    run.read(metrics=True)
+    assert len(run.happenings) == 2
+    assert "env-0" in run.hurt
+    for _ in range(10):
+        run.read(metrics=True)
+    assert not run.hurt
+    assert len(run.happenings) == 2
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_run_is_near_its_preset(name: str) -> None:
+    config = PRESETS[name]
+    assert closest_preset(config) == name
+    assert closest_preset(replace(config, seed=5, task="gym:Pendulum-v1")) == name
+    assert closest_preset(replace(config, batch_size=77, train_ratio=1.5)) == f"{name} +2"
