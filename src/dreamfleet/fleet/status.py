@@ -647,7 +647,7 @@ class _ScoresReader:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                with suppress(ValueError, KeyError, TypeError):
+                with suppress(ValueError, KeyError, TypeError, OverflowError):
                     row = json.loads(line)
                     self.last_step = int(row["step"])
                     self._scores.append(float(row["episode/score"]))
@@ -663,7 +663,7 @@ def _last_logged_step(path: Path) -> int:
     except FileNotFoundError:
         return 0
     for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
             if line.endswith(b"\n"):
                 return int(json.loads(line)["step"])
     return 0

@@ -7,6 +7,7 @@ highest. Every byte of a file is read once, and no call reads more than a few me
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from pathlib import Path
@@ -114,7 +115,7 @@ class ScoreFile:
         rows = decode_lines(self._decoder, block)
         nan = float("nan")
         for row in rows:
-            if row.score is not None:
+            if row.score is not None and math.isfinite(row.score + row.step):
                 self._columns[0].append(row.step)
                 self._columns[1].append(row.score)
                 self._columns[2].append(nan if row.time is None else row.time)
@@ -214,16 +215,17 @@ class MetricsFile:
             self._clear()
         new: dict[str, list[tuple[float, float]]] = {}
         for row in decode_lines(self._decoder, block):
-            step = row.get("step")
-            if not isinstance(step, (int, float)):
+            step = finite(row.get("step"))
+            if step is None:
                 continue
             self.rows += 1
             for key, value in row.items():
                 if not self._has_room(key):
                     continue
                 if isinstance(value, (int, float)):
-                    new.setdefault(key, []).append((step, value))
-                    self.newest[key] = value
+                    number = self.newest[key] = finite(value)
+                    if number is not None:
+                        new.setdefault(key, []).append((step, number))
                 elif value is None:
                     self.newest[key] = None
                 elif isinstance(value, str):
@@ -240,6 +242,16 @@ class MetricsFile:
             return False
         self._keys.add(key)
         return True
+
+
+def finite(value: Any) -> float | None:
+    """A number that can be drawn; None for everything else."""
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
 
 
 def decode_lines(decoder: Any, block: bytes) -> list[Any]:

@@ -29,7 +29,7 @@ from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES
 from dreamfleet.view.inside import open_inside
-from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, decode_lines
+from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, decode_lines, finite
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Run:
             self.row = _row(self.name, self.path, self.config, max(signature))
             if self._watcher is not None and self.status is not None:
                 self.row = _with_status(self.row, self.status)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             self.row = Row(self.name, problem=str(error), changed=max(signature) / 1e9)
         self.version += self.row != before
 
@@ -165,7 +165,7 @@ class Run:
         self._looked = time.monotonic()
         try:
             status = self._watcher.look(patience)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # one run must not hide the others
             log.debug("%s cannot be looked at: %s", self.path, error)
             return
         if status is None:
@@ -385,11 +385,9 @@ def _row(name: str, path: Path, config: RunConfig, changed: int) -> Row:
     record = read_record(path)
     first, last = _first_row(path, "scores.jsonl"), _last_rows(path, "scores.jsonl")
     metrics = _last_rows(path, "metrics.jsonl")
-    step = max([int(row.get("step") or 0) for row in [*last[-1:], *metrics[-1:]]], default=0)
-    recent = [float(row["episode/score"]) for row in last if row.get("episode/score") is not None]
-    recent = recent[-RECENT_EPISODES:]
-    ends = (row.get("time") for row in (first, *last[-1:]))
-    times = [float(at) for at in ends if isinstance(at, (int, float))]
+    step = int(max([0.0, *_values([*last[-1:], *metrics[-1:]], "step")]))
+    recent = _values(last, "episode/score")[-RECENT_EPISODES:]
+    times = _values([first, *last[-1:]], "time")
     hours = (times[-1] - times[0]) / 3600 if len(times) == 2 and times[-1] > times[0] else None
     return Row(
         name=name,
@@ -435,6 +433,11 @@ def _first_row(path: Path, name: str) -> dict[str, Any]:
     with suppress(OSError), open_inside(path, name) as file:
         return _decoded(file.readline(_TAIL_BYTES))
     return {}
+
+
+def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """The numbers under a key; rows may hold anything."""
+    return [number for row in rows if (number := finite(row.get(key))) is not None]
 
 
 def _decoded(line: bytes) -> dict[str, Any]:

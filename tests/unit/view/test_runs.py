@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from view_parts import made_up_run
 
@@ -79,6 +81,24 @@ def test_half_written_files_are_no_obstacle(tmp_path: Path) -> None:
     assert (row.state, row.step, row.score) == ("ended", 10, 1.0)
     (run / "config.json").unlink()
     assert rows_of(tmp_path)["a"].state == "broken"
+
+
+@pytest.mark.parametrize("value", ['"x"', "[1]", "{}", "1e999", "1" * 400, "NaN", "null", "-5"])
+def test_rows_may_hold_anything(tmp_path: Path, value: str) -> None:
+    run = made_up_run(tmp_path / "a")
+    line = f'{{"step": {value}, "episode/score": {value}, "time": {value}}}\n'
+    for name in ("scores.jsonl", "metrics.jsonl", "events.jsonl", "evaluations.jsonl"):
+        (run / name).write_text(2 * line)
+    with Runs(tmp_path) as runs:
+        found = runs.find("a")
+        assert found is not None
+        assert found.row.state == "ended"
+        found.look(0.0)
+        found.read(metrics=True)
+        assert found.status is not None
+        assert all(map(math.isfinite, found.scores.step))
+        for column in found.metrics.columns.values():
+            assert np.isfinite(column.points).all()
 
 
 def test_a_configuration_that_is_a_link_is_not_read(tmp_path: Path) -> None:

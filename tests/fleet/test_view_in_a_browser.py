@@ -1,0 +1,277 @@
+"""`dreamfleet view` in a real browser, next to a run that trains.
+
+One server, one run and one browser for all of it: each costs seconds to start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from view_parts import made_up_run
+
+from dreamfleet.fleet.record import read_record
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+EVIL = "<script>window.evil=1<" + "∕script>"  # no name of a file has a slash
+EVIL_TEXT = "<script>window.evil=1</script><img src=x onerror=window.evil=1>${window.evil=1}`"
+PATIENCE = 180_000.0
+"""Milliseconds; the machine may be busy."""
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "dreamfleet.cli", *words]
+
+
+@contextmanager
+def process(log: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command, which is ended as Ctrl-C does, and killed if that does not help."""
+    with log.open("w") as out:
+        started = subprocess.Popen(
+            command(*words), stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True
+        )
+    try:
+        yield started
+    finally:
+        started.send_signal(signal.SIGINT)
+        try:
+            started.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.communicate()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that trains, and three that have ended; one of them is broken, one hostile."""
+    runs = tmp_path_factory.mktemp("view") / "runs"
+    made_up_run(runs / "seed-0", seed=0, task="gym:Pendulum-v1")
+    made_up_run(runs / "seed-1", seed=1, task="gym:Pendulum-v1", episodes=40)
+    (made_up_run(runs / "broken") / "config.json").write_text("{")
+    evil = made_up_run(runs / EVIL, task=EVIL_TEXT, host=EVIL_TEXT)
+    (evil / "logs").mkdir()
+    (evil / "logs" / "agent.log").write_text(f"2026-01-01 00:00:00,000 ERROR x: {EVIL_TEXT}\n")
+    with (evil / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, EVIL_TEXT: 1.0, "learner/state": EVIL_TEXT}) + "\n")
+    (evil / "media" / "key").mkdir(parents=True)
+    (evil / "media" / "key" / "000000000001.png").symlink_to("/etc/passwd")
+    options = {
+        "--task": "bundled:dummy",
+        "--agent": "random",
+        "--envs": "4",
+        "--envs-per-process": "2",
+        "--steps": "0",
+        "--eval-episodes": "0",
+        "--batch-size": "2",
+        "--batch-length": "4",
+        "--report-length": "4",
+        "--train-ratio": "0.1",
+        "--log-every": "0.5",
+        "--logdir": str(runs / "live"),
+    }
+    words = [word for option in options.items() for word in option]
+    with process(runs.parent / "train.log", "train", *words, "--env-options", "length=25"):
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with process(folder.parent / "view.log", "view", str(folder), "--port", "0") as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """A page that has entered with the token, and has had no error when the test is over."""
+    with ExitStack() as stack:
+        context = browser.new_context(viewport={"width": 1280, "height": 800})
+        stack.callback(context.close)
+        context.set_default_timeout(PATIENCE)
+        page = context.new_page()
+        problems: list[str] = []
+        hosts: set[str] = set()
+        page.on(
+            "console", lambda message: message.type == "error" and problems.append(message.text)
+        )
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+        page.goto(address)
+        yield page
+        assert problems == []
+        assert hosts <= {address.split("/")[2], ""}
+        assert page.evaluate("window.evil") is None
+
+
+def points(page: Any, chart: str) -> int:
+    """Points of the longest curve of a chart."""
+    found: int = page.evaluate(
+        """selector => {
+        const element = document.querySelector(selector);
+        const chart = element && getElement(Number(element.id.slice(1))).chart;
+        const series = chart ? chart.getOption().series : [];
+        return Math.max(0, ...series.map(each => each.data.length));
+        }""",
+        chart,
+    )
+    return found
+
+
+def wait(page: Any, condition: str, *arguments: Any) -> None:
+    page.wait_for_function(condition, arg=list(arguments), timeout=PATIENCE, polling=100)
+
+
+def status_of(url: str, cookie: str = "") -> int:
+    request = urllib.request.Request(url, headers={"cookie": cookie} if cookie else {})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(
+    address: str, folder: Path
+) -> None:
+    site, _, token = address.partition("/?token=")
+    port = site.rpartition(":")[2]
+    cookie = f"dreamfleet-{port}={token}"
+    media = f"{site}/media?run={urllib.request.quote(EVIL)}&key="  # type: ignore[attr-defined]
+    assert status_of(f"{site}/", cookie) == 200
+    for path in ("/", "/run?run=live", "/logs?run=live", "/media", "/_nicegui_ws/socket.io/?EIO=4"):
+        assert status_of(site + path) == 403
+    for rest in (
+        "key&name=000000000001.png",  # a link
+        "..&name=config.json",
+        "%2e%2e&name=000000000001.png",
+        "key%2f..%2f..&name=1.png",
+        "key&name=..%2f..%2fconfig.json",
+        "%00&name=1.png",
+    ):
+        assert status_of(media + rest, cookie) == 404
+    for path in ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/..%2f..%2fetc%2fpasswd"):
+        assert status_of(site + path, cookie) == 404
+
+
+def test_the_table_filters_and_draws_runs_together(page: Any) -> None:
+    rows = page.locator(".runs tbody tr")
+    page.wait_for_selector("text=live")
+    assert rows.count() == 5
+    broken = rows.filter(has_text="broken").first
+    assert broken.locator(".dot.broken").count() == 1
+    page.get_by_label("filter").fill("pendulum ended")
+    wait(page, "() => document.querySelectorAll('.runs tbody tr').length === 2")
+    page.get_by_label("filter").fill("")
+    wait(page, "() => document.querySelectorAll('.runs tbody tr').length === 5")
+    for name in ("seed-0", "seed-1"):
+        box = rows.filter(has_text=name).locator(".q-checkbox")
+        if box.get_attribute("aria-checked") != "true":
+            box.click()
+    chart = ".chart.tall"
+    wait(
+        page,
+        """() => [...document.querySelectorAll('.chart.tall')].some(element => {
+        const chart = getElement(Number(element.id.slice(1))).chart;
+        return chart && chart.getOption().series.some(each => each.name.includes('2 seeds'));
+        })""",
+    )
+    assert page.locator(chart).count() >= 1
+    with page.expect_download() as download:
+        page.get_by_role("button", name="CSV").click()
+    text = Path(download.value.path()).read_text()
+    assert text.startswith("task,setting,seeds,steps,mean,low,high")
+    assert "gym:Pendulum-v1" in text
+    # In its place a script would have run, and the test of every page says that none did.
+    assert rows.filter(has_text="window.evil").count() == 1
+
+
+def test_a_hostile_run_is_text_on_every_page(page: Any) -> None:
+    site = page.url.rstrip("/").partition("/?")[0]
+    for path in ("run", "metrics", "fleet", "logs", "checkpoints", "configuration", "look"):
+        page.goto(f"{site}/{path}?run={urllib.request.quote(EVIL)}")  # type: ignore[attr-defined]
+        page.wait_for_selector(".pages a.here")
+        if path in ("metrics", "logs"):
+            page.wait_for_selector("main :text('window.evil')")
+
+
+def test_a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, folder: Path) -> None:
+    page.get_by_role("link", name="live", exact=True).click()
+    page.wait_for_selector(".dot.running")
+    wait(page, "() => document.querySelector('.chart.score')")
+    wait(page, "([least]) => (" + _POINTS + ")('.chart.score') > least", 1)
+    before = points(page, ".chart.score")
+    wait(page, "([least]) => (" + _POINTS + ")('.chart.score') > least", before)
+    page.get_by_role("link", name="Fleet").click()
+    page.wait_for_selector(".node.running[data-role=env]")
+    record = read_record(folder / "live")
+    assert record is not None
+    victim = next(worker for worker in record.workers if worker.role == "env")
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    page.wait_for_selector(".node.restarting[data-role=env]")
+    page.wait_for_selector(".node.running[data-role=env]")
+    page.wait_for_selector(".fleet circle.failed")
+    page.get_by_role("link", name="Metrics").click()
+    page.wait_for_selector(".tile svg")
+    page.get_by_label("search").fill("replayed steps")
+    page.wait_for_selector(".tile :text('learner/replay_ratio')")
+
+
+_POINTS = """selector => {
+const element = document.querySelector(selector);
+const chart = element && getElement(Number(element.id.slice(1))).chart;
+const series = chart ? chart.getOption().series : [];
+return Math.max(0, ...series.map(each => each.data.length));
+}"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
+    page.emulate_media(color_scheme="dark" if dark else "light")
+    site = page.url.rstrip("/").partition("/?")[0]
+    page.set_viewport_size({"width": 390, "height": 800})
+    for path in ("", "run?run=live", "metrics?run=live", "configuration?run=live"):
+        page.goto(f"{site}/{path}")
+        page.wait_for_selector("main .card")
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    shade = sum(int(each) for each in color.strip("rgb()").split(",")[:3])
+    assert (shade < 200) == dark
+
+
+def test_a_run_is_saved_and_ended_from_its_page(page: Any, folder: Path) -> None:
+    """The last test: the run has ended after it."""
+    page.get_by_role("link", name="live", exact=True).click()
+    page.wait_for_selector(".dot.running")
+    page.get_by_role("button", name="Save now").click()
+    page.get_by_role("link", name="Checkpoints").click()
+    page.wait_for_selector(".runs :text('-step-')")
+    page.get_by_role("button", name="End run").click()
+    page.locator(".q-dialog").get_by_role("button", name="End run").click()
+    page.get_by_role("link", name="Overview").click()
+    page.wait_for_selector(".dot.ended")
+    record = read_record(folder / "live")
+    assert record is not None
+    assert record.state == "ended"
