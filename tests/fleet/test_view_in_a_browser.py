@@ -1,6 +1,6 @@
 """`dreamfleet view` in a real browser, next to a run that trains.
 
-One server, one run and one browser for all of it: each costs seconds to start.
+One test for all of it: a run, a server and a browser cost seconds to start.
 """
 
 from __future__ import annotations
@@ -24,12 +24,29 @@ from view_parts import made_up_run
 from dreamfleet.fleet.record import read_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-EVIL = "<script>window.evil=1<" + "∕script>"  # no name of a file has a slash
+EVIL = "<script>window.evil=1</script>"  # a folder and a run in it
 EVIL_TEXT = "<script>window.evil=1</script><img src=x onerror=window.evil=1>${window.evil=1}`"
 PATIENCE = 180_000.0
 """Milliseconds; the machine may be busy."""
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+
+
+def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    with some_runs(folder), served(folder) as address, chromium() as browser:
+        without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(address)
+        with entered(browser, address) as page:
+            the_table_filters_and_draws_runs_together(page)
+        with entered(browser, address) as page:
+            a_hostile_run_is_text_on_every_page(page)
+        with entered(browser, address) as page:
+            a_live_run_grows_and_a_killed_process_turns_red_and_green(page, folder)
+        for dark in (False, True):
+            with entered(browser, address) as page:
+                it_fits_a_phone_in_light_and_dark(page, dark)
+        with entered(browser, address) as page:
+            a_run_is_saved_and_ended_from_its_page(page, folder)
 
 
 def command(*words: str) -> list[str]:
@@ -54,10 +71,9 @@ def process(log: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
             started.communicate()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run that trains, and three that have ended; one of them is broken, one hostile."""
-    runs = tmp_path_factory.mktemp("view") / "runs"
+@contextmanager
+def some_runs(runs: Path) -> Iterator[None]:
+    """A run that trains, and four that have ended; one of them is broken, one hostile."""
     made_up_run(runs / "seed-0", seed=0, task="gym:Pendulum-v1")
     made_up_run(runs / "seed-1", seed=1, task="gym:Pendulum-v1", episodes=40)
     (made_up_run(runs / "broken") / "config.json").write_text("{")
@@ -84,18 +100,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     }
     words = [word for option in options.items() for word in option]
     with process(runs.parent / "train.log", "train", *words, "--env-options", "length=25"):
-        yield runs
+        yield
 
 
-@pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server."""
     with process(folder.parent / "view.log", "view", str(folder), "--port", "0") as server:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+@contextmanager
+def chromium() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -103,9 +120,9 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.fixture
-def page(browser: Any, address: str) -> Iterator[Any]:
-    """A page that has entered with the token, and has had no error when the test is over."""
+@contextmanager
+def entered(browser: Any, address: str) -> Iterator[Any]:
+    """A page that has entered with the token, and has had no error when the block is over."""
     with ExitStack() as stack:
         context = browser.new_context(viewport={"width": 1280, "height": 800})
         stack.callback(context.close)
@@ -125,18 +142,13 @@ def page(browser: Any, address: str) -> Iterator[Any]:
         assert page.evaluate("window.evil") is None
 
 
-def points(page: Any, chart: str) -> int:
-    """Points of the longest curve of a chart."""
-    found: int = page.evaluate(
-        """selector => {
-        const element = document.querySelector(selector);
-        const chart = element && getElement(Number(element.id.slice(1))).chart;
-        const series = chart ? chart.getOption().series : [];
-        return Math.max(0, ...series.map(each => each.data.length));
-        }""",
-        chart,
-    )
-    return found
+_POINTS = """selector => {
+const element = document.querySelector(selector);
+const chart = element && getElement(Number(element.id.slice(1))).chart;
+const series = chart ? chart.getOption().series : [];
+return Math.max(0, ...series.map(each => each.data.length));
+}"""
+"""Points of the longest curve of a chart."""
 
 
 def wait(page: Any, condition: str, *arguments: Any) -> None:
@@ -152,8 +164,8 @@ def status_of(url: str, cookie: str = "") -> int:
         return error.code
 
 
-def test_without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(
-    address: str, folder: Path
+def without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(
+    address: str,
 ) -> None:
     site, _, token = address.partition("/?token=")
     port = site.rpartition(":")[2]
@@ -175,7 +187,7 @@ def test_without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(
         assert status_of(site + path, cookie) == 404
 
 
-def test_the_table_filters_and_draws_runs_together(page: Any) -> None:
+def the_table_filters_and_draws_runs_together(page: Any) -> None:
     rows = page.locator(".runs tbody tr")
     page.wait_for_selector("text=live")
     assert rows.count() == 5
@@ -207,7 +219,7 @@ def test_the_table_filters_and_draws_runs_together(page: Any) -> None:
     assert rows.filter(has_text="window.evil").count() == 1
 
 
-def test_a_hostile_run_is_text_on_every_page(page: Any) -> None:
+def a_hostile_run_is_text_on_every_page(page: Any) -> None:
     site = page.url.rstrip("/").partition("/?")[0]
     for path in ("run", "metrics", "fleet", "logs", "checkpoints", "configuration", "look"):
         page.goto(f"{site}/{path}?run={urllib.request.quote(EVIL)}")  # type: ignore[attr-defined]
@@ -216,12 +228,12 @@ def test_a_hostile_run_is_text_on_every_page(page: Any) -> None:
             page.wait_for_selector("main :text('window.evil')")
 
 
-def test_a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, folder: Path) -> None:
+def a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, folder: Path) -> None:
     page.get_by_role("link", name="live", exact=True).click()
     page.wait_for_selector(".dot.running")
     wait(page, "() => document.querySelector('.chart.score')")
     wait(page, "([least]) => (" + _POINTS + ")('.chart.score') > least", 1)
-    before = points(page, ".chart.score")
+    before = page.evaluate(_POINTS, ".chart.score")
     wait(page, "([least]) => (" + _POINTS + ")('.chart.score') > least", before)
     page.get_by_role("link", name="Fleet").click()
     page.wait_for_selector(".node.running[data-role=env]")
@@ -239,16 +251,7 @@ def test_a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, fo
     page.wait_for_selector(".tile :text('learner/replay_ratio')")
 
 
-_POINTS = """selector => {
-const element = document.querySelector(selector);
-const chart = element && getElement(Number(element.id.slice(1))).chart;
-const series = chart ? chart.getOption().series : [];
-return Math.max(0, ...series.map(each => each.data.length));
-}"""
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
+def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
     page.emulate_media(color_scheme="dark" if dark else "light")
     site = page.url.rstrip("/").partition("/?")[0]
     page.set_viewport_size({"width": 390, "height": 800})
@@ -261,8 +264,7 @@ def test_it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
     assert (shade < 200) == dark
 
 
-def test_a_run_is_saved_and_ended_from_its_page(page: Any, folder: Path) -> None:
-    """The last test: the run has ended after it."""
+def a_run_is_saved_and_ended_from_its_page(page: Any, folder: Path) -> None:
     page.get_by_role("link", name="live", exact=True).click()
     page.wait_for_selector(".dot.running")
     page.get_by_role("button", name="Save now").click()
