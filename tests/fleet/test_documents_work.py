@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -89,12 +90,24 @@ def test_every_command_works(
             install(words)
         elif program == "python":
             run([sys.executable, *words], tmp_path)
+        elif words[0] == "view":
+            serve(words, tmp_path)
         else:
             assert program == "dreamfleet", line
             shown = shortened(words) if words[0] in ("train", "resume") else words
             assert main(shown) == 0, f"{line}\n{capfd.readouterr().err}"
         for made in re.findall(r"[\w-]+\.(?:png|mp4|json)\b", line):
             assert (tmp_path / made).stat().st_size > 0, line
+
+
+def serve(words: Sequence[str], where: Path) -> None:
+    """A server until it has said its address, then Ctrl-C."""
+    command = [sys.executable, "-m", "dreamfleet.cli", *words]
+    with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("http://127.0.0.1:")
+        server.send_signal(signal.SIGINT)
+    assert server.returncode == 130
 
 
 def a_run(logdir: Path) -> None:

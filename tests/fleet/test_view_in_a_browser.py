@@ -54,11 +54,11 @@ def command(*words: str) -> list[str]:
 
 
 @contextmanager
-def process(log: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def process(log: Path, *words: str, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
     """A command, which is ended as Ctrl-C does, and killed if that does not help."""
     with log.open("w") as out:
         started = subprocess.Popen(
-            command(*words), stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True
+            command(*words), stdout=stdout or out, stderr=out, text=True, start_new_session=True
         )
     try:
         yield started
@@ -106,7 +106,9 @@ def some_runs(runs: Path) -> Iterator[None]:
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of a server."""
-    with process(folder.parent / "view.log", "view", str(folder), "--port", "0") as server:
+    with process(
+        folder.parent / "view.log", "view", str(folder), "--port", "0", stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
 

@@ -40,7 +40,7 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "status": (("status runs/gym-CartPole-v1 --follow", "until Ctrl-C"),),
     "view": (
         ("view", "every run in runs/"),
-        ("view runs/gym-CartPole-v1 --port 9000", "one run"),
+        ("view runs/gym-CartPole-v1 --no-browser", "one run"),
     ),
     "join": (
         ("join 'dreamfleet://10.0.0.5:5550/#KEY' --envs 4", "four environments"),

@@ -13,7 +13,8 @@ from dreamfleet.benchmarks.report import Row, rows_to_json
 from dreamfleet.cli.console import say, write
 
 Name = Literal[
-    "transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint", "network", "scale"
+    "transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint", "network", "scale",
+    "view",
 ]  # fmt: skip
 
 

@@ -1,0 +1,209 @@
+"""What `dreamfleet view` costs: how fast it opens, what it takes from a run, and whether it grows.
+
+A headless Chromium on the same machine has the page open, so what it takes from a run holds the
+browser's share too. A page that is looked at from another machine costs the server's share alone,
+which has a row of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError, import_extra
+from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.metrics import read_jsonl
+
+_KEYS = 12
+_RATE = "actor/steps_per_second"
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Measure the server, and a page in a browser."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise ConfigError("This benchmark looks through Chromium: install it.")
+    playwright: Any = import_extra("playwright.sync_api", "Browsers in tests", "dev")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dreamfleet-bench-")))
+        driver = stack.enter_context(playwright.sync_playwright())
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        stack.callback(browser.close)
+        count, rows = (5, 100) if quick else (100, 10_000)
+        return [
+            *_opening(folder / "many", browser, count, rows),
+            *_training(folder / "training", browser, periods=1 if quick else 5, quick=quick),
+            *_growing(folder / "growing", browser, seconds=3.0 if quick else 180.0),
+        ]
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    command = [sys.executable, "-m", "dreamfleet.cli", "view", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip(), psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+def _opening(folder: Path, browser: Any, count: int, rows: int) -> Iterator[Row]:
+    """From the command to a table and curves on the screen."""
+    _made_up(folder / "run-0", rows)
+    for number in range(1, count):
+        shutil.copytree(folder / "run-0", folder / f"run-{number}")
+        _configure(folder / f"run-{number}", seed=number)
+    about = f"{count} runs with {rows:,} rows of {_KEYS} metrics each"
+    start = time.monotonic()
+    with _served(folder) as (address, _):
+        yield Row("start of the server", time.monotonic() - start, "s", note=about)
+        times = []
+        for _ in range(3):
+            page = browser.new_page()
+            start = time.monotonic()
+            page.goto(address)
+            page.wait_for_selector(".runs tbody tr")
+            page.wait_for_selector(".chart canvas")
+            times.append(time.monotonic() - start)
+            page.close()
+        for name, value in (("the first time", times[0]), ("again", min(times[1:]))):
+            yield Row(f"table and curves, {name}", value, "s", note=about)
+        page = browser.new_page()
+        site = address.partition("/?")[0]
+        page.goto(address)
+        start = time.monotonic()
+        page.goto(f"{site}/metrics?run=run-{count - 1}")
+        page.wait_for_selector(".tile svg")
+        yield Row("all metrics of a run", time.monotonic() - start, "s", note=f"{rows:,} rows")
+        page.close()
+
+
+def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator[Row]:
+    """Steps a second of one run, with and without an open page in turn."""
+    seconds = 3.0 if quick else 20.0
+    options = {
+        "--task": "bundled:dummy",
+        "--agent": "random",
+        "--steps": "0",
+        "--eval-episodes": "0",
+        "--log-every": "1",
+        "--train-ratio": "1",
+        "--report-every": "0",
+        "--logdir": str(folder / "run"),
+    }
+    words = [word for option in options.items() for word in option]
+    command = [sys.executable, "-m", "dreamfleet.cli", "train", *words]
+    folder.mkdir(parents=True)
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL) as process,
+        _served(folder) as (address, server),
+    ):
+        try:
+            metrics = folder / "run" / "metrics.jsonl"
+            while not (metrics.exists() and _rates(metrics)):
+                time.sleep(0.5)
+            rates: dict[bool, list[float]] = {False: [], True: []}
+            share = []
+            site = address.partition("/?")[0]
+            for _ in range(periods):
+                for opened in (False, True):
+                    page = None
+                    if opened:
+                        page = browser.new_page()
+                        page.goto(address)
+                        page.goto(f"{site}/run?run=run")
+                        page.wait_for_selector(".chart canvas")
+                    before, used = len(_rates(metrics)), _cpu(server)
+                    time.sleep(seconds)
+                    rates[opened] += _rates(metrics)[before + 1 :]
+                    if page is not None:
+                        share.append((_cpu(server) - used) / seconds)
+                        page.close()
+            fast, slow = (statistics.median(rates[opened]) for opened in (False, True))
+            note = "random agent, 8 environments; browser and server on the same machine"
+            yield compare("steps/s with an open page", slow, "steps/s", "no page", fast, note=note)
+            yield Row("the server's share", 100 * statistics.mean(share), "% of a core")
+        finally:
+            process.terminate()
+
+
+def _growing(folder: Path, browser: Any, seconds: float) -> Iterator[Row]:
+    """Memory of a page and of the server while a run grows faster than any does."""
+    _made_up(folder / "run", 1000)
+    scores, metrics = (folder / "run" / name for name in ("scores.jsonl", "metrics.jsonl"))
+    with _served(folder) as (address, server), scores.open("a") as some, metrics.open("a") as more:
+        page = browser.new_page()
+        page.goto(address)
+        page.goto(f"{address.partition('/?')[0]}/run?run=run")
+        page.wait_for_selector(".chart canvas")
+        session = page.context.new_cdp_session(page)
+        found = []
+        start, step = time.monotonic(), 10**6
+        for part in (0.3, 1.0):  # what is filled once is full after the first part
+            while time.monotonic() - start < part * seconds:
+                for _ in range(20):
+                    step += 10
+                    some.write(_score(step))
+                    more.write(_metrics(step))
+                some.flush()
+                more.flush()
+                time.sleep(0.1)
+            session.send("HeapProfiler.collectGarbage")
+            heap = page.evaluate("performance.memory.usedJSHeapSize")
+            found.append((heap, server.memory_info().rss, page.evaluate(_NODES)))
+        page.close()
+    note = f"{(step - 10**6) // 10:,} rows in {seconds:.0f} s, growth in the last 70 % of it"
+    for index, name in enumerate(("page", "server")):
+        yield Row(f"memory of the {name}", found[1][index] / 1e6, "MB", note=note)
+        growth = (found[1][index] - found[0][index]) / 1e6
+        yield Row(f"growth of the {name}", growth, "MB", note=note)
+    yield Row("new elements of the page", found[1][2] - found[0][2], "elements", note=note)
+
+
+_NODES = "document.querySelectorAll('*').length"
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _rates(path: Path) -> list[float]:
+    return [float(row[_RATE]) for row in read_jsonl(path) if row.get(_RATE)]
+
+
+def _made_up(logdir: Path, rows: int) -> None:
+    logdir.mkdir(parents=True)
+    _configure(logdir, seed=0)
+    write_record(logdir, FleetRecord(1, 1.0, "bench", "local", 1000.0, (), "ended"))
+    (logdir / "metrics.jsonl").write_text("".join(_metrics(10 * n) for n in range(rows)))
+    (logdir / "scores.jsonl").write_text("".join(_score(10 * n) for n in range(rows)))
+
+
+def _configure(logdir: Path, seed: int) -> None:
+    (logdir / "config.json").write_text(RunConfig(logdir=logdir, seed=seed).to_json())
+
+
+def _metrics(step: int) -> str:
+    values = {f"train/loss/reconstruction/{n}": 1 + math.sin(step + n) for n in range(_KEYS)}
+    return json.dumps({"step": step, **values}) + "\n"
+
+
+def _score(step: int) -> str:
+    row = {"step": step, "episode/score": step % 500, "episode/length": 9, "time": step / 10}
+    return json.dumps(row) + "\n"
