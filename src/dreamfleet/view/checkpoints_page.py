@@ -11,7 +11,7 @@ from nicegui import events, ui
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
 from dreamfleet.view.acts import add_acts, start_evaluation
-from dreamfleet.view.frame import card, find_run, frame
+from dreamfleet.view.frame import card, find_run, frame, keep_fresh
 from dreamfleet.view.inside import open_inside
 from dreamfleet.view.runs import Run, Runs
 
@@ -53,8 +53,7 @@ class _Checkpoints:
                     {"step": "step", "mean": "mean return", "error": "standard error"},
                     {"episodes": "episodes", "kind": "kind", "note": ""},
                 )
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def refresh(self) -> None:
         """Show what has changed."""

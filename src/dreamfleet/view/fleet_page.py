@@ -13,7 +13,7 @@ from dreamfleet.fleet.status import RunStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.plotting import COLORS
 from dreamfleet.view.charts import base, line
-from dreamfleet.view.frame import card, find_run, frame, replace_options
+from dreamfleet.view.frame import card, find_run, frame, keep_fresh, replace_options
 from dreamfleet.view.picture import fleet_picture
 from dreamfleet.view.run_page import newest
 from dreamfleet.view.runs import Happening, Run, Runs, Sample
@@ -49,8 +49,7 @@ class _Fleet:
             with card("Restarts", "when a process failed, and when it was started again"):
                 self._line = ui.html()
             self._grid = ui.element("div").classes("grid")
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def refresh(self) -> None:
         """Show what has changed."""

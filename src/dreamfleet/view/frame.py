@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any
@@ -11,6 +11,8 @@ from urllib.parse import quote
 from nicegui import ui
 
 from dreamfleet.view.runs import Run, Runs
+
+_SOON = 0.4
 
 RUN_PAGES: dict[str, str] = {
     "run": "Overview",
@@ -80,6 +82,14 @@ def card(title: str = "", note: str = "") -> Iterator[ui.element]:
                 if note:
                     ui.label(note).classes("muted small")
         yield box
+
+
+def keep_fresh(refresh: Callable[[], object], seconds: float) -> None:
+    """Show what there is, and then again and again what is new. The thread that looks at the runs
+    has found something a moment after the page was asked for."""
+    refresh()
+    ui.timer(_SOON, refresh, once=True, immediate=False)
+    ui.timer(seconds, refresh, immediate=False)
 
 
 def replace_options(chart: ui.echart, options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from html import escape
 
 from nicegui import ui
 
-from dreamfleet.view.frame import card, find_run, frame
+from dreamfleet.view.frame import card, find_run, frame, keep_fresh
 from dreamfleet.view.inside import list_inside, open_inside
 from dreamfleet.view.runs import Run, Runs
 
@@ -49,8 +49,7 @@ class _Logs:
             for wish in (self._which, self._level, self._search):
                 wish.on_value_change(self.refresh)
             self._text = ui.html().classes("log").props('tabindex="0" aria-label="log"')
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def _names(self) -> list[str]:
         return [entry.name for entry in list_inside(self._run.path, "logs")]

@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 from nicegui import ui
 
-from dreamfleet.view.frame import card, find_run, frame, link_to
+from dreamfleet.view.frame import card, find_run, frame, keep_fresh, link_to
 from dreamfleet.view.media import videos
 from dreamfleet.view.runs import Run, Runs
 
@@ -40,8 +40,7 @@ class _Look:
                 "episodes and predictions while they train."
             ).classes("muted")
             self._grid = ui.element("div").classes("grid")
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def refresh(self) -> None:
         """Show what has changed."""

@@ -12,7 +12,7 @@ from dreamfleet.formatting import readable
 from dreamfleet.metrics.glossary import explain
 from dreamfleet.view.charts import curves_chart
 from dreamfleet.view.curves import smoothed
-from dreamfleet.view.frame import card, find_run, frame, link_to, replace_options
+from dreamfleet.view.frame import card, find_run, frame, keep_fresh, link_to, replace_options
 from dreamfleet.view.reading import Floats, thinned
 from dreamfleet.view.runs import Run, Runs
 
@@ -52,8 +52,7 @@ class _Metrics:
                 self._search.classes("search").on_value_change(self.refresh)
                 self._count = ui.label().classes("muted small")
             self._body = ui.element("div").classes("stack")
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def refresh(self) -> None:
         """Show what has changed."""
@@ -147,8 +146,7 @@ class _Metric:
                 self._log = ui.switch("log", on_change=self.refresh).props("dense")
             self._place = ui.element("div")
             self._none = ui.label("This run has not logged it.").classes("muted")
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def refresh(self) -> None:
         """Show what has changed."""

@@ -14,7 +14,7 @@ from dreamfleet.plotting import COLORS
 from dreamfleet.view.acts import add_acts
 from dreamfleet.view.charts import curves_chart, pairs, panel_chart
 from dreamfleet.view.curves import AXES, Wish, panels
-from dreamfleet.view.frame import card, find_run, frame, replace_options
+from dreamfleet.view.frame import card, find_run, frame, keep_fresh, replace_options
 from dreamfleet.view.reading import thinned
 from dreamfleet.view.runs import Run, Runs
 
@@ -77,8 +77,7 @@ class _Overview:
                 self._score_place = ui.element("div")
                 self._no_score = ui.label("No episode has ended yet.").classes("muted")
             self._grid = ui.element("div").classes("grid")
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def _add_head(self) -> None:
         with ui.element("div").classes("row-of"):

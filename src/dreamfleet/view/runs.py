@@ -277,12 +277,16 @@ class Runs:
             drawn: Runs whose scores it draws.
         """
         now = time.monotonic()
+        new = now - self._attention.get(name, 0.0) > _ATTENTION_SECONDS
+        new |= any(each not in self._drawn for each in drawn)
         self._attention[name] = now
         self._drawn.update(dict.fromkeys(drawn, now))
-        self._wanted.set()
+        if new:
+            self._wanted.set()
 
     def _follow(self) -> None:
         while not self._ended.is_set():
+            self._wanted.clear()
             start = time.monotonic()
             recent = {
                 name for name, at in self._attention.items() if start - at < _ATTENTION_SECONDS
@@ -291,7 +295,6 @@ class Runs:
                 for run in self._runs.values():
                     if run.idle > 60:
                         run.forget()
-                self._wanted.clear()
                 self._wanted.wait(60.0)
                 continue
             try:
@@ -300,7 +303,7 @@ class Runs:
                 log.exception("The runs cannot be looked at")
                 more = False
             if not more:
-                self._ended.wait(max(0.05, _LOOK_SECONDS - (time.monotonic() - start)))
+                self._wanted.wait(max(0.05, _LOOK_SECONDS - (time.monotonic() - start)))
 
     def _turn(self, start: float, recent: set[str]) -> bool:
         """Look at everything once; returns whether there is more to read."""

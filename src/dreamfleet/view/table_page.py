@@ -9,7 +9,7 @@ from nicegui import ui
 
 from dreamfleet.view.charts import panel_chart
 from dreamfleet.view.curves import AXES, Wish, panels, to_csv
-from dreamfleet.view.frame import card, frame, replace_options
+from dreamfleet.view.frame import card, frame, keep_fresh, replace_options
 from dreamfleet.view.run_page import show_run
 from dreamfleet.view.runs import Run, Runs
 
@@ -64,8 +64,7 @@ class _Table:
                 self._places = ui.element("div").classes("grid")
                 self._hint = ui.label().classes("muted")
         self._choose_first()
-        self.refresh()
-        ui.timer(_REFRESH_SECONDS, self.refresh, immediate=False)
+        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def _add_table(self) -> None:
         columns = [
