@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.metrics.curves import PublishedCurve
-from dreamfleet.plotting import COLORS, Panel
+from dreamfleet.plotting import COLORS, Panel, action_repeat
 from dreamfleet.view.curves import Wish, smooth
 from dreamfleet.view.reading import Floats
 
@@ -151,7 +151,9 @@ def panel_chart(panel: Panel, wish: Wish, *, published: bool, log: bool) -> dict
     series: list[dict[str, Any]] = []
     names: list[str] = []
     if published and panel.published and wish.axis != "hours":
-        series += _published(panel.published, panel.end, log)
+        # They are published over frames.
+        repeat = action_repeat(panel.groups[0].runs[0].config) if wish.axis == "steps" else 1
+        series += _published(panel.published, repeat, panel.end, log)
         names.append(series[-1]["name"])
     for number, group in enumerate(panel.groups):
         color, curve = COLORS[number % len(COLORS)], smooth(group.curve, wish.smoothing)
@@ -165,9 +167,10 @@ def panel_chart(panel: Panel, wish: Wish, *, published: bool, log: bool) -> dict
     return options
 
 
-def _published(theirs: PublishedCurve, end: float, log: bool) -> list[dict[str, Any]]:
-    shown = theirs.frames <= max(end * 1.25, theirs.frames[1])
-    x, mean, std = theirs.frames[shown], theirs.mean[shown], theirs.std[shown]
+def _published(theirs: PublishedCurve, repeat: int, end: float, log: bool) -> list[dict[str, Any]]:
+    at = theirs.frames / repeat
+    shown = at <= max(end * 1.25, at[1])
+    x, mean, std = at[shown], theirs.mean[shown], theirs.std[shown]
     dashed = {"type": "dashed", "width": 1.5}
     name = f"published · {theirs.seeds} seeds"
     return [

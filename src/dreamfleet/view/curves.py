@@ -36,7 +36,7 @@ class Wish:
     together: bool = True
     """Whether seeds of one setting are one curve."""
     evaluations: bool = False
-    bins: int = 150
+    bins: int = 60
 
 
 def panels(runs: Sequence[Run], wish: Wish) -> list[Panel]:

@@ -65,6 +65,7 @@ class _Overview:
         self._drawn_metrics: object = None
         self._score_chart: ui.echart | None = None
         self._charts: dict[str, ui.echart] = {}
+        self._evaluation: float | None = None
         runs.attend(run.name)
         with frame(runs, run, "run"):
             with card():
@@ -81,8 +82,9 @@ class _Overview:
 
     def _add_head(self) -> None:
         with ui.element("div").classes("row-of"):
-            self._dot = ui.element("span").classes("dot")
-            self._state = ui.label().classes("strong state")
+            with ui.element("div"):
+                self._dot = ui.element("span").classes("dot")
+                self._state = ui.label().classes("strong state")
             self._about = ui.label().classes("muted")
             ui.element("div").classes("space")
             add_acts(self._run)
@@ -116,7 +118,7 @@ class _Overview:
         self._progress.text = progress_words(row.step, row.steps, status)
         self._message.text = row.problem or (status.message if status else "")
         self._message.set_visibility(bool(self._message.text))
-        for name, value in _numbers(self._run, status).items():
+        for name, value in _numbers(self._run, status, self._evaluation).items():
             if name not in self._values:
                 with self._numbers, ui.element("div").classes("number"):
                     self._values[name] = ui.label().classes("value")
@@ -140,6 +142,7 @@ class _Overview:
         options["series"].insert(0, _dots("episodes", pairs(dots[:, 0], dots[:, 1], log=log)))
         evaluated = panels([self._run], Wish(axis=wish.axis, evaluations=True))
         points = evaluated[0].groups[0].runs[0].scores if evaluated else None
+        self._evaluation = float(points.score[-1]) if points else None
         options["series"].append(
             {
                 **_dots("evaluation", pairs(points.at, points.score, log=log) if points else []),
@@ -213,20 +216,18 @@ def newest(run: Run, key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _numbers(run: Run, status: RunStatus | None) -> dict[str, str]:
+def _numbers(run: Run, status: RunStatus | None, evaluation: float | None) -> dict[str, str]:
     found: dict[str, float | None] = {"score": run.row.score}
     if status is not None:
         found["best episode"] = max(status.scores, default=None)
         found["episodes"] = float(len(status.scores))
-    found["evaluation"] = newest(run, "eval_score")
-    if found["evaluation"] is None:
-        found["evaluation"] = newest(run, "eval/score")
+    evaluated = [newest(run, key) for key in ("eval_score", "eval/score")]
+    found["evaluation"] = next((v for v in evaluated if v is not None), evaluation)
     found["steps/s"] = run.row.rate
     found["updates"] = newest(run, "learner/updates")
     found["updates/s"] = newest(run, "learner/updates_per_second")
     found["replay ratio"] = newest(run, "learner/replay_ratio")
     found["policy age, updates"] = newest(run, "actor/policy/updates_behind")
     return {
-        name: readable(float(f"{value:.4g}")) if value is not None else "-"
-        for name, value in found.items()
+        name: readable(float(f"{value:.4g}")) for name, value in found.items() if value is not None
     }

@@ -89,7 +89,7 @@ class _Table:
             rows=[], columns=columns, row_key="name", selection="multiple", on_select=self.draw
         )
         self._table.classes("runs").props(
-            'flat virtual-scroll :rows-per-page-options="[0]" binary-state-sort hide-bottom'
+            'flat dense virtual-scroll :rows-per-page-options="[0]" binary-state-sort hide-bottom'
         )
         self._table.props[":filter-method"] = (
             "(rows, words) => rows.filter(row => words.toLowerCase().split(/\\s+/).every("
