@@ -86,7 +86,7 @@ def test_locks_name_everything_that_their_packages_need(name: str) -> None:
         for line in re.findall(r".*--require-hashes.*", (ROOT / recipe).read_text()):
             assert "--no-deps" in line
     text = (ROOT / "locks" / name).read_text()
-    locked = set(re.findall(r"^([a-z0-9][^\s=]*)==", text, re.MULTILINE))
+    locked = set(re.findall(r"^([a-z0-9][^\s=\[]*)(?:\[.+\])?==", text, re.MULTILINE))
     left, seen = [(package, "") for package in locked], set[tuple[str, str]]()
     while left:
         package, extra = left.pop()
