@@ -29,6 +29,8 @@ class Findings:
     """Instances of environments: one that is built again has another life."""
     cut_short: int = 0
     """Episodes that are shorter than the longest, and after which there is another one."""
+    finished: int = 0
+    """Episodes that are as long as the longest."""
     damaged: int = 0
     """Steps whose checksum does not fit."""
     doubled: int = 0
@@ -67,7 +69,7 @@ def audit(directories: Iterable[Path]) -> Findings:
 
 def _read(directory: Path) -> dict[str, NDArray[Any]]:
     """All steps of a replay in the order in which it acknowledged them, and the chain of each."""
-    with Replay(1, 1 << 24, directory) as replay:
+    with Replay(1, 1 << 23, directory) as replay:
         table = replay._table
         if table is None:
             empty = {"record": np.zeros((0, len(Audit.FIELDS)), np.float32)}
@@ -125,6 +127,7 @@ def audit_steps(steps: dict[str, NDArray[Any]]) -> Findings:
         environments=len(np.unique(environment)),
         lives=len(np.unique(keys[:, :2], axis=0)),
         cut_short=sum(count < max(answered.values()) for count in answered.values()),
+        finished=int(np.sum(length == length.max(initial=0))),
         damaged=damaged,
         doubled=len(record) - len(rows),
         lost=int(length.sum()) - len(rows),

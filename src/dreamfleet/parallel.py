@@ -78,6 +78,7 @@ def combined(
     say: Say = silent,
     progress: Say | None = None,
     tick: Callable[[], None] | None = None,
+    make_launcher: Callable[..., Launcher] | None = None,
 ) -> None:
     """Run the whole fleet under the supervisor; returns when the run is over.
 
@@ -92,12 +93,14 @@ def combined(
         progress: Takes the lines that tell now and then how far the run is; None for `say`.
         tick: Called every `log_every` seconds. What it raises ends the run in order, and is raised
             then.
+        make_launcher: Called with the run's directory and `args`, returns who starts the workers;
+            None for the launcher that `args` names.
 
     Raises:
         FleetError: A worker failed, and the run ended because of it.
         KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
     """
-    launcher = find_launcher(args.launcher)(args.logdir, args)
+    launcher = (make_launcher or find_launcher(args.launcher))(args.logdir, args)
     run, place = _prepared(args, launcher)
     buffers = make_replay_train, make_replay_eval
     envs = make_env_train, make_env_eval

@@ -14,6 +14,7 @@ SOURCE = Path(dreamfleet.__file__).parent
 # Top to bottom. A module may import from its own layer's package and from lower layers.
 LAYERS = [
     ["cli"],
+    ["chaos"],
     ["benchmarks"],
     ["reference"],
     ["view"],

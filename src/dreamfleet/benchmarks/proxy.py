@@ -1,7 +1,8 @@
-"""A TCP proxy that does to connections what bad networks do: delay, stalls, cuts.
+"""A proxy of connections that does to them what bad networks do: delay, stalls, cuts.
 
 For measurements and tests on one machine: clients are given `Proxy.address`, and the server stays
-where it is. Bytes are passed on as they are, so encrypted connections work as well.
+where it is, at a port or at a socket file. Bytes are passed on as they are, so encrypted
+connections work as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import selectors
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from dreamfleet.transport.address import parse
@@ -18,6 +20,10 @@ from dreamfleet.transport.address import parse
 Way = Literal["up", "down"]
 """From the clients to the server, and from the server to the clients."""
 BOTH: tuple[Way, Way] = ("up", "down")
+
+Tap = Callable[[Way, bytes], None]
+"""Sees what is about to be passed on in one connection, piece by piece. `ConnectionError` resets
+the connection instead."""
 
 _T = TypeVar("_T")
 _CHUNK = 1 << 16
@@ -33,13 +39,19 @@ class Proxy:
         target: The server's address, such as tcp://127.0.0.1:5551, or a function that says where it
             is now; asked at every new connection.
         delay: Seconds that bytes take, each way.
-        host: Where to listen; the port is a free one.
+        listen: Where: a machine, with a free port, or a socket file that does not exist yet.
+        tap: Called at every new connection; returns what looks at its bytes.
     """
 
     def __init__(
-        self, target: str | Callable[[], str], delay: float = 0.0, host: str = "127.0.0.1"
+        self,
+        target: str | Callable[[], str],
+        delay: float = 0.0,
+        listen: str | Path = "127.0.0.1",
+        tap: Callable[[], Tap] | None = None,
     ) -> None:
         self.delay = delay
+        self._tap = tap or (lambda: _look_away)
         self.connections = 0
         """Connections that were accepted so far."""
         self.bytes = {"up": 0, "down": 0}
@@ -53,8 +65,12 @@ class Proxy:
         self._thread.start()
         self._flow = {way: asyncio.Event() for way in BOTH}
         self.resume()
-        self._server = self._call(asyncio.start_server(self._accept, host, 0))
-        self.address = f"tcp://{host}:{self._server.sockets[0].getsockname()[1]}"
+        if isinstance(listen, Path):
+            self._server = self._call(asyncio.start_unix_server(self._accept, listen))
+            self.address = f"ipc://{listen}"
+        else:
+            self._server = self._call(asyncio.start_server(self._accept, listen, 0))
+            self.address = f"tcp://{listen}:{self._server.sockets[0].getsockname()[1]}"
 
     # --- what the network does -------------------------------------------------------------------
 
@@ -124,11 +140,14 @@ class Proxy:
             if self._refusing:
                 raise ConnectionRefusedError
             server = parse(self._target() if callable(self._target) else self._target)
-            there = await asyncio.open_connection(server.host, server.port)
+            if server.kind == "tcp":
+                there = await asyncio.open_connection(server.host, server.port)
+            else:
+                there = await asyncio.open_unix_connection(server.path)
         except (OSError, ValueError):
             writer.transport.abort()
             return
-        link = _Link(writer, there[1])
+        link = _Link(writer, there[1], self._tap())
         self._links.add(link)
         try:
             async with asyncio.TaskGroup() as ways:
@@ -164,15 +183,23 @@ class Proxy:
             await chunks.put((self._loop.time() + self.delay, data))
 
 
+def _look_away(way: Way, data: bytes) -> None:
+    del way, data
+
+
 class _Link:
     """One connection of a client, and the one to the server that belongs to it."""
 
-    def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, client: asyncio.StreamWriter, server: asyncio.StreamWriter, tap: Tap
+    ) -> None:
+        self._tap = tap
         self._sinks: dict[Way, asyncio.StreamWriter] = {"up": server, "down": client}
         self._ended: set[Way] = set()
 
     async def send(self, way: Way, data: bytes) -> None:
         if way not in self._ended:
+            self._tap(way, data)
             self._sinks[way].write(data)
             await self._sinks[way].drain()
 

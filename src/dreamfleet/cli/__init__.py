@@ -30,6 +30,7 @@ COMMANDS = {
     "check-env": "play an environment and say what is wrong with it",
     "doctor": "look over this machine, and say what it lacks",
     "bench": "measure speed, side by side with peers",
+    "chaos": "run a fleet while everything goes wrong, and account for every step",
 }
 
 EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -58,6 +59,10 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     ),
     "doctor": (("doctor", "what this machine has, and what it lacks"),),
     "bench": (("bench transport --quick", "does it run?"),),
+    "chaos": (
+        ("chaos --minutes 30 --goals", "the proof, on a quiet machine"),
+        ("chaos --minutes 2 --agent random --seed 7", "a short one, with other faults"),
+    ),
 }
 
 

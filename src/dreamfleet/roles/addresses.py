@@ -91,6 +91,11 @@ def use_book(book: AddressBook, host: str = "") -> None:
     _book, _host = book, host or _host
 
 
+def book_in_use() -> AddressBook:
+    """Where this process publishes and finds addresses."""
+    return _book
+
+
 def listen_address(args: RunConfig, role: RoleName, index: int = 0) -> str:
     """Where a server listens; `{auto}` in it stands for a free port or file.
 

@@ -1,0 +1,369 @@
+"""How each kind of fault is done to a fleet, and when the fleet has recovered from it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import psutil
+
+from dreamfleet.chaos.disk import Disk
+from dreamfleet.chaos.fleet import SUPERVISOR, Fleet
+from dreamfleet.chaos.hostile import attack
+from dreamfleet.chaos.network import PARTS, Line, Network, Part
+from dreamfleet.chaos.schedule import Fault, Moment
+from dreamfleet.errors import DreamfleetError
+from dreamfleet.roles.addresses import DirectoryBook
+from dreamfleet.transport import Client, Keys, TransportError
+
+_LOOK = 0.005  # seconds between two looks at something that is awaited
+_LONG = 120.0  # seconds after which what is awaited will not come
+_MOMENT = 12.0  # seconds to wait for the moment of a fault
+
+
+class ChaosError(DreamfleetError):
+    """The fleet did not recover from a fault, or has ended by itself."""
+
+
+class Recovery(NamedTuple):
+    """How long something was away."""
+
+    role: str
+    """Of a worker that has ended; or `stopped`, `network`, `disk`, `supervisor`."""
+    seconds: float
+
+
+@dataclass
+class Outcome:
+    """What came of a fault."""
+
+    fault: Fault
+    detail: str = ""
+    """What else there is to say, such as the method whose reply was lost."""
+    at: float = 0.0
+    """Seconds since the first fault."""
+    recoveries: list[Recovery] = field(default_factory=list)
+    collateral: list[str] = field(default_factory=list)
+    """Workers that were started again although nothing was done to them."""
+    sent: int = 0
+    """Requests of an attack."""
+    accepted: list[str] = field(default_factory=list)
+    """Those that were carried out."""
+
+    def __str__(self) -> str:
+        text = f"{self.fault} ({self.detail})" if self.detail else str(self.fault)
+        times = ", ".join(f"{role} {seconds:.2f} s" for role, seconds in self.recoveries)
+        return f"{text}: {times or f'{self.sent} requests'}"
+
+
+class Injector:
+    """Does faults to a fleet, one after the other.
+
+    Args:
+        fleet: Runs.
+        network: Its connections; without lines if workers are threads of one process.
+        disk: Where the run is.
+        seed: Decides what an attack sends.
+    """
+
+    def __init__(self, fleet: Fleet, network: Network, disk: Disk, seed: int) -> None:
+        self._fleet, self._network, self._disk = fleet, network, disk
+        self._rng = random.Random(seed)
+        self._hit: set[str] = set()  # workers that the present fault has ended
+        self._turns: Counter[tuple[str, str, Part]] = Counter()
+        self._lost: Counter[tuple[str, str, Part]] = Counter()
+        self.orphans: list[float] = []
+        """Seconds for which processes lived on after their supervisor was killed."""
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """What of which calls was lost, and how often."""
+        return {" ".join(key): count for key, count in sorted(self._lost.items())}
+
+    def do(self, fault: Fault) -> Outcome:
+        """Do a fault to the fleet; returns when the fleet has recovered from it.
+
+        Raises:
+            ChaosError: It has not.
+        """
+        self._wait_for_all()
+        before = self._fleet.workers()
+        self._hit = set()
+        outcome = Outcome(fault)
+        getattr(self, f"_{fault.kind.replace('-', '_')}")(fault, outcome)
+        self._wait_for_all()
+        if fault.kind != "fill" and SUPERVISOR not in self._hit:
+            after = self._fleet.workers()
+            changed = [name for name in before if after[name].pid != before[name].pid]
+            outcome.collateral = sorted(set(changed) - self._hit)
+        return outcome
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def _kill(self, fault: Fault, outcome: Outcome) -> None:
+        if fault.targets == (SUPERVISOR,):
+            self._end_fleet(signal.SIGKILL, outcome)
+            return
+        self._await_moment(fault.targets[0], fault.moment, fault.seconds, outcome)
+        self._send_all(fault.targets, signal.SIGKILL)
+        now = time.monotonic()
+        self._await_recovery(dict.fromkeys(fault.targets, now), outcome)
+
+    def _terminate(self, fault: Fault, outcome: Outcome) -> None:
+        if fault.targets == (SUPERVISOR,):
+            self._end_fleet(signal.SIGTERM, outcome)
+            return
+        ended = {}
+        pids = self._send_all(fault.targets, signal.SIGTERM)
+        for name, pid in pids.items():
+            self._await(partial(_is_gone, pid), f"{name} to end")
+            ended[name] = time.monotonic()
+        self._await_recovery(ended, outcome)
+
+    def _stop(self, fault: Fault, outcome: Outcome) -> None:
+        pids = self._send_all(fault.targets, signal.SIGSTOP)
+        self._hit.clear()  # nobody ends
+        time.sleep(fault.seconds)
+        worked = {name: self._work(name) for name in pids}
+        for pid in pids.values():
+            with suppress(psutil.Error):
+                psutil.Process(pid).resume()
+        begin = time.monotonic()
+        for name, before in worked.items():
+            works = partial(self._works, name, before)
+            self._await(works, f"{name} to work again after a stop")
+            outcome.recoveries.append(Recovery("stopped", time.monotonic() - begin))
+
+    def _send_all(self, names: Iterable[str], number: signal.Signals) -> dict[str, int]:
+        pids = {}
+        for name in names:
+            self._hit.add(name)
+            self._await(partial(self._runs, name), f"{name} to run")
+            if pid := self._fleet.signal(name, number):
+                pids[name] = pid
+        return pids
+
+    def _end_fleet(self, how: signal.Signals, outcome: Outcome) -> None:
+        begin = time.monotonic()
+        self._hit.add(SUPERVISOR)
+        code = self._fleet.end(how)
+        lived = self._fleet.wait_until_gone()
+        if how == signal.SIGKILL:
+            self.orphans.append(lived)
+        elif code:
+            raise ChaosError(f"The supervisor ended with code {code} when it was asked to end.")
+        steps = self._fleet.steps()
+        self._fleet.start()
+        self._await(lambda: self._fleet.steps() > steps, "steps after a new start of the fleet")
+        outcome.recoveries.append(Recovery(SUPERVISOR, time.monotonic() - begin))
+
+    def _await_moment(self, name: str, moment: Moment, seconds: float, outcome: Outcome) -> None:
+        """Wait for the moment of a signal, which need not come: there may be nothing to compile."""
+        if moment in ("restart", "compile"):
+            pids = self._send_all([name], signal.SIGKILL)
+            self._await(
+                lambda: self._fleet.pid(name) not in (None, *pids.values()), f"{name} to start"
+            )
+        came = True
+        if moment == "restart":
+            time.sleep(seconds)
+        elif moment == "compile":
+            came = self._came(self._compiles)
+        elif moment == "save":
+            folder = self._fleet.config.logdir / "ckpt" / name
+            came = self._came(lambda: any(folder.glob(".writing-*")))
+        outcome.detail = "" if came else f"there was no {moment}"
+
+    def _came(self, condition: Callable[[], bool]) -> bool:
+        end = time.monotonic() + _MOMENT
+        while not condition():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK / 25)
+        return True
+
+    def _compiles(self) -> bool:
+        with suppress(TransportError):
+            address = DirectoryBook().find(self._fleet.config.logdir, "logger")
+            with Client(address, "chaos", keys=self._keys(address), patience=1.0) as client:
+                status = client.call("status").result(1.0)
+                return str(status.get("learner/state", "")).startswith("compiling")
+        return False
+
+    # --- the network -----------------------------------------------------------------------------
+
+    def _line(self, fault: Fault) -> Line:
+        return self._network.lines[fault.targets[0]]
+
+    def _cut(self, fault: Fault, outcome: Outcome) -> None:
+        line = self._line(fault)
+        now = time.monotonic()
+        line.proxy.cut()
+        self._await_reply(line, now, outcome)
+
+    def _half_cut(self, fault: Fault, outcome: Outcome) -> None:
+        line = self._line(fault)
+        now = time.monotonic()
+        line.proxy.half_cut("up" if fault.way == "up" else "down")
+        self._await_reply(line, now, outcome)
+
+    def _stall(self, fault: Fault, outcome: Outcome) -> None:
+        line = self._line(fault)
+        line.proxy.stall(("up", "down") if fault.way == "both" else (fault.way,))
+        time.sleep(fault.seconds)
+        replies, now = line.replies, time.monotonic()
+        line.proxy.resume()
+        self._await(lambda: line.replies > replies, f"a reply of {line.name} after a stall")
+        outcome.recoveries.append(Recovery("network", time.monotonic() - now))
+
+    def _refuse(self, fault: Fault, outcome: Outcome) -> None:
+        line = self._line(fault)
+        line.proxy.refuse()
+        line.proxy.cut()
+        time.sleep(fault.seconds)
+        now = time.monotonic()
+        line.proxy.refuse(False)
+        self._await_reply(line, now, outcome)
+
+    def _lose(self, _: Fault, outcome: Outcome) -> None:
+        """Lose a part of a call: of all calls that were seen, the one of which it was least."""
+        line, method, part = min(
+            (
+                (line, method, part)
+                for line in self._network.lines.values()
+                for method in sorted(line.methods)
+                for part in PARTS
+            ),
+            key=lambda each: self._turns[each[0].name, *each[1:]],
+        )
+        worker = _worker(line.name)
+        happened = line.lose(method, part, lambda: self._fleet.signal(worker, signal.SIGKILL))
+        # What is called seldom is called by an agent that saves, or by one that starts.
+        if not happened.wait(self._fleet.config.save_every + 1):
+            self._send_all(["agent"], signal.SIGKILL)
+        came = happened.wait(_MOMENT)
+        line.keep()
+        now = time.monotonic()
+        self._turns[line.name, method, part] += 1  # also if it did not come: the next one's turn
+        outcome.detail = f"{part} of {method}" if came else f"there was no call of {method}"
+        if not came:
+            return
+        self._lost[line.name, method, part] += 1
+        if part == "server":
+            self._hit.add(worker)
+            self._await_recovery({worker: now}, outcome)
+        else:
+            self._await_reply(line, now, outcome)
+
+    def _await_reply(self, line: Line, since: float, outcome: Outcome) -> None:
+        self._await(
+            lambda: line.first_reply(since) is not None,
+            f"a reply of {line.name} over a new connection",
+        )
+        at = line.first_reply(since)
+        assert at is not None
+        outcome.recoveries.append(Recovery("network", at - since))
+
+    # --- requests, and the disk ------------------------------------------------------------------
+
+    def _attack(self, fault: Fault, outcome: Outcome) -> None:
+        server = fault.targets[0]
+        address = DirectoryBook().find(self._fleet.config.logdir, server)
+        line = self._network.lines.get(server)
+        methods = sorted(line.methods) if line else ["act", "add", "add_batch", "status"]
+        done = attack(self._rng, address, methods, self._keys(address))
+        outcome.sent, outcome.accepted = done.sent, done.accepted
+
+    def _keys(self, address: str) -> Keys | None:
+        path = self._fleet.config.logdir / "keys"
+        return Keys.load(path) if address.startswith("tcp:") else None
+
+    def _fill(self, fault: Fault, outcome: Outcome) -> None:
+        self._disk.fill(self._fleet.processes())
+        time.sleep(fault.seconds)
+        self._disk.free(self._fleet.processes())
+        begin, steps = time.monotonic(), self._fleet.steps()
+        # More than those that were on their way: what is made next has to be stored.
+        most = steps + 4 * self._fleet.config.envs
+        self._await(lambda: self._fleet.steps() > most, "steps when there is room again")
+        outcome.recoveries.append(Recovery("disk", time.monotonic() - begin))
+
+    # --- recovery --------------------------------------------------------------------------------
+
+    def _runs(self, name: str) -> bool:
+        return self._fleet.pid(name) is not None
+
+    def _works(self, name: str, before: int) -> bool:
+        return self._work(name) > before
+
+    def _work(self, name: str) -> int:
+        """A number that rises with the work of a worker."""
+        line = self._network.lines.get(_server(name))
+        return line.replies if line else self._fleet.steps(name)
+
+    def _await_recovery(self, ended: dict[str, float], outcome: Outcome) -> None:
+        """Wait until workers that have ended do their work again: servers have answered a call over
+        a new connection, environments have made a step."""
+        steps = {name: self._fleet.steps(name) for name in ended if name.startswith("env")}
+
+        def recovered(name: str, since: float) -> float | None:
+            if name in steps:
+                return time.monotonic() if self._fleet.steps(name) > steps[name] else None
+            return self._network.lines[_server(name)].first_reply(since)
+
+        waiting = dict(ended)
+        end = time.monotonic() + _LONG
+        while waiting:
+            for name, since in list(waiting.items()):
+                if (at := recovered(name, since)) is not None:
+                    outcome.recoveries.append(Recovery(_role(name), at - since))
+                    del waiting[name]
+            self._check(end, f"{' and '.join(waiting)} to work again")
+            time.sleep(_LOOK)
+
+    def _wait_for_all(self) -> None:
+        """Until every worker runs."""
+
+        def all_run() -> bool:
+            workers = self._fleet.workers()
+            return {*self._fleet.restarts(), SUPERVISOR} == workers.keys()
+
+        self._await(all_run, "every worker to run")
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + _LONG
+        while not condition():
+            self._check(end, what)
+            time.sleep(_LOOK)
+
+    def _check(self, end: float, what: str) -> None:
+        if self._fleet.ended:
+            raise ChaosError("The run has ended by itself.")
+        if time.monotonic() > end:
+            raise ChaosError(f"This did not come for {_LONG:.0f} s: {what}.")
+
+
+def _role(worker: str) -> str:
+    return worker.split("-")[0]
+
+
+def _server(worker: str) -> str:
+    return "actor" if worker == "agent" else worker
+
+
+def _worker(server: str) -> str:
+    return "agent" if server in ("actor", "learner") else server
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True

@@ -1,0 +1,28 @@
+"""`dreamfleet chaos`, as short as it gets: every promise holds while a fleet is disturbed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_every_promise_holds_under_faults(tmp_path: Path) -> None:
+    options = {"--minutes": 10, "--faults": 8, "--rest": 0.1, "--seed": 0, "--agent": "random"}
+    words = [str(word) for pair in options.items() for word in pair]
+    done = subprocess.run(
+        [sys.executable, "-m", "dreamfleet.cli", "chaos", *words, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["problems"] == []
+    assert report["faults"] == len(report["events"]) == 8
+    assert report["rows"]["audited"] > 100
+    assert set(report["counts"].values()) == {report["rows"]["audited"]}
+    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert "Every promise has held." in (tmp_path / "report.txt").read_text()
+    assert not (tmp_path / "run").exists()
