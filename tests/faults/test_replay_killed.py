@@ -25,6 +25,7 @@ WRITERS = {
         "storage/files.py",
         "storage/journal.py",
         "storage/memory.py",
+        "storage/seals.py",
         "storage/store.py",
     )
 }

@@ -1,4 +1,4 @@
-"""The replay: inserts, samples, updates, growth, overhead, reopening.
+"""The replay: inserts, samples, updates, checksums, growth, overhead, reopening.
 
 Everything is called as a run calls it: numbered batches, a `Stream` over `sample`, a selector made
 from the settings, and states (with priorities, if they are used) written back.
@@ -42,6 +42,7 @@ def run(quick: bool = False) -> list[Row]:
     for kind, insert, sample in (("vector", 36_000, 0.55), ("image", 26_000, 2.07)):
         for storage in ("disk", "memory"):
             rows += _speed(kind, storage, insert, sample, quick)
+        rows += _checksums(kind, quick)
     rows += _growth(quick, prioritized=False)
     rows += _growth(quick, prioritized=True)
     rows += _reopen(quick)
@@ -141,6 +142,47 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
             note=f"{BATCH} x {LENGTH - 1} states, {note}",
         ),
     ]
+
+
+def _checksums(kind: str, quick: bool) -> list[Row]:
+    """What checksums of rows cost: inserts with and without them in turn, samples of a directory
+    that was just opened, each block of which is checked when it is first sampled, and later ones.
+    """
+    batch, streams = steps(kind), list(range(BATCH))
+    rounds, inserts = (2, 150) if quick else (10, 300)
+    rates: dict[str, list[float]] = defaultdict(list)
+    firsts: dict[str, list[float]] = {}
+    laters: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+
+        def opened(name: str) -> Replay:
+            replay = Replay(LENGTH, 10**6, Path(folder) / name, online=False)
+            replay.add_batch(batch, streams)
+            if name == "without" and replay._table is not None:
+                replay._table.seals = None
+            return replay
+
+        replays = {name: opened(name) for name in ("with", "without")}
+        for _ in range(rounds):
+            for name, replay in replays.items():
+                insert = partial(replay.add_batch, batch, streams)
+                rates[name].append(BATCH * inserts / sum(_times(insert, inserts)))
+        for name, replay in replays.items():
+            replay.close()
+            with opened(name) as again:
+                times = _times(partial(again.sample, BATCH), 40 if quick else 400)
+                firsts[name], laters[name] = times[:10], times[-len(times) // 4 :]
+    note, peer = f"{rounds} x {inserts} inserts of {BATCH}, disk", "without checksums"
+    with_rate, without_rate = median(rates["with"]), median(rates["without"])
+    rows = [
+        compare(f"checksums/insert/{kind}", with_rate, "steps/s", peer, without_rate, note=note)
+    ]
+    for what, times_of in (("first samples", firsts), ("later samples", laters)):
+        mine, theirs = 1e3 * median(times_of["with"]), 1e3 * median(times_of["without"])
+        name = f"checksums/{what}/{kind}"
+        note = f"{BATCH} x {LENGTH} steps of a directory that was just opened"
+        rows.append(compare(name, mine, "ms", peer, theirs, smaller_is_better=True, note=note))
+    return rows
 
 
 def _growth(quick: bool, prioritized: bool) -> list[Row]:

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
 from dreamfleet.replay.schema import StreamId
-from dreamfleet.replay.storage.files import ChunkInfo, Found, header_bytes, scan
+from dreamfleet.replay.storage.files import SUFFIX, ChunkInfo, Found, header_bytes, scan
 from dreamfleet.replay.storage.journal import Journal, Source, damaged_path, read_committed
+from dreamfleet.replay.storage.seals import Block
 from dreamfleet.replay.storage.store import Store
 from dreamfleet.replay.table import Table
 
@@ -65,9 +66,11 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
         if not rest.any():
             continue
         if ((rest < 0) | ((rest > 0) & (rest <= journal.committed))).any():
-            path = _keep_damaged(store, chunks[chunk], whole=count > 0)
-            skipped[chunks[chunk].filename] = f"is damaged after {count} steps, and kept as {path}"
-            if not count:
+            name = chunks[chunk].filename
+            path, copied = _keep_damaged(store, name, whole=count > 0)
+            skipped[name] = f"is damaged after {count} steps, and kept as {path}"
+            if not copied:
+                store.lengths[slot] = 0
                 continue
         rest[:] = 0  # never committed, or behind the damage
     store.release([slot for slot in slots.values() if not store.lengths[slot]])
@@ -126,17 +129,39 @@ def _newest_plausible(every: Ticks) -> int:
     return int(every[-1]) if len(every) else 0
 
 
-def _keep_damaged(store: Store, info: ChunkInfo, *, whole: bool) -> Path:
+def _keep_damaged(store: Store, name: str, *, whole: bool) -> tuple[Path, bool]:
     """Keep a chunk as it is in the folder of damaged files: a copy, or itself if nothing in it is
-    `whole`."""
+    `whole`, or if there is no room for a copy. Returns where it is, and whether that is a copy."""
     assert store.directory is not None
-    path, aside = store.directory / info.filename, damaged_path(store.directory, info.filename)
-    if whole:
-        shutil.copyfile(path, aside)
-    else:
+    path, aside = store.directory / name, damaged_path(store.directory, name)
+    try:
+        if whole:
+            shutil.copyfile(path, aside)
+    except OSError as error:
+        log.warning("There is no copy of %s: %s.", path, error)
+        whole = False
+    if not whole:
         path.rename(aside)
     log.warning("The replay chunk %s is damaged; it is kept as %s.", path, aside)
-    return aside
+    return aside, whole
+
+
+def set_aside(table: Table, damaged: Sequence[Block]) -> dict[str, str]:
+    """Leave out the rows of damaged blocks, and of those behind them in their chunks, when the
+    directory is opened next; the chunks are kept as they are. Returns them with the reason.
+    """
+    store, seals, reasons = table.store, table.seals, {}
+    assert store.directory is not None
+    assert seals is not None
+    for slot in {block.slot for block in damaged}:
+        block = min(block for block in damaged if block.slot == slot)
+        name, first = f"{store.ids[slot].tobytes().hex()}{SUFFIX}", block.number * seals.rows
+        path, copied = _keep_damaged(store, name, whole=first > 0)
+        reasons[name] = f"has changed on the disk after {first} steps, and is kept as {path}"
+        if copied:
+            store.ticks[slot, first:] = 0
+            seals.end(block)
+    return reasons
 
 
 class _Chunk(NamedTuple):
@@ -241,6 +266,8 @@ def _take_in(table: Table, copies: list[_Copy]) -> None:
     store = table.store
     for chunk, slot, _ in copies:
         store.lengths[slot] = len(chunk.ticks)
+    if table.seals:
+        table.seals.found([slot for _, slot, first in copies if first])
     new = {chunk.id: (chunk, slot) for chunk, slot, first in copies if not first}
     grown: dict[int, list[int]] = {
         table.chains.closed_at(slot): [] for _, slot, first in copies if first
@@ -281,11 +308,19 @@ def _copy(table: Table, chunk: _Chunk, copies: list[_Copy]) -> None:
     store, stop = table.store, len(chunk.ticks)
     here = store.slot_of.get(chunk.id)
     first = 0 if here is None else int(store.lengths[here])
+    path = chunk.found.path
     try:
-        slot = store.copy(chunk.found.path, chunk.found.info, first, stop)
+        slot = store.copy(path, chunk.found.info, first, stop)
     except FileNotFoundError:
         return
-    copies.append(_Copy(chunk, slot, first))
+    good = table.seals.good_rows(path, slot, stop) if table.seals else stop
+    if good < stop:
+        log.warning("%s has changed on the disk: its steps from %d on are left out.", path, good)
+        chunk = chunk._replace(ticks=chunk.ticks[:good])
+    if good > first:
+        copies.append(_Copy(chunk, slot, first))
+    elif here is None:
+        store.release([slot])
 
 
 def _newest(other: OtherRun, length: int, capacity: int, shard: int, shards: int) -> list[_Chunk]:

@@ -23,6 +23,7 @@ from dreamfleet.replay.index import SLACK, Chains, Items, Places
 from dreamfleet.replay.schema import Schema, StreamId
 from dreamfleet.replay.selectors import Selector
 from dreamfleet.replay.storage.journal import Journal, Source
+from dreamfleet.replay.storage.seals import Seals
 from dreamfleet.replay.storage.store import MAX_SLOTS, Ints, Store
 
 _SPARE_SLOTS = 4096
@@ -60,6 +61,8 @@ class Table:
         # streams. They are all looked at before the oldest leave.
         slots = max(2 * -(-capacity // steps), found) + _SPARE_SLOTS
         self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
+        self.seals = Seals(self.store) if directory else None
+        """Checksums of the rows; None in memory."""
         self.chains = Chains(self.store, length)
         self.items = Items(capacity, steps)
         self.length = length
@@ -164,10 +167,11 @@ class Table:
         A chain is given as its slots, with the stream that will continue it, if any; one that was
         here already and has `grown` as its number, with the slots it got.
         """
-        if self.priorities:
-            for slots in [*(slots for slots, _ in chains), *(grown or {}).values()]:
-                for slot in slots:
-                    self.priorities.created(slot)
+        for slots in [*(slots for slots, _ in chains), *(grown or {}).values()]:
+            if self.seals:
+                self.seals.found(slots)
+            for slot in slots if self.priorities else ():
+                self.priorities.created(slot)  # type: ignore[union-attr]  # it is there
         parts = [self.chains.restore(chain, stream) for chain, stream in chains]
         parts += [self.chains.found(chain) for chain in grown or {}]
         if parts:
@@ -182,6 +186,8 @@ class Table:
             for _, slot in places.links:
                 self.priorities.created(slot)
         slots, indices, online = self.chains.advance(places, last)
+        if self.seals:
+            self.seals.written(places.slots, places.indices)
         self._push(slots, indices, np.flatnonzero(online))
 
     def _push(self, slots: Ints, indices: Ints, online: Ints) -> None:
@@ -215,6 +221,8 @@ class Table:
     def _release(self, slots: list[int]) -> None:
         self._before_release()
         self.chains.forget(set(slots))
+        if self.seals:
+            self.seals.forget(slots)
         self.store.release(slots)
 
     def make_room(self, needed: Callable[[NDArray[np.bool_] | None], int]) -> None:

@@ -6,11 +6,11 @@ A chunk file:
     4 bytes   length of the description, little-endian
     4 bytes   CRC-32 of the description
     n bytes   the description, JSON: id, run, previous id, stream, steps, columns
-    padding   up to a multiple of 4096
+    padding   up to a multiple of 4096; its last 72 bytes are checksums of rows (see `seals`)
     columns   ticks, then one column a key (see `schema`)
 
-The header never changes once the file has its name. The ticks of its steps and the journal say
-which steps are valid, not the file.
+But for these checksums the header never changes once the file has its name. The ticks of its steps
+and the journal say which steps are valid, not the file.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ _PREFIX = struct.Struct("<8sII")
 _MAX_DESCRIPTION = 1 << 20
 _ROOM_FOR_THE_REST = 1024
 _HEADER_ALIGN = 4096
+SEAL_BYTES = 72
+"""At the end of the header, for checksums of rows."""
 # Slots must start on a page on every machine that may read the file, also on those with big pages.
 _SLOT_ALIGN = 16384
 
@@ -88,7 +90,7 @@ class ChunkInfo:
             }
         ).encode()
         prefix = _PREFIX.pack(_MAGIC, len(description), zlib.crc32(description))
-        assert len(prefix) + len(description) <= header_bytes(self.schema)
+        assert len(prefix) + len(description) + SEAL_BYTES <= header_bytes(self.schema)
         return (prefix + description).ljust(header_bytes(self.schema), b"\0")
 
 

@@ -57,19 +57,20 @@ class Store:
         self.run = run
         self.chunk_bytes = chunk_bytes(schema, steps)
         self.slots = max(1, min(slots, MAX_SLOTS, _MAX_ADDRESSES // self.chunk_bytes))
-        self._arena = Arena(self.chunk_bytes, self.slots)
+        self.arena = Arena(self.chunk_bytes, self.slots)
         base = header_bytes(schema)
         starts, _ = schema.offsets(steps)
-        self.ticks = self._arena.column(base, np.dtype(np.int64), steps)
+        self.ticks = self.arena.column(base, np.dtype(np.int64), steps)
         self.columns = {
-            column.name: self._arena.column(
+            column.name: self.arena.column(
                 base + starts[column.name], column.dtype, steps, column.shape
             )
             for column in schema.columns
         }
-        self._places = tuple((base + starts[c.name], c.row_bytes) for c in schema.columns)
-        self._bytes = self._arena.column(0, np.dtype(np.uint8), self.chunk_bytes).reshape(-1)
-        self._prefault = Prefault(self._arena, self._places, steps)
+        # Where each column starts in a slot, and the bytes of a step in it.
+        self.places = tuple((base + starts[c.name], c.row_bytes) for c in schema.columns)
+        self._bytes = self.arena.column(0, np.dtype(np.uint8), self.chunk_bytes).reshape(-1)
+        self._prefault = Prefault(self.arena, self.places, steps)
         self.ids = np.zeros((self.slots, 16), np.uint8)
         self.next = np.full(self.slots, _NONE, np.int64)
         self.previous = np.full(self.slots, _NONE, np.int64)
@@ -100,11 +101,11 @@ class Store:
         if self.directory is not None:
             # A chunk that is being written has nothing to read: the kernel would clear megabytes
             # for the first step of each column. Once it is full, sequences are read from it.
-            self._arena.read_ahead(slot, False)
+            self.arena.read_ahead(slot, False)
             if previous >= 0:
-                self._arena.read_ahead(previous, True)
+                self.arena.read_ahead(previous, True)
         elif previous >= 0:
-            self._arena.prefer_large_pages(previous)
+            self.arena.prefer_large_pages(previous)
         return slot
 
     def attach(self, path: Path, info: ChunkInfo) -> int:
@@ -145,7 +146,7 @@ class Store:
                 # Unlinked before it is unmapped, so that the kernel does not write it back first.
                 path = self.directory / f"{chunk.hex()}{SUFFIX}"
                 path.unlink(missing_ok=True)
-            self._arena.unmap(slot)
+            self.arena.unmap(slot)
             del self.slot_of[chunk]
             if self.next[slot] >= 0:
                 self.previous[self.next[slot]] = _NONE
@@ -263,7 +264,7 @@ class Store:
         whole = [(slot, start) for _, _, slot, start, size in pieces if size == length]
         if whole:
             places = np.array(whole)
-            offsets, row_bytes = _pages(self._places, length)
+            offsets, row_bytes = _pages(self.places, length)
             at = places[:, 1:] * row_bytes
             at += offsets
             at += places[:, :1] * self.chunk_bytes
@@ -302,7 +303,7 @@ class Store:
         """Write dirty pages and the directory itself to disk."""
         if self.directory is not None:
             for slot in slots:
-                self._arena.sync(slot)
+                self.arena.sync(slot)
             _sync_directory(self.directory)
 
     def close(self) -> None:
@@ -310,12 +311,12 @@ class Store:
         self.columns, self.ticks = {}, np.zeros((0, 0), np.int64)
         self._bytes = np.zeros(0, np.uint8)
         self._prefault.stop()
-        self._arena.close()
+        self.arena.close()
 
     def _make(self, info: ChunkInfo) -> int:
         slot = self._free[-1]
         if self.directory is None:
-            self._arena.map_memory(slot)
+            self.arena.map_memory(slot)
         else:
             fd = create_chunk(self.directory, info)
             try:
@@ -327,8 +328,8 @@ class Store:
         return slot
 
     def _read_rows(self, fd: int, slot: int, first: int, stop: int, path: Path) -> None:
-        chunk = self._arena.bytes(slot)
-        for start, row in self._places:
+        chunk = self.arena.bytes(slot)
+        for start, row in self.places:
             at, end = start + first * row, start + stop * row
             while at < end:
                 count = os.preadv(fd, [chunk[at:end].data], at)
@@ -338,7 +339,7 @@ class Store:
 
     def _map(self, slot: int, fd: int) -> None:
         try:
-            self._arena.map_file(slot, fd)
+            self.arena.map_file(slot, fd)
         finally:
             os.close(fd)
 
