@@ -8,6 +8,10 @@ kernel. A power cut may lose what came after the last flush.
 
 from __future__ import annotations
 
+import mmap
+import os
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +23,21 @@ NUMBER_WORDS = 2 * _COPY_WORDS
 
 _WORD = (1 << 64) - 1
 _SEED, _PRIME = 0xCBF29CE484222325, 0x100000001B3
+
+
+def map_words(path: Path | None, words: int) -> mmap.mmap:
+    """The file, mapped, with room for so many words; None keeps them in memory."""
+    size = 8 * words
+    if path is None:
+        return mmap.mmap(-1, size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 def checksum(*words: int) -> int:

@@ -43,8 +43,6 @@ stores; each method says why its order is right. A power cut may lose what came 
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import struct
 import threading
 from collections.abc import Callable
@@ -54,7 +52,7 @@ from typing import Protocol
 import numpy as np
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.numbers import NUMBER_WORDS, Numbers
+from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ class Positions:
 
     def __init__(self, path: Path | None, tick: int, shards: int = 1) -> None:
         self._lock = threading.Lock()  # a count is read, changed and stored
-        self._map = _map(path, NUMBER_WORDS * (_OTHERS + shards - 1))
+        self._map = map_words(path, NUMBER_WORDS * (_OTHERS + shards - 1))
         self._numbers = Numbers(np.frombuffer(self._map, "<u8"))
         self._tick = tick
         values = self._numbers.values
@@ -248,17 +246,3 @@ class Positions:
 
 
 _WORD, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
-
-
-def _map(path: Path | None, words: int) -> mmap.mmap:
-    size = 8 * words
-    if path is None:
-        return mmap.mmap(-1, size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fleet_parts import (
     CountingAgent,
@@ -62,6 +63,18 @@ def end_one(
     logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
     assert logged == sorted(logged)
     assert logged[-1] == total
+    # Every episode that was stored from its first to its last step has its score, once.
+    complete = [number for stream in found.values() for number in np.flatnonzero(ends(stream))]
+    scores = rows(tmp_path / "scores.jsonl")
+    assert len(scores) == len({row["id"] for row in scores}) == len(complete) > 0
+    assert {row["episode/length"] for row in scores} == {LENGTH}
+    assert sum(row["episode/score"] for row in scores) == pytest.approx(
+        sum(
+            float(stream["reward"][end - LENGTH : end + 1].sum())
+            for stream in found.values()
+            for end in np.flatnonzero(ends(stream))
+        )
+    )
     # The ratio held: as many sequences were handed out as were due.
     samples = snapshot.parts["replay"]["samples"]
     ratio, minsize = config.train_ratio / config.batch_length, config.envs * config.window
@@ -71,6 +84,11 @@ def end_one(
     most = due + 2 * config.batch_size
     assert due - tolerance - (tolerance + 8) * max(ratio, 1) <= samples <= most
     return found
+
+
+def ends(stream: dict[str, Any]) -> Any:
+    """Where an episode has ended by itself."""
+    return stream["vector"][:, 2].astype(int) == LENGTH
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

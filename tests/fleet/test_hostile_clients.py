@@ -42,6 +42,7 @@ MAY: dict[str, dict[str, set[str]]] = {
     },
     "logger": {
         "tran": {"agent"},
+        "ended": {"replay"},
         "add": {"agent", "replay"},
         "evaluated": {"evaluator"},
         "status": {"agent", "replay", "evaluator", "watcher"},
@@ -167,6 +168,7 @@ class Attack:
             ("logger", "add", (10**12, {}), 0),
             ("logger", "tran", (10**12, ids, no, {}, {}), 0),
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
+            ("logger", "ended", (["me/1/0"], {"score": np.ones(1)}), 0),
             ("actor", "act", (5,), 0),
             ("actor", "act", ({},), 2),
             ("actor", "act", ({k: v for k, v in good.items() if k != "is_first"},), 2),

@@ -4,6 +4,7 @@ from dreamfleet.errors import MetricsError
 from dreamfleet.metrics.aggregate import Aggregate
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.outputs import (
+    JsonlFile,
     JsonlOutput,
     MediaOutput,
     Output,
@@ -20,6 +21,7 @@ __all__ = [
     "Aggregate",
     "Episode",
     "EpisodeStats",
+    "JsonlFile",
     "JsonlOutput",
     "MediaOutput",
     "MetricsError",

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, Player, pad_rows, put_rows, take_rows
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
+from dreamfleet.metrics import EpisodeStats
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_ids, observed
 from dreamfleet.roles.invitations import hooks_of, invited
@@ -243,6 +244,8 @@ class Actor:
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
+        # Here, because episodes that are under way end with the actor, and with nobody else.
+        self._episodes = EpisodeStats(timeout=args.episode_timeout)
 
     def full_batch(self) -> int:
         """Environments in a full policy call now: no more than are there."""
@@ -339,9 +342,22 @@ class Actor:
 
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
-        message = (part.steps, part.envids, is_eval, self._source, self._sequence)
+        ended = {} if is_eval else self._ended(part)
+        message = (part.steps, part.envids, is_eval, self._source, self._sequence, ended)
         steps = 0 if is_eval else len(part)
         self._stored.append((self._replay.call("add_batch", *message), steps))
+
+    def _ended(self, part: Transitions) -> dict[str, NDArray[Any]]:
+        """The episodes that end with these steps, if any do."""
+        ended = self._episodes.add(part.envids, {key: part.logs[key] for key in FLAGS})
+        if not ended:
+            return {}
+        return {
+            "envid": np.array([episode.envid for episode in ended], np.int64),
+            "step": np.full(len(ended), self._progress.step, np.int64),
+            "score": np.array([episode.score for episode in ended], np.float64),
+            "length": np.array([episode.length for episode in ended], np.int64),
+        }
 
     def _check_replies(self) -> None:
         while self._stored and self._stored[0][0].done():

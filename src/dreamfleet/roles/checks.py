@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.replay.schema import PRIORITY, STEPID, STEPID_BYTES
+from dreamfleet.roles.outbox import EPISODE, MOST_SENT
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import (
     FLAGS,
@@ -395,7 +396,9 @@ class ReplayChecks:
 
         return checked
 
-    def add_batch(self, steps: Any, envids: Any, is_eval: Any, source: Any, seq: Any) -> None:
+    def add_batch(
+        self, steps: Any, envids: Any, is_eval: Any, source: Any, seq: Any, ended: Any = None
+    ) -> None:
         rows = _check_column_of_ids(self._args, envids)
         require(type(is_eval) is bool, "Whether steps are of evaluation is a bool.")
         require(type(source) is str and len(source) <= _LONGEST_KEY, "A source is a short text.")
@@ -411,6 +414,8 @@ class ReplayChecks:
                 )
             if value.dtype.kind == "f":
                 check_floats(key, value, -_MAGNITUDE, _MAGNITUDE)
+        if ended:
+            _check_ended(ended, rows, ("envid", "step", "score", "length"))
 
     def update(self, data: Any) -> None:
         require(type(data) is dict and len(data) <= _MOST_LOGS, "An update is a dict of arrays.")
@@ -511,6 +516,18 @@ class CheckedLogger:
         self._check_step(step)
         return self._logger.tran(step, envids, is_eval, transitions, frames)
 
+    @np.errstate(all="ignore")
+    def ended(self, ids: Any, episodes: Any) -> None:
+        require(type(ids) is list and 0 < len(ids) <= MOST_SENT, "There are so many episodes.")
+        for name in ids:
+            parts = name.rsplit("/", 2) if type(name) is str and len(name) <= _LONGEST_KEY else ()
+            numbered = len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal()
+            require(numbered, "An episode has no id.")
+        _check_ended(episodes, len(ids), tuple(EPISODE))
+        require(len(episodes["step"]) == len(ids), "Every episode has an id.")
+        self._check_step(int(episodes["step"].max()))
+        self._logger.ended(ids, episodes)
+
     def add(self, step: Any, metrics: Any) -> None:
         self._check_metrics(metrics)
         self._check_step(step)
@@ -550,6 +567,20 @@ class CheckedLogger:
                 return
         if step >= 0:
             self._newest = now, step
+
+
+def _check_ended(ended: Any, most: int, keys: tuple[str, ...]) -> None:
+    """Refuse what are no episodes that have ended."""
+    require(type(ended) is dict and set(ended) == set(keys), "Episodes have other keys.")
+    rows = len(ended["step"]) if isinstance(ended["step"], np.ndarray) else -1
+    require(0 <= rows <= most, "There are more episodes than steps.")
+    for key in keys:
+        whole = key not in ("score", "time")
+        require(_is_column(ended[key], rows, "i" if whole else "f"), f"{key!r} is no column.")
+        if whole:
+            require(bool((ended[key] >= 0).all()), f"{key!r} counts from 0.")
+        else:
+            check_floats(key, ended[key], -_MAGNITUDE, _MAGNITUDE)
 
 
 def _is_column(value: Any, rows: int, kind: str) -> bool:

@@ -23,9 +23,11 @@ from dreamfleet.metrics import (
     ScoresFile,
     kind_of,
 )
+from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.checks import CheckedLogger
 from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.outbox import EPISODE
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Server
 
@@ -52,6 +54,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
     checked = CheckedLogger(logger, args)
     server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
+    server.bind("ended", checked.ended, repeatable=True, roles=("replay",))
     server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
     server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
     everybody_else = ("agent", "replay", "evaluator", "watcher")
@@ -74,14 +77,19 @@ class Logger:
         self._train = EpisodeStats(timeout=args.episode_timeout, video=self._video)
         self._eval = EpisodeStats(timeout=args.episode_timeout)
         self._aggregate = Aggregate()
-        self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self._recent: deque[float] = deque(self._scores.last, maxlen=RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._target = args.target_score
         self._by_evaluation = bool(args.eval_envs or args.eval_every)
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
         self._newest: dict[str, float | str] = {}
         self._reported: dict[str, float] = {}  # when each role last reported
-        self._step = _UNKNOWN
+        # The newest step that metrics were written with: a logger that is started again goes on
+        # from there. It goes with the run's other counts.
+        self._map = map_words(args.logdir / "ckpt" / "logger" / "step", NUMBER_WORDS)
+        self._written = Numbers(np.frombuffer(self._map, "<u8"))
+        step = self._written.values[0]
+        self._step = _UNKNOWN if step is None else step
         self._notes = Notes(notes_path(args, "logger"))
 
     def tran(
@@ -98,7 +106,7 @@ class Logger:
         Returns whether the target score is reached.
         """
         with self._lock:
-            self._step = max(self._step, step)
+            self._advance(step)
             train, recorded = ~is_eval, envids == self._video
             if frames and recorded.any():
                 train &= ~recorded
@@ -108,6 +116,21 @@ class Logger:
             if is_eval.any():
                 self._follow(self._eval, envids, is_eval, transitions)
             return self._target_reached()
+
+    def _advance(self, step: int) -> None:
+        if step > self._step:
+            self._step = step
+            self._written.set(0, step)
+
+    def ended(self, ids: list[str], episodes: dict[str, NDArray[Any]]) -> None:
+        """Take the scores of training episodes, each of which is written once, however often it is
+        sent. See `dreamfleet.roles.outbox`."""
+        with self._lock:
+            rows = zip(ids, *(episodes[key].tolist() for key in EPISODE), strict=True)
+            for name, step, score, length, ended in rows:
+                self._advance(step)
+                if self._scores.add(self._step, score, length, name, time=ended):
+                    self._recent.append(score)
 
     def _follow(
         self,
@@ -127,10 +150,6 @@ class Logger:
         self._aggregate.add(episode.metrics(), prefix=prefix)
         if prefix == "eval":
             self._recent_eval.append(episode.score)
-        else:
-            self._recent.append(episode.score)
-            now = round(time.time(), 1)
-            self._scores.add(self._step, episode.score, episode.length, time=now)
         if episode.video:
             videos = {f"{prefix}/video/{key}": video for key, video in episode.video.items()}
             self._output.write(self._step, videos)
@@ -147,10 +166,10 @@ class Logger:
     def add(self, step: int, metrics: dict[str, Any]) -> None:
         """Write metrics; a negative step stands for the newest one known."""
         with self._lock:
-            self._step = max(self._step, step)
+            self._advance(step)
             self._reported |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
-            if self._step != _UNKNOWN:  # a logger that was restarted has yet to learn the step
+            if self._step != _UNKNOWN:  # nobody has said yet how far the run is
                 self._output.write(self._step, metrics)
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:

@@ -41,6 +41,7 @@ from dreamfleet.roles.addresses import find_server, listen_address, publish_addr
 from dreamfleet.roles.checks import ReplayChecks
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.outbox import Outbox
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import (
     ArgumentError,
@@ -62,6 +63,7 @@ _ANSWERED = (
 """Errors that do not end the process: the caller's fault, or nobody's."""
 _MODES = ("train", "report", "eval")
 _LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
+_SCORES_SECONDS = 2.0  # for the last scores, at the end of a run
 _FOREVER = float("inf")
 
 
@@ -120,6 +122,7 @@ def parallel_replay(
             for number in range(1, 1 if shard else args.replay_shards)
         }
         should_save = LocalClock(args.save_every)
+        service.logger = logger
         stack.enter_context(server)
         publish_address(args, "replay", server.address, shard)
         service.attach(others)
@@ -128,8 +131,10 @@ def parallel_replay(
                 logger.add(-1, service.report(others))
             except TransportError as error:
                 log.warning("The replay's metrics are lost: %s", error)
+            service.outbox.send(logger)
             if should_save():
                 service.save()
+        service.outbox.flush(logger, _SCORES_SECONDS)
     service.close()
 
 
@@ -285,6 +290,10 @@ class ReplayService:
         self._checkpoint = Checkpoint(folder, keep=2)
         counted = 1 if shard else args.replay_shards
         self._positions = Positions(folder / "positions", self._tick, counted)
+        self.outbox = Outbox(folder / "episodes.jsonl", self._tick, shard)
+        """Scores on their way to the logger."""
+        self.logger: Client | None = None
+        """Who takes them; None keeps them."""
         if args.prefill or args.offline:
             self._positions.import_steps(self._copy_steps)
         snapshot = self._checkpoint.load()
@@ -345,13 +354,29 @@ class ReplayService:
         copy_steps(self._train, self._args, self._shard)
         return self._tick
 
-    def add_batch(self, steps: Any, envids: Any, is_eval: bool, source: str, seq: int) -> int:
-        """Store a step of each environment; then wait while samples are behind."""
+    def add_batch(
+        self,
+        steps: Any,
+        envids: Any,
+        is_eval: bool,
+        source: str,
+        seq: int,
+        ended: dict[str, Any] | None = None,
+    ) -> int:
+        """Store a step of each environment; then wait while samples are behind. `ended` are the
+        episodes of training that end with these steps; see `dreamfleet.roles.outbox`."""
         if is_eval:
             return self._eval.add_batch(steps, envids, source, seq)
         if not self.lead:
             self._wait_until_attached()  # or steps would be counted before those that were lost
-        added = self._train.add_batch(steps, envids, source, seq)
+        try:
+            if ended:
+                self.outbox.note(self._tick + len(envids), source, seq, ended)
+            added = self._train.add_batch(steps, envids, source, seq)
+        finally:
+            self.outbox.settle(self._tick)
+        if self.logger:
+            self.outbox.send(self.logger)
         if added:
             self._positions.stored(self._tick)
             self._notes.progress()
@@ -455,6 +480,7 @@ class ReplayService:
 
     def close(self) -> None:
         self.save()
+        self.outbox.close()
         for buffer in self._buffers.values():
             buffer.close()
 

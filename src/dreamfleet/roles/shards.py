@@ -127,6 +127,7 @@ class ShardedReplay:
         is_eval: bool,
         source: str,
         seq: int,
+        ended: Mapping[str, NDArray[Any]],
     ) -> Reply:
         """Store steps, each in the shard of its environment. A shard sees some of the numbers."""
         shards = envids % len(self._clients)
@@ -134,7 +135,8 @@ class ShardedReplay:
         for shard in np.unique(shards).tolist():
             rows = shards == shard
             part = {key: value[rows] for key, value in steps.items()}
-            message = (part, envids[rows], is_eval, source, seq)
+            over = {k: v[ended["envid"] % len(self._clients) == shard] for k, v in ended.items()}
+            message = (part, envids[rows], is_eval, source, seq, over)
             replies.append(self._clients[shard].call("add_batch", *message))
         return AllOf(replies)
 

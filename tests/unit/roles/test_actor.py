@@ -130,7 +130,7 @@ def test_training_and_evaluation_rows_of_a_batch_get_their_own_mode_in_place(
         ]
         assert actions["action"].tolist() == expected
     agent.wait_for_replies(60.0)
-    for _, steps, _, evaluated, _, _ in replay.calls:
+    for _, steps, _, evaluated, *_ in replay.calls:
         assert set(steps["mode"]) == {len("eval" if evaluated else "train")}
 
 
@@ -242,8 +242,10 @@ def transitions(ids: list[int], values: list[int], *, is_eval: Any = False, firs
         "is_first": np.full(size, first),
         "image": np.zeros((size, 2, 2, 3), np.uint8),
     }
-    flags = np.broadcast_to(np.asarray(is_eval), size).copy()
-    return Transitions(np.array(ids), flags, steps, {"reward": np.zeros(size)})
+    is_eval = np.broadcast_to(np.asarray(is_eval), size).copy()
+    flags = {key: np.zeros(size, bool) for key in ("is_last", "is_terminal")}
+    logs = {"reward": np.array(values, float), "is_first": steps["is_first"], **flags}
+    return Transitions(np.array(ids), is_eval, steps, logs)
 
 
 def stored(replay: Recorder) -> list[tuple[list[int], list[int], bool, int]]:
@@ -282,6 +284,26 @@ def test_a_batch_with_frames_of_a_video_goes_alone(tmp_path: Path) -> None:
     )
     sent = [(call[2].tolist(), len(call[5].get("image", ()))) for call in logger.calls]
     assert sent == [([1, 2], 0), ([0, 1], 1), ([0, 2], 1), ([3, 1, 0, 1], 0)]
+
+
+def test_the_message_that_stores_the_end_of_an_episode_tells_its_score(tmp_path: Path) -> None:
+    actor, replay, _ = make_actor(CountingAgent(), tmp_path, report_every=0.0)
+
+    def last(batch: Transitions) -> Transitions:
+        batch.logs["is_last"][:] = True
+        return batch
+
+    actor.send([transitions([0, 1], [0, 0], first=True), transitions([0, 1, 2], [1, 2, 3])])
+    actor.send([last(transitions([1, 2], [5, 5])), transitions([0], [1])])
+    actor.send([last(transitions([0, 7], [1, 9], is_eval=[False, True]))])
+    ended = [{key: list(value) for key, value in call[6].items()} for call in replay.calls]
+    assert ended == [
+        {},
+        # The beginning of the episode of environment 2 was not seen.
+        {"envid": [1], "step": [0], "score": [7.0], "length": [2]},
+        {"envid": [0], "step": [0], "score": [3.0], "length": [3]},
+        {},  # of evaluation
+    ]
 
 
 def frames(video: VideoFrames, ids: list[int], *, first: bool) -> list[int]:

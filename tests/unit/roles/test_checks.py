@@ -437,6 +437,14 @@ def steps(rows: int = 2, **changes: Any) -> dict[str, Any]:
 
 IDS = np.array([0, 1])
 GOOD_BATCH = (steps(), IDS, False, "actor", 1)
+
+
+def ended(count: int, **changes: Any) -> dict[str, Any]:
+    """Episodes that end with a batch."""
+    whole = {key: np.zeros(count, np.int64) for key in ("envid", "step", "length")}
+    return {**whole, "score": np.zeros(count), **changes}
+
+
 WRONG_BATCHES: dict[str, tuple[Any, ...]] = {
     "numbers": (5, 5, 5, 5, 5),
     "float ids": (steps(), np.array([0.0, 1.0]), False, "actor", 1),
@@ -459,6 +467,10 @@ WRONG_BATCHES: dict[str, tuple[Any, ...]] = {
     "another dtype": (steps(action=np.zeros((2, 2))), IDS, False, "actor", 1),
     "NaN": (steps(reward=np.array([0, np.nan], np.float32)), IDS, False, "actor", 1),
     "NaN in a state": (steps(state=np.full((2, 7), np.nan, np.float16)), IDS, False, "actor", 1),
+    "episodes of nowhere": (steps(), IDS, False, "actor", 1, {"score": np.ones(1)}),
+    "more episodes than steps": (steps(), IDS, False, "actor", 1, ended(3)),
+    "a score that is none": (steps(), IDS, False, "actor", 1, ended(1, score=np.array([np.nan]))),
+    "a negative length": (steps(), IDS, False, "actor", 1, ended(1, length=np.array([-1]))),
     "an absurd number": (steps(vector=np.full((2, 3), 1e38, "f4")), IDS, False, "actor", 1),
 }
 
@@ -555,6 +567,23 @@ def test_wrong_transitions_do_not_reach_the_logger(run: RunConfig, wrong: str) -
     with pytest.raises(ArgumentError):
         checked.tran(*WRONG_TRANSITIONS[wrong])
     assert service.calls == ["tran"]
+
+
+def test_wrong_scores_do_not_reach_the_logger(run: RunConfig) -> None:
+    service, checked = checked_logger(run)
+    good = {**ended(1), "time": np.ones(1)}
+    del good["envid"]
+    checked.ended(["actor/0/1/0"], good)
+    names = ["", "actor", "actor/0/1/-1", "actor/0/x/0", "a" * 300 + "/1/0", 5]
+    wrong: list[tuple[Any, Any]] = [([name], good) for name in names]
+    wrong += [("actor/0/1/0", good), ([], good), (["a/1/0"] * 10_000, good), (["a/1/0"], {})]
+    wrong += [(["a/1/0"], {**good, "score": np.full(1, np.inf)})]
+    wrong += [(["a/1/0"], {**good, "step": np.array([10**12])})]
+    wrong += [(["a/1/0", "a/2/0"], good), (["a/1/0"], {**good, "more": np.ones(1)})]
+    for names, episodes in wrong:
+        with pytest.raises(ArgumentError):
+            checked.ended(names, episodes)
+    assert service.calls == ["ended"]
 
 
 def test_wrong_metrics_do_not_reach_the_logger(run: RunConfig) -> None:

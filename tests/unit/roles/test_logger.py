@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from fleet_parts import rows, small_run
 
+from dreamfleet.metrics import JsonlOutput
 from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger
 
 
@@ -40,6 +41,20 @@ def keeper(tmp_path: Path, **changes: Any) -> tuple[Logger, Kept]:
     return Logger(output, small_run(tmp_path, **changes)), output
 
 
+def ended(log: Logger, step: int, *scores: float, name: str = "actor/0", first: int = 1) -> None:
+    """The replay tells of training episodes."""
+    count = len(scores)
+    log.ended(
+        [f"{name}/{first + number}/0" for number in range(count)],
+        {
+            "step": np.full(count, step),
+            "score": np.array(scores),
+            "length": np.full(count, 2),
+            "time": np.full(count, 1.5e9),
+        },
+    )
+
+
 def play(
     keeper: Logger, step: int, rewards: list[float], *, envid: int = 1, is_eval: bool = False,
     video: bool = False,
@@ -65,7 +80,6 @@ def play(
 
 def test_episodes_are_scored_and_their_logs_averaged_summed_and_peaked(tmp_path: Path) -> None:
     log, output = keeper(tmp_path)
-    before = round(time.time(), 1)
     play(log, 10, [1.0, 2.0])
     play(log, 20, [3.0, 4.0], envid=9, is_eval=True)
     log.close()
@@ -78,9 +92,47 @@ def test_episodes_are_scored_and_their_logs_averaged_summed_and_peaked(tmp_path:
     named = {key: metrics[f"episode/log/speed/{key}"] for key in ("avg", "max", "sum")}
     assert named == {"avg": 1.0, "max": 2.0, "sum": 3.0}
     assert metrics["episodes/finished"] == metrics["eval_episodes/finished"] == 1
-    (row,) = rows(tmp_path / "scores.jsonl")
-    assert before <= row.pop("time") <= round(time.time(), 1)
-    assert row == {"step": 10, "episode/score": 3.0, "episode/length": 2}
+    assert rows(tmp_path / "scores.jsonl") == [], "the replay tells which episodes were stored"
+
+
+def test_a_score_is_written_once_however_often_it_is_sent(tmp_path: Path) -> None:
+    """Also by the successor of a logger that was killed before it could answer."""
+    log, _ = keeper(tmp_path)
+    ended(log, 10, 1.0, 2.0)
+    ended(log, 11, 2.0, 3.0, first=2)
+    ended(log, 12, 7.0, name="actor/1")  # another shard stores other episodes of a message
+    again, _ = keeper(tmp_path)  # the first is not closed: it was killed
+    assert again.status()["score"] == np.mean([1, 2, 3, 7])
+    ended(again, 9, 2.0, 3.0, 4.0, first=2)
+    ended(again, 9, 7.0, 8.0, name="actor/1")
+    ended(again, 9, 5.0, name="restarted/0")
+    found = rows(tmp_path / "scores.jsonl")
+    assert [row["episode/score"] for row in found] == [1, 2, 3, 7, 4, 8, 5]
+    assert [row["step"] for row in found] == [10, 10, 11, 12, 12, 12, 12]
+    assert found[0] == {
+        "step": 10, "episode/score": 1.0, "episode/length": 2, "time": 1.5e9, "id": "actor/0/1/0",
+    }  # fmt: skip
+    again.close()
+
+
+def test_a_logger_that_was_killed_goes_on_from_its_step(tmp_path: Path) -> None:
+    config = small_run(tmp_path)
+    for step in (100, 70):
+        log = Logger(JsonlOutput(tmp_path / "metrics.jsonl"), config)
+        log.add(-1, {"loss": 0.0})
+        log.add(step, {"loss": 1.0})
+        log.evaluated(40, {"eval/score": 3.0, "eval/step": 40.0})
+        log.close()
+    found = rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in found if "loss" in row] == [100, 100, 100]
+    assert [row["eval/step"] for row in found if "eval/step" in row] == [40, 40]
+    steps = [row["step"] for row in found]
+    assert steps == sorted(steps), "an evaluation stands where it ended"
+    shutil.rmtree(tmp_path / "ckpt")  # another run, in an old directory
+    log = Logger(JsonlOutput(tmp_path / "metrics.jsonl"), config)
+    log.add(5, {"loss": 2.0})
+    log.close()
+    assert rows(tmp_path / "metrics.jsonl")[-1]["step"] == 5
 
 
 def test_the_step_never_falls_back(tmp_path: Path) -> None:
@@ -96,16 +148,18 @@ def test_the_step_never_falls_back(tmp_path: Path) -> None:
 
 def test_the_target_is_reached_by_the_mean_of_enough_training_episodes(tmp_path: Path) -> None:
     log, _ = keeper(tmp_path, target_score=2.0)
-    assert not any(play(log, 1, [1.0]) for _ in range(RECENT_EPISODES // 2))
-    scores = [play(log, 1, [3.0]) for _ in range(RECENT_EPISODES // 2)]
-    assert scores == [False] * (len(scores) - 1) + [True]
-    assert not play(log, 1, [-50.0])
+    reached = []
+    for number, score in enumerate([1.0, 3.0] * (RECENT_EPISODES // 2) + [-50.0]):
+        ended(log, 1, score, first=number)
+        reached.append(play(log, 1, [0.0]))
+    assert reached == [False] * (RECENT_EPISODES - 1) + [True, False]
     log.close()
 
 
 def test_the_target_is_judged_by_evaluation_episodes_where_there_are_any(tmp_path: Path) -> None:
     log, _ = keeper(tmp_path, target_score=2.0, eval_envs=1)
-    assert not any(play(log, 1, [5.0]) for _ in range(RECENT_EPISODES))
+    ended(log, 1, *[5.0] * RECENT_EPISODES)
+    assert not play(log, 1, [5.0])
     answers = [play(log, 1, [5.0], envid=9, is_eval=True) for _ in range(RECENT_EPISODES)]
     assert answers == [False] * (RECENT_EPISODES - 1) + [True]
     assert log.status()["eval_score"] == 5.0
@@ -114,7 +168,8 @@ def test_the_target_is_judged_by_evaluation_episodes_where_there_are_any(tmp_pat
 
 def test_a_run_without_a_target_never_reaches_it(tmp_path: Path) -> None:
     log, _ = keeper(tmp_path)
-    assert not any(play(log, 1, [1e9]) for _ in range(RECENT_EPISODES))
+    ended(log, 1, *[1e9] * RECENT_EPISODES)
+    assert not play(log, 1, [1e9])
     log.close()
 
 

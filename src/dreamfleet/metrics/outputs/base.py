@@ -13,6 +13,8 @@ from dreamfleet.spaces import is_frame
 log = logging.getLogger(__name__)
 
 Kind = Literal["scalar", "histogram", "image", "video", "text"]
+EVAL_STEP = "eval/step"
+"""Metrics with this key are of a round of evaluation, which began at this step."""
 
 
 class Output(Protocol):

@@ -11,16 +11,17 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dreamfleet.metrics.outputs.base import kind_of
+from dreamfleet.metrics.outputs.base import EVAL_STEP, kind_of
 
 log = logging.getLogger(__name__)
 
-_TAIL = 1 << 16
+_TAIL, _LONG_TAIL = 1 << 16, 1 << 20
 
 
 class JsonlFile:
@@ -44,6 +45,25 @@ class JsonlFile:
             # A full disk can take half a line. It is cut off again.
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OSError(f"{self._path} could not be written: is the disk full?")
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self._fd).st_size
+
+    def truncate(self, size: int) -> None:
+        """Take back what was appended behind these bytes."""
+        os.ftruncate(self._fd, size)
+
+    def tail(self) -> list[dict[str, Any]]:
+        """The last rows, some thousands of them."""
+        start = max(0, self.size - _LONG_TAIL)
+        lines = os.pread(self._fd, self.size - start, start).splitlines()[1 if start else 0 :]
+        rows = []
+        for line in lines:
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict)]
 
     def flush(self) -> None:
         os.fsync(self._fd)
@@ -89,15 +109,22 @@ def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 class JsonlOutput:
-    """Scalars and text, one line for each write, with the step under `step`."""
+    """Scalars and text, one line for each write, with the step under `step`.
+
+    Steps do not go back: an evaluation, which belongs to the step at which it began, stands where
+    it ended, and has its own step under `eval/step`.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self._file = JsonlFile(path)
+        self._step = max((int(row.get("step", 0)) for row in self._file.tail()[-1:]), default=0)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {key: v for key, v in metrics.items() if kind_of(v) in ("scalar", "text")}
+        if EVAL_STEP not in row:
+            self._step = step
         if row:
-            self._file.append({"step": step, **row})
+            self._file.append({"step": max(step, self._step), **row})
 
     def flush(self) -> None:
         self._file.flush()
@@ -107,16 +134,43 @@ class JsonlOutput:
 
 
 class ScoresFile:
-    """`scores.jsonl`: one line for each episode, `{"step": ..., "episode/score": ...}`."""
+    """`scores.jsonl`: one line for each episode, `{"step": ..., "episode/score": ...}`.
+
+    An episode may have an id, `SENDER/.../SEQ/INDEX`. The numbers of a sender rise, so an episode
+    that comes again is recognised, also by another process that has opened the file since.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self._file = JsonlFile(path)
+        self._newest: dict[str, tuple[int, int]] = {}
+        self.last: list[float] = []
+        """Scores that were in the file when it was opened: the last ones."""
+        for row in self._file.tail():
+            if isinstance(name := row.get("id"), str):
+                self._is_new(name)
+            if isinstance(score := row.get("episode/score"), float):
+                self.last.append(score)
 
-    def add(self, step: int, score: float, length: int | None = None, **more: Any) -> None:
+    def add(
+        self, step: int, score: float, length: int | None = None, name: str = "", **more: Any
+    ) -> bool:
+        """Write an episode; returns whether it was not there before."""
+        if name and not self._is_new(name):
+            return False
         row: dict[str, Any] = {"step": step, "episode/score": score}
         if length is not None:
             row["episode/length"] = length
-        self._file.append({**row, **more})
+        self._file.append({**row, **more, **({"id": name} if name else {})})
+        return True
+
+    def _is_new(self, name: str) -> bool:
+        """Whether the episode was not seen before; from now on it was."""
+        sender, seq, index = name.rsplit("/", 2)
+        number = int(seq), int(index)
+        if number <= self._newest.get(sender, (-1, -1)):
+            return False
+        self._newest[sender] = number
+        return True
 
     def flush(self) -> None:
         self._file.flush()

@@ -11,9 +11,7 @@ import numpy as np
 
 from dreamfleet.errors import import_extra
 from dreamfleet.metrics.frames import as_frames, encode_gif
-from dreamfleet.metrics.outputs.base import kind_of
-
-_EVAL_STEP = "eval/step"
+from dreamfleet.metrics.outputs.base import EVAL_STEP, kind_of
 
 
 class WandbOutput:
@@ -39,9 +37,9 @@ class WandbOutput:
                 converted = self._convert(value, Path(folder) / f"{number}.gif")
                 if converted is not None:
                     row[key] = converted
-            if _EVAL_STEP in row and not self._own_axis:
+            if EVAL_STEP in row and not self._own_axis:
                 self._own_axis = True
-                self._run.define_metric("eval/*", step_metric=_EVAL_STEP)
+                self._run.define_metric("eval/*", step_metric=EVAL_STEP)
             # The package drops rows of earlier steps, and an evaluation belongs to the step at
             # which it began: it is drawn over a step of its own.
             self._step = max(self._step, step)

@@ -1,0 +1,136 @@
+"""Episodes that have ended, on their way to the logger: each reaches `scores.jsonl` exactly once.
+
+An actor follows the episodes of its environments, because those that are under way end with it. The
+message that stores the last step of an episode also tells its score. Before that step is committed,
+the replay notes the score in a file; what was noted and never committed is dropped when the file is
+opened. So a score is there exactly if all steps of its episode were stored, whoever is killed.
+
+From here it is sent to the logger, again and again until that has answered. It has an id, under
+which the logger writes it once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.files import atomic_write
+from dreamfleet.metrics import JsonlFile, read_jsonl
+from dreamfleet.transport import Client, Future, TransportError
+
+log = logging.getLogger(__name__)
+
+MOST_SENT = 256
+"""Episodes in a message."""
+_LOOK_SECONDS = 0.05
+EPISODE = {"step": np.int64, "score": np.float64, "length": np.int64, "time": np.float64}
+"""What is told of an episode, and its dtypes."""
+
+Row = dict[str, Any]
+
+
+class Outbox:
+    """Scores between the commit that stores an episode's last step and the logger's answer. Any
+    thread may call the methods, but only one stores steps.
+
+    Args:
+        path: The file.
+        tick: Steps that the replay has committed.
+        shard: Which of the replay's shards this is.
+    """
+
+    def __init__(self, path: Path, tick: int, shard: int = 0) -> None:
+        self._shard = shard
+        self._lock = threading.Lock()
+        self._waiting: list[Row] = []
+        if path.exists():
+            self._waiting = [row for row in read_jsonl(path) if row.pop("tick", tick + 1) <= tick]
+        # Without what was never committed, whose ticks other steps will get.
+        atomic_write(path, "".join(f"{json.dumps({'tick': 0, **r})}\n" for r in self._waiting))
+        self._file = JsonlFile(path)
+        self._noted: tuple[int, int, list[Row]] | None = None
+        self._sent: tuple[Future, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def note(self, tick: int, source: str, seq: int, ended: Mapping[str, Any]) -> None:
+        """Episodes end with steps that are about to be committed, the last of them with this tick.
+
+        Args:
+            tick: Of the last of these steps.
+            source: Who sends the steps.
+            seq: The number of the message.
+            ended: `step`, `score` and `length` of each episode.
+        """
+        columns = zip(ended["step"], ended["score"], ended["length"], strict=True)
+        now = round(time.time(), 1)
+        rows = [
+            {
+                "id": f"{source}/{self._shard}/{seq}/{index}",
+                "step": int(step),
+                "score": float(score),
+                "length": int(length),
+                "time": now,
+            }
+            for index, (step, score, length) in enumerate(columns)
+        ]
+        with self._lock:
+            self._noted = tick, self._file.size, rows
+            for row in rows:
+                self._file.append({"tick": tick, **row})
+
+    def settle(self, tick: int) -> None:
+        """The replay has committed steps up to this one: what was noted counts, or is dropped."""
+        with self._lock:
+            if self._noted is None:
+                return
+            (last, size, rows), self._noted = self._noted, None
+            if last <= tick:
+                self._waiting += rows
+            else:
+                self._file.truncate(size)
+
+    def send(self, logger: Client) -> None:
+        """Send what waits, unless something is on its way. Does not wait."""
+        if not self._waiting:
+            return
+        with self._lock:
+            try:
+                if self._sent is not None:
+                    reply, count = self._sent
+                    if not reply.done():
+                        return
+                    self._sent = None
+                    reply.result()
+                    del self._waiting[:count]
+                    if not self._waiting and self._noted is None:
+                        self._file.truncate(0)
+                if rows := self._waiting[:MOST_SENT]:
+                    ids = [row["id"] for row in rows]
+                    columns = {k: np.array([r[k] for r in rows], t) for k, t in EPISODE.items()}
+                    self._sent = logger.call("ended", ids, columns), len(rows)
+            except TransportError as error:
+                log.warning("The scores of episodes are sent again: %s", error)
+
+    def flush(self, logger: Client, timeout: float) -> None:
+        """Wait until the logger has everything. What it has not got stays for the next start."""
+        deadline = time.monotonic() + timeout
+        while self._waiting and time.monotonic() < deadline:
+            self.send(logger)
+            time.sleep(_LOOK_SECONDS)
+        if self._waiting:
+            log.warning(
+                "The logger has not taken %d scores; they are written when the run is resumed.",
+                len(self._waiting),
+            )
+
+    def close(self) -> None:
+        self._file.close()
