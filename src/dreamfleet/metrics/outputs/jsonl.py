@@ -147,7 +147,7 @@ class ScoresFile:
         """Scores that were in the file when it was opened: the last ones."""
         for row in self._file.tail():
             if isinstance(name := row.get("id"), str):
-                self._is_new(name)
+                self._newest |= dict([_numbered(name)])
             if isinstance(score := row.get("episode/score"), float):
                 self.last.append(score)
 
@@ -155,21 +155,15 @@ class ScoresFile:
         self, step: int, score: float, length: int | None = None, name: str = "", **more: Any
     ) -> bool:
         """Write an episode; returns whether it was not there before."""
-        if name and not self._is_new(name):
+        sender, number = _numbered(name)
+        if number <= self._newest.get(sender, (-1, -1)):
             return False
         row: dict[str, Any] = {"step": step, "episode/score": score}
         if length is not None:
             row["episode/length"] = length
         self._file.append({**row, **more, **({"id": name} if name else {})})
-        return True
-
-    def _is_new(self, name: str) -> bool:
-        """Whether the episode was not seen before; from now on it was."""
-        sender, seq, index = name.rsplit("/", 2)
-        number = int(seq), int(index)
-        if number <= self._newest.get(sender, (-1, -1)):
-            return False
-        self._newest[sender] = number
+        if name:
+            self._newest[sender] = number
         return True
 
     def flush(self) -> None:
@@ -177,6 +171,12 @@ class ScoresFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _numbered(name: str) -> tuple[str, tuple[int, int]]:
+    """The sender of an episode, and its numbers."""
+    sender, seq, index = (name or "/0/0").rsplit("/", 2)
+    return sender, (int(seq), int(index))
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,120 @@
+"""Histories with faults of storage and network, in one process; see `tests/simulation.py`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import simulation
+from simulation import Failed, every_fault, every_truncation, history, watched
+
+from dreamfleet.metrics import ScoresFile
+from dreamfleet.positions import Positions
+from dreamfleet.replay import loading
+from dreamfleet.replay.storage.journal import Journal
+from dreamfleet.roles.actor import Actor
+from dreamfleet.roles.outbox import Outbox
+
+
+@pytest.fixture(autouse=True)
+def faults() -> Iterator[None]:
+    with watched():
+        yield
+
+
+def test_nothing_is_lost_doubled_reordered_or_spliced() -> None:
+    steps = failed = 0
+    for seed in range(50):
+        steps += history(seed).checker.steps
+        failed += len(simulation.faults.done)
+    assert steps > 1000
+    assert failed > 30, "hardly a write has failed"
+
+
+@pytest.mark.parametrize("kind", ["kill", "full", "drop"])
+def test_a_fault_at_any_write_or_message(kind: str) -> None:
+    """Every 15th of them; `python tests/simulation.py --every` takes all."""
+    assert every_fault(4, kind, stride=15) > 5
+
+
+def test_small_files_that_are_cut_off_anywhere() -> None:
+    assert every_truncation(1, stride=25) > 40
+
+
+def test_a_history_is_the_same_each_time() -> None:
+    runs = [(history(11).checker.steps, simulation.faults.count) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+# --- the checker finds what is wrong -------------------------------------------------------------
+
+
+def forgets_batches(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Journal, "seen", lambda *_: False)
+
+
+def believes_uncommitted_steps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loading, "_valid", lambda ticks, _: int((np.asarray(ticks) > 0).sum()))
+
+
+def counts_samples_in_memory(patch: pytest.MonkeyPatch) -> None:
+    def sampled(self: Positions, count: int) -> None:
+        self._numbers.values[1] = self.samples + count
+
+    patch.setattr(Positions, "sampled", sampled)
+
+
+def names_every_actor_alike(patch: pytest.MonkeyPatch) -> None:
+    init = Actor.__init__
+
+    def alike(self: Actor, *args: Any) -> None:
+        init(self, *args)
+        self._source = "actor"
+
+    patch.setattr(Actor, "__init__", alike)
+
+
+def notes_scores_after_the_commit(patch: pytest.MonkeyPatch) -> None:
+    note, settle = Outbox.note, Outbox.settle
+    later: list[Any] = []
+
+    def settle_late(self: Outbox, tick: int) -> None:
+        while later:
+            note(self, *later.pop())
+        settle(self, tick)
+
+    patch.setattr(Outbox, "note", lambda _, *args: later.append(args))
+    patch.setattr(Outbox, "settle", settle_late)
+
+
+def writes_every_score_that_is_sent(patch: pytest.MonkeyPatch) -> None:
+    add = ScoresFile.add
+
+    def always(self: ScoresFile, *args: Any, **more: Any) -> bool:
+        self._newest.clear()
+        return add(self, *args, **more)
+
+    patch.setattr(ScoresFile, "add", always)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "complaint"),
+    [
+        (forgets_batches, "stored twice|spliced|limiter"),
+        (believes_uncommitted_steps, "message|stored twice|spliced|never sent|acknowledged"),
+        (counts_samples_in_memory, "samples went back"),
+        (names_every_actor_alike, "acknowledged"),
+        (notes_scores_after_the_commit, "scores are missing"),
+        (writes_every_score_that_is_sent, "a score is there twice"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_run_that_breaks_a_promise_is_found(
+    mutate: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Failed, match=complaint):
+        deque(map(history, range(300)), maxlen=0)
