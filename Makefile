@@ -13,7 +13,7 @@ INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
 # 23.3 takes the newest release of a package that another one wants with an extra, and then refuses it for its hash.
 INSTALL_LOCK := $(INSTALL) --no-deps --require-hashes -r
 
-.PHONY: help train test test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
+.PHONY: help train test simulate test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ train: setup ## set up, then train; options such as ARGS='--seed 1'
 
 test: setup-dev lint types ## set up, then lint, types and tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+simulate: setup-dev ## histories of a run with faults of storage and network; ARGS='--minutes 10'
+	@$(BIN)/python tests/simulation.py $(ARGS)
 
 lint: setup-dev ## ruff: rules and formatting
 	@$(BIN)/ruff check .

@@ -44,14 +44,12 @@ from typing import Any, NamedTuple, Self
 from unittest import mock
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fleet_parts import small_run
 
 import dreamfleet.positions
 import dreamfleet.replay.storage.journal
 import dreamfleet.roles.logger
+import dreamfleet.roles.outbox
 from dreamfleet.agents.api import AgentBase
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -208,6 +206,7 @@ def watched() -> Iterator[None]:
         mock.patch.object(dreamfleet.positions, "np", _Numpy()),
         mock.patch.object(dreamfleet.roles.logger, "np", _Numpy()),
         mock.patch.object(dreamfleet.roles.logger, "BackgroundOutput", _Direct),
+        mock.patch.object(dreamfleet.roles.outbox, "_PAUSE_SECONDS", 0.0),
     ):
         gc.collect()
         gc.freeze()  # after each kill only what it left behind is looked through

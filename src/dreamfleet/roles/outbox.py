@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MOST_SENT = 256
 """Episodes in a message."""
 _LOOK_SECONDS = 0.05
+_PAUSE_SECONDS = 1.0  # after the logger could not take them
 EPISODE = {"step": np.int64, "score": np.float64, "length": np.int64, "time": np.float64}
 """What is told of an episode, and its dtypes."""
 
@@ -57,6 +58,7 @@ class Outbox:
         self._file = JsonlFile(path)
         self._noted: tuple[int, int, list[Row]] | None = None
         self._sent: tuple[Future, int] | None = None
+        self._not_before = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -100,7 +102,7 @@ class Outbox:
 
     def send(self, logger: Client) -> None:
         """Send what waits, unless something is on its way. Does not wait."""
-        if not self._waiting:
+        if not self._waiting or time.monotonic() < self._not_before:
             return
         with self._lock:
             try:
@@ -118,6 +120,7 @@ class Outbox:
                     columns = {k: np.array([r[k] for r in rows], t) for k, t in EPISODE.items()}
                     self._sent = logger.call("ended", ids, columns), len(rows)
             except TransportError as error:
+                self._not_before = time.monotonic() + _PAUSE_SECONDS
                 log.warning("The scores of episodes are sent again: %s", error)
 
     def flush(self, logger: Client, timeout: float) -> None:

@@ -122,7 +122,8 @@ def parallel_replay(
             for number in range(1, 1 if shard else args.replay_shards)
         }
         should_save = LocalClock(args.save_every)
-        service.logger = logger
+        # A client of their own, because nobody waits for scores when the logger is away.
+        service.logger = client(find_server(args, "logger"), f"{name}-scores", _FOREVER)
         stack.enter_context(server)
         publish_address(args, "replay", server.address, shard)
         service.attach(others)
@@ -131,10 +132,10 @@ def parallel_replay(
                 logger.add(-1, service.report(others))
             except TransportError as error:
                 log.warning("The replay's metrics are lost: %s", error)
-            service.outbox.send(logger)
+            service.outbox.send(service.logger)
             if should_save():
                 service.save()
-        service.outbox.flush(logger, _SCORES_SECONDS)
+        service.outbox.flush(service.logger, _SCORES_SECONDS)
     service.close()
 
 
