@@ -732,7 +732,7 @@ class Checker:
         rows = list(read_jsonl(self._config.logdir / "scores.jsonl"))
         assert len({row["id"] for row in rows}) == len(rows), "a score is there twice"
         found = Counter(row["episode/score"] for row in rows)
-        lost = self.cut in ("scores.jsonl", "ckpt/replay/episodes.jsonl")
+        lost = self.cut in ("scores.jsonl", "ckpt/replay/episodes")
         assert found <= ended, f"scores of no episodes: {found - ended}"
         assert lost or found == ended, f"scores are missing: {ended - found}"
 
@@ -796,7 +796,7 @@ def every_fault(seed: int, kind: str, stride: int = 1) -> int:
 
 
 _SMALL = (
-    *("ckpt/replay/positions", "ckpt/replay/episodes.jsonl", "ckpt/logger/step"),
+    *("ckpt/replay/positions", "ckpt/replay/episodes", "ckpt/logger/step"),
     *("scores.jsonl", "metrics.jsonl", "replay/journal"),
 )
 _MOST_BYTES = 400  # of a longer file, those at its beginning

@@ -4,7 +4,6 @@ from dreamfleet.errors import MetricsError
 from dreamfleet.metrics.aggregate import Aggregate
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.outputs import (
-    JsonlFile,
     JsonlOutput,
     MediaOutput,
     Output,
@@ -21,7 +20,6 @@ __all__ = [
     "Aggregate",
     "Episode",
     "EpisodeStats",
-    "JsonlFile",
     "JsonlOutput",
     "MediaOutput",
     "MetricsError",

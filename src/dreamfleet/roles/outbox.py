@@ -5,6 +5,8 @@ message that stores the last step of an episode also tells its score. Before tha
 the replay notes the score in a file; what was noted and never committed is dropped when the file is
 opened. So a score is there exactly if all steps of its episode were stored, whoever is killed.
 
+The file has its room from the start, so a disk that is full holds up nobody whose episode ends.
+
 From here it is sent to the logger, again and again until that has answered. It has an id, under
 which the logger writes it once.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -21,8 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.files import atomic_write
-from dreamfleet.metrics import JsonlFile, read_jsonl
 from dreamfleet.transport import Client, Future, TransportError
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 1.0  # after the logger could not take them
 EPISODE = {"step": np.int64, "score": np.float64, "length": np.int64, "time": np.float64}
 """What is told of an episode, and its dtypes."""
+
+_ROOM = 1 << 16
 
 Row = dict[str, Any]
 
@@ -50,12 +53,20 @@ class Outbox:
     def __init__(self, path: Path, tick: int, shard: int = 0) -> None:
         self._shard = shard
         self._lock = threading.Lock()
+        self._file = _Lines(path)
         self._waiting: list[Row] = []
-        if path.exists():
-            self._waiting = [row for row in read_jsonl(path) if row.pop("tick", tick + 1) <= tick]
+        end = 0
+        for line in self._file.lines:
+            try:
+                row = json.loads(line)
+                if row.pop("tick") > tick:
+                    break
+                self._waiting.append({"id": str(row["id"]), **{key: row[key] for key in EPISODE}})
+            except (ValueError, TypeError, KeyError, AttributeError):
+                log.warning("%s is damaged: a score in it may be lost.", path)
+            end += len(line)
         # Without what was never committed, whose ticks other steps will get.
-        atomic_write(path, "".join(f"{json.dumps({'tick': 0, **r})}\n" for r in self._waiting))
-        self._file = JsonlFile(path)
+        self._file.cut(end)
         self._noted: tuple[int, int, list[Row]] | None = None
         self._sent: tuple[Future, int] | None = None
         self._not_before = 0.0
@@ -85,20 +96,20 @@ class Outbox:
             for index, (step, score, length) in enumerate(columns)
         ]
         with self._lock:
-            self._noted = tick, self._file.size, rows
-            for row in rows:
-                self._file.append({"tick": tick, **row})
+            self._noted = tick, self._file.end, rows
+            lines = (f"{json.dumps({'tick': tick, **row})}\n" for row in rows)
+            self._file.append("".join(lines).encode())
 
     def settle(self, tick: int) -> None:
         """The replay has committed steps up to this one: what was noted counts, or is dropped."""
         with self._lock:
             if self._noted is None:
                 return
-            (last, size, rows), self._noted = self._noted, None
+            (last, end, rows), self._noted = self._noted, None
             if last <= tick:
                 self._waiting += rows
             else:
-                self._file.truncate(size)
+                self._file.cut(end)
 
     def send(self, logger: Client) -> None:
         """Send what waits, unless something is on its way. Does not wait."""
@@ -114,7 +125,7 @@ class Outbox:
                     reply.result()
                     del self._waiting[:count]
                     if not self._waiting and self._noted is None:
-                        self._file.truncate(0)
+                        self._file.cut(0)
                 if rows := self._waiting[:MOST_SENT]:
                     ids = [row["id"] for row in rows]
                     columns = {k: np.array([r[k] for r in rows], t) for k, t in EPISODE.items()}
@@ -137,3 +148,36 @@ class Outbox:
 
     def close(self) -> None:
         self._file.close()
+
+
+class _Lines:
+    """Lines in a file that ends with the first zero: its room is reserved."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        content = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        self._room = len(content)
+        whole = content.partition(b"\0")[0].rpartition(b"\n")
+        self.lines = (whole[0] + whole[1]).splitlines(keepends=True)
+        """Those that were in the file when it was opened."""
+        self.end = 0
+        self._reserve(1)
+
+    def append(self, data: bytes) -> None:
+        self._reserve(len(data) + 1)
+        os.pwrite(self._fd, data + b"\0", self.end)
+        self.end += len(data)
+
+    def cut(self, end: int) -> None:
+        """Keep this many bytes."""
+        os.pwrite(self._fd, b"\0", end)
+        self.end = end
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _reserve(self, size: int) -> None:
+        while self._room < self.end + size:
+            os.pwrite(self._fd, bytes(_ROOM), self._room)
+            self._room += _ROOM

@@ -291,7 +291,7 @@ class ReplayService:
         self._checkpoint = Checkpoint(folder, keep=2)
         counted = 1 if shard else args.replay_shards
         self._positions = Positions(folder / "positions", self._tick, counted)
-        self.outbox = Outbox(folder / "episodes.jsonl", self._tick, shard)
+        self.outbox = Outbox(folder / "episodes", self._tick, shard)
         """Scores on their way to the logger."""
         self.logger: Client | None = None
         """Who takes them; None keeps them."""

@@ -53,7 +53,7 @@ def scores(folder: Path) -> list[float]:
 
 def test_scores_are_sent_until_the_logger_has_answered(tmp_path: Path) -> None:
     logger: Any = FakeLogger(tmp_path)
-    outbox = Outbox(tmp_path / "episodes.jsonl", 0)
+    outbox = Outbox(tmp_path / "episodes", 0)
     logger.answers = False
     for seq in range(3):
         outbox.note(seq + 1, "actor", seq, over(seq, seq + 10.0))
@@ -66,12 +66,12 @@ def test_scores_are_sent_until_the_logger_has_answered(tmp_path: Path) -> None:
     assert logger.calls == [2, 6]
     assert len(outbox) == 0
     assert scores(tmp_path) == [0, 10, 1, 11, 2, 12]
-    assert (tmp_path / "episodes.jsonl").read_bytes() == b""
+    assert len(Outbox(tmp_path / "episodes", 3)) == 0
 
 
 def test_a_score_counts_exactly_if_its_steps_do(tmp_path: Path) -> None:
     """The replay is killed after each of its writes."""
-    path, logger = tmp_path / "episodes.jsonl", FakeLogger(tmp_path)
+    path, logger = tmp_path / "episodes", FakeLogger(tmp_path)
     killed = Outbox(path, 0)
     killed.note(4, "actor", 1, over(1.0))
     killed.settle(4)  # committed, and not sent
@@ -92,9 +92,30 @@ def test_a_score_counts_exactly_if_its_steps_do(tmp_path: Path) -> None:
 
 def test_many_scores_go_in_several_messages(tmp_path: Path) -> None:
     logger: Any = FakeLogger(tmp_path)
-    outbox = Outbox(tmp_path / "episodes.jsonl", 0)
+    outbox = Outbox(tmp_path / "episodes", 0)
     outbox.note(1, "actor", 1, over(*range(MOST_SENT + 5)))
     outbox.settle(1)
     outbox.flush(logger, 60.0)
     assert logger.calls == [MOST_SENT, 5]
     assert scores(tmp_path) == list(range(MOST_SENT + 5))
+
+
+def test_a_damaged_file_costs_the_scores_in_it_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "episodes"
+    outbox = Outbox(path, 0)
+    outbox.note(1, "actor", 1, over(1.0, 2.0, 3.0))
+    outbox.settle(1)
+    whole = path.read_bytes()
+    for at in range(0, whole.index(b"\0") + 1, 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 9]) + whole[at + 1 :])
+        assert len(Outbox(path, 1)) <= 3
+
+
+def test_a_note_takes_no_room_on_the_disk(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "episodes", 0)
+    size = (tmp_path / "episodes").stat().st_size
+    for seq in range(50):
+        outbox.note(seq + 1, "actor", seq, over(1.0))
+        outbox.settle(seq + 1)
+    assert (tmp_path / "episodes").stat().st_size == size
+    assert len(Outbox(tmp_path / "episodes", 50)) == 50

@@ -46,19 +46,11 @@ class JsonlFile:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OSError(f"{self._path} could not be written: is the disk full?")
 
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        return os.fstat(self._fd).st_size
-
-    def truncate(self, size: int) -> None:
-        """Take back what was appended behind these bytes."""
-        os.ftruncate(self._fd, size)
-
     def tail(self) -> list[dict[str, Any]]:
         """The last rows, some thousands of them."""
-        start = max(0, self.size - _LONG_TAIL)
-        lines = os.pread(self._fd, self.size - start, start).splitlines()[1 if start else 0 :]
+        size = os.fstat(self._fd).st_size
+        start = max(0, size - _LONG_TAIL)
+        lines = os.pread(self._fd, size - start, start).splitlines()[1 if start else 0 :]
         rows = []
         for line in lines:
             with suppress(ValueError):
