@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.transport import Client, Future, TransportError
+from dreamfleet.transport import ArgumentError, Client, Future, RemoteError, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,12 @@ class Outbox:
                     if not reply.done():
                         return
                     self._sent = None
-                    reply.result()
+                    try:
+                        reply.result()
+                    except RemoteError as error:
+                        if error.kind != ArgumentError.__name__:
+                            raise
+                        log.warning("%d scores were damaged, and are lost: %s", count, error)
                     del self._waiting[:count]
                     if not self._waiting and self._noted is None:
                         self._file.cut(0)
