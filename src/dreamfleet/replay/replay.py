@@ -277,10 +277,10 @@ class Replay:
             while table.seals and (
                 damaged := table.seals.uncover([r.slot for r in runs if r.slot >= 0], values)
             ):
-                self._set_aside(table, damaged)
-                if self._table is None:
+                left = self._set_aside(table, damaged)
+                if left is None:
                     return 0
-                table = self._table
+                table = left
                 runs = table.store.locate(flat)
             here = sum(run.size for run in runs if run.slot >= 0)
             self._statistics.skipped_updates += count - here
@@ -392,8 +392,9 @@ class Replay:
                     self._table = None
                 self._unlock()
 
-    def _set_aside(self, table: Table, damaged: list[Block]) -> None:
-        """Open the directory again without these blocks, which have changed on the disk."""
+    def _set_aside(self, table: Table, damaged: list[Block]) -> Table | None:
+        """Open the directory again without these blocks, which have changed on the disk; returns
+        the table of what is left."""
         assert self.directory is not None
         self._readers.wait_until_none()
         position = table.save_position()
@@ -401,10 +402,11 @@ class Replay:
         self._statistics.damaged_chunks += len(reasons)
         self._table = None
         table.store.close()
-        self._open(self.directory)
+        left = self._open(self.directory)
         self.skipped_files |= reasons
-        if self._table is not None:
-            self._table.load_position(position)
+        if left is not None:
+            left.load_position(position)
+        return left
 
     def _draw(self, table: Table, batch: int, mode: Mode, split: Split | None) -> NDArray[np.int64]:
         train = mode == "train"
@@ -453,7 +455,7 @@ class Replay:
             mark_cut_short=self._mark_cut_short,
         )
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path) -> Table | None:
         remove_partial(path)
         journal = self._journal
         contents = scan(path, None if journal.is_new else journal.id)
@@ -468,6 +470,7 @@ class Replay:
             self._warn()
         if journal.is_new:
             journal.begin(0)
+        return self._table
 
     def _warn(self) -> None:
         if self._table is not None:
