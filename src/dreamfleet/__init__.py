@@ -17,6 +17,7 @@ from dreamfleet.spaces import Space
 if typing.TYPE_CHECKING:
     from dreamfleet.callbacks import StopTraining
     from dreamfleet.config import RunConfig
+    from dreamfleet.dream import Dream
     from dreamfleet.envs import make_env
     from dreamfleet.evaluation import Evaluation, evaluate
     from dreamfleet.policy import Policy
@@ -27,6 +28,7 @@ __version__ = version("dreamfleet")
 
 __all__ = [
     "ConfigError",
+    "Dream",
     "DreamfleetError",
     "Evaluation",
     "Policy",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "Dream": "dream",
     "Evaluation": "evaluation",
     "Policy": "policy",
     "RunConfig": "config",

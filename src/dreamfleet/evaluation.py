@@ -28,15 +28,15 @@ from dreamfleet.agents.api import Agent
 from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.envs import Wrapper, env_seed, is_bundled, make_env, make_visible_env, renderer
-from dreamfleet.envs.naming import PROGRAM, Task, maker_of, name_of, only_there
+from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
+from dreamfleet.envs.naming import Task, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
 from dreamfleet.fleet.workers import eval_workers
 from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
-from dreamfleet.policy import Policy
+from dreamfleet.policy import Policy, maker_of_task
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
 from dreamfleet.roles.notes import Noted, notes_path, read_notes
 from dreamfleet.spaces import RESET
@@ -163,16 +163,8 @@ def play(
     if policy.blueprint is None:
         raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")
     config = policy.blueprint.config
-    if env is None and not is_bundled(config.task) and not trust:
-        if config.task.startswith(PROGRAM):
-            raise ConfigError(only_there(config.task))
-        raise ConfigError(
-            f"The policy was trained on {config.task}, which is not part of Dreamfleet, and a file "
-            f"does not choose code that is imported: say --task {config.task} "
-            f"(env={config.task!r} in Python) or --trust."
-        )
+    maker = maker_of_task(config, env, trust=trust)
     task = config.task if env is None else name_of(env)
-    maker = maker_of(task) if env is None or isinstance(env, str) else env
     max_steps = max_steps or config.eval_max_steps
     count = min(envs or config.eval_envs or config.envs, episodes)
     with _folder(logdir) as (folder, kept), tempfile.TemporaryDirectory() as private:

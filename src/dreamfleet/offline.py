@@ -37,8 +37,7 @@ def find_source(path: Path | str) -> Source:
     """
     given = Path(path)
     run = given.parent if _REPLAY.fullmatch(given.name) else given
-    found = run.iterdir() if run.is_dir() else ()
-    directories = sorted(each for each in found if _REPLAY.fullmatch(each.name) and each.is_dir())
+    directories = replay_directories(run)
     if run != given:
         directories = [each for each in directories if each.name == given.name]
     if not directories:
@@ -50,6 +49,12 @@ def find_source(path: Path | str) -> Source:
             "a run that has saved."
         )
     return Source(tuple(directories), blueprint)
+
+
+def replay_directories(run: Path) -> list[Path]:
+    """Where a run keeps its steps: a directory for each shard."""
+    found = run.iterdir() if run.is_dir() else ()
+    return sorted(each for each in found if _REPLAY.fullmatch(each.name) and each.is_dir())
 
 
 def check_sources(config: RunConfig) -> None:

@@ -27,6 +27,8 @@ from dreamfleet.checkpoint import (
     read_checkpoint,
 )
 from dreamfleet.config import ForeignSettings, RunConfig
+from dreamfleet.envs.naming import PROGRAM, Task, maker_of, only_there
+from dreamfleet.envs.registry import is_bundled
 from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import (
     FLAGS,
@@ -360,3 +362,32 @@ def find_checkpoint(
             "eval_envs, or take the latest one."
         )
     raise ConfigError(f"{path} holds no checkpoint: name a run's directory, or a checkpoint.")
+
+
+def run_of(path: Path) -> Path:
+    """The run's directory that a path to one of its checkpoints, as above, lies in."""
+    if (path / "manifest.json").is_file():
+        return path.absolute().parents[2]
+    if (path / "ckpt" / "agent").is_dir():
+        return path
+    return path.absolute().parents[1]
+
+
+def maker_of_task(config: RunConfig, env: Task | None, *, trust: bool) -> Task:
+    """What makes the environment that a checkpoint was trained on, or another one that a person
+    names.
+
+    Raises:
+        ConfigError: It is not part of this package, and nobody has named or trusted it.
+    """
+    if env is not None:
+        return maker_of(env) if isinstance(env, str) else env
+    if not is_bundled(config.task) and not trust:
+        if config.task.startswith(PROGRAM):
+            raise ConfigError(only_there(config.task))
+        raise ConfigError(
+            f"The policy was trained on {config.task}, which is not part of Dreamfleet, and a file "
+            f"does not choose code that is imported: say --task {config.task} "
+            f"(env={config.task!r} in Python) or --trust."
+        )
+    return maker_of(config.task)

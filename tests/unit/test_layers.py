@@ -24,6 +24,7 @@ LAYERS = [
     ["parallel"],
     ["fleet"],
     ["roles"],
+    ["dream"],
     ["audit", "estimate", "machine", "offline", "plotting", "resuming"],
     ["policy"],
     ["presets"],

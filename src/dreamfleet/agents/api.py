@@ -8,6 +8,7 @@ and work on the rows of a carry: one walk for everybody who keeps, pads or cuts 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -89,6 +90,47 @@ class Agent(Player, Protocol):
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
         """Take over a saved state, or the entries whose names match `regex` from the start."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a world model says about one moment."""
+
+    obs: Arrays
+    """The observation, decoded; not every key need be there."""
+    reward: float
+    """For arriving here."""
+    continuation: float
+    """The probability that the episode goes on."""
+    value: float
+    """The return that the critic expects from here on."""
+    sample: Arrays
+    """An action drawn from the policy."""
+    mode: Arrays
+    """The policy's likeliest action."""
+    allowed: NDArray[np.bool_] | None = None
+    """Which choices of the action the model believes are allowed; None if the task has no mask."""
+
+
+class WorldModel(Protocol):
+    """A world model that a person can play with; an agent that has one gives it away with a method
+    `world_model()`, which is optional.
+
+    A latent state is whatever the model passes to itself, and is never changed in place. The same
+    seed and number draw the same random numbers.
+    """
+
+    def stored(self, step: Mapping[str, NDArray[Any]]) -> Any | None:
+        """The latent state that the replay has stored with a step; None if there is none."""
+
+    def observe(
+        self, latent: Any | None, obs: Mapping[str, Any], action: Arrays, seed: int, number: int
+    ) -> tuple[Any, Guess]:
+        """The next latent state, after an observation; `action` led to it, and the latent state
+        before it is None where an episode begins."""
+
+    def imagine(self, latent: Any, action: Arrays, seed: int, number: int) -> tuple[Any, Guess]:
+        """The next latent state after an action, without an observation."""
 
 
 class AgentBase:

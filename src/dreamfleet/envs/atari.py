@@ -58,6 +58,7 @@ class Atari(EpisodicEnv):
         ale.loadROM(path)
         self._ale = ale
         self._actions = ale.getLegalActionSet() if actions == "all" else ale.getMinimalActionSet()
+        self.action_names = tuple(each.name.lower() for each in self._actions)
         self._rng = np.random.default_rng(seed)
         self._repeat = repeat
         self._size = size

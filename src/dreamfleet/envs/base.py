@@ -79,7 +79,12 @@ class NotFiniteError(SpaceError):
 
 @runtime_checkable
 class Env(Protocol):
-    """The contract. A class needs no base to fulfil it; `render` and `close` are optional."""
+    """The contract. A class needs no base to fulfil it.
+
+    `render`, `close` and `restore(obs)` are optional. The last puts an episode that is running into
+    the state that an observation shows, and returns whether it could: a dream is drawn with it. So
+    is `action_names`, what the choices of the only, discrete action are called.
+    """
 
     @property
     def obs_space(self) -> Spaces: ...

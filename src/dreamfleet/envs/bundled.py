@@ -25,6 +25,8 @@ class Catch(EpisodicEnv):
     perfect play 1.
     """
 
+    action_names = ("left", "stay", "right")
+
     def __init__(
         self, *, seed: int = 0, grid: int = 8, balls: int = 1, size: tuple[int, int] = (64, 64)
     ) -> None:
@@ -96,6 +98,8 @@ class Corridor(EpisodicEnv):
     The two prizes differ on purpose: if they were equal, neither the signal nor the turn alone
     would predict the reward, and there would be no gradient to learn from.
     """
+
+    action_names = ("left", "right")
 
     def __init__(self, *, seed: int = 0, length: int = 10) -> None:
         super().__init__(
@@ -187,6 +191,13 @@ class PointMass(EpisodicEnv):
             "velocity": self._velocity.astype(np.float32),
             "goal": self._goal.astype(np.float32),
         }
+
+    def restore(self, obs: Mapping[str, Any]) -> bool:
+        names = ("position", "velocity", "goal")
+        self._position, self._velocity, self._goal = (
+            np.clip(np.asarray(obs[name], float), -1, 1) for name in names
+        )
+        return True
 
     def render(self) -> NDArray[np.uint8]:
         image = np.full((64, 64, 3), 24, np.uint8)

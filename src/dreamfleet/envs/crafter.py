@@ -36,9 +36,9 @@ class Crafter(EpisodicEnv):
         self._env = crafter.Env(
             area=area, size=size[::-1], reward=rewarded, length=length, seed=seed
         )
-        self._achievements = sorted(
-            import_extra("crafter.constants", "Tasks of crafter:", "crafter").achievements
-        )
+        constants = import_extra("crafter.constants", "Tasks of crafter:", "crafter")
+        self._achievements = sorted(constants.achievements)
+        self.action_names = tuple(constants.actions)
         space = {f"log/achievement_{name}": Space(np.int32) for name in self._achievements}
         super().__init__(
             {"image": Space(np.uint8, (*size, 3)), **space},

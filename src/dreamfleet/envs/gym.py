@@ -29,6 +29,7 @@ from dreamfleet.envs.base import (
     Spaces,
     UnknownTaskError,
 )
+from dreamfleet.envs.classic import names_of, set_state
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.info_mask import MaskFromInfo
 from dreamfleet.envs.layouts import (
@@ -210,6 +211,15 @@ class GymEnv(EpisodicEnv):
             return np.asarray(self._env.render(), np.uint8)
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingExtraError(f"The environment cannot render: {error}") from error
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        return names_of(self._env.unwrapped)
+
+    def restore(self, obs: Mapping[str, Any]) -> bool:
+        """Put an episode of classic control into the state that an observation shows."""
+        vector = obs.get("vector")
+        return vector is not None and set_state(self._env.unwrapped, vector)
 
     def close(self) -> None:
         self._env.close()

@@ -47,6 +47,7 @@ class MiniGrid(EpisodicEnv):
         self._cells = int(np.prod(env.observation_space["image"].shape))
         self._words, self._longest = vocabulary(env.observation_space["mission"])
         self._size = size
+        self.action_names = tuple(each.name for each in env.unwrapped.actions)
         space = {"direction": Space(np.int32, (), 0, 4)}
         if self._pixels:
             space["image"] = Space(np.uint8, (*size, 3))

@@ -44,6 +44,14 @@ class Wrapper:
         render = getattr(self.env, "render", None)
         return render() if render else None
 
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        return tuple(getattr(self.env, "action_names", ()))
+
+    def restore(self, obs: Mapping[str, Any]) -> bool:
+        restore = getattr(self.env, "restore", None)
+        return bool(restore and restore(obs))
+
     def close(self) -> None:
         close = getattr(self.env, "close", None)
         if close:

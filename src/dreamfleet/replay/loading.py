@@ -61,7 +61,7 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
         _settle(journal, every)
     for chunk, slot in slots.items():
         ticks = store.ticks[slot]
-        store.lengths[slot] = count = _valid(ticks, journal.committed)
+        store.lengths[slot] = count = valid_ticks(ticks, journal.committed)
         rest = ticks[count:]
         if not rest.any():
             continue
@@ -76,7 +76,7 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
     store.release([slot for slot in slots.values() if not store.lengths[slot]])
     journal.forget_uncommitted()
     sizes = {c: int(store.lengths[s]) for c, s in slots.items() if store.lengths[s]}
-    chains = _linked({c: chunks[c].previous for c in sizes}, sizes, store.steps)
+    chains = linked({c: chunks[c].previous for c in sizes}, sizes, store.steps)
     ticks_of = [
         np.concatenate([store.ticks[slots[c], : sizes[c]] for c in chain]) for chain in chains
     ]
@@ -275,7 +275,7 @@ def _take_in(table: Table, copies: list[_Copy]) -> None:
     sizes = {name: len(chunk.ticks) for name, (chunk, _) in new.items()}
     previous = {name: chunk.found.info.previous for name, (chunk, _) in new.items()}
     chains: list[tuple[list[int], StreamId | None]] = []
-    for chain in _linked(previous, sizes, store.steps):
+    for chain in linked(previous, sizes, store.steps):
         slots = [new[name][1] for name in chain]
         before = store.slot_of.get(previous[chain[0]] or b"", -1)
         longer = table.chains.lengthen(before, slots)
@@ -328,15 +328,15 @@ def _newest(other: OtherRun, length: int, capacity: int, shard: int, shards: int
     chunks = {}
     for item in other.found:
         try:
-            ticks = _read_ticks(item)
+            ticks = read_ticks(item)
         except FileNotFoundError:
             continue  # The other run let it go meanwhile, as it is older than all it keeps.
-        ticks = ticks[: _valid(ticks, other.committed)]
+        ticks = ticks[: valid_ticks(ticks, other.committed)]
         if len(ticks):
             chunks[item.info.id] = _Chunk(item, ticks)
     steps = other.found[0].info.steps
     sizes = {name: len(chunk.ticks) for name, chunk in chunks.items()}
-    chains = _linked({name: c.found.info.previous for name, c in chunks.items()}, sizes, steps)
+    chains = linked({name: c.found.info.previous for name, c in chunks.items()}, sizes, steps)
     if shards > 1:
         chains = [c for c in chains if _stream_number(chunks[c[0]].found.info) % shards == shard]
     ticks_of = [np.concatenate([chunks[name].ticks for name in chain]) for chain in chains]
@@ -357,7 +357,7 @@ def _stream_number(info: ChunkInfo) -> int:
     return zlib.crc32(info.id if info.stream is None else info.stream.encode())
 
 
-def _read_ticks(found: Found) -> Ticks:
+def read_ticks(found: Found) -> Ticks:
     with found.path.open("rb") as file:
         file.seek(header_bytes(found.info.schema))
         ticks = np.fromfile(file, np.int64, found.info.steps)
@@ -366,14 +366,14 @@ def _read_ticks(found: Found) -> Ticks:
     return ticks
 
 
-def _valid(ticks: Ticks, committed: int) -> int:
+def valid_ticks(ticks: Ticks, committed: int) -> int:
     """Length of the leading run of growing ticks up to the committed one."""
     good = (ticks > 0) & (ticks <= committed)
     good[1:] &= ticks[1:] > ticks[:-1]
     return len(good) if good.all() else int(good.argmin())
 
 
-def _linked(
+def linked(
     previous: Mapping[bytes, bytes | None], sizes: Mapping[bytes, int], steps: int
 ) -> list[list[bytes]]:
     """Chunks in chains: each follows the one it names, if that is here and full."""

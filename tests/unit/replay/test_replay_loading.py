@@ -139,7 +139,7 @@ def test_training_on_the_steps_of_another_run_alone(directory: Path) -> None:
     assert replay.stats()["samples"] == 400
 
 
-@pytest.mark.parametrize("moment", ["_read_ticks", "_copy"])
+@pytest.mark.parametrize("moment", ["read_ticks", "_copy"])
 def test_chunks_that_another_run_removes_while_they_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

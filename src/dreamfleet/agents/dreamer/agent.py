@@ -21,6 +21,7 @@ from dreamfleet.agents.dreamer import nonfinite
 from dreamfleet.agents.dreamer.acting import ActingNetworks, Snapshot
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.devices import Placement, prefetch
+from dreamfleet.agents.dreamer.dreaming import DreamerWorldModel
 from dreamfleet.agents.dreamer.features import stored_space
 from dreamfleet.agents.dreamer.learning import TrainState, init_state, train_step
 from dreamfleet.agents.dreamer.player import ActingAgent
@@ -153,6 +154,10 @@ class Dreamer(ActingAgent):
         if jax.tree.leaves(nets)[0].devices() != {device}:
             nets = jax.device_put(nets, device)
         return Snapshot(nets, self._updates, time.monotonic())
+
+    def world_model(self) -> DreamerWorldModel:
+        """What it has learned so far, for a dream."""
+        return DreamerWorldModel(self._state.nets, self.config, self._placement.policy_device)
 
     # --- compiling ahead of time -----------------------------------------------------------------
 

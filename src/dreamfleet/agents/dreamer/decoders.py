@@ -88,6 +88,19 @@ class DefaultDecoder(eqx.Module):
             result[name] = jnp.sum(error, (-3, -2, -1))
         return result
 
+    def values(self, predictions: Mapping[str, Array]) -> dict[str, Array]:
+        """Predicted numbers as the environment has them: means of floats, the likeliest choice of
+        discrete keys."""
+        result: dict[str, Array] = {}
+        for feature in self.features.vectors:
+            prediction = predictions[feature.name].astype(jnp.float32)
+            if feature.discrete:
+                index = jnp.argmax(prediction, -1).astype(jnp.int32)
+                result[feature.name] = index + np.int32(feature.low)
+            else:
+                result[feature.name] = dist.symexp(prediction)
+        return result
+
     def images(self, predictions: Mapping[str, Array]) -> dict[str, Array]:
         return {image.name: predictions[image.name] for image in self.features.images}
 

@@ -52,7 +52,11 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Latent states to predicted observations. It need not predict every key."""
+    """Latent states to predicted observations. It need not predict every key.
+
+    A method `values(predictions)`, which gives predicted numbers as the environment has them, is
+    optional: a dream shows them.
+    """
 
     @classmethod
     def check(cls, spaces: Spaces, model: ModelConfig) -> None:

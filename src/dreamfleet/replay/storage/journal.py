@@ -231,10 +231,10 @@ def read_committed(directory: Path) -> tuple[bytes, int] | None:
     """Id and committed tick of another run's journal, which is only read; None if it has none."""
     try:
         with (directory / FILENAME).open("rb") as file:
-            words = np.frombuffer(file.read(_HEADER_WORDS * 8), "<u8")
+            header = file.read(_HEADER_WORDS * 8)
     except FileNotFoundError:
         return None
-    return _read_header(words) if len(words) == _HEADER_WORDS else None
+    return _read_header(np.frombuffer(header, "<u8")) if len(header) == _HEADER_WORDS * 8 else None
 
 
 def _read_header(words: Words) -> tuple[bytes, int] | None:

@@ -1,0 +1,234 @@
+"""A process in which dreams are played, so that the server of pages neither waits nor computes.
+
+It is started for the first dream, and ends with the last one: so all memory of the networks and
+environments is given back, and an environment that crashes takes no page with it. Every session has
+a thread of its own, which some renderers need.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dreamfleet.dream.dream import Dream
+from dreamfleet.dream.session import Plain, Session
+from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.transport import Client, Server, TransportError
+
+log = logging.getLogger(__name__)
+
+MOST_SESSIONS = 4
+IDLE_SECONDS = 900.0
+_PATIENCE = 120.0
+
+
+class _Host:
+    """The sessions, in the process."""
+
+    def __init__(self, most: int, idle: float) -> None:
+        self._most, self._idle = most, idle
+        self._sessions: dict[str, tuple[Session, ThreadPoolExecutor]] = {}
+        self._used: dict[str, float] = {}
+        self._lock = threading.Lock()
+        # Networks are shared by the sessions that play the same checkpoint.
+        self._loaded: weakref.WeakValueDictionary[str, Dream] = weakref.WeakValueDictionary()
+
+    def open(self, name: str, path: str, trust: bool) -> Plain:
+        """Load a checkpoint for a viewer; what can be chosen."""
+        self.close_idle()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="dream")
+        with self._lock:
+            if len(self._sessions) >= self._most:
+                raise ConfigError(
+                    f"{self._most} dreams are being played, which is the most: close one of them."
+                )
+            self._sessions[name] = None, pool  # type: ignore[assignment]
+            self._used[name] = time.monotonic()
+        try:
+            session = pool.submit(self._load, path, trust).result()
+            with self._lock:
+                if name not in self._sessions:
+                    raise ConfigError("The dream was closed while it was loaded.")
+                self._sessions[name] = session, pool
+            return self.call(name, "describe")
+        except BaseException:
+            self.close(name)
+            raise
+
+    def _load(self, path: str, trust: bool) -> Session:
+        known = self._loaded.get(path)
+        if known is None:
+            known = self._loaded[path] = Dream.load(path, trust=trust)
+        return Session(known, trust=trust)
+
+    def call(self, name: str, method: str, *args: Any) -> Plain:
+        """Call a method of a session, on its thread."""
+        with self._lock:
+            session, pool = self._sessions.get(name, (None, None))
+            self._used[name] = time.monotonic()
+        if session is None or pool is None or method not in _METHODS:
+            raise ConfigError("The dream is closed: it was idle for too long. Open it again.")
+        result: Plain = pool.submit(getattr(session, method), *args).result()
+        return result
+
+    def close(self, name: str) -> int:
+        """End a session; how many are left."""
+        with self._lock:
+            session, pool = self._sessions.pop(name, (None, None))
+            self._used.pop(name, None)
+            left = len(self._sessions)
+        if pool is not None:
+            if session is not None:
+                pool.submit(session.close)
+            pool.shutdown(wait=False)
+        return left
+
+    def close_idle(self) -> None:
+        """End the sessions whose viewers have left without a word."""
+        now = time.monotonic()
+        for name in [name for name, used in self._used.items() if now - used > self._idle]:
+            self.close(name)
+
+
+_METHODS = ("describe", "start", "step", "go", "reset", "show")
+
+
+def _answered(method: Callable[..., Any], *args: Any) -> Plain:
+    """What a method returns, or what is wrong, as text for a person."""
+    try:
+        return {"value": method(*args)}
+    except DreamfleetError as error:
+        return {"error": str(error)}
+    except Exception as error:  # whatever it is, the viewer is told, and the others play on
+        log.exception("A dream failed.")
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Serve until the parent closes the pipe, or is gone."""
+    address, most, idle = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    host = _Host(most, idle)
+    server = Server(address, "dreams", workers=most + 1)
+    for name in ("open", "call", "close"):
+        server.bind(name, partial(_answered, getattr(host, name)))
+    with server:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+    os._exit(0)  # whatever environments are up to
+
+
+class DreamHost:
+    """Starts the process when it is needed, and speaks with it; for any thread.
+
+    Args:
+        most: Sessions at the same time.
+        idle: Seconds without a call after which a session is closed.
+    """
+
+    def __init__(self, most: int = MOST_SESSIONS, idle: float = IDLE_SECONDS) -> None:
+        self._most, self._idle = most, idle
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._client: Client | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def open(self, name: str, path: Path, *, trust: bool = False) -> Plain:
+        """Load a checkpoint of a run for a viewer.
+
+        Raises:
+            DreamfleetError: It cannot be loaded, or as many dreams are played as may be.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._stop()
+                self._start()
+        answer: Plain = self._ask("open", name, str(path.absolute()), trust)
+        return answer
+
+    def call(self, name: str, method: str, *args: Any) -> Plain:
+        """Call a method of a `Session`."""
+        answer: Plain = self._ask("call", name, method, *args)
+        return answer
+
+    def close(self, name: str) -> None:
+        """End a session, and the process with the last one."""
+        try:
+            left = self._ask("close", name)
+        except DreamfleetError:
+            return
+        with self._lock:
+            if left == 0:
+                self._stop()
+
+    def stop(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._stop()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return self._process.pid if self._process else None
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="dreamfleet-")
+        address = f"ipc://{self._folder.name}/dreams"
+        command = [sys.executable, "-P", "-m", __spec__.name, address, str(self._most)]
+        self._process = subprocess.Popen(
+            [*command, str(self._idle)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise DreamfleetError("The process for dreams did not start: look at the terminal.")
+        self._client = Client(address, "dreams", patience=5.0, timeout=_PATIENCE)
+
+    def _stop(self) -> None:
+        if self._client is not None:
+            self._client.close(flush=0)
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._client = self._process = self._folder = None
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        client = self._client
+        if client is None:
+            raise DreamfleetError("The dream is closed: open it again.")
+        try:
+            answer = client.call(method, *args).result()
+        except TransportError as error:
+            raise DreamfleetError(
+                "The process that played the dream has ended, perhaps by a crash of the "
+                f"environment: open the dream again. ({error})"
+            ) from error
+        if "error" in answer:
+            raise DreamfleetError(answer["error"])
+        return answer["value"]
+
+
+if __name__ == "__main__":
+    main()

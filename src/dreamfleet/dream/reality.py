@@ -1,0 +1,266 @@
+"""The real environment beside a dream: the same start, then the same actions."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agents.api import Arrays
+from dreamfleet.envs import Wrapper, env_seed, make_visible_env, noop, renderer
+from dreamfleet.envs.naming import Task
+from dreamfleet.errors import ConfigError, DreamfleetError, MissingExtraError
+from dreamfleet.policy import Blueprint, maker_of_task
+from dreamfleet.replay.reading import StoredEpisode
+from dreamfleet.spaces import FLAGS, RESET, is_frame, without_logs
+
+_SEEDS_FROM = 1 << 21
+"""Seeds of fresh episodes begin here, so that they are none of training or evaluation."""
+_MOST_HISTORY = 10_000
+_MOST_SECONDS = 20.0
+_ROWS = 256
+_MOST_SEEN = 10_000
+
+
+class RealityError(DreamfleetError):
+    """The real environment cannot be where the dream is."""
+
+
+@dataclass(frozen=True)
+class Real:
+    """A moment of the real environment."""
+
+    number: int
+    """Actions since the dream began."""
+    obs: Arrays
+    reward: float
+    last: bool
+    """The episode is over: from here on nothing changes."""
+    frame: NDArray[np.uint8] | None
+    """What it looks like, if that can be shown."""
+
+
+class Reality:
+    """The environment that a checkpoint was trained on.
+
+    It begins a fresh episode, from which a dream can start, or it goes to the place in a stored
+    episode where a dream has started. It belongs to one thread at a time.
+
+    Args:
+        blueprint: What the checkpoint says about the run.
+        env: The environment, if it is not part of this package: its task, a class or a function.
+        trust: Import the task that the checkpoint names.
+
+    Raises:
+        ConfigError: The task is not part of this package, and nobody has named or trusted it.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, *, env: Task | None = None, trust: bool = False
+    ) -> None:
+        self._config = blueprint.config
+        self._maker = maker_of_task(blueprint.config, env, trust=trust)
+        self._keys = [key for key in without_logs(blueprint.obs_space) if key not in FLAGS]
+        self._env: Wrapper | None = None
+        self._painter: Wrapper | None = None
+        self._paints = True
+        self._begin: Callable[[], Arrays] | None = None
+        self._now: Real | None = None
+        self._way = hashlib.blake2b(digest_size=16)  # of all actions so far
+        self._seen: dict[bytes, bytes] = {}  # what was observed at the end of each
+
+    def fresh(self, seed: int = 0) -> Real:
+        """Begin a new episode; its first observation is one to start a dream from (`steps`)."""
+
+        def begin() -> Arrays:
+            env = self._make(env_seed(self._config.seed + seed, _SEEDS_FROM))
+            return env.step(noop(env.act_space))
+
+        return self._start(begin)
+
+    def follow(self, episode: StoredEpisode, observe: int) -> Real:
+        """Go where a dream is that has observed so many steps of a stored episode.
+
+        Some environments can be put into the state that an observation shows (`restore`). All
+        others are given the seed that they had, and all actions since; that is only believed if
+        they then return every observation that is stored.
+
+        Raises:
+            RealityError: There is no way there.
+        """
+        here = {key: value[0] for key, value in episode.read(observe - 1, observe).items()}
+
+        def restored() -> Arrays:
+            env = self._make(0)
+            first = env.step(noop(env.act_space))
+            if not env.restore(here):
+                return {}
+            return {**first, **{key: here[key] for key in (*self._keys, *FLAGS)}}
+
+        if obs := self._attempt(restored):
+            return self._start(restored, obs)
+        return self._start(lambda: self._relive(episode, observe))
+
+    @property
+    def now(self) -> Real:
+        """The moment that it is at."""
+        if self._now is None:
+            raise RealityError("The environment has not started: call fresh() or follow() first.")
+        return self._now
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """What the choices of a discrete action are called, if the environment says so."""
+        return tuple(self._env.action_names) if self._env else ()
+
+    @property
+    def steps(self) -> Arrays:
+        """The moment as steps that a dream can start from."""
+        return {key: value[None] for key, value in without_logs(self.now.obs).items()}
+
+    def step(self, action: Mapping[str, Any]) -> Real:
+        """Take the action that the dream takes. After the end of the episode nothing happens.
+
+        Raises:
+            RealityError: The environment failed.
+        """
+        return self._take(action)
+
+    def _take(self, action: Mapping[str, Any], *, draw: bool = True) -> Real:
+        before = self.now
+        taken = {key: np.asarray(value) for key, value in action.items()}
+        over = {**before.obs, "reward": np.zeros((), np.float32)}
+        obs = over if before.last else self._attempt(lambda: self._advance(taken))
+        self._way.update(b"".join(taken[key].tobytes() for key in sorted(taken)))
+        return self._arrive(before.number + 1, obs, draw=draw)
+
+    def repeat(self, actions: Iterable[Mapping[str, Any]]) -> Real:
+        """Go back to the start, and take these actions.
+
+        Raises:
+            RealityError: The environment failed, or after actions that it took before it is
+                somewhere else than then.
+        """
+        way = list(actions)
+        if self._begin is not None:
+            self._restart(self._attempt(self._begin))
+        for number, action in enumerate(way, 1):
+            self._take(action, draw=number == len(way))
+        return self.now
+
+    def draw(self, obs: Mapping[str, Any]) -> NDArray[np.uint8] | None:
+        """What an imagined observation looks like: its image, or else what the environment renders
+        in that state; None if it has neither."""
+        for value in obs.values():
+            if is_frame(value.dtype, value.shape):
+                return np.asarray(value)
+        if not self._paints:
+            return None
+        try:
+            if self._painter is None:
+                self._painter = make_visible_env(self._maker, **self._config.env_options)
+                self._painter.step(noop(self._painter.act_space))
+            frame = self._painter.render() if self._painter.restore(obs) else None
+        except Exception:  # an environment's own code, on a state that it may never have had
+            frame = None
+        self._paints = frame is not None
+        return frame
+
+    def close(self) -> None:
+        """Release the environments."""
+        for env in (self._env, self._painter):
+            if env is not None:
+                env.close()
+        self._env = self._painter = self._now = None
+
+    def _make(self, seed: int) -> Wrapper:
+        if self._env is not None:
+            self._env.close()
+        self._env = make_visible_env(self._maker, seed=seed, **self._config.env_options)
+        return self._env
+
+    def _start(self, begin: Callable[[], Arrays], obs: Arrays | None = None) -> Real:
+        obs = self._attempt(begin) if obs is None else obs
+        self._begin, self._seen = begin, {}
+        return self._restart(obs)
+
+    def _restart(self, obs: Arrays) -> Real:
+        self._way = hashlib.blake2b(digest_size=16)
+        return self._arrive(0, obs)
+
+    def _arrive(self, number: int, obs: Arrays, *, draw: bool = True) -> Real:
+        """The moment, which is the same as after the same actions before."""
+        parts = b"".join(np.ascontiguousarray(obs[key]).tobytes() for key in self._keys)
+        seen = hashlib.blake2b(parts, digest_size=16).digest()
+        if self._seen.setdefault(self._way.digest(), seen) != seen:
+            raise RealityError(
+                "The environment does not repeat itself after the same seed and the same actions, "
+                "so that it cannot go back."
+            )
+        while len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        assert self._env is not None
+        try:
+            frame = renderer(self._env)(obs) if draw else None
+        except Exception:  # no picture is no reason to stop
+            frame = None
+        self._now = Real(number, obs, float(obs["reward"]), bool(obs["is_last"]), frame)
+        return self._now
+
+    def _attempt(self, call: Callable[[], Arrays]) -> Arrays:
+        try:
+            return call()
+        except (MissingExtraError, ConfigError, RealityError):
+            raise
+        except Exception as error:  # whatever the environment's own code raises
+            raise RealityError(
+                f"The environment failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _advance(self, action: Arrays) -> Arrays:
+        assert self._env is not None
+        return self._env.step({**action, RESET: np.array(False)})
+
+    def _relive(self, episode: StoredEpisode, observe: int) -> Arrays:
+        """Repeat everything that an environment has done up to a step of an episode."""
+        if not episode.complete or not isinstance(episode.stream, int):
+            raise _unreachable("the replay no longer holds all of its steps")
+        if episode.history > _MOST_HISTORY:
+            raise _unreachable(f"{episode.history:,} steps would have to be repeated")
+        env = self._make(env_seed(self._config.seed, episode.stream))
+        started = time.monotonic()
+        action, obs = noop(env.act_space), None
+        for start in range(-episode.history, observe, _ROWS):
+            rows = episode.read(start, min(start + _ROWS, observe))
+            for index in range(len(rows["is_first"])):
+                first = bool(rows["is_first"][index])
+                obs = env.step({**action, RESET: np.array(first)})
+                if not self._same(obs, {key: rows[key][index] for key in self._keys}):
+                    raise _unreachable("the same seed and actions lead it elsewhere")
+                action = {
+                    key: rows[key][index] if key in rows else value for key, value in action.items()
+                }
+            if time.monotonic() - started > _MOST_SECONDS:
+                raise _unreachable(f"repeating {episode.history:,} steps takes too long")
+        assert obs is not None
+        return obs
+
+    def _same(self, obs: Arrays, stored: Arrays) -> bool:
+        return all(
+            np.array_equal(obs[key], value)
+            if value.dtype.kind != "f"
+            else np.allclose(obs[key], value, rtol=1e-5, atol=1e-6)
+            for key, value in stored.items()
+        )
+
+
+def _unreachable(why: str) -> RealityError:
+    return RealityError(
+        f"The environment cannot be brought to this place, because {why}: start from a fresh "
+        "episode to see both."
+    )

@@ -1,0 +1,358 @@
+"""What one person plays: a dream, its branches, and the truth beside it, as plain values.
+
+Everything that a page shows comes from here as dicts of numbers, text and PNG bytes, so that the
+server of the page neither computes nor knows the world model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dreamfleet.agents.api import Arrays
+from dreamfleet.dream.dream import Dream
+from dreamfleet.dream.reality import Reality, RealityError
+from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.masks import ACTION_MASK
+from dreamfleet.metrics.frames import encode_png
+from dreamfleet.replay.reading import StoredEpisode
+from dreamfleet.spaces import is_frame
+
+MOST_STEPS = 2000
+"""Of a dream that somebody plays: it and its pictures stay small."""
+MOST_BRANCHES = 8
+MOST_NUMBERS = 16
+"""Of an observation that are drawn as curves."""
+MOST_POINTS = 200
+"""Moments that curves reach back."""
+_MOST_EPISODES = 200
+
+Who = Literal["you", "policy", "mode", "recorded"]
+Plain = dict[str, Any]
+
+
+@dataclass
+class _Branch:
+    """A way that the dream went, and what was true meanwhile, by the number of the moment."""
+
+    dream: Dream
+    truth: dict[int, tuple[float, float, list[float]]] = field(default_factory=dict)
+    """Reward, how far the dream was off, and the numbers of the observation."""
+
+
+class Session:
+    """A dream that is played.
+
+    Args:
+        dream: Loaded; several sessions may share it, because each plays a branch of it.
+        trust: Import the environment that the checkpoint names, if it is not part of this package.
+    """
+
+    def __init__(self, dream: Dream, *, trust: bool = False) -> None:
+        self._loaded = dream
+        self._branches = [_Branch(dream.branch())]
+        self._current = 0
+        self._episodes: list[StoredEpisode] = []
+        self._recorded: Arrays = {}
+        self._real: Reality | None = None
+        self._note = ""
+        """Why the real environment is not there."""
+        self._follows = False
+        try:
+            if dream.blueprint is not None:
+                self._real = Reality(dream.blueprint, trust=trust)
+        except DreamfleetError:
+            self._note = "Its environment is not part of Dreamfleet, so it is not run here."
+
+    @property
+    def dream(self) -> Dream:
+        """The branch that is played."""
+        return self._branches[self._current].dream
+
+    def describe(self) -> Plain:
+        """What can be chosen: episodes to start from, and actions."""
+        dream = self.dream
+        self._episodes = dream.episodes(_MOST_EPISODES)
+        return {
+            "task": dream.blueprint.config.task if dream.blueprint else "",
+            "step": dream.trained_steps,
+            "real": self._real is not None,
+            "note": self._note,
+            "actions": [
+                {
+                    "name": name,
+                    "discrete": space.discrete,
+                    "size": int(np.prod(space.shape)),
+                    "shape": list(space.shape),
+                    "choices": [int(n) for n in np.ravel(space.classes)] if space.discrete else [],
+                    "low": np.ravel(space.low).tolist(),
+                    "high": np.ravel(space.high).tolist(),
+                }
+                for name, space in dream.act_space.items()
+            ],
+            "episodes": [
+                {
+                    "stream": str(each.stream),
+                    "length": each.length,
+                    "score": each.score,
+                    "ends": each.ends,
+                    "begins": each.begins,
+                }
+                for each in self._episodes
+            ],
+        }
+
+    def start(self, episode: int | None, observe: int, seed: int) -> Plain:
+        """Start from an episode of the replay, or from a fresh one of the real environment.
+
+        Args:
+            episode: Its place in what `describe` said; None for a fresh one.
+            observe: How many of its steps are observed.
+            seed: Of the dream, and of a fresh episode.
+        """
+        dream = self.dream
+        dream.seed = seed
+        self._branches, self._current = [_Branch(dream)], 0
+        self._follows = False
+        self._recorded = {}
+        if episode is None:
+            if self._real is None:
+                raise ConfigError(f"There is no environment to begin a fresh episode: {self._note}")
+            self._real.fresh(seed)
+            self._follows, self._note = True, ""
+            dream.start(self._real.steps)
+            return self.show()
+        if not 0 <= episode < len(self._episodes):
+            raise ConfigError(f"There is no episode {episode}: look at the episodes again.")
+        chosen = self._episodes[episode]
+        dream.start(chosen, observe=observe)
+        end = min(chosen.length, observe + MOST_STEPS)
+        self._recorded = chosen.read(
+            observe - 1, end, {*dream.obs_space, *dream.act_space, "reward"}
+        )
+        if self._real is not None:
+            try:
+                self._real.follow(chosen, observe)
+                self._follows, self._note = True, ""
+            except DreamfleetError as error:
+                self._note = str(error)
+        return self.show()
+
+    def step(self, who: Who, action: Mapping[str, Any] | None = None) -> Plain:
+        """Imagine a step.
+
+        After going back, the same action goes forth again, and another one branches off: what was
+        imagined before is kept as a branch of its own.
+
+        Args:
+            who: Who chooses the action.
+            action: What you choose.
+        """
+        dream = self.dream
+        number = dream.now.number
+        if number >= MOST_STEPS:
+            raise ConfigError(f"The dream is {MOST_STEPS:,} steps long: go back, or reset it.")
+        if who == "recorded":
+            chosen = self._recorded_action(number)
+        elif who == "you":
+            chosen = dream.checked_action(_arrays(dream, action or {}))
+        else:
+            chosen = dream.act(greedy=who == "mode")
+        following = dream.following
+        if following and _equal(following.action, chosen):
+            dream.go(number + 1)
+        else:
+            if following:
+                self._branch_off()
+            self.dream.step(chosen)
+        if self._real is not None and self._follows:
+            try:
+                self._real.step(chosen)
+            except RealityError as error:
+                self._follows, self._note = False, str(error)
+        return self.show()
+
+    def go(self, number: int, branch: int | None = None) -> Plain:
+        """Go to a moment of this branch, or of another one."""
+        if branch is not None:
+            if not 0 <= branch < len(self._branches):
+                raise ConfigError(f"There is no branch {branch}.")
+            self._current = branch
+        line = self.dream.line
+        self.dream.go(min(number, line[-1].number))
+        if self._real is not None and self._follows:
+            try:
+                self._real.repeat(self._actions())
+            except RealityError as error:
+                self._follows, self._note = False, str(error)
+        return self.show()
+
+    def reset(self) -> Plain:
+        """Back to the start, without branches."""
+        self._branches, self._current = [_Branch(self.dream)], 0
+        self.dream.reset()
+        return self.go(0)
+
+    def close(self) -> None:
+        """Release the environments."""
+        if self._real is not None:
+            self._real.close()
+
+    def show(self) -> Plain:
+        """The moment, and how the curves went on since the start."""
+        dream, now = self.dream, self.dream.now
+        truth = self._truth(now.number)
+        drawn = self._real.draw(now.obs) if self._real else _image(now.obs)
+        chosen = now.action or {}
+        return {
+            "number": now.number,
+            "length": dream.line[-1].number,
+            "branch": self._current,
+            "branches": len(self._branches),
+            "reward": now.reward,
+            "continuation": now.continuation,
+            "value": now.value,
+            "frame": encode_png(drawn) if drawn is not None else b"",
+            "action": {key: np.ravel(value).tolist() for key, value in chosen.items()},
+            "policy": {key: np.ravel(value).tolist() for key, value in dream.act().items()},
+            "allowed": [] if now.allowed is None else np.ravel(now.allowed).tolist(),
+            "recorded": self._recorded_left(now.number),
+            "numbers": _names(now.obs),
+            "names": list(self._real.action_names) if self._real else [],
+            "note": self._note,
+            "truth": truth,
+            "curves": self._curves(),
+        }
+
+    def _curves(self) -> Plain:
+        """The numbers of the last moments, those of the truth where it is known."""
+        dream, truth = self.dream, self._branches[self._current].truth
+        end = dream.now.number
+        line = [each for each in dream.line if end - MOST_POINTS < each.number <= end]
+        names = ("number", "reward", "continuation", "value")
+        curves = {n: np.array([getattr(each, n) for each in line], np.float32) for n in names}
+        curves["numbers"] = np.array([_values(each.obs) for each in line], np.float32)
+        unknown = (np.nan, np.nan, [np.nan] * curves["numbers"].shape[1])
+        found = [truth.get(each.number, unknown) for each in line]
+        curves["true_reward"] = np.array([each[0] for each in found], np.float32)
+        curves["difference"] = np.array([each[1] for each in found], np.float32)
+        curves["true_numbers"] = np.array([each[2] for each in found], np.float32)
+        return curves
+
+    # --- truth -----------------------------------------------------------------------------------
+
+    def _truth(self, number: int) -> Plain | None:
+        """What really happens: in the environment, or else in the recording while its own actions
+        are taken."""
+        now = self.dream.now
+        if self._real is not None and self._follows:
+            real = self._real.now
+            obs, reward, last, frame = real.obs, real.reward, real.last, real.frame
+            source = "environment"
+        elif self._as_recorded():
+            obs = {key: value[number] for key, value in self._recorded.items()}
+            reward, last = float(obs["reward"]), number == self._recorded_count() - 1
+            frame = self._real.draw(obs) if self._real else _image(obs)
+            source = "recording"
+        else:
+            return None
+        difference = _difference(now.obs, obs)
+        values = _values({key: obs[key] for key in now.obs})
+        self._branches[self._current].truth[number] = reward, difference, values
+        return {
+            "source": source,
+            "frame": encode_png(frame) if frame is not None else b"",
+            "reward": reward,
+            "last": last,
+            "difference": difference,
+        }
+
+    def _recorded_count(self) -> int:
+        return len(next(iter(self._recorded.values()))) if self._recorded else 0
+
+    def _recorded_left(self, number: int) -> int:
+        """Actions of the recording that are left."""
+        return max(self._recorded_count() - 1 - number, 0)
+
+    def _recorded_action(self, number: int) -> Arrays:
+        if not self._recorded_left(number):
+            raise ConfigError("The recording is over: choose actions yourself, or let the policy.")
+        dream = self.dream
+        return dream.checked_action({key: self._recorded[key][number] for key in dream.act_space})
+
+    def _as_recorded(self) -> bool:
+        """Whether all actions so far are those of the recording."""
+        actions = self._actions()
+        if len(actions) >= self._recorded_count():
+            return False
+        return all(_equal(self._recorded_action(n), each) for n, each in enumerate(actions))
+
+    def _actions(self) -> list[Arrays]:
+        """All actions up to now."""
+        line, now = self.dream.line, self.dream.now
+        return [each.action for each in line if each.action and each.number <= now.number]
+
+    def _branch_off(self) -> None:
+        """Keep this branch, and play on in another one."""
+        before = self._branches[self._current]
+        number = before.dream.now.number
+        known = {n: each for n, each in before.truth.items() if n <= number}
+        if len(self._branches) == MOST_BRANCHES:
+            self._branches.remove(next(each for each in self._branches if each is not before))
+        self._branches.append(_Branch(before.dream.branch(), known))
+        self._current = len(self._branches) - 1
+
+
+def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of numbers, as a page has them, in the shapes of an action."""
+    spaces = dream.act_space
+    return {
+        key: np.asarray(value, space.dtype).reshape(space.shape)
+        for key, space in spaces.items()
+        if (value := action.get(key)) is not None
+    }
+
+
+def _equal(left: Arrays | None, right: Arrays) -> bool:
+    return left is not None and all(np.array_equal(left[key], right[key]) for key in right)
+
+
+def _image(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
+    shown = (value for value in obs.values() if is_frame(value.dtype, value.shape))
+    return next(shown, None)
+
+
+def _shown(obs: Mapping[str, NDArray[Any]]) -> list[tuple[str, NDArray[Any]]]:
+    """What is drawn as curves; images hold no numbers."""
+    return [(key, obs[key]) for key in sorted(obs) if obs[key].ndim < 3 and key != ACTION_MASK]
+
+
+def _names(obs: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Of the numbers that are drawn."""
+    names: list[str] = []
+    for key, value in _shown(obs):
+        names += [f"{key} {n}" for n in range(value.size)] if value.ndim else [key]
+    return names[:MOST_NUMBERS]
+
+
+def _values(obs: Mapping[str, NDArray[Any]]) -> list[float]:
+    """The numbers that are drawn."""
+    values = [float(each) for _, value in _shown(obs) for each in np.ravel(value)[:MOST_NUMBERS]]
+    return values[:MOST_NUMBERS]
+
+
+def _difference(imagined: Mapping[str, NDArray[Any]], true: Mapping[str, NDArray[Any]]) -> float:
+    """How far an imagined observation is off: the mean over images, from 0 to 1, or else the root
+    mean square over numbers."""
+    images: list[NDArray[np.float64]] = []
+    numbers: list[NDArray[np.float64]] = []
+    for key in imagined.keys() & true.keys():
+        error = imagined[key].astype(np.float64) - true[key]
+        (images if imagined[key].ndim == 3 else numbers).append(np.ravel(error))
+    if images:
+        return float(np.mean(np.abs(np.concatenate(images))) / 255)
+    return float(np.sqrt(np.mean(np.square(np.concatenate(numbers))))) if numbers else 0.0

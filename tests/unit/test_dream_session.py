@@ -1,0 +1,173 @@
+"""What a viewer plays: a dream, its branches and the truth, in a process of its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import quick_compiling  # noqa: F401 - programs here run a few times only
+from dream_parts import small_run
+from PIL import Image
+
+from dreamfleet import Dream, DreamfleetError
+from dreamfleet.dream.host import DreamHost
+from dreamfleet.dream.session import MOST_BRANCHES, Session
+
+DEADLINE = 120
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    logdir = tmp_path_factory.mktemp("catch")
+    small_run(logdir, "bundled:catch", 40, size=(16, 16), balls=2)
+    return logdir
+
+
+@pytest.fixture(scope="module")
+def loaded(run: Path) -> Dream:
+    return Dream.load(run)
+
+
+@pytest.fixture
+def session(loaded: Dream) -> Session:
+    session = Session(loaded)
+    session.describe()
+    return session
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+def act(session: Session, action: int) -> Any:
+    return session.step("you", {"action": [action]})
+
+
+def test_the_same_actions_beside_the_dream(session: Session) -> None:
+    about = session.describe()
+    assert [each["length"] for each in about["episodes"]] == [10, 15, 15]
+    assert about["actions"][0]["choices"] == [3]
+    scene = session.start(1, 6, 0)
+    assert scene["names"] == ["left", "stay", "right"]
+    stored = loaded_episode(session).read()
+    np.testing.assert_array_equal(pixels(scene["truth"]["frame"]), stored["image"][5])
+    np.testing.assert_array_equal(pixels(scene["frame"]), session.dream.now.obs["image"])
+    for number in range(6, 9):
+        scene = session.step("recorded")
+        assert scene["truth"]["source"] == "environment"
+        np.testing.assert_array_equal(pixels(scene["truth"]["frame"]), stored["image"][number])
+    imagined = session.dream.now.obs["image"].astype(float)
+    off = np.abs(imagined - stored["image"][8]).mean() / 255
+    assert scene["truth"]["difference"] == pytest.approx(off)
+    curves = scene["curves"]
+    assert curves["number"].tolist() == [0, 1, 2, 3]
+    assert np.isfinite(curves["difference"]).all()
+    assert curves["value"][-1] == pytest.approx(scene["value"])
+    assert curves["true_reward"].tolist() == stored["reward"][5:9].tolist()
+
+
+def loaded_episode(session: Session) -> Any:
+    return session.dream.episodes()[1]
+
+
+def test_another_action_after_going_back_branches_off(session: Session) -> None:
+    session.start(1, 6, 0)
+    first = [act(session, action) for action in (0, 0, 2, 2)]
+    back = session.go(2)
+    assert (back["number"], back["length"], back["branches"]) == (2, 4, 1)
+    assert back["frame"] == first[1]["frame"]
+    assert back["truth"]["frame"] == first[1]["truth"]["frame"]
+    same = act(session, 2)  # what it did before
+    assert (same["number"], same["length"], same["branches"]) == (3, 4, 1)
+    session.go(2)
+    other = act(session, 0)
+    assert (other["number"], other["length"], other["branch"], other["branches"]) == (3, 3, 1, 2)
+    assert other["truth"]["frame"] != same["truth"]["frame"]
+    there = session.go(4, 0)
+    assert (there["number"], there["branch"]) == (4, 0)
+    assert there["truth"]["frame"] == first[3]["truth"]["frame"]
+    assert session.reset()["branches"] == 1
+    for number in range(MOST_BRANCHES + 3):
+        session.go(0)
+        scene = act(session, number % 3)
+    assert scene["branches"] == MOST_BRANCHES
+
+
+def test_without_an_environment_the_recording_is_the_truth(loaded: Dream) -> None:
+    assert loaded.blueprint is not None
+    config = replace(loaded.blueprint.config, task="evil_envs:Env")
+    dream = loaded.branch()
+    dream.blueprint = replace(loaded.blueprint, config=config)
+    session = Session(dream)
+    about = session.describe()
+    assert not about["real"]
+    assert "not part of Dreamfleet" in about["note"]
+    with pytest.raises(DreamfleetError, match="no environment to begin a fresh episode"):
+        session.start(None, 1, 0)
+    session.start(1, 13, 0)
+    stored = dream.episodes()[1].read()
+    scene = session.step("recorded")
+    assert scene["truth"]["source"] == "recording"
+    np.testing.assert_array_equal(pixels(scene["truth"]["frame"]), stored["image"][13])
+    other = (int(stored["action"][13]) + 1) % 3
+    assert act(session, other)["truth"] is None
+    session.go(1)
+    scene = session.step("recorded")
+    assert scene["truth"]["last"]
+    assert scene["recorded"] == 0
+    with pytest.raises(DreamfleetError, match="The recording is over"):
+        session.step("recorded")
+    assert session.step("policy")["truth"] is None
+
+
+def test_several_viewers_have_dreams_of_their_own(run: Path) -> None:
+    """Up to a number; the process ends with the last of them, and a crash ends no viewer."""
+    host = DreamHost(most=2)
+    try:
+        for name in "ab":
+            assert host.open(name, run)["task"] == "bundled:catch"
+        with pytest.raises(DreamfleetError, match="2 dreams are being played"):
+            host.open("c", run)
+        for name in "ab":
+            host.call(name, "start", 1, 6, 0)
+        first = host.call("a", "step", "you", {"action": [0]})
+        host.call("a", "step", "you", {"action": [0]})
+        assert host.call("b", "show")["number"] == 0
+        assert host.call("b", "step", "you", {"action": [0]})["frame"] == first["frame"]
+        with pytest.raises(DreamfleetError, match="outside of its space"):
+            host.call("b", "step", "you", {"action": [7]})
+        with pytest.raises(DreamfleetError, match="The dream is closed"):
+            host.call("b", "close")  # none of what a page may ask for
+        host.close("a")
+        assert host.open("c", run)["step"] == 70
+        process = psutil.Process(host.pid)
+        os.kill(process.pid, 9)
+        process.wait(DEADLINE)
+        with pytest.raises(DreamfleetError, match="open the dream again"):
+            host.call("b", "show")
+        host.open("d", run)
+        pid = host.pid
+        assert pid is not None
+        host.close("d")
+        assert not psutil.pid_exists(pid)
+    finally:
+        host.stop()
+
+
+def test_a_viewer_that_left_without_a_word_is_forgotten(run: Path) -> None:
+    from dreamfleet.dream.host import _Host
+
+    host = _Host(most=1, idle=0.0)
+    host.open("a", str(run), False)
+    time.sleep(0.01)  # any time is too long
+    host.open("b", str(run), False)
+    with pytest.raises(DreamfleetError, match="The dream is closed"):
+        host.call("a", "show")
+    assert host.close("b") == 0
