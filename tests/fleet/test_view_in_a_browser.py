@@ -144,6 +144,7 @@ def entered(browser: Any, address: str) -> Iterator[Any]:
         assert page.evaluate("window.evil") is None
 
 
+_ROW = ".runs tr:has(td a)"
 _POINTS = """selector => {
 const element = document.querySelector(selector);
 const chart = element && getElement(Number(element.id.slice(1))).chart;
@@ -190,15 +191,15 @@ def without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(
 
 
 def the_table_filters_and_draws_runs_together(page: Any) -> None:
-    rows = page.locator(".runs tbody tr")
+    rows = page.locator(_ROW)
     page.wait_for_selector("text=live")
     assert rows.count() == 5
     broken = rows.filter(has_text="broken").first
     assert broken.locator(".dot.broken").count() == 1
     page.get_by_label("filter").fill("pendulum ended")
-    wait(page, "() => document.querySelectorAll('.runs tbody tr').length === 2")
+    wait(page, "([row]) => document.querySelectorAll(row).length === 2", _ROW)
     page.get_by_label("filter").fill("")
-    wait(page, "() => document.querySelectorAll('.runs tbody tr').length === 5")
+    wait(page, "([row]) => document.querySelectorAll(row).length === 5", _ROW)
     for name in ("seed-0", "seed-1"):
         box = rows.filter(has_text=name).locator(".q-checkbox")
         if box.get_attribute("aria-checked") != "true":

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.metrics.curves import PublishedCurve
-from dreamfleet.plotting import COLORS, Panel, action_repeat
+from dreamfleet.plotting import Panel, action_repeat
 from dreamfleet.view.curves import Wish, smooth
 from dreamfleet.view.reading import Floats
 
+COLORS = ("#2b87d1", "#d95568", "#3a9d68", "#9a73cc", "#c9922a", "#4fa3ae")
 _GREY = "#8792a2"
 _FAINT = "rgba(128,140,156,.16)"
 
 
 def base(x_name: str = "", *, log: bool = False, tools: bool = True) -> dict[str, Any]:
     """A chart without curves."""
-    axis = {
+    axis: dict[str, Any] = {
         "axisLine": {"lineStyle": {"color": _FAINT}},
         "axisTick": {"show": False},
         "splitLine": {"lineStyle": {"color": _FAINT}},
@@ -64,6 +65,7 @@ def base(x_name: str = "", *, log: bool = False, tools: bool = True) -> dict[str
             "nameLocation": "middle",
             "nameGap": 26,
             "splitLine": {"show": False},
+            "axisLabel": {**axis["axisLabel"], "showMaxLabel": False},
             "min": 0,
             "max": "dataMax",
         },
@@ -180,10 +182,10 @@ def _published(theirs: PublishedCurve, repeat: int, end: float, log: bool) -> li
 
 
 def curves_chart(
-    curves: Sequence[tuple[str, Floats]], *, x_name: str = "steps", log: bool = False
+    curves: Sequence[tuple[str, Floats]], *, log: bool = False, tools: bool = True
 ) -> dict[str, Any]:
-    """Thinned columns in one chart, each with its range where rows were joined."""
-    options = base(x_name, log=log)
+    """Thinned columns in one chart; a single one with its range where rows were joined."""
+    options = base("steps", log=log, tools=tools)
     for number, (name, points) in enumerate(curves):
         color = COLORS[number % len(COLORS)]
         if len(points) and len(curves) == 1 and (points[:, 3] > points[:, 2]).any():

@@ -40,7 +40,7 @@ class _Checkpoints:
                 add_acts(run)
                 self._table = _table(
                     {"name": "checkpoint", "step": "step", "score": "score", "saved": "saved"},
-                    {"size": "megabytes", "note": ""},
+                    {"size": "bytes", "note": ""},
                 )
                 self._table.columns = [
                     *self._table.columns,
@@ -108,7 +108,7 @@ def _described(path: Path, best: bool) -> dict[str, Any]:
         "step": found.step,
         "score": found.score,
         "saved": time.strftime("%d %b %H:%M", time.localtime(found.time)),
-        "size": round(found.bytes / 1e6, 1),
+        "size": found.bytes,
         "note": ", ".join(notes),
     }
 

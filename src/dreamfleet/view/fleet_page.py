@@ -11,8 +11,7 @@ from nicegui import ui
 
 from dreamfleet.fleet.status import RunStatus
 from dreamfleet.formatting import clock, readable
-from dreamfleet.plotting import COLORS
-from dreamfleet.view.charts import base, line
+from dreamfleet.view.charts import COLORS, base, line
 from dreamfleet.view.frame import card, find_run, frame, keep_fresh, replace_options
 from dreamfleet.view.picture import fleet_picture
 from dreamfleet.view.run_page import newest

@@ -48,7 +48,6 @@ def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
         run: The one that the page is about.
         page: Its path, a key of `RUN_PAGES`.
     """
-    ui.colors(primary="#0b6fb8", negative="#c93f52")
     ui.page_title(f"{run.name} · dreamfleet" if run else "dreamfleet")
     with ui.element("header").classes("head"):
         ui.link("", "/").classes("mark").props('aria-label="all runs"')

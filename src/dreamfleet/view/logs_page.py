@@ -82,7 +82,8 @@ class _Logs:
         ]
         more = f", the last {_LINES} are shown" if len(found) > _LINES else ""
         self._count.text = f"{len(found)} lines{more}"
-        self._text.content = "".join(rows) or '<div class="muted">Nothing is logged here.</div>'
+        nothing = '<div class="muted">Nothing is logged here.</div>'
+        self._text.content = f"<div>{''.join(rows) or nothing}</div>"
 
 
 def _size(run: Run, name: str) -> int:

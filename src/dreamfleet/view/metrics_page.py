@@ -9,7 +9,7 @@ from urllib.parse import quote
 from nicegui import ui
 
 from dreamfleet.formatting import readable
-from dreamfleet.metrics.glossary import explain
+from dreamfleet.metrics.glossary import entries, explain
 from dreamfleet.view.charts import curves_chart
 from dreamfleet.view.curves import smoothed
 from dreamfleet.view.frame import card, find_run, frame, keep_fresh, link_to, replace_options
@@ -81,7 +81,10 @@ class _Metrics:
             f", {share:.0%} of the file read" if share < 1 and self._run.metrics.behind else ""
         )
         self._count.text = f"{count} metrics{reading}"
-        for title in [*sections, *(set(self._places) - set(sections))]:
+        order = [*dict.fromkeys(entry.section for entry in entries()), _OTHERS]
+        for title in order:
+            if title not in sections and title not in self._places:
+                continue
             if title not in self._places:
                 with self._body, card(title):
                     self._places[title] = ui.html()

@@ -130,11 +130,12 @@ def _links(nodes: Sequence[_Node], traffic: Mapping[str, float]) -> list[str]:
             x2, y2 = right.x, right.y + min(30.0, right.height / 2)
             middle = (x1 + x2) / 2
             width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
-            broken = "running" not in (node.state, agent.state) or node.state != agent.state
+            states = {node.state, agent.state}
+            kind = "" if states == {"running"} else "over" if states == {"ended"} else "cut"
             words = f"{readable(round(rate))}B/s" if rate else ""
             found.append(
                 f'<path d="M{x1:g},{y1:g} C{middle:g},{y1:g} {middle:g},{y2:g} {x2:g},{y2:g}" '
-                f'class="link {"cut" if broken else ""}" style="stroke-width:{width:.1f}"/>'
+                f'class="link {kind}" style="stroke-width:{width:.1f}"/>'
                 f"{_text(middle, (y1 + y2) / 2 - 7, words, 'words mid')}"
             )
     return found

@@ -10,9 +10,8 @@ from nicegui import ui
 
 from dreamfleet.fleet.status import RunStatus
 from dreamfleet.formatting import clock, readable
-from dreamfleet.plotting import COLORS
 from dreamfleet.view.acts import add_acts
-from dreamfleet.view.charts import curves_chart, pairs, panel_chart
+from dreamfleet.view.charts import COLORS, curves_chart, pairs, panel_chart
 from dreamfleet.view.curves import AXES, Wish, panels
 from dreamfleet.view.frame import card, find_run, frame, keep_fresh, replace_options
 from dreamfleet.view.reading import thinned
@@ -171,7 +170,7 @@ class _Overview:
                 continue
             curves = [(_short(key), thinned(columns[key], _POINTS)) for key in sorted(keys)[:8]]
             log = chart.log and all((points[:, 1] > 0).any() for _, points in curves)
-            options = curves_chart(curves, log=log)
+            options = curves_chart(curves, log=log, tools=False)
             if chart.title in self._charts:
                 replace_options(self._charts[chart.title], options)
             else:

@@ -460,7 +460,8 @@ def closest_preset(config: RunConfig) -> str:
 
 
 def _distance(mine: dict[str, Any], theirs: dict[str, Any]) -> int:
-    return sum(mine.get(key) != value for key, value in theirs.items())
+    """Settings that differ, of those that both have: another agent has other ones."""
+    return sum(mine[key] != value for key, value in theirs.items() if key in mine)
 
 
 def _setting(config: RunConfig) -> dict[str, Any]:

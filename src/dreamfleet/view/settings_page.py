@@ -40,7 +40,9 @@ def _show(run: Run) -> None:
         {
             "setting": key,
             "value": str(value),
-            "preset": str(theirs[key]) if key in theirs and theirs[key] != value else "",
+            "preset": str(theirs[key])
+            if theirs.get(key, value) != value and key != "logdir"
+            else "",
             "sentence": sentences.get(key, ""),
         }
         for key, value in flat.items()
@@ -49,7 +51,7 @@ def _show(run: Run) -> None:
     with card("Configuration", f"next to the preset {name}; what differs is first"):
         search = ui.input(placeholder="search names, values and meanings")
         search.props('outlined dense clearable debounce="150" aria-label="search"')
-        search.classes("search")
+        search.classes("search finder")
         columns = [
             {"name": "setting", "label": "setting", "field": "setting", "align": "left"},
             {"name": "value", "label": "value", "field": "value", "align": "left"},

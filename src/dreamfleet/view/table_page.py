@@ -29,7 +29,7 @@ _COLUMNS: list[dict[str, Any]] = [
     {"name": "hours", "label": "time", "field": "hours", ":format": "v => dreamfleet.hours(v)"},
     {"name": "machine", "label": "machine", "field": "machine", "align": "left"},
 ]
-_ON_A_PHONE = {"name", "state", "step", "score"}
+_ON_A_PHONE = {"name", "state", "score"}
 # Values of runs are text or attributes here, never markup.
 _NAME_CELL = """<q-td :props="props"><a :href="'/run?run=' + encodeURIComponent(props.row.name)"
  :title="props.row.name" @click.stop>{{ props.row.name }}</a></q-td>"""
@@ -79,7 +79,7 @@ class _Table:
             }
             for column in _COLUMNS
         ]
-        with ui.element("div").classes("row-of"):
+        with ui.element("div").classes("row-of finder"):
             search = ui.input(placeholder="filter: words of any column").props(
                 'outlined dense clearable debounce="150" aria-label="filter"'
             )
