@@ -145,13 +145,13 @@ def entered(browser: Any, address: str) -> Iterator[Any]:
 
 
 _ROW = ".runs tr:has(td a)"
-_POINTS = """selector => {
+_REACHES = """selector => {
 const element = document.querySelector(selector);
 const chart = element && getElement(Number(element.id.slice(1))).chart;
 const series = chart ? chart.getOption().series : [];
-return Math.max(0, ...series.map(each => each.data.length));
+return Math.max(0, ...series.flatMap(each => each.data.map(point => point[0])));
 }"""
-"""Points of the longest curve of a chart."""
+"""The last step that a chart shows."""
 
 
 def wait(page: Any, condition: str, *arguments: Any) -> None:
@@ -235,9 +235,9 @@ def a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, folder:
     page.get_by_role("link", name="live", exact=True).click()
     page.wait_for_selector(".dot.running")
     wait(page, "() => document.querySelector('.chart.score')")
-    wait(page, "([least]) => (" + _POINTS + ")('.chart.score') > least", 1)
-    before = page.evaluate(_POINTS, ".chart.score")
-    wait(page, "([least]) => (" + _POINTS + ")('.chart.score') > least", before)
+    grown = f"([least]) => ({_REACHES})('.chart.score') > least"
+    wait(page, grown, 0)
+    wait(page, grown, page.evaluate(_REACHES, ".chart.score"))
     page.get_by_role("link", name="Fleet").click()
     page.wait_for_selector(".node.running[data-role=env]")
     record = read_record(folder / "live")
