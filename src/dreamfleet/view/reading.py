@@ -46,14 +46,11 @@ class Tail:
         """Bytes that were read."""
         self.size = 0
         """Bytes that there were at the last look."""
+        self.behind = False
+        """Whether there was more to read than one call reads."""
         self.replaced = 0
         """How often the file was another one, or had become shorter, and was read from its start
         again."""
-
-    @property
-    def behind(self) -> bool:
-        """Whether there is more to read than one call reads."""
-        return self.size - self.offset > MOST_BYTES
 
     def read(self) -> bytes:
         """The next lines, each with its newline; empty if there are none."""
@@ -64,10 +61,12 @@ class Tail:
                     self.offset, self._torn = 0, False
                     self.replaced += 1
                 self._inode, self.size = stat.st_ino, stat.st_size
+                self.behind = False
                 if stat.st_size == self.offset:
                     return b""
                 file.seek(self.offset)
                 block = file.read(MOST_BYTES)
+                self.behind = len(block) == MOST_BYTES
         except OSError:
             return b""
         end = block.rfind(b"\n") + 1

@@ -41,6 +41,7 @@ _SCAN_SECONDS = 4.0
 _LOOK_SECONDS = 1.0
 _OTHERS_SECONDS = 3.0
 _ATTENTION_SECONDS = 6.0
+_FORGET_SECONDS = 300.0
 _TAIL_BYTES = 1 << 14
 _SAMPLES = 900
 _EVENTS = 500
@@ -115,7 +116,6 @@ class Run:
         self.row = Row(name)
         self.config: RunConfig | None = None
         self.status: RunStatus | None = None
-        self.scores, self.metrics = ScoreFile(path), MetricsFile(path)
         self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
         self.happenings: deque[Happening] = deque(maxlen=_EVENTS)
         self.version = 0
@@ -128,8 +128,14 @@ class Run:
         self.hurt: dict[str, int] = {}
         """Workers that have failed a moment ago, and how many more looks that is shown: many are
         back before anybody has looked."""
-        self._events, self._since = Tail(path, EVENTS_FILE), time.time()
-        self._looked = 0.0
+        self._since = time.time()
+        self._used = 0.0
+        self._open_files()
+
+    def _open_files(self) -> None:
+        self.scores, self.metrics = ScoreFile(self.path), MetricsFile(self.path)
+        self._events = Tail(self.path, EVENTS_FILE)
+        self.happenings.clear()
 
     def refresh(self) -> None:
         """Find out its row, if a file has changed."""
@@ -162,7 +168,7 @@ class Run:
             return
         if self._watcher is None:
             self._watcher = Watcher(self.path)
-        self._looked = time.monotonic()
+        self._used = time.monotonic()
         try:
             status = self._watcher.look(patience)
         except Exception as error:  # one run must not hide the others
@@ -177,6 +183,7 @@ class Run:
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
+        self._used = time.monotonic()
         with self.lock:
             found = self.scores.read()
             behind = self.scores.behind
@@ -195,15 +202,18 @@ class Run:
         self.hurt |= {each.worker: _HURT_LOOKS for each in recent}
 
     def forget(self) -> None:
-        """Nobody looks at it any more."""
+        """Nobody looks at it any more: give back what it takes."""
         if self._watcher is not None:
             self._watcher.__exit__()
             self._watcher = None
+        with self.lock:
+            self._open_files()
+        self._used = 0.0
 
     @property
-    def idle(self) -> float:
-        """Seconds since it was last looked at."""
-        return time.monotonic() - self._looked
+    def unused(self) -> bool:
+        """Whether it holds something that nobody has looked at for a while."""
+        return 0 < self._used < time.monotonic() - _FORGET_SECONDS
 
     def _note(self, status: RunStatus) -> None:
         """Remember what is used."""
@@ -291,10 +301,10 @@ class Runs:
             recent = {
                 name for name, at in self._attention.items() if start - at < _ATTENTION_SECONDS
             }
+            for run in self._runs.values():
+                if run.unused:
+                    run.forget()
             if not recent:
-                for run in self._runs.values():
-                    if run.idle > 60:
-                        run.forget()
                 self._wanted.wait(60.0)
                 continue
             try:

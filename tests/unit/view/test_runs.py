@@ -14,6 +14,7 @@ from view_parts import made_up_run
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.record import FleetRecord, write_record
 from dreamfleet.presets import PRESETS
+from dreamfleet.view import runs as runs_module
 from dreamfleet.view.runs import Row, Run, Runs, closest_preset
 
 
@@ -158,6 +159,21 @@ def test_a_failure_is_shown_for_a_while_and_remembered(tmp_path: Path) -> None:
         run.read(metrics=True)
     assert not run.hurt
     assert len(run.happenings) == 2
+
+
+def test_a_run_that_nobody_looks_at_gives_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run("a", made_up_run(tmp_path / "a"))
+    run.read(metrics=True)
+    assert not run.unused
+    monkeypatch.setattr(runs_module, "_FORGET_SECONDS", -1.0)
+    assert run.unused
+    run.forget()
+    assert not run.unused
+    assert (len(run.scores), run.metrics.columns) == (0, {})
+    run.read(metrics=True)
+    assert len(run.scores) == 30
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
