@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,9 +30,11 @@ log = logging.getLogger(__name__)
 
 ASKED = "on-demand"
 """The folder of videos that a person has asked for."""
-_MOST_JOBS = 2
+PREDICTIONS = "predictions"
+"""The folder of predictions of numbers."""
+_MOST_JOBS, _KEPT_JOBS = 2, 20
 _NICE = 10
-_SAVE_SECONDS = 60.0
+_NO_CHECKPOINT = "The run has no checkpoint yet."
 
 
 def end_run(run: Run) -> str:
@@ -61,54 +63,58 @@ def ask_to_save(run: Run) -> str:
 
 
 class Job:
-    """An evaluation in a process of its own.
+    """Something that is done to a checkpoint by a process of its own.
 
     Args:
         run: The run.
-        checkpoint: The checkpoint; None for the newest one.
-        episodes: How many.
-        video: Whether to record the first one.
+        name: What it is called.
+        module: What the process runs, and with which words.
+        step: Of the checkpoint.
+        episodes: How many it plays; 0 for none.
     """
 
-    def __init__(self, run: Run, checkpoint: Path | None, episodes: int, *, video: bool) -> None:
-        self.run, self.episodes = run, episodes
+    def __init__(
+        self, run: Run, name: str, module: Sequence[str], step: int, episodes: int
+    ) -> None:
+        self.run, self.name, self.step, self.episodes = run, name, step, episodes
         self.done = 0
         self.lines: deque[str] = deque(maxlen=30)
         self.result = ""
         self.code: int | None = None
-        self.started = time.monotonic()
-        newest = Checkpoint(run.path / "ckpt" / "agent").latest()
-        path = checkpoint or newest
-        self.step = step_of(path) if path is not None else 0
-        command = [sys.executable, "-m", "dreamfleet.cli", "eval", str(path or run.path)]
-        command += ["--episodes", str(episodes)]
-        if video:
-            place = run.path / "media" / ASKED / f"{self.step:012d}.mp4"
-            command += ["--video", str(place)]
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", *module],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             start_new_session=True,
+            # An accelerator is the run's.
             env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
         )
-        psutil.Process(self._process.pid).nice(_NICE)  # training comes first
-        threading.Thread(target=self._follow, name="evaluation", daemon=True).start()
+        with suppress(psutil.Error):  # training comes first
+            psutil.Process(self._process.pid).nice(_NICE)
+        threading.Thread(target=self._follow, name=name, daemon=True).start()
 
     @property
     def running(self) -> bool:
         return self.code is None
 
+    @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        if not self.running:
+            return 1.0
+        return self.done / self.episodes if self.episodes else 0.0
+
     def words(self) -> str:
         """How it is doing, in a line."""
-        if self.running:
-            return f"step {self.step:,}: {self.done} of {self.episodes} episodes"
-        if self.code == 0:
-            return f"step {self.step:,}: mean return {self.result}"
-        return f"step {self.step:,}: {self.lines[-1] if self.lines else 'it was ended'}"
+        state = "under way" if self.running else self.result or "done"
+        if self.running and self.episodes:
+            state = f"{self.done} of {self.episodes} episodes"
+        elif self.code:
+            state = self.lines[-1] if self.lines else "it was ended"
+        return f"{self.name} · step {self.step:,} · {state}"
 
     def stop(self) -> None:
         """End it."""
@@ -126,7 +132,7 @@ class Job:
             if match := re.match(r"(\d+) of \d+ episodes", line):
                 self.done = int(match[1])
             elif match := re.match(r"mean return +(.+)", line):
-                self.result, self.done = match[1], self.episodes
+                self.result = f"mean return {match[1]}"
         self.code = self._process.wait()
 
 
@@ -136,18 +142,38 @@ _jobs: list[Job] = []
 def start_evaluation(
     run: Run, checkpoint: Path | None = None, *, episodes: int = 10, video: bool = False
 ) -> str:
-    """Evaluate a checkpoint in the background; returns why not, or an empty text."""
-    if Checkpoint(run.path / "ckpt" / "agent").latest() is None:
-        return "The run has no checkpoint yet."
+    """Evaluate a checkpoint in the background, the newest one unless it is named; returns why not,
+    or an empty text."""
+    path = checkpoint or Checkpoint(run.path / "ckpt" / "agent").latest()
+    if path is None:
+        return _NO_CHECKPOINT
+    step = step_of(path)
+    words = ["dreamfleet.cli", "eval", str(path), "--episodes", str(episodes)]
+    if video:
+        words += ["--video", str(run.path / "media" / ASKED / f"{step:012d}.mp4")]
+    return _start_job(run, "video" if video else "evaluation", words, step, episodes)
+
+
+def start_prediction(run: Run) -> str:
+    """Predict a stored episode with the newest checkpoint; returns why not, or an empty text."""
+    path = Checkpoint(run.path / "ckpt" / "agent").latest()
+    if path is None:
+        return _NO_CHECKPOINT
+    folder = run.path / "media" / PREDICTIONS
+    words = ["dreamfleet.view.predict", str(path), str(folder)]
+    return _start_job(run, "prediction", words, step_of(path), 0)
+
+
+def _start_job(run: Run, name: str, module: Sequence[str], step: int, episodes: int) -> str:
     if sum(job.running for job in _jobs) >= _MOST_JOBS:
-        return "Two evaluations are under way: wait for one of them."
-    _jobs.append(Job(run, checkpoint, episodes, video=video))
-    del _jobs[:-20]
+        return "Two of these are under way: wait for one of them."
+    _jobs.append(Job(run, name, module, step, episodes))
+    del _jobs[:-_KEPT_JOBS]
     return ""
 
 
 def jobs_of(run: Run) -> list[Job]:
-    """Evaluations of a run that were started here, the newest first."""
+    """What was started here for a run, the newest first."""
     return [job for job in reversed(_jobs) if job.run is run]
 
 
@@ -158,17 +184,26 @@ def _stop_jobs() -> None:
 
 
 def add_acts(run: Run) -> None:
-    """Buttons that act on a run, and how far evaluations are."""
+    """Buttons that act on a run, and how far that is."""
     with ui.element("div").classes("acts"):
         end = _button("End run", lambda: _confirm(run))
         save = _button("Save now", lambda: ui.notify(ask_to_save(run)))
         _button("Evaluate", lambda: _start(run, video=False))
         _button("Video", lambda: _start(run, video=True))
+    add_jobs(run, lambda: [each.set_visibility(run.row.running) for each in (end, save)])
+
+
+def add_jobs(run: Run, also: Callable[[], object] = lambda: None) -> None:
+    """How far is what was started for a run.
+
+    Args:
+        run: The run.
+        also: Called when its state has changed.
+    """
     place = ui.element("div").classes("jobs")
 
     def refresh() -> None:
-        for button in (end, save):
-            button.set_visibility(run.row.running)
+        also()
         shown = jobs_of(run)[:3]
         place.set_visibility(bool(shown))
         place.clear()
@@ -176,9 +211,8 @@ def add_acts(run: Run) -> None:
             for job in shown:
                 with ui.element("div").classes("job"):
                     with ui.element("div").classes("bar"):
-                        share = job.done / job.episodes if job.running else 1.0
-                        ui.element("div").style(f"width: {max(share, 0.02):.0%}")
-                    ui.label(f"evaluation · {job.words()}").classes("small muted")
+                        ui.element("div").style(f"width: {max(job.share, 0.02):.0%}")
+                    ui.label(job.words()).classes("small muted")
 
     seen: list[object] = [None]
 

@@ -194,3 +194,24 @@ def curves_chart(
         options["series"].append(line(name, points[:, 0], points[:, 1], color, log=log))
         options["legend"]["data"].append(name)
     return options
+
+
+def prediction_chart(name: str, truth: Floats, predicted: Floats, observed: int) -> dict[str, Any]:
+    """Truth and prediction of one value; a line marks the last step that was observed."""
+    options = base(tools=False)
+    start = observed - 1
+    at = np.arange(len(truth), dtype=np.float64)
+    after = start + np.arange(len(predicted), dtype=np.float64)
+    mark = {
+        "silent": True,
+        "symbol": "none",
+        "label": {"show": False},
+        "lineStyle": {"color": _GREY, "type": "dotted"},
+        "data": [{"xAxis": start}],
+    }
+    options["series"] = [
+        line("truth", at, truth, _GREY, markLine=mark),
+        line("prediction", after, predicted, COLORS[0]),
+    ]
+    options["title"] = {"text": name, "textStyle": {"color": _GREY, "fontSize": 13}}
+    return options

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+import msgspec
+import numpy as np
 from nicegui import ui
 
+from dreamfleet.view.acts import ASKED, PREDICTIONS, add_jobs, start_prediction
+from dreamfleet.view.charts import prediction_chart
 from dreamfleet.view.frame import card, find_run, frame, keep_fresh, link_to
+from dreamfleet.view.inside import open_inside
 from dreamfleet.view.media import videos
+from dreamfleet.view.prediction import Prediction
 from dreamfleet.view.runs import Run, Runs
 
 _REFRESH_SECONDS = 3.0
+_MOST_BYTES = 1 << 20
 _MEANING = (
     ("openloop", "truth, prediction and error; green frames were observed, red ones predicted"),
     ("episode-video", "an episode of training"),
     ("evaluation", "the first episode of an evaluation"),
-    ("on-demand", "an episode that was asked for"),
+    (ASKED, "an episode that was asked for"),
+    (
+        PREDICTIONS,
+        "an episode of the replay: grey what happened, blue what was predicted from the "
+        "actions alone, after the line",
+    ),
 )
 
 
@@ -35,6 +47,10 @@ class _Look:
         self._players: dict[str, _Player] = {}
         runs.attend(run.name)
         with frame(runs, run, "look"):
+            with card("Look", "videos, and what the world model predicts of numbers"):
+                self._predict = ui.button("Predict an episode", on_click=self._start)
+                self._predict.props("outline dense no-caps").classes("act")
+                add_jobs(run)
             self._none = ui.label(
                 "There are no videos yet. Evaluations leave one at their end; image tasks leave "
                 "episodes and predictions while they train."
@@ -49,9 +65,13 @@ class _Look:
         self._none.set_visibility(not found)
         for key, files in found.items():
             if key not in self._players:
+                make = _Curves if key == PREDICTIONS else _Player
                 with self._grid:
-                    self._players[key] = _Player(self._run, key)
+                    self._players[key] = make(self._run, key)
             self._players[key].show(files)
+
+    def _start(self) -> None:
+        ui.notify(start_prediction(self._run) or "A stored episode is predicted.")
 
 
 class _Player:
@@ -64,8 +84,9 @@ class _Player:
         self._following = True
         self._at = ""
         note = next((words for start, words in _MEANING if start in key), "")
-        with card(key, note):
+        with card(key, note) as box:
             self._place = ui.element("div").classes("player")
+            box.classes("wide" if key == PREDICTIONS else "")
             self._step = ui.label().classes("small muted")
             self._slider = ui.slider(min=0, max=0, step=1, value=0)
             self._slider.props('dense snap markers aria-label="training time"')
@@ -94,10 +115,35 @@ class _Player:
             return
         self._at = name
         self._step.text = f"step {step:,} · {index + 1} of {len(self._files)}"
-        link = f"{link_to('media', self._run)}&key={quote(self._key, safe='')}&name={quote(name)}"
         self._place.clear()
         with self._place:
-            if name.endswith(".mp4"):
-                ui.video(link, autoplay=True, muted=True, loop=True)
-            else:
-                ui.element("img").props["src"] = link
+            self._put(name)
+
+    def _put(self, name: str) -> None:
+        """Show a file."""
+        link = f"{link_to('media', self._run)}&key={quote(self._key, safe='')}&name={quote(name)}"
+        if name.endswith(".mp4"):
+            ui.video(link, autoplay=True, muted=True, loop=True)
+        else:
+            ui.element("img").props["src"] = link
+
+
+class _Curves(_Player):
+    """Predictions of numbers: truth and prediction of each value as curves."""
+
+    def _put(self, name: str) -> None:
+        try:
+            with open_inside(self._run.path, "media", self._key, name) as file:
+                found = msgspec.json.decode(file.read(_MOST_BYTES), type=Prediction)
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            ui.label(f"{name} cannot be read: {error}").classes("muted")
+            return
+        with ui.element("div").classes("grid small-charts"):
+            for key, rows in found.truth.items():
+                truth, predicted = np.array(rows), np.array(found.predicted.get(key, []))
+                for value in range(truth.shape[1] if truth.ndim == 2 else 0):
+                    if predicted.ndim == 2 and value < predicted.shape[1]:
+                        options = prediction_chart(
+                            f"{key} {value}", truth[:, value], predicted[:, value], found.observed
+                        )
+                        ui.echart(options).classes("chart low")

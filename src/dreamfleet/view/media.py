@@ -10,8 +10,13 @@ from nicegui import app
 from dreamfleet.view.inside import list_inside, open_inside
 from dreamfleet.view.runs import Run, Runs
 
-_KINDS = {"mp4": "video/mp4", "gif": "image/gif", "png": "image/png"}
-_NAME = re.compile(r"(\d{1,15})\.(mp4|gif|png)")
+_KINDS = {
+    "mp4": "video/mp4",
+    "gif": "image/gif",
+    "png": "image/png",
+    "json": "application/json",
+}
+_NAME = re.compile(r"(\d{1,15})\.(mp4|gif|png|json)")
 
 
 def add(runs: Runs) -> None:

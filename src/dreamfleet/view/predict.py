@@ -1,6 +1,6 @@
 """What a world model predicts of numbers: a process of its own writes it, and a page draws it.
 
-`python -m dreamfleet.view.predictions CHECKPOINT FOLDER` observes the first steps of a stored
+`python -m dreamfleet.view.predict CHECKPOINT FOLDER` observes the first steps of a stored
 episode and predicts the rest from its actions alone; `FOLDER/STEP.json` then has truth and
 prediction of every observation key that holds numbers.
 """
@@ -14,27 +14,13 @@ import msgspec
 import numpy as np
 
 from dreamfleet.dream import Dream
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
+from dreamfleet.view.prediction import Prediction
 
-FOLDER = "predictions"
-"""In the folder `media` of a run."""
 _OBSERVED, _PREDICTED = 16, 48
 _MOST_VALUES = 24
 _EPISODES = 20
-
-
-class Prediction(msgspec.Struct, frozen=True):
-    """Truth and prediction of one stored episode."""
-
-    step: int
-    """Training steps of the checkpoint."""
-    observed: int
-    """Steps that the model has observed; it has predicted those that follow."""
-    truth: dict[str, list[list[float]]]
-    """Of each key the values of each step."""
-    predicted: dict[str, list[list[float]]]
-    """The same from the last observed step on."""
 
 
 def predict(path: Path) -> Prediction:
@@ -76,7 +62,10 @@ def _values(array: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[li
 
 def main() -> None:
     """Write the prediction of a checkpoint."""
-    made = predict(Path(sys.argv[1]))
+    try:
+        made = predict(Path(sys.argv[1]))
+    except DreamfleetError as error:
+        sys.exit(str(error))
     atomic_write(Path(sys.argv[2]) / f"{made.step:012d}.json", msgspec.json.encode(made))
 
 
