@@ -258,7 +258,7 @@ def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
     page.emulate_media(color_scheme="dark" if dark else "light")
     site = page.url.rstrip("/").partition("/?")[0]
     page.set_viewport_size({"width": 390, "height": 800})
-    for path in ("", "run?run=live", "metrics?run=live", "configuration?run=live"):
+    for path in ("", "run?run=live", "fleet?run=live", "configuration?run=live"):
         page.goto(f"{site}/{path}")
         page.wait_for_selector("main .card")
         assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0

@@ -46,7 +46,7 @@ class _Fleet:
                 self._sentence = ui.label().classes("muted")
                 self._picture = ui.html().classes("picture")
             with card("Restarts", "when a process failed, and when it was started again"):
-                self._line = ui.html()
+                self._line = ui.html().classes("picture")
             self._grid = ui.element("div").classes("grid")
         keep_fresh(self.refresh, _REFRESH_SECONDS)
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from dreamfleet.fleet.status import MachineStatus, RunStatus, WorkerStatus
 from dreamfleet.formatting import clock, readable
 
-_WIDTH, _NODE, _ROW, _GAP = 940.0, 190.0, 92.0, 22.0
+_WIDTH, _NODE, _ROW, _GAP = 940.0, 216.0, 92.0, 22.0
 _CELL, _CELLS_A_ROW, _MOST_CELLS = 13.0, 12, 240
 _ORDER = ("restarting", "starting", "ended", "running")
 _COLUMNS = {"env": 0, "eval": 0, "agent": 1, "actor": 1, "evaluator": 1, "replay": 2, "logger": 2}
@@ -60,6 +60,8 @@ def _nodes(workers: Iterable[WorkerStatus]) -> tuple[list[_Node], float]:
     """A box for each role, and each machine that has workers of it, in three columns."""
     columns: dict[int, float] = {0: 4.0, 1: 4.0, 2: 4.0}
     nodes = []
+    workers = list(workers)
+    several = len({worker.host for worker in workers if worker.host}) > 1
     for (role, host), group in groupby(workers, key=lambda worker: (worker.role, worker.host)):
         members = list(group)
         column = _COLUMNS.get(role, 1)
@@ -67,7 +69,7 @@ def _nodes(workers: Iterable[WorkerStatus]) -> tuple[list[_Node], float]:
         height = 62 + rows * _CELL
         x = 4 + column * (_WIDTH - _NODE - 8) / 2
         name = role if len(members) == 1 else f"{role} x {len(members)}"
-        title = f"{name} on {host}" if host and len({w.host for w in members}) == 1 else name
+        title = f"{name} on {host}" if host and several else name
         nodes.append(_Node(role, title, members, x, columns[column], height))
         columns[column] += height + _GAP
     return nodes, max(columns.values())

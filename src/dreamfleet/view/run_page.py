@@ -226,7 +226,7 @@ def _numbers(run: Run, status: RunStatus | None, evaluation: float | None) -> di
     found["updates"] = newest(run, "learner/updates")
     found["updates/s"] = newest(run, "learner/updates_per_second")
     found["replay ratio"] = newest(run, "learner/replay_ratio")
-    found["policy age, updates"] = newest(run, "actor/policy/updates_behind")
+    found["updates behind"] = newest(run, "actor/policy/updates_behind")
     return {
         name: readable(float(f"{value:.4g}")) for name, value in found.items() if value is not None
     }
