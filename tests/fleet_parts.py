@@ -411,8 +411,8 @@ def broken_replay(config: RunConfig, method: str) -> Replay:
     )
 
 
-def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
-    """Every stored step, by environment and in order, read back from the replay's files."""
+def stored_steps(directory: Path) -> dict[str, Any]:
+    """Every stored step in the order in which they were stored, read back from the files."""
     with Replay(1, 10**6, directory) as replay:
         count = len(replay)
         assert replay._table is not None
@@ -420,7 +420,12 @@ def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
         slots, indices = replay._table.items.starts(numbers)
         store = replay._table.store
         steps = store.gather(store.pieces(slots, indices, 1), count, 1)
-    flat = {key: np.asarray(value)[:, 0] for key, value in steps.items()}
+    return {key: np.asarray(value)[:, 0] for key, value in steps.items()}
+
+
+def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
+    """The same for each environment, whose observations tell its id."""
+    flat = stored_steps(directory)
     found = {}
     for envid in np.unique(flat["vector"][:, 0]).astype(int):
         rows = flat["vector"][:, 0] == envid

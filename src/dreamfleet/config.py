@@ -97,8 +97,9 @@ class RunConfig:
     that of Atari: 108,000 frames at four a step."""
 
     launcher: str = "local"
-    """Who starts the roles: local (processes of this machine), serial (threads of one process, for
-    a debugger) or ray (processes on the machines of a Ray cluster)."""
+    """Who starts the roles: local (processes of this machine), serial (one thread, in which the
+    roles take turns: for a debugger, and for runs that follow from their seed alone) or ray
+    (processes on the machines of a Ray cluster)."""
     ray_address: str = ""
     """The Ray cluster: auto for one that this machine is part of, HOST:PORT, ray://HOST:PORT from
     outside of it, local for a new one on this machine. Empty takes RAY_ADDRESS, or a cluster that
@@ -184,15 +185,15 @@ class RunConfig:
     """Replayed steps trained on per environment step collected (steps as the agent counts them,
     so repeated actions count once); 0 or less for no limit. Training starts when the replay holds
     max(batch_size, envs) sequences; a run with `steps` makes up for the updates before at its end,
-    so it ends with this ratio, and others come close to it."""
+    so it ends with this ratio, and others come close to it, as serial runs do."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 
     log_every: AboveZero = 10.0
-    """Seconds between two writes of metrics."""
+    """Seconds between two writes of metrics; in a serial run 100 environment steps are a second."""
     report_every: ZeroOrMore = 300.0
     """Seconds between two reports, and between two videos of an environment with images; 0 for
-    never."""
+    never. In a serial run 100 environment steps are a second."""
     outputs: tuple[str, ...] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb, or your own as package.module:Class."""
@@ -219,6 +220,9 @@ class RunConfig:
     on_nan: Literal["end", "stop"] = "end"
     """What NaN or infinity in a reward or an observation ends: the episode, before the bad step is
     stored, or the run."""
+    retrace_seconds: ZeroOrMore = 300.0
+    """Seconds that a resumed serial run may take to bring its environments back to where they were,
+    by taking all their actions again; 0 begins new episodes."""
     env_timeout: ZeroOrMore = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
     started again; 0 for no timeout."""

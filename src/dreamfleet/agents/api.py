@@ -200,6 +200,14 @@ def compile_policy(agent: Player, policy_batches: Sequence[int]) -> None:
         own(policy_batches)
 
 
+def settle(agent: Any) -> None:
+    """Have an agent act with the parameters of its last update from now on, however long that
+    takes: its method `settle`, if it has one. Others act with them anyway. Called by the learner's
+    thread."""
+    if own := getattr(agent, "settle", None):
+        own()
+
+
 # --- rows of carries -----------------------------------------------------------------------------
 
 

@@ -389,7 +389,7 @@ class Watcher:
         return [
             read_notes(folder / worker.name)
             for worker in record.workers
-            if worker.role == "env" and worker.state == "running"
+            if worker.state == "running"
         ]
 
     def _ask(

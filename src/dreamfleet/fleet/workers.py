@@ -21,6 +21,7 @@ from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
+from dreamfleet.roles.serial import serial_fleet, takes_turns
 
 # An accelerator is the agent's; JAX would take most of its memory for a second process.
 _NO_GPU = {"JAX_PLATFORMS": "cpu"}
@@ -39,11 +40,17 @@ def fleet_workers(
     """The workers of a run on the machine that starts it, in the order in which they are stopped:
     a worker may need those after it until its own end."""
     policy, agent = restart_policy(args), args.agent_type
+    buffers, envs = (make_replay_train, make_replay_eval), (make_env_train, make_env_eval)
+    act_and_learn = partial(parallel_agent, make_agent, args)
+    if in_turns := takes_turns(args):
+        act_and_learn = partial(
+            serial_fleet, make_agent, *buffers, *envs, make_stream, make_logger, args
+        )
     workers = [
         Worker(
             "agent",
             "agent",
-            partial(parallel_agent, make_agent, args),
+            act_and_learn,
             agent.process_environment(args.settings_of(agent), os.environ),
             args.resources.agent,
             restart=policy,
@@ -76,10 +83,11 @@ def fleet_workers(
                 notes=notes_path(args, "evaluator"),
             )
         )
+    if in_turns:  # the agent's worker is all of the others
+        return workers + env_workers(*envs, args, range(args.actor_envs, args.all_envs))
     if not args.remote_envs and not args.offline:
-        workers += env_workers(make_env_train, make_env_eval, args)
+        workers += env_workers(*envs, args)
     if not args.remote_replay:
-        buffers = make_replay_train, make_replay_eval
         for shard in range(args.replay_shards):
             replay = partial(parallel_replay, *buffers, make_stream, args, shard)
             name, asks = server_name("replay", shard), args.resources.replay

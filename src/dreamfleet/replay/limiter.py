@@ -109,13 +109,14 @@ class SamplesPerInsert:
         with self._changed:
             return {"size": float(self._size), "avail": self._avail}
 
-    def load(self, state: Mapping[str, float]) -> None:
-        """Restore; whatever the settings were then, nobody owes more than these allow."""
+    def load(self, state: Mapping[str, float], *, exactly: bool = False) -> None:
+        """Restore; whatever the settings were then, nobody owes more than these allow. With the
+        same settings it may be restored `exactly`."""
         size, avail = int(state["size"]), float(state["avail"])
         least, most = -max(self.debt, self.tolerance), self.tolerance * self.ratio
         if size < self.minsize:
             avail = -self.debt
-        elif self.ratio > 0:
+        elif self.ratio > 0 and not exactly:
             avail = min(max(avail, least), most)
         with self._changed:
             self._size, self._avail = size, avail

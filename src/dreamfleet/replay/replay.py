@@ -546,11 +546,16 @@ class _Statistics:
         self.samples += len(ages)
 
     def save(self) -> dict[str, NDArray[np.int64]]:
-        return {f"count/{name}": np.array(getattr(self, name), np.int64) for name in _COUNTERS}
+        counts = {f"count/{name}": np.array(getattr(self, name), np.int64) for name in _COUNTERS}
+        first = max(0, self._aged - _RECENT)
+        return {**counts, "ages": self._ages[np.arange(first, self._aged) % _RECENT]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self, name, int(state[f"count/{name}"]))
+        ages = state.get("ages", ())  # which older versions did not keep
+        self._aged = len(ages)
+        self._ages[: self._aged] = ages
 
     def summary(self, length: int) -> dict[str, float]:
         recent = self._ages[: min(self._aged, _RECENT)]

@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Arrays, Carry, Mode, Player, pad_rows, put_rows, take_rows
+from dreamfleet.agents.api import (
+    Agent,
+    Arrays,
+    Carry,
+    Mode,
+    Player,
+    map_arrays,
+    pad_rows,
+    put_rows,
+    take_rows,
+)
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import EpisodeStats
@@ -228,15 +238,17 @@ class Actor:
         index: int = 0,
         lock: threading.Lock | None = None,
         more_metrics: Callable[[], dict[str, float]] = dict,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
         self._index, self._more_metrics = index, more_metrics
         known = max(len(args.envs_of(index)), len(range(index, args.known_envs, args.actors)))
-        self._carries = Carries(agent, max(16, 2 * known))
+        self.carries = Carries(agent, max(16, 2 * known), clock)
+        """The policy's carry of every environment."""
         self._policy_lock = lock or threading.Lock()
         self._sizes = policy_sizes(args, index)
-        self._video = VideoFrames(args.report_every, video_env(args))
+        self._video = VideoFrames(args.report_every, video_env(args), clock)
         # A new name for each start: a resend is recognised, a successor's batch never is.
         self._source = f"actor-{uuid.uuid4().hex}"
         self._sequence = 0
@@ -250,7 +262,7 @@ class Actor:
     def full_batch(self) -> int:
         """Environments in a full policy call now: no more than are there."""
         with self._policy_lock:
-            there = self._carries.recent(_PRESENT_SECONDS)
+            there = self.carries.recent(_PRESENT_SECONDS)
         return max(1, min(there, self._args.policy_batch_of(self._index)))
 
     # --- acting: before the reply ----------------------------------------------------------------
@@ -271,7 +283,7 @@ class Actor:
         with self._policy_lock:
             # An episode that began before this actor started has no carry: it is reset and not
             # stored.
-            unknown = ~obs["is_first"] & ~self._carries.known(envids)
+            unknown = ~obs["is_first"] & ~self.carries.known(envids)
             if evaluated in (0, count):
                 actions, outs = self._policy(envids, inputs, "eval" if evaluated else "train")
             else:
@@ -284,9 +296,9 @@ class Actor:
         return {**actions, RESET: obs["is_last"] | unknown}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
-        carry, slots = self._carries.take(envids, obs["is_first"])
+        carry, slots = self.carries.take(envids, obs["is_first"])
         carry, actions, outs = padded_policy(self._agent, self._sizes, carry, obs, mode)
-        self._carries.put(slots, carry)
+        self.carries.put(slots, carry)
         return actions, outs
 
     def _mixed_policy(
@@ -403,9 +415,9 @@ class Actor:
 
     def _log_metrics(self, server: BatchServer, held: bool) -> None:
         with self._policy_lock:
-            idle = self._carries.idle()
-            self._carries.evict(self._args.episode_timeout)
-            count = len(self._carries)
+            idle = self.carries.idle()
+            self.carries.evict(self._args.episode_timeout)
+            count = len(self.carries)
         replay = self._replay.stats()
         stats = server.stats()
         then, items, batches = self._previous
@@ -508,6 +520,20 @@ class Carries:
         """Forget environments that sent nothing for so many seconds; returns how many."""
         return len(self._slots.evict(seconds))
 
+    def save(self) -> Arrays:
+        """The carries of all environments as arrays, and whose they are."""
+        ids, leaves = list(self._slots), list[NDArray[Any]]()
+        map_arrays(leaves.append, take_rows(self._rows, self._slots.slots(ids)))
+        return {"ids": np.array(ids, np.int64), **{str(n): leaf for n, leaf in enumerate(leaves)}}
+
+    def load(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what `save` returned."""
+        slots = self._slots.slots(state["ids"].tolist())
+        leaves = list[NDArray[Any]]()
+        map_arrays(leaves.append, self._rows)
+        for number, leaf in enumerate(leaves):
+            leaf[slots] = state[str(number)]
+
     def _grow(self, size: int) -> None:
         grown = self._agent.init_policy(size)
         put_rows(grown, slice(self._slots.size), self._rows)
@@ -551,11 +577,14 @@ class VideoFrames:
     Args:
         every: Seconds between the starts of two videos; 0 for none.
         envid: The environment.
+        clock: Seconds, rising.
     """
 
-    def __init__(self, every: float, envid: int = 0) -> None:
+    def __init__(
+        self, every: float, envid: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._envid = envid
-        self._due = LocalClock(every, first=True)
+        self._due = LocalClock(every, first=True, now=clock)
         self._recording = False
 
     def frames(

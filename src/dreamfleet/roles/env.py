@@ -154,9 +154,10 @@ class Lane:
     """Environments that are stepped together, and share a message with their observations."""
 
     def __init__(self, envs: Sequence[RestartedEnv], ids: Sequence[int], is_eval: bool) -> None:
-        self.envs, self._ids = envs, ids
+        self.envs, self.ids = envs, ids
         self._block = ObservationBlock(ids, is_eval)
-        self._actions: list[Any] = [None] * len(envs)  # None resets
+        self.actions: list[Any] = [None] * len(envs)
+        """What each environment does next; None resets."""
         self._sent: list[int] = []  # the places of those whose observations are on their way
         self.reply: Future | None = None
         """What the agent will answer; None if it was not asked."""
@@ -171,10 +172,10 @@ class Lane:
     def step(self, client: Client) -> int:
         """Take the actions of the answer, if there is one, and send the next observations; returns
         how many."""
-        if self.reply is not None and not self._take():
+        if self.reply is not None and not self.take():
             return 0
-        rows = [env.step(action) for env, action in zip(self.envs, self._actions, strict=True)]
-        self._actions = [None] * len(self.envs)
+        rows = [env.step(action) for env, action in zip(self.envs, self.actions, strict=True)]
+        self.actions = [None] * len(self.envs)
         self._sent = [place for place, row in enumerate(rows) if row is not None]
         obs = self._block.fill(rows, [env.failures for env in self.envs])
         if obs is not None:
@@ -183,7 +184,7 @@ class Lane:
             self.due = min((env.due for env in self.envs if not env.built), default=0.0)
         return len(self._sent)
 
-    def _take(self) -> bool:
+    def take(self) -> bool:
         """Take the answer; returns whether the next step may be made at once."""
         future, self.reply = self.reply, None
         assert future is not None
@@ -191,7 +192,7 @@ class Lane:
         try:
             actions = future.result()
         except Disconnected as error:
-            ids = ", ".join(map(str, self._ids))
+            ids = ", ".join(map(str, self.ids))
             log.warning("The agent is lost, environments %s are reset: %s", ids, error)
         except RemoteError as error:
             if error.kind == Occupied.__name__:
@@ -204,7 +205,7 @@ class Lane:
         else:
             self._refused_since = None
             for row, place in enumerate(self._sent):
-                self._actions[place] = {key: value[row] for key, value in actions.items()}
+                self.actions[place] = {key: value[row] for key, value in actions.items()}
         return True
 
     def _on_occupied(self, error: RemoteError) -> None:

@@ -7,14 +7,14 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dreamfleet.agents.api import Agent
+from dreamfleet.agents.api import Agent, Flat
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import GlobalClock, LocalClock
 from dreamfleet.config import RunConfig
@@ -45,6 +45,8 @@ _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run i
 _ROUND_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
 _FLUSH_SECONDS = 10.0
+TURNS = "turns"
+"""The part of a checkpoint that only a run has whose roles take turns; see `roles.serial`."""
 
 
 def parallel_learner(
@@ -104,7 +106,10 @@ class Saver:
         self._position: dict[str, Any] = {}
         self._notes = Notes(notes_path(args, "agent"))
         self._round = 0  # the step at which the last round of evaluation began
-        self._round_may_begin = LocalClock(_ROUND_SECONDS, first=True)
+        self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
+        """Whether to look now if a round is due; looking reads files."""
+        self.turns: Mapping[str, Any] = {}
+        """What a run whose roles take turns was in the middle of, as the checkpoint has it."""
         self._may_look = LocalClock(_LOOK_SECONDS, first=True)
         self.updates = 0
 
@@ -120,6 +125,7 @@ class Saver:
             step = snapshot.step
             self.updates = int(snapshot.parts["run"]["updates"])
             self._round = int(snapshot.parts["run"].get("round", 0))
+            self.turns = snapshot.parts.get(TURNS, {})
             restored = f"resuming from {snapshot.path}"
         elif self._args.from_checkpoint:
             restored = self._start_from(Path(self._args.from_checkpoint))
@@ -174,7 +180,7 @@ class Saver:
         every = self._args.eval_every
         if not every or self._progress.step // every <= self._round // every:
             return
-        if not self._round_may_begin() or self._checkpoint.pending() is not None:
+        if not self.round_may_begin() or self.in_round():
             return
         # Steps that are stored, as a checkpoint counts them: some are still on their way.
         step = int(self._newest_position()["steps"])
@@ -182,11 +188,16 @@ class Saver:
             self._round = step
             self.save(pending=True)
 
-    def save(self, *, pending: bool = False) -> None:
+    def in_round(self) -> bool:
+        """Whether a round is under way."""
+        return self._checkpoint.pending() is not None
+
+    def save(self, *, pending: bool = False, turns: Flat | None = None) -> None:
         """Write a checkpoint, with the evaluation score that tells which one is the best.
 
         Args:
             pending: The score is found by a round of evaluation that begins with this checkpoint.
+            turns: What a run whose roles take turns is in the middle of.
         """
         position = self._newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
@@ -197,6 +208,8 @@ class Saver:
             "replay": position,
             BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
+        if turns:
+            parts[TURNS] = turns
         self._checkpoint.save(parts, step=step, score=self._evaluation_score(), pending=pending)
         self._notes.progress()
 
@@ -241,11 +254,16 @@ class Learner:
         reports: ReplayClient,
         updates: ReplayClient,
         logger: Client,
+        ahead: int = LOOK_AHEAD,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._saver, self._updates, self._logger = saver, updates, logger
-        self._aggregate, self._timer, self._usage = Aggregate(), Timer(), Usage()
-        self._reports = {mode: RemoteStream(reports, mode) for mode in ("report", "eval")}
+        self.aggregate = Aggregate()
+        """Metrics of the updates since the last ones were logged."""
+        self._timer, self._usage = Timer(), Usage()
+        self._reports = {mode: RemoteStream(reports, mode, ahead) for mode in ("report", "eval")}
+        self._carry: Any = None
+        self._results: tuple[Any, Any] | None = None  # of the last update
         self._since = (time.monotonic(), 0, 0)
         self._asked = 0  # updates after which learning ends, once all steps are made
 
@@ -318,40 +336,27 @@ class Learner:
         should_log = GlobalClock(args.log_every)
         should_report = GlobalClock(args.report_every)
         should_save = GlobalClock(args.save_every)
-        carry = self._agent.init_train(args.batch_size)
         stream = self._agent.stream(self._batches(samples))
-        previous: tuple[Any, Any] | None = None
         while True:
             with timer.section("wait"):
                 batch = next(stream, None)
             if batch is None:
                 break
-            with timer.section("train"):
-                carry, outs, metrics = self._agent.train(carry, batch)
-                self._saver.updates += 1
-                if args.offline:
-                    self._progress.advance(1)
-                # Reading results waits for them: those of the step before are done by now, while
-                # this one is under way.
-                if previous is not None:
-                    self._process(*previous)
-                previous = outs, metrics
+            self.update(batch)
             if parameters is not None:
                 parameters.publish()
             if self._asked and self._saver.updates >= self._asked:
                 break
             if should_log():
-                self._log()
+                self.log()
             if should_report():
-                with timer.section("report"):
-                    self._report()
+                self.report()
             if should_save() or self._saver.asked():
                 with timer.section("save"):
                     self._saver.save()
             self._saver.begin_round()
-        if previous is not None:
-            self._process(*previous)
-        self._log()
+        self.process()
+        self.log()
         # A reply to a later call: the last metrics have arrived before the client is closed.
         self._logger.status().wait(_FLUSH_SECONDS)
 
@@ -368,14 +373,32 @@ class Learner:
             assert batch is not None, "the replay waits until there is enough to train on"
             yield batch
 
-    def _process(self, outs: dict[str, Any], metrics: dict[str, Any]) -> None:
-        """Send the states of a trained batch back to the replay, and aggregate its metrics."""
+    def update(self, batch: Mapping[str, Any]) -> None:
+        """Train on a batch."""
+        with self._timer.section("train"):
+            if self._carry is None:
+                self._carry = self._agent.init_train(self._args.batch_size)
+            self._carry, outs, metrics = self._agent.train(self._carry, batch)
+            self._saver.updates += 1
+            if self._args.offline:
+                self._progress.advance(1)
+            # Reading results waits for them: those of the step before are done by now, while this
+            # one is under way.
+            self.process()
+            self._results = outs, metrics
+
+    def process(self) -> None:
+        """Send the states of the last batch back to the replay, and aggregate its metrics."""
+        if self._results is None:
+            return
+        (outs, metrics), self._results = self._results, None
         if "replay" in outs:
             states = {key: np.asarray(value) for key, value in outs["replay"].items()}
             self._updates.update(states)
-        self._aggregate.add(metrics)
+        self.aggregate.add(metrics)
 
-    def _log(self) -> None:
+    def log(self) -> None:
+        """Tell the logger how learning is doing."""
         if self._args.actors > 1:
             self._saver.recount()
         now, updates, steps = time.monotonic(), self._saver.updates, self._progress.step
@@ -386,7 +409,7 @@ class Learner:
         batch = self._args.batch_size * self._args.batch_length
         rate = trained / max(seconds, 1e-9)
         metrics: dict[str, Any] = {
-            **self._aggregate.result(prefix="train"),
+            **self.aggregate.result(prefix="train"),
             "learner/updates": float(updates),
             "learner/updates_per_second": rate,
             "learner/steps_per_second": rate * batch,
@@ -401,8 +424,12 @@ class Learner:
             metrics["learner/state"] = "training"
         self._logger.add(steps, _sendable(metrics))
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """What the agent reports about training and evaluation data, as far as there is any."""
+        with self._timer.section("report"):
+            self._report()
+
+    def _report(self) -> None:
         for mode, stream in self._reports.items():
             carry = self._agent.init_report(self._args.batch_size)
             aggregate = Aggregate()
@@ -419,23 +446,29 @@ class RemoteStream:
     """The batches of one of the replay's streams, requested ahead of their use.
 
     Nothing is requested before the first batch is wanted: what the replay has then is newer.
+
+    Args:
+        client: Of the replay.
+        mode: Which of the streams.
+        ahead: How many are requested, at least the one that is wanted.
     """
 
-    def __init__(self, client: ReplayClient, mode: str) -> None:
-        self._client = client
+    def __init__(self, client: ReplayClient, mode: str, ahead: int = LOOK_AHEAD) -> None:
+        self._client, self._ahead = client, ahead
         self._method = f"sample_batch_{mode}"
         self._requested: deque[Reply] = deque()
 
     def take(self) -> dict[str, Any] | None:
         """The next batch; None if the replay has too little data for one."""
-        while len(self._requested) < LOOK_AHEAD:
+        while len(self._requested) < max(1, self._ahead):
             self._request()
         batch: dict[str, Any] = self._requested.popleft().result()
         if not batch:
             # Those requested at the same time are as empty, and would be stale by the next time.
             self._requested.clear()
             return None
-        self._request()
+        if self._ahead:
+            self._request()
         return batch
 
     def _request(self) -> None:

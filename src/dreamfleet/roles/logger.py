@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.checkpoint import above, below
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.metrics import (
     Aggregate,
@@ -52,13 +53,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     stop = stop_event()
     logger = Logger(unpack(make_logger)(), args)
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
-    checked = CheckedLogger(logger, args)
-    server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
-    server.bind("ended", checked.ended, repeatable=True, roles=("replay",))
-    server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
-    server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
-    everybody_else = ("agent", "replay", "evaluator", "watcher")
-    server.bind("status", logger.status, repeatable=True, roles=everybody_else)
+    bind(server, logger, args)
     with server:
         publish_address(args, "logger", server.address)
         while not stop.wait(args.log_every):
@@ -66,16 +61,30 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     logger.close()
 
 
+def bind(server: Server, logger: Logger, args: RunConfig) -> None:
+    """Offer the methods of a logger."""
+    checked = CheckedLogger(logger, args)
+    server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
+    server.bind("ended", checked.ended, repeatable=True, roles=("replay",))
+    server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
+    server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
+    everybody_else = ("agent", "replay", "evaluator", "watcher")
+    server.bind("status", logger.status, repeatable=True, roles=everybody_else)
+
+
 class Logger:
     """The step counter, episodes and outputs, as methods that others call."""
 
-    def __init__(self, output: Output, args: RunConfig) -> None:
+    def __init__(
+        self, output: Output, args: RunConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._lock = threading.Lock()
         self._output = BackgroundOutput(output)
         self._video = video_env(args)
         self._scores = ScoresFile(args.logdir / "scores.jsonl")
-        self._train = EpisodeStats(timeout=args.episode_timeout, video=self._video)
-        self._eval = EpisodeStats(timeout=args.episode_timeout)
+        timeout = args.episode_timeout
+        self._train = EpisodeStats(timeout=timeout, video=self._video, clock=clock)
+        self._eval = EpisodeStats(timeout=timeout, clock=clock)
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(self._scores.last, maxlen=RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -211,6 +220,24 @@ class Logger:
             self._output.flush()
             self._scores.flush()
             self._notes.progress()
+
+    def save(self) -> dict[str, Any]:
+        """What has come in and is not written yet: episodes under way, and means."""
+        with self._lock:
+            return {
+                "recent_eval": np.array(self._recent_eval, np.float64),
+                "aggregate": self._aggregate.save(),
+                **above("train", self._train.save()),
+                **above("eval", self._eval.save()),
+            }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `save` returned."""
+        with self._lock:
+            self._recent_eval.extend(state["recent_eval"].tolist())
+            self._aggregate.load(state["aggregate"])
+            self._train.load(below(state, "train"))
+            self._eval.load(below(state, "eval"))
 
     def close(self) -> None:
         self.write()

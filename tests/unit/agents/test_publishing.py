@@ -14,6 +14,9 @@ class Parameters:
     def is_ready(self) -> bool:
         return self.ready
 
+    def block_until_ready(self) -> None:
+        self.ready = True
+
 
 def snapshot(updates: int, ready: bool) -> Snapshot:
     return Snapshot(Parameters(ready), updates, 0.0)
@@ -42,3 +45,11 @@ def test_older_parameters_never_come_back() -> None:
     newest = publisher.latest()
     publisher.publish(snapshot(4, ready=True))
     assert publisher.latest() is newest
+
+
+def test_who_waits_has_the_newest() -> None:
+    first, second = snapshot(0, ready=True), snapshot(1, ready=False)
+    publisher = Publisher(first, lambda nets: nets)
+    publisher.publish(second)
+    publisher.wait()
+    assert publisher.latest() is second.nets

@@ -128,6 +128,12 @@ class Publisher(Generic[Actor]):
         self._promote()
         self._published = snapshot
 
+    def wait(self) -> None:
+        """Learner: return when the actor has the newest snapshot."""
+        arrived: Any = jax.block_until_ready  # which has no annotations
+        arrived(self._published.nets)
+        self._promote()
+
     def count(self, updates: int) -> None:
         """Learner: how far training is, so that the age of the actor's parameters is known."""
         self._updates = updates

@@ -113,6 +113,12 @@ class Dreamer(ActingAgent):
             self._publisher.publish(self._snapshot())
         return following, outs, metrics
 
+    def settle(self) -> None:
+        """Act with the parameters of the last update from now on; waits for them."""
+        if self._updates % self.config.execution.publish_every:
+            self._publisher.publish(self._snapshot())
+        self._publisher.wait()
+
     def _check_last_step(self) -> None:
         """Stop if the step before this one met NaN or infinity; waits for it to finish."""
         if self._pending is None:

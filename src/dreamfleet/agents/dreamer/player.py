@@ -115,10 +115,12 @@ class ActingAgent:
 
     def compile_policy(self, policy_batches: Sequence[int]) -> None:
         """Get ready to act with batches of these sizes."""
+        actions = self._actions
         for size in policy_batches:
             obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
             obs["is_last"][:] = True  # where a mask of zeros is nothing to warn of
             self.policy(self.init_policy(size), obs)
+        self._actions = actions  # nobody took these: a run that resumes draws as if it had not
 
     def policy_state(self) -> Flat:
         """The parameters that choose actions, in compute precision."""

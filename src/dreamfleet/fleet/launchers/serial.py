@@ -1,7 +1,7 @@
 """The serial launcher: every worker is a thread of this process, for a debugger.
 
-The same roles under the same supervisor, so a breakpoint anywhere is met, and Ctrl-C, resuming and
-the end of a run are as with processes. Python runs one thread at a time: it is slow.
+Under the same supervisor, so Ctrl-C, resuming and the end of a run are as with processes. Most runs
+have a single worker then, in which the roles take turns (`dreamfleet.roles.serial`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,527 @@
+"""All roles of a run in one thread, in turns, so that a run follows from its seed alone.
+
+The actor, the learner, the replay, the logger and the environments are those of a fleet. What is
+different is who calls them, and when: in a fleet it is whoever has something to say, and the order
+is that of the clock. Here a turn is one of two things, and the replay's limiter, a function of two
+counts, says which:
+
+    the learner makes an update, if the limiter allows it
+    else the next group of environments takes a step: the actor chooses its next actions, and the
+    steps are stored and logged before the turn is over
+
+Nothing is sampled ahead, and the actor has the parameters of the last update. Metrics and reports
+are due after so many steps. What follows the clock (checkpoints, for a run that is killed) changes
+nothing.
+
+A run that is stopped in order saves what it is in the middle of with its last checkpoint (`TURNS`):
+whose turn it is, the limiter, the policy's carries, episodes and means that are not logged yet, and
+what every environment has done so far. A resumed run is where it was: environments, which nobody
+can save, are made again and retrace their steps (`RetracedEnv`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sized
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.agents.api import Flat, settle
+from dreamfleet.checkpoint import above, below
+from dreamfleet.clock import LocalClock
+from dreamfleet.config import RunConfig
+from dreamfleet.envs.base import Arrays, NotFiniteError
+from dreamfleet.replay import SamplesPerInsert
+from dreamfleet.roles import logger as logging_role
+from dreamfleet.roles import replay as replay_role
+from dreamfleet.roles.actor import Actor
+from dreamfleet.roles.addresses import listen_address, publish_address
+from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
+from dreamfleet.roles.learner import Learner, Saver
+from dreamfleet.roles.logger import Logger
+from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.runtime import ActorFailed, Factory, stop_event, takes, unpack
+from dreamfleet.spaces import RESET, without_logs
+from dreamfleet.transport import Server
+
+log = logging.getLogger(__name__)
+
+STEPS_PER_SECOND = 100
+"""Environment steps that count as a second of `log_every` and `report_every`."""
+_LOOK_SECONDS = 0.05
+
+
+def takes_turns(args: RunConfig) -> bool:
+    """Whether the roles of a run take turns in one thread: those of a serial run, if all of them
+    are here. Further actors and shards, and others that may join, are threads or processes."""
+    here = not (args.remote_envs or args.remote_replay or args.bind)
+    return args.launcher == "serial" and here and args.actors == args.replay_shards == 1
+
+
+def serial_fleet(
+    make_agent: Factory,
+    make_replay_train: Factory,
+    make_replay_eval: Factory,
+    make_env_train: Factory,
+    make_env_eval: Factory,
+    make_stream: Factory,
+    make_logger: Factory,
+    args: RunConfig,
+) -> None:
+    """Run everything but rounds of evaluation, until there were enough steps or until asked to
+    stop.
+
+    Args:
+        make_agent: Returns the agent.
+        make_replay_train, make_replay_eval: Return the buffers.
+        make_env_train, make_env_eval: Called with an environment's id.
+        make_stream: Called with a buffer and a mode, returns an iterator of batches.
+        make_logger: Returns the output of metrics.
+        args: The run.
+    """
+    progress = Progress(args.steps)
+    stop = stop_event(on_stop=progress.stop)
+
+    def clock() -> float:
+        """Seconds as steps. Nobody is late: all wait while one is looked at in a debugger."""
+        return progress.step / STEPS_PER_SECOND
+
+    with ExitStack() as stack:
+        logger = _Logger(unpack(make_logger)(), args, clock)
+        stack.callback(logger.close)
+        server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
+        logging_role.bind(server, logger, args)
+        stack.enter_context(server)
+        publish_address(args, "logger", server.address)
+        limiter = limiter_for(args)
+        train, evaluation = unpack(make_replay_train)(), unpack(make_replay_eval)()
+        service = ReplayService(train, evaluation, unpack(make_stream), limiter, args, stop)
+        stack.callback(service.close)
+        turns = Turns(unpack(make_agent)(), args, progress, service, limiter, train, logger, clock)
+        stack.callback(turns.close)
+        try:
+            if turns.begin(unpack(make_env_train), unpack(make_env_eval)):
+                turns.run()
+                turns.end()
+        except ActorFailed:  # which is for environments of other processes
+            pass
+        if progress.error is not None:
+            raise progress.error
+
+
+class Direct:
+    """A server and its clients in one object: a call is made at once, by whoever makes it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._methods: dict[str, Callable[..., Any]] = {}
+
+    def bind(self, method: str, function: Callable[..., Any], **_options: Any) -> None:
+        self._methods[method] = function
+
+    def call(self, method: str, *args: Any) -> _Done:
+        return _Done(self._methods[method](*args))
+
+    call_block = call
+
+    def __getattr__(self, method: str) -> Callable[..., _Done]:
+        return partial(self.call, method)
+
+    def connect(self, timeout: float | None = None) -> None:
+        """It is."""
+
+    def stats(self) -> dict[str, float]:
+        return {"connected": 1.0, "inflight": 0.0}
+
+
+class _Done:
+    """The answer to a call that was made."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002 - the future's
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002 - the future's
+        return self._value
+
+
+class _Logger(Logger):
+    """A logger to which roles report after so many steps, however long these take."""
+
+    def status(self) -> dict[str, Any]:
+        found = super().status()
+        trains = found.get("learner/state") == "training"
+        here = ("actor", "replay", "learner") if trains else ("actor", "replay")
+        return {**found, **{f"{role}/silence": 0.0 for role in here}}
+
+
+class Turns:
+    """The roles of a run, and whose turn it is.
+
+    Args:
+        agent: Acts and learns.
+        args: The run.
+        progress: Shared by actor and learner.
+        service: The replay.
+        limiter: The replay's.
+        buffer: The replay's training data.
+        logger: Follows episodes and writes metrics.
+        clock: Seconds, rising, for all that the actor does now and then.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        args: RunConfig,
+        progress: Progress,
+        service: ReplayService,
+        limiter: SamplesPerInsert,
+        buffer: Sized,
+        logger: Logger,
+        clock: Callable[[], float],
+    ) -> None:
+        self._agent, self._args, self._progress = agent, args, progress
+        self._service, self._limiter, self._buffer = service, limiter, buffer
+        self._logger = logger
+        # In place of clients, which the roles have in a fleet.
+        replay: Any = Direct("replay")
+        logs: Any = Direct("logger")
+        self._acting = _Acting()
+        replay_role.bind(replay, service, args)
+        logging_role.bind(logs, logger, args)
+        self._replay, self._logs = replay, logs
+        self._saver = Saver(agent, args, progress, replay, logs)
+        self._saver.round_may_begin = lambda: True
+        self._learner = Learner(agent, args, progress, self._saver, replay, replay, logs, ahead=0)
+        self._actor = Actor(agent, args, progress, replay, logs, clock=clock)
+        self._acting.bind("act", self._reply)
+        self._notes = Notes(notes_path(args, "agent"))
+        self._should_save = LocalClock(args.save_every)
+        self._lanes: list[Lane] = []
+        self._envs: dict[int, RetracedEnv] = {}
+        self._turn = 0  # the lane that steps next
+        self._acted = False  # since the last update
+        self._learned = False  # since the last step
+
+    def begin(self, make_train: Callable[..., Any], make_eval: Callable[..., Any]) -> bool:
+        """Restore and compile the agent, and make the environments; those of a run that is resumed
+        are where they were. Returns False if there is nothing to do, and to save: the run has made
+        all its steps before, or was asked to stop meanwhile."""
+        args = self._args
+        self._learner.prepare()
+        if self._progress.finished.is_set():
+            return False
+        state = self._saved()
+        train, evaluation = range(args.envs), range(args.envs, args.actor_envs)
+        for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
+            for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
+                mine = ids[first : first + args.policy_batch]
+                self._lanes.append(self._make_lane(make, mine, is_eval, state))
+        if state:
+            self._load_or_begin_anew(state)
+        return not self._progress.stopped
+
+    def _make_lane(self, make: Callable[..., Any], ids: range, is_eval: bool, state: Flat) -> Lane:
+        attempts = takes(make, "attempt")
+        watchdog = Watchdog(0)
+
+        def made(envid: int, attempt: int = 0) -> RetracedEnv:
+            attempt += int(state.get(f"env/{envid}/attempt", 0))
+            again = {"attempt": attempt} if attempt and attempts else {}
+            self._envs[envid] = RetracedEnv(make(envid, **again), attempt)
+            return self._envs[envid]
+
+        envs = [RestartedEnv(made, each, self._args, self._notes, watchdog) for each in ids]
+        for env in envs:
+            env.build()
+        return Lane(envs, ids, is_eval)
+
+    # --- the turns -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Take turns until the run is finished."""
+        self._await_round()
+        while not self._progress.finished.is_set():
+            before = self._progress.step
+            if self._may_learn():
+                self._learn()
+            else:
+                self._act()
+            if self._progress.step > before:
+                self._follow(before)
+            if self._should_save():
+                self._saver.save()
+                self._service.save()
+
+    def _may_learn(self) -> bool:
+        if not self._limiter.can_sample() or not len(self._buffer):
+            return False
+        # Without a limit both take turns.
+        return self._limiter.ratio > 0 or self._acted or not self._lanes
+
+    def _learn(self) -> None:
+        # Each batch has a stream of its own, which asks for none ahead.
+        batches = self._agent.stream(iter([self._replay.sample_batch_train().result()]))
+        self._learner.update(next(batches))
+        self._learner.process()
+        self._acted, self._learned = False, True
+
+    def _act(self) -> None:
+        lane = self._lanes[self._turn]
+        for env in lane.envs:
+            while not env.built:  # it has failed, and all wait for it
+                if self._progress.finished.wait(max(0.0, env.due - time.monotonic())):
+                    return
+                env.build()
+        if self._learned:
+            settle(self._agent)
+        self._notes.stepped(lane.step(self._acting))  # type: ignore[arg-type]  # as a client
+        self._notes.now("waiting")
+        if lane.reply is not None:
+            lane.take()
+        self._turn = (self._turn + 1) % len(self._lanes)
+        self._acted, self._learned = True, False
+
+    def _reply(self, obs: dict[str, Any]) -> Arrays:
+        # Environments write their next observations into the same arrays.
+        actions, transitions = self._actor.act({k: value.copy() for k, value in obs.items()})
+        self._actor.send([transitions])
+        self._actor.wait_for_replies(0.0)
+        return actions
+
+    def _follow(self, before: int) -> None:
+        """Do what is due after so many steps."""
+        args = self._args
+        if self._is_due(args.log_every, before):
+            self._log()
+        if self._is_due(args.report_every, before):
+            self._learner.report()
+        self._saver.begin_round()
+        self._await_round()
+
+    def _await_round(self) -> None:
+        while self._args.eval_every and self._saver.in_round():
+            if self._progress.finished.wait(_LOOK_SECONDS):
+                return
+
+    def _is_due(self, seconds: float, before: int) -> bool:
+        steps = max(1, round(seconds * STEPS_PER_SECOND))
+        return seconds > 0 and self._progress.step // steps > before // steps
+
+    def _log(self) -> None:
+        self._actor.log_metrics(self._acting)  # type: ignore[arg-type]  # as a server
+        self._logs.add(-1, self._service.report({}))
+        self._learner.log()
+        self._logger.write()
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Save. The updates that a fleet makes up for at its end are not made: a run that resumes
+        with more steps could not take them back."""
+        turns = self._save()
+        self._log()
+        self._saver.save(turns=turns)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            for env in lane.envs:
+                env.close()
+
+    def _save(self) -> Flat:
+        """What the run is in the middle of."""
+        state: dict[str, Any] = {
+            **self._position(),
+            "turn": self._turn,
+            "acted": self._acted,
+            "acting": self._acting.save(),
+            "learner": self._learner.aggregate.save(),
+            **above("limiter", {**self._limiter.save(), "settings": self._limiter_settings()}),
+            **above("carries", self._actor.carries.save()),
+            **above("logger", self._logger.save()),
+        }
+        for lane in self._lanes:
+            for envid, env, action in zip(lane.ids, lane.envs, lane.actions, strict=True):
+                if env.built:
+                    before = {**self._envs[envid].save(), **above("next", action or {})}
+                    state |= above(f"env/{envid}", before)
+        return state
+
+    def _saved(self) -> Flat:
+        """What the run was in the middle of, if it was stopped in order and nobody has gone on
+        since."""
+        state = dict(self._saver.turns)
+        if state and any(state.get(key) != value for key, value in self._position().items()):
+            log.warning("The replay is not where the run was: environments begin new episodes.")
+            return {}
+        return state
+
+    def _position(self) -> dict[str, int]:
+        return {**self._replay.position().result(), "size": self._service.holding()["size"]}
+
+    def _load_or_begin_anew(self, state: Flat) -> None:
+        try:
+            self._load(state)
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            text = (
+                f"resuming, but not where the run was: it was saved by another version ({error!r})"
+            )
+            log.warning("The run is %s.", text)
+            self._show("learner/start", text)
+
+    def _load(self, state: Flat) -> None:
+        self._turn = int(state["turn"]) % max(1, len(self._lanes))
+        self._acted = bool(state["acted"])
+        self._acting.load(state["acting"])
+        self._learner.aggregate.load(str(state["learner"]))
+        self._actor.carries.load(below(state, "carries"))
+        self._logger.load(below(state, "logger"))
+        limiter = below(state, "limiter")
+        if np.array_equal(limiter.pop("settings"), self._limiter_settings()):
+            self._limiter.load(limiter, exactly=True)
+        self._retrace(state)
+
+    def _retrace(self, state: Flat) -> None:
+        """Bring the environments back to where they were."""
+        until = time.monotonic() + self._args.retrace_seconds
+
+        def in_time() -> bool:
+            return time.monotonic() < until and not self._progress.stopped
+
+        self._show("learner/state", "waiting for the environments, which retrace their steps")
+        lost = []
+        for lane in self._lanes:
+            for place, envid in enumerate(lane.ids):
+                before = below(state, f"env/{envid}")
+                if not before:
+                    continue
+                env = lane.envs[place]
+                if env.built and self._envs[envid].retrace(before, in_time):
+                    lane.actions[place] = below(before, "next") or None
+                else:
+                    lost.append(envid)
+                    env.close()  # it is built again, with another seed
+        self._show("learner/state", "waiting for enough data to train on")
+        if lost:
+            text = (
+                f"resuming, but not where the run was: environments {lost} begin new episodes, "
+                "because taking their actions again did not lead where it did before, or took "
+                f"longer than retrace_seconds={self._args.retrace_seconds:g}"
+            )
+            log.warning("The run is %s.", text)
+            self._show("learner/start", text)
+
+    def _show(self, key: str, text: str) -> None:
+        self._logs.add(self._progress.step, {key: text})
+
+    def _limiter_settings(self) -> Any:
+        limiter = self._limiter
+        return np.array([limiter.ratio, limiter.tolerance, limiter.minsize, limiter.debt])
+
+
+class _Acting(Direct):
+    """What environments call, with the statistics that the actor's server has in a fleet."""
+
+    def __init__(self) -> None:
+        super().__init__("actor")
+        self._items = self._batches = 0
+        self._work = 0.0
+
+    def call_block(self, method: str, *args: Any) -> _Done:
+        start = time.perf_counter()
+        answer = self.call(method, *args)
+        self._work += time.perf_counter() - start
+        self._batches += 1
+        self._items += len(args[0]["is_first"])
+        return answer
+
+    def save(self) -> Any:
+        return np.array([self._items, self._batches])
+
+    def load(self, counts: Any) -> None:
+        self._items, self._batches = counts.tolist()
+
+    def stats(self) -> dict[str, float]:
+        batches = max(1, self._batches)
+        return {
+            "act/items": float(self._items),
+            "act/batches": float(self._batches),
+            "act/fill": self._items / batches,
+            "act/work": self._work / batches,
+            "act/wait": 0.0,
+            "act/waiting": 0.0,
+        }
+
+
+class RetracedEnv:
+    """An environment that can be brought back to where another one was, by taking all its actions
+    again: for one that follows from its seed and its actions alone.
+
+    Args:
+        env: The environment, as it was made.
+        attempt: How often it was made before, of which its seed depends.
+    """
+
+    def __init__(self, env: Any, attempt: int) -> None:
+        self._env, self._attempt = env, attempt
+        self.obs_space, self.act_space = env.obs_space, env.act_space
+        self._taken = {key: bytearray() for key in self.act_space}
+        self._rewards = 0
+        self._last: Arrays = {}
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        for key, space in self.act_space.items():
+            self._taken[key] += np.asarray(action[key], space.dtype).tobytes()
+        self._last = self._env.step(action)
+        self._rewards = zlib.crc32(np.asarray(self._last["reward"]).tobytes(), self._rewards)
+        return self._last
+
+    def close(self) -> None:
+        if close := getattr(self._env, "close", None):
+            close()
+
+    def save(self) -> Flat:
+        """All that it has done so far, and where it is."""
+        taken = {
+            key: np.frombuffer(bytes(self._taken[key]), space.dtype).reshape(-1, *space.shape)
+            for key, space in self.act_space.items()
+        }
+        last = {key: np.asarray(value) for key, value in without_logs(self._last).items()}
+        state = {**above("taken", taken), **above("last", last)}
+        return {**state, "attempt": self._attempt, "rewards": self._rewards}
+
+    def retrace(self, state: Mapping[str, Any], in_time: Callable[[], bool]) -> bool:
+        """Do all that another one has done, and return whether this one is where that one was.
+
+        Args:
+            state: What the other has saved.
+            in_time: Whether to go on.
+        """
+        taken = below(state, "taken")
+        try:
+            for row in range(len(taken[RESET])):
+                if not in_time():
+                    return False
+                with suppress(NotFiniteError):  # as it was before
+                    self.step({key: value[row] for key, value in taken.items()})
+        except Exception as error:  # it is the user's code
+            log.warning("An environment cannot retrace its steps: %r", error)
+            return False
+        last = without_logs(self._last)
+        same = all(
+            key in last and np.asarray(last[key]).tobytes() == value.tobytes()
+            for key, value in below(state, "last").items()
+        )
+        return same and self._rewards == state["rewards"]

@@ -1,0 +1,238 @@
+"""A serial run follows from its seed, and a run that was stopped from where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import parts, rows, small_run, stored_steps
+
+from dreamfleet.agents.api import AgentBase
+from dreamfleet.audit import audit
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.config import RunConfig
+from dreamfleet.envs import make_env
+from dreamfleet.parallel import combined
+from dreamfleet.replay import ReplayConfig
+from dreamfleet.replay.config import Fractions
+from dreamfleet.roles.runtime import stop_event
+from dreamfleet.spaces import Space
+
+_STOPS: list[int] = []
+# What depends on the machine: seconds, rates, and what the process takes of it.
+_CLOCKS = re.compile(r"second|usage|timer|ram_bytes|^time$|learner/st")
+
+
+class Fingerprint(AgentBase):
+    """An agent that is changed by every bit that it is trained on, and acts by what it has become.
+
+    It keeps something of each episode in its carry and in the replay, and writes it back.
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env.obs_space, env.act_space)
+        self.stored_space = {"memory": Space(np.float32)}
+        self._sum, self._actions = 1, 0
+
+    def init_policy(self, n: int) -> Any:
+        return {"memory": np.zeros(n, np.float32)}
+
+    def policy(self, carry: Any, obs: Mapping[str, Any], mode: Any = "train") -> Any:
+        self._actions += 1
+        seen = obs["image"].reshape(len(obs["image"]), -1).astype(np.float32).std(1)
+        memory = carry["memory"] * 0.9 + seen
+        actions = (self._sum + self._actions + (memory * 10).astype(np.int64)) % 3
+        return {"memory": memory}, {"action": actions.astype(np.int32)}, {"memory": memory}
+
+    def train(self, carry: Any, batch: Mapping[str, Any]) -> Any:
+        for key in sorted(batch.keys() - {"stepid"}):
+            self._sum = zlib.crc32(np.ascontiguousarray(batch[key]).tobytes(), self._sum)
+        states = {"stepid": batch["stepid"], "memory": batch["memory"] + self._sum % 7}
+        return carry, {"replay": states}, {"loss": float(self._sum % 1000)}
+
+    def save(self) -> Any:
+        return {"sum": self._sum, "actions": self._actions}
+
+    def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
+        self._sum, self._actions = int(state["sum"]), int(state["actions"])
+
+
+class Stopping:
+    """An environment that stops its run, as Ctrl-C does, at steps of its own count."""
+
+    def __init__(self, env: Any) -> None:
+        self._env, self._steps = env, 0
+        self.obs_space, self.act_space = env.obs_space, env.act_space
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._steps += 1
+        if _STOPS and self._steps == _STOPS[0]:
+            _STOPS.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop_event().wait(120), "the run is asked to stop, before the next turn"
+        return self._env.step(action)
+
+
+def play(config: RunConfig, stops: Sequence[int] = (), **changes: Any) -> list[int]:
+    """Run to the end, with stops in between; returns the steps at which it was saved."""
+    fleet = parts(config, **changes)
+    make = fleet["make_env_train"]
+
+    def made(envid: int, attempt: int = 0) -> Any:
+        env = make(envid, attempt)
+        return Stopping(env) if envid == 1 else env
+
+    saved = []
+    for stop in [*stops, 0]:
+        _STOPS[:] = [stop] if stop else []
+        with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
+            combined(**{**fleet, "make_env_train": made}, args=config)
+        snapshot = Checkpoint(config.logdir / "ckpt" / "agent").load()
+        assert snapshot is not None
+        saved.append(snapshot.step)
+    return saved
+
+
+def differences(one: Path, two: Path) -> Iterator[str]:
+    """What is not the same, bit for bit, in two runs."""
+    for name in ("replay", "eval_replay"):
+        first, second = ({**stored_steps(run / name), "stepid": 0} for run in (one, two))
+        for key in first.keys() | second.keys():
+            if np.asarray(first[key]).tobytes() != np.asarray(second[key]).tobytes():
+                yield f"{name}: {key}"
+    first, second = (Checkpoint(run / "ckpt" / "agent").load().parts for run in (one, two))
+    for part in ("agent", "run", "replay"):
+        for key in first[part].keys() | second[part].keys():
+            if np.asarray(first[part][key]).tobytes() != np.asarray(second[part][key]).tobytes():
+                yield f"{part}: {key}"
+    for name in ("scores.jsonl", "metrics.jsonl"):
+        first, second = (
+            {json.dumps(row, sort_keys=True) for row in map(_no_clocks, rows(run / name))}
+            for run in (one, two)
+        )
+        yield from (f"{name}: {row}" for row in sorted(first - second)[:3])
+        if name == "scores.jsonl" and len(rows(one / name)) != len(rows(two / name)):
+            yield f"{name}: more rows"
+
+
+def _no_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not _CLOCKS.search(key)}
+
+
+CATCH: dict[str, Any] = {
+    "launcher": "serial",
+    "task": "bundled:catch",
+    "env_options": {"size": (8, 8), "balls": 3},
+    "eval_envs": 1,
+    "seed": 5,
+    "steps": 600,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train_ratio": 3.3, "actor_batch": 3, "envs": 5},  # a limiter that counts in fractions
+        {"replay": ReplayConfig(capacity=150, chunk=16, fractions=Fractions(0.5, 0, 0.5))},
+        {"train_ratio": 0.0, "replay": ReplayConfig(chunk=64, online=False)},  # no limiter
+    ],
+    ids=["limited", "evicting", "unlimited"],
+)
+def test_a_run_that_was_stopped_is_the_run_that_was_not(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = small_run(tmp_path / "one", **{**CATCH, **changes})
+
+    def make_agent() -> Fingerprint:
+        return Fingerprint(make_env("bundled:catch", **CATCH["env_options"]))
+
+    play(config, make_agent=make_agent)
+    again = replace(config, logdir=tmp_path / "two")
+    saved = play(replace(again, steps=250), [7], make_agent=make_agent)
+    saved += play(again, [90], make_agent=make_agent)
+    assert 0 < saved[0] < 250 <= saved[1] < saved[2] < 600 <= saved[3]
+    assert list(differences(tmp_path / "one", tmp_path / "two")) == []
+    other = replace(config, logdir=tmp_path / "other", seed=6)
+    play(other, make_agent=make_agent)
+    found = " ".join(differences(tmp_path / "one", tmp_path / "other"))
+    assert all(name in found for name in ("replay: image", "agent: sum", "scores", "metrics"))
+
+
+def test_dreamer_learns_the_same_again_and_after_a_stop(tmp_path: Path) -> None:
+    settings = {**CATCH, "steps": 160, "train_ratio": 4.0, "log_every": 0.3, "report_every": 1.0}
+    dreamer = {
+        "agent": "dreamer",
+        "dreamer.model": "debug",
+        "dreamer.execution.cache_dir": os.environ["DREAMFLEET_TESTS_CACHE"],
+    }
+    config = small_run(tmp_path / "one", **settings).changed(dreamer)
+    play(config)
+    saved = play(replace(config, logdir=tmp_path / "two"), [20])
+    assert 0 < saved[0] < saved[1]
+    assert list(differences(tmp_path / "one", tmp_path / "two")) == []
+    reported = {key for row in rows(tmp_path / "two" / "metrics.jsonl") for key in row}
+    assert any(key.startswith("report/") for key in reported)
+
+
+class Fragile:
+    """An environment that raises at its thirtieth step; the one that is built after it does not."""
+
+    def __init__(self, envid: int, attempt: int = 0) -> None:
+        self._env = make_env("bundled:catch", seed=10 * envid + attempt, **CATCH["env_options"])
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+        self._left = 30 if not attempt else 10**9
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("the ball is lost")
+        return self._env.step(action)
+
+
+def test_environments_that_fail_do_so_again(tmp_path: Path) -> None:
+    config = small_run(tmp_path / "one", **{**CATCH, "steps": 300, "on_failure": "restart"})
+    play(config, make_env_train=Fragile)
+    # Before the failure, and after it.
+    play(replace(config, logdir=tmp_path / "two"), [20, 25], make_env_train=Fragile)
+    assert list(differences(tmp_path / "one", tmp_path / "two")) == []
+    counted = [row.get("episodes/abandoned", 0) for row in rows(tmp_path / "two" / "metrics.jsonl")]
+    assert max(counted) == config.envs
+
+
+def test_environments_that_cannot_be_brought_back_begin_new_episodes(tmp_path: Path) -> None:
+    """The environments of an audit are no copies of those before: steps would be spliced."""
+    config = small_run(tmp_path, **{**CATCH, "task": "bundled:audit", "env_options": {}})
+    play(config, [30])
+    found = audit([tmp_path / "replay"])
+    assert found.faults == {}
+    assert found.rows == 600
+    assert found.lives == 2 * config.envs
+    log = (tmp_path / "logs" / "serial.log").read_text()
+    assert "environments [0, 1, 2, 3, 4] begin new episodes" in log
+
+
+def test_a_person_may_have_new_episodes_instead(tmp_path: Path) -> None:
+    config = small_run(tmp_path, **CATCH, retrace_seconds=0.0)
+    play(config, [30])
+    steps = stored_steps(tmp_path / "replay")
+    assert "retrace_seconds=0" in (tmp_path / "logs" / "serial.log").read_text()
+    assert len(steps["is_first"]) == 600
+
+
+def test_a_replay_that_was_removed_is_filled_again(tmp_path: Path) -> None:
+    config = small_run(tmp_path, **CATCH, batch_length=8)
+    play(replace(config, steps=300))
+    shutil.rmtree(tmp_path / "replay")
+    play(config)
+    assert len(stored_steps(tmp_path / "replay")["is_first"]) == 300
