@@ -261,7 +261,7 @@ class Turns:
                 self._act()
             if self._progress.step > before:
                 self._follow(before)
-            if self._should_save():
+            if self._should_save() or self._saver.asked():
                 self._saver.save()
                 self._service.save()
 
