@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shutil
-import signal
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fleet_parts import parts, rows, small_run, stored_steps
+from fleet_parts import rows, small_run, stored_steps
+from serial_parts import differences, play
 
 from dreamfleet.agents.api import AgentBase
 from dreamfleet.audit import audit
-from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
-from dreamfleet.parallel import combined
 from dreamfleet.replay import ReplayConfig
 from dreamfleet.replay.config import Fractions
-from dreamfleet.roles.runtime import stop_event
 from dreamfleet.spaces import Space
-
-_STOPS: list[int] = []
-# What depends on the machine: seconds, rates, and what the process takes of it.
-_CLOCKS = re.compile(r"second|usage|timer|ram_bytes|^time$|learner/st")
 
 
 class Fingerprint(AgentBase):
@@ -66,68 +54,6 @@ class Fingerprint(AgentBase):
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
         self._sum, self._actions = int(state["sum"]), int(state["actions"])
-
-
-class Stopping:
-    """An environment that stops its run, as Ctrl-C does, at steps of its own count."""
-
-    def __init__(self, env: Any) -> None:
-        self._env, self._steps = env, 0
-        self.obs_space, self.act_space = env.obs_space, env.act_space
-
-    def step(self, action: Mapping[str, Any]) -> Any:
-        self._steps += 1
-        if _STOPS and self._steps == _STOPS[0]:
-            _STOPS.pop()
-            os.kill(os.getpid(), signal.SIGINT)
-            assert stop_event().wait(120), "the run is asked to stop, before the next turn"
-        return self._env.step(action)
-
-
-def play(config: RunConfig, stops: Sequence[int] = (), **changes: Any) -> list[int]:
-    """Run to the end, with stops in between; returns the steps at which it was saved."""
-    fleet = parts(config, **changes)
-    make = fleet["make_env_train"]
-
-    def made(envid: int, attempt: int = 0) -> Any:
-        env = make(envid, attempt)
-        return Stopping(env) if envid == 1 else env
-
-    saved = []
-    for stop in [*stops, 0]:
-        _STOPS[:] = [stop] if stop else []
-        with pytest.raises(KeyboardInterrupt) if stop else nullcontext():
-            combined(**{**fleet, "make_env_train": made}, args=config)
-        snapshot = Checkpoint(config.logdir / "ckpt" / "agent").load()
-        assert snapshot is not None
-        saved.append(snapshot.step)
-    return saved
-
-
-def differences(one: Path, two: Path) -> Iterator[str]:
-    """What is not the same, bit for bit, in two runs."""
-    for name in ("replay", "eval_replay"):
-        first, second = ({**stored_steps(run / name), "stepid": 0} for run in (one, two))
-        for key in first.keys() | second.keys():
-            if np.asarray(first[key]).tobytes() != np.asarray(second[key]).tobytes():
-                yield f"{name}: {key}"
-    first, second = (Checkpoint(run / "ckpt" / "agent").load().parts for run in (one, two))
-    for part in ("agent", "run", "replay"):
-        for key in first[part].keys() | second[part].keys():
-            if np.asarray(first[part][key]).tobytes() != np.asarray(second[part][key]).tobytes():
-                yield f"{part}: {key}"
-    for name in ("scores.jsonl", "metrics.jsonl"):
-        first, second = (
-            {json.dumps(row, sort_keys=True) for row in map(_no_clocks, rows(run / name))}
-            for run in (one, two)
-        )
-        yield from (f"{name}: {row}" for row in sorted(first - second)[:3])
-        if name == "scores.jsonl" and len(rows(one / name)) != len(rows(two / name)):
-            yield f"{name}: more rows"
-
-
-def _no_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not _CLOCKS.search(key)}
 
 
 CATCH: dict[str, Any] = {
@@ -167,22 +93,6 @@ def test_a_run_that_was_stopped_is_the_run_that_was_not(
     play(other, make_agent=make_agent)
     found = " ".join(differences(tmp_path / "one", tmp_path / "other"))
     assert all(name in found for name in ("replay: image", "agent: sum", "scores", "metrics"))
-
-
-def test_dreamer_learns_the_same_again_and_after_a_stop(tmp_path: Path) -> None:
-    settings = {**CATCH, "steps": 160, "train_ratio": 4.0, "log_every": 0.3, "report_every": 1.0}
-    dreamer = {
-        "agent": "dreamer",
-        "dreamer.model": "debug",
-        "dreamer.execution.cache_dir": os.environ["DREAMFLEET_TESTS_CACHE"],
-    }
-    config = small_run(tmp_path / "one", **settings).changed(dreamer)
-    play(config)
-    saved = play(replace(config, logdir=tmp_path / "two"), [20])
-    assert 0 < saved[0] < saved[1]
-    assert list(differences(tmp_path / "one", tmp_path / "two")) == []
-    reported = {key for row in rows(tmp_path / "two" / "metrics.jsonl") for key in row}
-    assert any(key.startswith("report/") for key in reported)
 
 
 class Fragile:
