@@ -27,6 +27,7 @@ from dreamfleet.agents.api import (
     put_rows,
     take_rows,
 )
+from dreamfleet.checkpoint import above, below
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import EpisodeStats
@@ -244,26 +245,40 @@ class Actor:
         self._replay, self._logger = replay, logger
         self._index, self._more_metrics = index, more_metrics
         known = max(len(args.envs_of(index)), len(range(index, args.known_envs, args.actors)))
-        self.carries = Carries(agent, max(16, 2 * known), clock)
-        """The policy's carry of every environment."""
+        self._carries = Carries(agent, max(16, 2 * known), clock)
         self._policy_lock = lock or threading.Lock()
         self._sizes = policy_sizes(args, index)
         self._video = VideoFrames(args.report_every, video_env(args), clock)
-        # A new name for each start: a resend is recognised, a successor's batch never is.
-        self._source = f"actor-{uuid.uuid4().hex}"
+        self.source = f"actor-{uuid.uuid4().hex}"
+        """A new name for each start: a resend is recognised, a successor's batch never is."""
         self._sequence = 0
         self._stored: deque[tuple[Reply, int]] = deque()  # with the training steps in it
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
         # Here, because episodes that are under way end with the actor, and with nobody else.
-        self._episodes = EpisodeStats(timeout=args.episode_timeout)
+        self._episodes = EpisodeStats(timeout=args.episode_timeout, clock=clock)
 
     def full_batch(self) -> int:
         """Environments in a full policy call now: no more than are there."""
         with self._policy_lock:
-            there = self.carries.recent(_PRESENT_SECONDS)
+            there = self._carries.recent(_PRESENT_SECONDS)
         return max(1, min(there, self._args.policy_batch_of(self._index)))
+
+    def save(self) -> dict[str, Any]:
+        """What it is in the middle of."""
+        return {
+            "source": self.source,
+            "sequence": self._sequence,
+            **above("carries", self._carries.save()),
+            **above("episodes", self._episodes.save()),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `save` returned."""
+        self.source, self._sequence = str(state["source"]), int(state["sequence"])
+        self._carries.load(below(state, "carries"))
+        self._episodes.load(below(state, "episodes"))
 
     # --- acting: before the reply ----------------------------------------------------------------
 
@@ -283,7 +298,7 @@ class Actor:
         with self._policy_lock:
             # An episode that began before this actor started has no carry: it is reset and not
             # stored.
-            unknown = ~obs["is_first"] & ~self.carries.known(envids)
+            unknown = ~obs["is_first"] & ~self._carries.known(envids)
             if evaluated in (0, count):
                 actions, outs = self._policy(envids, inputs, "eval" if evaluated else "train")
             else:
@@ -296,9 +311,9 @@ class Actor:
         return {**actions, RESET: obs["is_last"] | unknown}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
-        carry, slots = self.carries.take(envids, obs["is_first"])
+        carry, slots = self._carries.take(envids, obs["is_first"])
         carry, actions, outs = padded_policy(self._agent, self._sizes, carry, obs, mode)
-        self.carries.put(slots, carry)
+        self._carries.put(slots, carry)
         return actions, outs
 
     def _mixed_policy(
@@ -355,7 +370,7 @@ class Actor:
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
         ended = {} if is_eval else self._ended(part)
-        message = (part.steps, part.envids, is_eval, self._source, self._sequence, ended)
+        message = (part.steps, part.envids, is_eval, self.source, self._sequence, ended)
         steps = 0 if is_eval else len(part)
         self._stored.append((self._replay.call("add_batch", *message), steps))
 
@@ -415,9 +430,9 @@ class Actor:
 
     def _log_metrics(self, server: BatchServer, held: bool) -> None:
         with self._policy_lock:
-            idle = self.carries.idle()
-            self.carries.evict(self._args.episode_timeout)
-            count = len(self.carries)
+            idle = self._carries.idle()
+            self._carries.evict(self._args.episode_timeout)
+            count = len(self._carries)
         replay = self._replay.stats()
         stats = server.stats()
         then, items, batches = self._previous

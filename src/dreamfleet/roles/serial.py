@@ -202,6 +202,7 @@ class Turns:
         replay_role.bind(replay, service, args)
         logging_role.bind(logs, logger, args)
         self._replay, self._logs = replay, logs
+        service.logger = logs
         self._saver = Saver(agent, args, progress, replay, logs)
         self._saver.round_may_begin = lambda: True
         self._learner = Learner(agent, args, progress, self._saver, replay, replay, logs, ahead=0)
@@ -223,6 +224,8 @@ class Turns:
         self._learner.prepare()
         if self._progress.finished.is_set():
             return False
+        # By where the run is, and so not the name of any actor before.
+        self._actor.source = "-".join(map(str, ["serial", *self._position().values()]))
         state = self._saved()
         train, evaluation = range(args.envs), range(args.envs, args.actor_envs)
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
@@ -332,6 +335,7 @@ class Turns:
         """Save. The updates that a fleet makes up for at its end are not made: a run that resumes
         with more steps could not take them back."""
         turns = self._save()
+        self._service.outbox.send(self._logs)  # which has taken all of them
         self._log()
         self._saver.save(turns=turns)
 
@@ -349,7 +353,7 @@ class Turns:
             "acting": self._acting.save(),
             "learner": self._learner.aggregate.save(),
             **above("limiter", {**self._limiter.save(), "settings": self._limiter_settings()}),
-            **above("carries", self._actor.carries.save()),
+            **above("actor", self._actor.save()),
             **above("logger", self._logger.save()),
         }
         for lane in self._lanes:
@@ -369,7 +373,13 @@ class Turns:
         return state
 
     def _position(self) -> dict[str, int]:
-        return {**self._replay.position().result(), "size": self._service.holding()["size"]}
+        stats = self._service.stats()
+        held = {
+            f"{name}/{key}": int(each[key])
+            for name, each in stats.items()
+            for key in ("ticks", "steps")
+        }
+        return {**self._replay.position().result(), **held}
 
     def _load_or_begin_anew(self, state: Flat) -> None:
         try:
@@ -386,7 +396,7 @@ class Turns:
         self._acted = bool(state["acted"])
         self._acting.load(state["acting"])
         self._learner.aggregate.load(str(state["learner"]))
-        self._actor.carries.load(below(state, "carries"))
+        self._actor.load(below(state, "actor"))
         self._logger.load(below(state, "logger"))
         limiter = below(state, "limiter")
         if np.array_equal(limiter.pop("settings"), self._limiter_settings()):

@@ -192,7 +192,7 @@ def test_a_full_batch_has_no_more_than_are_there(tmp_path: Path) -> None:
     actor.act(observations([JOINED + 1, JOINED + 2, JOINED + 3]))
     assert actor.full_batch() == 4  # of five, because the setting says so
     now = time.monotonic()
-    actor.carries._slots._clock = lambda: now + 60  # they have left
+    actor._carries._slots._clock = lambda: now + 60  # they have left
     assert actor.full_batch() == 1
 
 
