@@ -373,8 +373,8 @@ class Learner:
             assert batch is not None, "the replay waits until there is enough to train on"
             yield batch
 
-    def update(self, batch: Mapping[str, Any]) -> None:
-        """Train on a batch."""
+    def update(self, batch: Mapping[str, Any], *, at_once: bool = False) -> None:
+        """Train on a batch; with `at_once` its results are there when this returns."""
         with self._timer.section("train"):
             if self._carry is None:
                 self._carry = self._agent.init_train(self._args.batch_size)
@@ -386,6 +386,8 @@ class Learner:
             # one is under way.
             self.process()
             self._results = outs, metrics
+            if at_once:
+                self.process()
 
     def process(self) -> None:
         """Send the states of the last batch back to the replay, and aggregate its metrics."""

@@ -277,8 +277,7 @@ class Turns:
     def _learn(self) -> None:
         # Each batch has a stream of its own, which asks for none ahead.
         batches = self._agent.stream(iter([self._replay.sample_batch_train().result()]))
-        self._learner.update(next(batches))
-        self._learner.process()
+        self._learner.update(next(batches), at_once=True)
         self._acted, self._learned = False, True
 
     def _act(self) -> None:
