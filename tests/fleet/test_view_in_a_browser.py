@@ -46,7 +46,7 @@ def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
             with entered(browser, address) as page:
                 it_fits_a_phone_in_light_and_dark(page, dark)
         with entered(browser, address) as page:
-            a_run_is_saved_and_ended_from_its_page(page, folder)
+            a_run_is_saved_evaluated_and_ended_from_its_page(page, folder)
 
 
 def command(*words: str) -> list[str]:
@@ -96,6 +96,7 @@ def some_runs(runs: Path) -> Iterator[None]:
         "--report-length": "4",
         "--train-ratio": "0.1",
         "--log-every": "0.5",
+        "--save-every": "3600",
         "--logdir": str(runs / "live"),
     }
     words = [word for option in options.items() for word in option]
@@ -267,12 +268,15 @@ def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
     assert (shade < 200) == dark
 
 
-def a_run_is_saved_and_ended_from_its_page(page: Any, folder: Path) -> None:
+def a_run_is_saved_evaluated_and_ended_from_its_page(page: Any, folder: Path) -> None:
     page.get_by_role("link", name="live", exact=True).click()
     page.wait_for_selector(".dot.running")
     page.get_by_role("button", name="Save now").click()
     page.get_by_role("link", name="Checkpoints").click()
     page.wait_for_selector(".runs :text('-step-')")
+    page.locator(".acts").get_by_role("button", name="Evaluate").click()
+    page.wait_for_selector(".job .bar")
+    page.wait_for_selector(".job :text('mean return')")
     page.get_by_role("button", name="End run").click()
     page.locator(".q-dialog").get_by_role("button", name="End run").click()
     page.get_by_role("link", name="Overview").click()

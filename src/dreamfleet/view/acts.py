@@ -126,14 +126,15 @@ class Job:
                 self._process.kill()
 
     def _follow(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append(line.strip())
-            if match := re.match(r"(\d+) of \d+ episodes", line):
-                self.done = int(match[1])
-            elif match := re.match(r"mean return +(.+)", line):
-                self.result = f"mean return {match[1]}"
-        self.code = self._process.wait()
+        with self._process as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self.lines.append(line.strip())
+                if match := re.match(r"(\d+) of \d+ episodes", line):
+                    self.done = int(match[1])
+                elif match := re.match(r"mean return +(.+)", line):
+                    self.result = f"mean return {match[1]}"
+        self.code = process.returncode
 
 
 _jobs: list[Job] = []

@@ -1,0 +1,108 @@
+"""What a page can do to a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from view_parts import made_up_run
+
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.roles.learner import SAVE_REQUEST, Saver
+from dreamfleet.view import acts
+from dreamfleet.view.runs import Run
+
+
+def test_a_run_is_ended_as_by_a_signal(tmp_path: Path) -> None:
+    run = Run("a", made_up_run(tmp_path / "a"))
+    assert "not under way" in acts.end_run(run)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        me = FleetRecord.of_this_process()
+        created = psutil.Process(process.pid).create_time()
+        record = replace(me, pid=process.pid, created=created)
+        write_record(run.path, replace(record, created=created - 100))  # another of this number
+        assert "not under way" in acts.end_run(run)
+        assert process.poll() is None
+        write_record(run.path, replace(record, host="elsewhere"))
+        assert "elsewhere: end it there" in acts.end_run(run)
+        assert process.poll() is None
+        write_record(run.path, record)
+        assert acts.end_run(run) == "The run saves and ends."
+        assert process.wait(60) == -15
+
+
+def test_a_checkpoint_is_asked_for_with_a_file_that_the_learner_takes(tmp_path: Path) -> None:
+    run = Run("a", made_up_run(tmp_path / "a"))
+    run.refresh()
+    assert "not under way" in acts.ask_to_save(run)
+    learner: Any = SimpleNamespace(_may_look=lambda: True, _args=SimpleNamespace(logdir=run.path))
+    assert not Saver.asked(learner)
+    write_record(run.path, FleetRecord.of_this_process())
+    run.refresh()
+    acts.ask_to_save(run)
+    assert (run.path / SAVE_REQUEST).exists()
+    assert Saver.asked(learner)
+    assert not Saver.asked(learner)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[acts.Job]:
+    found: list[acts.Job] = []
+    monkeypatch.setattr(acts, "_jobs", found)
+    return found
+
+
+def wait_for(job: acts.Job) -> None:
+    for thread in threading.enumerate():
+        if thread.name == job.name:
+            thread.join(120)
+
+
+def test_what_is_started_says_how_it_is_doing(tmp_path: Path, jobs: list[acts.Job]) -> None:
+    run = Run("a", made_up_run(tmp_path / "a"))
+    for name, words, end in (
+        ("good", ["calendar", "2026", "1"], "step 7 · done"),
+        ("bad", ["calendar", "--nonsense"], "unrecognized arguments: --nonsense"),
+    ):
+        job = acts.Job(run, name, words, 7, 10)
+        wait_for(job)
+        assert not job.running
+        assert job.words().endswith(end)
+        assert job.share == 1.0
+
+
+def test_no_evaluation_without_a_checkpoint_and_no_more_than_two(
+    tmp_path: Path, jobs: list[acts.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run("a", made_up_run(tmp_path / "a"))
+    for start in (acts.start_evaluation, acts.start_prediction):
+        assert start(run) == "The run has no checkpoint yet."
+    Checkpoint(run.path / "ckpt" / "agent").save({"run": {"updates": 1}}, step=5)
+    commands: list[list[str]] = []
+
+    class Fake:
+        running = True
+
+        def __init__(self, run: Run, name: str, module: list[str], step: int, count: int) -> None:
+            self.run = run
+            commands.append([name, *module])
+
+    monkeypatch.setattr(acts, "Job", Fake)
+    starts: list[Callable[[Run], str]] = [
+        lambda run: acts.start_evaluation(run, video=True, episodes=1),
+        acts.start_prediction,
+    ]
+    assert [start(run) for start in starts] == ["", ""]
+    assert "wait for one" in acts.start_evaluation(run)
+    assert [each[0] for each in commands] == ["video", "prediction"]
+    assert commands[0][-1].endswith("media/on-demand/000000000005.mp4")
+    assert len(acts.jobs_of(run)) == 2
