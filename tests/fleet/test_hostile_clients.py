@@ -33,7 +33,7 @@ MAY: dict[str, dict[str, set[str]]] = {
         **{
             name: {"agent"}
             for name in (
-                *("add_batch", "update", "position", "raise_position", "grant"),
+                *("add_batch", "update", "position", "raise_position", "grant", "release"),
                 *("sample_batch_train", "sample_batch_report", "sample_batch_eval"),
             )
         },

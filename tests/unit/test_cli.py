@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamfleet import __version__
+from dreamfleet import __version__, cli
 from dreamfleet.cli import COMMANDS, main
 
 
@@ -27,6 +27,39 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_typing_error_suggests_the_right_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bensh"]) == 2
     assert "Did you mean 'bench'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(30, "Read-only file system", "/x/run"), "/x/run: Read-only file system: let your"),
+        (OSError(28, "No space left on device"), "No space left on device: make room"),
+        (MemoryError(), "There is not enough memory: end other programs"),
+        (RuntimeError("can't start new thread"), "There is not enough memory: end other programs"),
+    ],
+    ids=["read-only", "full", "memory", "threads"],
+)
+def test_what_the_machine_refuses_is_told_in_a_sentence(
+    error: Exception,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert main(["doctor"]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/x")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(FileNotFoundError):
+        main(["doctor"])
 
 
 def test_the_console_script_and_the_module_are_the_same() -> None:

@@ -8,6 +8,7 @@ settings of a run. A command is imported only when it is asked for, so that the 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not (sentence := _about_machine(error)):
+            raise
+        complain(sentence)
+        return 1
     return 0
+
+
+_FIXES = {
+    **dict.fromkeys(
+        (errno.EROFS, errno.EACCES, errno.EPERM), "let yourself write there, or use another place"
+    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or use another place"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    **dict.fromkeys(
+        (errno.ENOMEM, errno.EAGAIN),
+        "end other programs, or raise the limits of this shell (ulimit -a)",
+    ),
+}
+
+
+def _about_machine(error: Exception) -> str:
+    """What this machine refuses, in a sentence; empty for an error of another kind."""
+    if isinstance(error, MemoryError) or "can't start new thread" in str(error):
+        return f"There is not enough memory: {_FIXES[errno.ENOMEM]}."
+    if not isinstance(error, OSError) or error.errno not in _FIXES:
+        return ""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}: {_FIXES[error.errno]}."
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:

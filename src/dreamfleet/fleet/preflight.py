@@ -30,6 +30,7 @@ from dreamfleet.formatting import readable
 from dreamfleet.imports import load_object
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
+from dreamfleet.replay.table import SPARE_SLOTS
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 _DISK_BESIDE = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
 _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
+_ADDRESSES_BESIDE = 2_000_000_000  # of libraries and threads
 
 
 class Findings(NamedTuple):
@@ -79,6 +81,7 @@ def preflight(
     on_this_machine = config.launcher != "ray"
     if on_this_machine:
         check_files(config)
+        check_addresses()
     check_sources(config)
     check_checkpoint(config)
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
@@ -91,6 +94,10 @@ def preflight(
     check_spaces(config, look.obs_space, look.act_space)
     if on_this_machine:
         check_memory(config, look.bytes, look.further_bytes)
+        if not config.remote_replay:
+            step = step_bytes(config, look.obs_space, look.act_space)
+            held = 2 * config.replay.capacity // config.replay_shards
+            check_addresses((held + SPARE_SLOTS * config.replay.chunk) * step)
     check_disk(config, look.obs_space, look.act_space)
     notes = [*look.notes, *warnings(config, look.obs_space, look.act_space)]
     return Findings((look.obs_space, look.act_space), notes, look.output)
@@ -310,6 +317,22 @@ def check_disk(
             f"step, everything else about {readable(_DISK_BESIDE)}B, and {there} has room for "
             f"{readable(room)}B: lower replay.capacity ({replay.capacity:,} steps), bound the "
             "files with replay.max_bytes, or choose another --logdir."
+        )
+
+
+def check_addresses(replay: int = 0, limit: int | None = None) -> None:
+    """A process that is refused address space fails in the middle of whatever it does.
+
+    Args:
+        replay: Bytes that a replay maps.
+        limit: Bytes that a process may map; None to ask the machine.
+    """
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
+    needed = replay + _ADDRESSES_BESIDE
+    if 0 <= allowed < needed:
+        raise ConfigError(
+            f"A process of the run maps up to {readable(needed)}B of addresses, of which it uses "
+            f"a part, and this shell allows {readable(allowed)}B: run 'ulimit -v unlimited' first."
         )
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,16 +27,17 @@ from dreamfleet.fleet.record import (
     write_record,
 )
 from dreamfleet.roles.notes import Noted, Notes, read_notes
-from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY
+from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, ORDER, STOPPED
 
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
 _SAVE_SECONDS = 90.0
-_FAILED_SECONDS = 20.0
+_FAILED_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _PLACE_SECONDS = 0.5
+_LOOK_SECONDS = 1.0  # a signal that another thread took does not wake this one
 _REASON_LENGTH = 200
 _FULL = (
     1 << 20
@@ -91,6 +92,7 @@ class Supervisor:
         self._logdir = logdir
         self.ending = False
         """Whether the end has begun: what fails from here on is part of it."""
+        self._at_once = False
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
         """Start everything and return when the run is over and every worker has ended.
@@ -114,8 +116,8 @@ class Supervisor:
                 failed = False
             finally:
                 self.ending = True
-                self._write_record("ending")
-                self._stop_all(_FAILED_SECONDS if failed else _SAVE_SECONDS)
+                self._write_record()
+                self._stop_all(failed)
                 self._write_record("failed" if failed else "ended")
         if stopped in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
@@ -137,7 +139,7 @@ class Supervisor:
                 next_tick = now + every
                 tick()
             try:
-                wake = min(end, next_tick, now + self._record_places())
+                wake = min(end, next_tick, now + self._record_places(), now + _LOOK_SECONDS)
                 event = self._events.get(timeout=max(0.0, wake - now))
             except queue.Empty:
                 continue
@@ -165,18 +167,18 @@ class Supervisor:
 
     def _on_exit(self, member: _Member, code: int) -> None:
         """Decide what follows the end of a worker that nobody here has asked to stop."""
-        how, reason = member.describe_exit(code)
-        member.failure = reason or how
-        why = f" ({reason})" if reason else ""
-        error = f"{member.name} {how}{why}. The end of {member.log_file}:\n{member.output()}"
+        how = member.describe_exit(code)
+        error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
         policy, noted = member.worker.restart, member.noted()
         if policy.on_failure == "stop" or noted.final:
             raise FleetError(error) from member.error
         delay = self._failures.add(member.name, error, policy, noted.progress)
-        self._say(
-            f"{member.name} {how}{why} and is started again in {delay:g} s; see {member.log_file}"
-        )
+        when = f"in {delay:g} s" if delay else "at once"
+        self._say(f"{member.name} {how} and is started again {when}; see {member.log_file}")
         member.restarts += 1
+        if not delay:
+            self._start(member)
+            return
         self._write_record()
         self._write_event(member, "failed", member.failure)
         timer = threading.Timer(delay, self._events.put, [_Restart(member)])
@@ -200,21 +202,54 @@ class Supervisor:
                     f"how often it happens, and {member.log_file} has the traceback."
                 )
 
-    def _stop_all(self, save_seconds: float) -> None:
+    def _stop_all(self, failed: bool) -> None:
         """Stop role after role, so that the agent sends and saves while the others still serve.
-        After a failure one of them may be gone for good, so the agent gets less time."""
-        for index, (_, group) in enumerate(groupby(self._members, lambda m: m.worker.role)):
+
+        Whom it needs for that is brought back, if it does not run, and also meanwhile. Not after a
+        failure: then somebody may be gone for good, and the agent saves without, in less time.
+        """
+        later = [] if failed else [m for m in self._members if m.worker.needed_at_end]
+        seconds = _FAILED_SECONDS if failed else _SAVE_SECONDS
+        for _, group in groupby(self._members, lambda m: m.worker.role):
             members = list(group)
-            seconds = _STOP_SECONDS if index else save_seconds
-            deadline = time.monotonic() + seconds
-            for member in members:
-                member.terminate()
-            for member in members:
-                if not member.wait_or_kill(max(0.0, deadline - time.monotonic())):
-                    self._say(
-                        f"{member.name} did not stop within {seconds:.0f} s and was killed; what "
-                        f"it had not saved by then is lost. See {member.log_file}."
-                    )
+            later = [member for member in later if member not in members]
+            self._stop_role(members, later, seconds)
+            seconds = _STOP_SECONDS
+
+    def _stop_role(self, members: list[_Member], later: list[_Member], seconds: float) -> None:
+        """Stop some members together, while those that are stopped `later` go on."""
+        deadline = time.monotonic() + seconds
+        asked = [member for member in members if member.alive]
+        for member in later if asked else ():
+            if not member.alive and not self._at_once:
+                self._start(member)
+        for member in asked:
+            member.terminate()
+        while any(m.alive for m in asked) and (left := deadline - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                self._on_event_at_end(self._events.get(timeout=left), later)
+        for member in asked:
+            if not member.end():
+                self._say(
+                    f"{member.name} did not stop within {seconds:.0f} s and was killed; what it "
+                    f"had not saved by then is lost. See {member.log_file}."
+                )
+            elif not self._at_once and (how := member.failed_to_end()):
+                self._say(f"{member.name} {how} when it was to stop; see {member.log_file}")
+
+    def _on_event_at_end(self, event: _Exited | _Restart | _Stop, later: list[_Member]) -> None:
+        if isinstance(event, _Stop) or self._at_once:
+            return
+        if event.member not in later or event.member.alive:
+            return
+        if isinstance(event, _Restart):
+            self._start(event.member)
+            return
+        try:
+            self._on_exit(event.member, event.code)
+        except FleetError as error:
+            later.remove(event.member)
+            self._say(f"The run ends without {event.member.name}. {error}")
 
     def _record_places(self) -> float:
         """Record workers that have come to run on a machine since; returns the seconds after which
@@ -227,9 +262,10 @@ class Supervisor:
             self._write_record()
         return _PLACE_SECONDS
 
-    def _write_record(self, state: FleetState = "running") -> None:
+    def _write_record(self, state: FleetState | None = None) -> None:
         if self._logdir is None:
             return
+        state = state or ("ending" if self.ending else "running")
         workers = tuple(member.record(state) for member in self._members)
         self._record = replace(self._record, workers=workers, state=state)
         try:
@@ -252,6 +288,7 @@ class Supervisor:
         def handle(number: int, _frame: Any) -> None:
             name = signal.Signals(number).name
             if seen:
+                self._at_once = True
                 for member in self._members:
                     member.kill()
             else:
@@ -325,13 +362,22 @@ class _Member:
         if self._running:
             self._running.kill()
 
-    def wait_or_kill(self, seconds: float) -> bool:
-        """Whether it ended by itself within so many seconds."""
-        if self._running is None or self._running.wait(seconds) is not None:
+    def end(self) -> bool:
+        """Kill it if it has not ended by itself; returns whether it had."""
+        if not self.alive:
             return True
+        assert self._running is not None
         self._running.kill()
         self._running.wait()
         return False
+
+    def failed_to_end(self) -> str:
+        """How it has failed, if it did, instead of doing what is done before it ends."""
+        code = self._running.wait(0) if self._running else 0
+        # A process that has not got so far that it could be asked is ended by the signal.
+        if code in (0, STOPPED, -ORDER) or code is None:
+            return ""
+        return self.describe_exit(code)
 
     def output(self) -> str:
         try:
@@ -339,9 +385,14 @@ class _Member:
         except OSError as error:  # its log cannot be read
             return str(error)
 
-    def describe_exit(self, code: int) -> tuple[str, str]:
-        """How it ended, and one line on why: its exception, or that it hung; empty if it did not
-        say."""
+    def describe_exit(self, code: int) -> str:
+        """How it ended, with one line on why, if it has said it."""
+        how, reason = self._how_and_why(code)
+        self.failure = reason or how
+        return f"{how} ({reason})" if reason else how
+
+    def _how_and_why(self, code: int) -> tuple[str, str]:
+        """The reason is its exception, or that it hung; empty if it did not say."""
         if code < 0:
             return f"was killed by signal {-code}", str(self.error or "")[:_REASON_LENGTH]
         how = f"ended with code {code}"
@@ -410,8 +461,8 @@ class Failures:
         self._progress: dict[str, int] = {}
 
     def add(self, name: str, error: str, policy: RestartPolicy, progress: int = 0) -> float:
-        """Seconds until the worker that failed is started again, doubling with each failure
-        without progress.
+        """Seconds until the worker that failed is started again: none after a first failure, and
+        doubling with each further one without progress.
 
         Args:
             name: The worker.
@@ -434,7 +485,7 @@ class Failures:
                 f"ends (max_restarts is {policy.max_restarts}). The first error was: "
                 f"{self._failures[0].error}"
             )
-        return min(FIRST_DELAY * 2.0**count, LONGEST_DELAY)
+        return min(FIRST_DELAY * 2.0 ** (count - 1), LONGEST_DELAY) if count else 0.0
 
 
 @dataclass(frozen=True)

@@ -93,13 +93,21 @@ def fleet_workers(
             name, asks = server_name("replay", shard), args.resources.replay
             notes = notes_path(args, name)
             workers.append(
-                Worker(name, "replay", replay, ONE_THREAD, asks, restart=policy, notes=notes)
+                Worker(
+                    *(name, "replay", replay, ONE_THREAD, asks, policy),
+                    needed_at_end=True,
+                    notes=notes,
+                )
             )
     logger = partial(parallel_logger, make_logger, args)
     notes = notes_path(args, "logger")
     asks = args.resources.logger
     workers.append(
-        Worker("logger", "logger", logger, ONE_THREAD, asks, restart=policy, notes=notes)
+        Worker(
+            *("logger", "logger", logger, ONE_THREAD, asks, policy),
+            needed_at_end=True,
+            notes=notes,
+        )
     )
     return workers
 

@@ -48,6 +48,7 @@ class SamplesPerInsert:
         self._size = 0
         self.debt = float(minsize if debt is None else debt)
         self._avail = -self.debt
+        self._released = False
         self._changed = threading.Condition()
 
     @property
@@ -66,7 +67,7 @@ class SamplesPerInsert:
         return self._avail
 
     def can_insert(self) -> bool:
-        if self._size < self.minsize or self.ratio <= 0:
+        if self._released or self._size < self.minsize or self.ratio <= 0:
             return True
         return self._avail < self.tolerance * self.ratio
 
@@ -103,6 +104,12 @@ class SamplesPerInsert:
         """Owe at least so many samples, whatever is inserted. May be repeated."""
         with self._changed:
             self._avail = max(self._avail, float(count))
+            self._changed.notify_all()
+
+    def release(self, released: bool = True) -> None:
+        """Hold no inserts back, from now on or until it is said otherwise."""
+        with self._changed:
+            self._released = released
             self._changed.notify_all()
 
     def save(self) -> dict[str, float]:

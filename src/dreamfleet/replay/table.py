@@ -26,7 +26,8 @@ from dreamfleet.replay.storage.journal import Journal, Source
 from dreamfleet.replay.storage.seals import Seals
 from dreamfleet.replay.storage.store import MAX_SLOTS, Ints, Store
 
-_SPARE_SLOTS = 4096
+SPARE_SLOTS = 4096
+"""Chunks for which addresses are reserved in addition to twice those of the capacity."""
 _LEAST_PATIENCE = 1024
 _INDEX_BYTES_PER_ITEM = 8
 _PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4
@@ -59,7 +60,7 @@ class Table:
     ) -> None:
         # A directory may hold more chunks than the capacity needs: it was larger, or had more
         # streams. They are all looked at before the oldest leave.
-        slots = max(2 * -(-capacity // steps), found) + _SPARE_SLOTS
+        slots = max(2 * -(-capacity // steps), found) + SPARE_SLOTS
         self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
         self.seals = Seals(self.store) if directory else None
         """Checksums of the rows; None in memory."""

@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 _GATHER_SECONDS = 0.01
 _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
-_FLUSH_SECONDS, _GIVE_UP_SECONDS = 60.0, 1.0
+_LOGGED_IN_FLIGHT = 8  # the same to the logger
+_FLUSH_SECONDS, _STOP_SECONDS, _GIVE_UP_SECONDS = 60.0, 20.0, 1.0
 _PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
 _LOOK_SECONDS = 0.5
 BEGAN = "began"
@@ -94,7 +95,9 @@ def serve_actor(
     keys, name = args.run_keys, server_name("actor", index)
     with (
         replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
-        Client(find_server(args, "logger"), f"{name}-logger", 8, keys=keys) as logger,
+        Client(
+            find_server(args, "logger"), f"{name}-logger", _LOGGED_IN_FLIGHT, keys=keys
+        ) as logger,
     ):
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
@@ -171,6 +174,8 @@ class Opening:
         self.closed = bool(args.expect_envs) and not progress.begun
         if self.closed:
             server.hold("act")
+        else:
+            self._note_beginning()
 
     def look(self) -> None:
         """Let the actor act, if it may now."""
@@ -181,11 +186,14 @@ class Opening:
         if not self._progress.may_begin(present, self._args.expect_envs):
             return
         self.closed = False
+        self._note_beginning()
+        self._server.hold("act", held=False)
+
+    def _note_beginning(self) -> None:
         if self._note:
             with suppress(OSError):
                 self._note.parent.mkdir(parents=True, exist_ok=True)
                 self._note.touch()
-        self._server.hold("act", held=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,12 +414,15 @@ class Actor:
     @property
     def flush_seconds(self) -> float:
         """How long the replay and the logger may take nothing before the run's end gives up on
-        them. One that is not connected comes back only if somebody still restarts it."""
-        connected = self._replay.stats()["connected"] and self._logger.stats()["connected"]
-        restarted = self._args.on_failure == "restart" and not self._progress.stopped
+        them. One that is not connected comes back only if somebody restarts it."""
         if self._progress.stopped and self._progress.waiting():
             return _GIVE_UP_SECONDS  # without a learner the replay may take nothing
-        return _FLUSH_SECONDS if connected or restarted else _GIVE_UP_SECONDS
+        for reply in (*(reply for reply, _ in self._stored), *self._logged):
+            reply.done()  # which notices that a connection has ended
+        connected = self._replay.stats()["connected"] and self._logger.stats()["connected"]
+        if not connected and self._args.on_failure == "stop":
+            return _GIVE_UP_SECONDS
+        return _STOP_SECONDS if self._progress.stopped else _FLUSH_SECONDS
 
     def _on_logged(self, target_reached: bool) -> None:
         if target_reached and not self._progress.finished.is_set():
@@ -433,6 +444,9 @@ class Actor:
             idle = self._carries.idle()
             self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
+        logger = self._logger.stats()
+        if logger["inflight"] >= _LOGGED_IN_FLIGHT:
+            return  # metrics are not worth a wait for a logger that is away
         replay = self._replay.stats()
         stats = server.stats()
         then, items, batches = self._previous
@@ -457,7 +471,7 @@ class Actor:
             "environments": float(count),
             **{f"server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"replay_client/{k}": v for k, v in replay.items()},
-            **{f"logger_client/{k}": v for k, v in self._logger.stats().items()},
+            **{f"logger_client/{k}": v for k, v in logger.items()},
             **self._more_metrics(),
             "waiting": "; ".join(filter(None, reasons)),
         }

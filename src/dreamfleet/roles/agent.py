@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
+from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.actor import parallel_actor
+from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import Factory, exit_if_asked_to_stop, stop_event, unpack
+from dreamfleet.roles.runtime import (
+    STOPPED,
+    Factory,
+    process_was_asked_to_stop,
+    stop_event,
+    unpack,
+)
+from dreamfleet.transport import Client, TransportError
 
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS, _ACTORS_SECONDS = 1.0, 0.05
+_KEEP_UP_SECONDS = 5.0
 
 
 def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
@@ -48,15 +61,50 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
     actor.start()
     learner.start()
     progress.finished.wait()
-    if progress.stopped and not progress.prepared:
-        log.info("The agent is asked to stop before it has learned anything: nothing is saved.")
-        exit_if_asked_to_stop()  # compiling may take a minute
-    actor.join()
-    while learner.is_alive() and progress.error is None and progress.actors_busy():
-        learner.join(_ACTORS_SECONDS)
-    while learner.is_alive() and progress.updates_left():
+
+    def sending() -> bool:
+        """Whether an actor has not sent all that it has; looks for a moment."""
+        actor.join(_ACTORS_SECONDS)
+        if actor.is_alive():
+            return True
+        return learner.is_alive() and progress.error is None and progress.actors_busy()
+
+    if not progress.acting:
+        _leave_if_unprepared(progress)
+    _wait_while(sending, progress, args)
+    while learner.is_alive() and (not progress.prepared or progress.updates_left()):
+        _leave_if_unprepared(progress)
         learner.join(_LOOK_SECONDS)
     progress.end_learning()
     learner.join()
     if progress.error is not None:
         raise progress.error
+
+
+def _leave_if_unprepared(progress: Progress) -> None:
+    """Leave the process if it is asked to stop while it compiles, which may take a minute."""
+    if progress.stopped and not progress.prepared and process_was_asked_to_stop():
+        log.info("The agent is asked to stop before it has learned anything: nothing is saved.")
+        logging.shutdown()
+        os._exit(STOPPED)
+
+
+def _wait_while(sending: Callable[[], bool], progress: Progress, args: RunConfig) -> None:
+    """Wait until actors have sent what they have.
+
+    The replay holds them back while learning is behind, so the learner goes on meanwhile. A run
+    that is asked to stop does not wait long for it: then the replay takes all that is left at once.
+    """
+    deadline = time.monotonic() + _KEEP_UP_SECONDS
+    may_ask = LocalClock(_LOOK_SECONDS, first=True)  # again and again: it may be restarted
+    with ExitStack() as stack:
+        replay: Client | None = None
+        while sending():
+            if not progress.stopped or time.monotonic() < deadline or not may_ask():
+                continue
+            if replay is None:
+                replay = Client(find_server(args, "replay"), "agent-end", keys=args.run_keys)
+                stack.callback(replay.close, 0.0)
+                log.info("Learning does not keep up: the replay is to take what is left at once.")
+            with suppress(TransportError):
+                replay.call("release").wait(_LOOK_SECONDS)

@@ -176,6 +176,7 @@ class Lead:
     def raise_position(self, steps: int) -> dict[str, int]:
         """The run has made at least this many steps, as a checkpoint of the agent knows."""
         self._wait_for_all()
+        self._limiter.release(False)
         with self._limiter.lock:
             self._counted[0] += self._positions.raise_to(steps)
         return self.position()
@@ -186,6 +187,11 @@ class Lead:
         self._wait_for_all()
         self._limiter.grant(sequences)
         return self._limiter.can_sample()
+
+    def release(self) -> None:
+        """Take all steps that are left at once: the run ends, and learning does not keep up."""
+        self._wait_for_all()
+        self._limiter.release()
 
     # --- the rest --------------------------------------------------------------------------------
 

@@ -8,19 +8,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dreamfleet.agents.api import Agent, Flat
+from dreamfleet.agents.api import Agent, Flat, compile_policy
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import GlobalClock, LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
-from dreamfleet.roles.actor import policy_sizes
+from dreamfleet.roles.actor import BEGAN, policy_sizes
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.compile_times import CompileTimes
 from dreamfleet.roles.notes import Notes, notes_path
@@ -47,12 +47,17 @@ _LOOK_SECONDS = 0.5
 _FLUSH_SECONDS = 10.0
 TURNS = "turns"
 """The part of a checkpoint that only a run has whose roles take turns; see `roles.serial`."""
+_END_SECONDS = 20.0
+"""After which learning that is over waits for nobody any more, and the agent is saved."""
 
 
 def parallel_learner(
     agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
 ) -> None:
     """Restore, compile, release the actor, then train until learning is over, and save.
+
+    An agent that is started again in the middle of a run acts as soon as its policy is ready, and
+    compiles the rest meanwhile.
 
     Args:
         agent: Shared with the actor.
@@ -70,18 +75,54 @@ def parallel_learner(
     ):
         saver = Saver(agent, args, progress, updates, logger)
         learner = Learner(agent, args, progress, saver, reports, updates, logger)
-        learner.prepare()
-        progress.updates_left = learner.updates_left
-        progress.prepared = True
+        learner.restore()
         with ExitStack() as stack:
             parameters = None
+            # Environments of a run that is under way need not wait until training is compiled.
+            early = notes_path(args, BEGAN).exists() and hasattr(agent, "compile_policy")
+            if not early:
+                learner.compile()
+            else:
+                compile_policy(agent, policy_sizes(args))
             if args.actors > 1:
                 parameters = ParameterServer(agent, args, progress, lambda: saver.updates)
                 stack.enter_context(parameters)
+            progress.acting = True
             barrier.wait()
+            if early:
+                learner.compile(policy=False)
+            progress.updates_left = learner.updates_left
+            progress.prepared = True
             progress.on_learning_over(samples.close)
-            learner.run(samples, parameters)
+            stack.enter_context(_waiting_for_nobody(progress, reports, updates, logger))
+            try:
+                learner.run(samples, parameters)
+            except TransportError as error:
+                if not (progress.stopped or progress.learning_over):
+                    raise
+                log.warning("The agent is saved although others are away: %s", error)
             saver.save()
+
+
+@contextmanager
+def _waiting_for_nobody(progress: Progress, *clients: ReplayClient) -> Iterator[None]:
+    """While the block runs: close these clients a while after learning is over, which ends all
+    waits for servers that are away or do not answer."""
+    over, done = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        over.wait()
+        if not done.wait(_END_SECONDS):
+            for client in clients:
+                client.close(0.0)
+
+    progress.on_learning_over(over.set)
+    threading.Thread(target=watch, name="learner-end", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        over.set()
 
 
 class Saver:
@@ -267,12 +308,15 @@ class Learner:
         self._since = (time.monotonic(), 0, 0)
         self._asked = 0  # updates after which learning ends, once all steps are made
 
-    def prepare(self) -> None:
-        """Restore and compile: all that has to be done before data is collected."""
+    def restore(self) -> None:
+        """Wait for the replay, and go on from the newest checkpoint."""
         self._show("learner/state", "waiting for the replay", step=_UNKNOWN_STEP)
         restored = self._saver.restore()
         log.info("The agent is %s", restored)
         self._show("learner/start", restored)
+
+    def compile(self, *, policy: bool = True) -> None:
+        """Get ready to train, and to act if the `policy` is not ready yet."""
         if not self._progress.finished.is_set() or self._missing():
             times, start = CompileTimes(), time.monotonic()
             self._show("learner/state", f"compiling the agent; {times.estimate(self._args)}")
@@ -280,7 +324,7 @@ class Learner:
                 batch_size=self._args.batch_size,
                 batch_length=self._args.batch_length,
                 report_length=self._args.report_length if self._args.report_every else None,
-                policy_batches=policy_sizes(self._args),
+                policy_batches=policy_sizes(self._args) if policy else (),
             )
             times.add(self._args, time.monotonic() - start)
         self._show("learner/state", "waiting for enough data to train on")

@@ -29,6 +29,8 @@ class Progress:
         self.finished = threading.Event()
         self.stopped = False
         """Whether the run was asked to stop, instead of having made all its steps."""
+        self.acting = False
+        """Whether the actor may act: the agent is restored, and its policy is ready."""
         self.prepared = False
         """Whether the learner has restored and compiled the agent. Before that there is nothing to
         save."""

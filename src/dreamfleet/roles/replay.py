@@ -170,6 +170,7 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
             position=lead.position,
             raise_position=lead.raise_position,
             grant=lead.grant,
+            release=lead.release,
         )
     if lead and args.replay_shards > 1:
         offer("agent", 1, permit=lead.permit)

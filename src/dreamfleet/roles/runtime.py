@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
-import logging
 import os
-import queue
 import signal
 import sys
 import threading
@@ -111,11 +110,75 @@ STOPPED = 143
 
 ORDER = signal.SIGUSR2
 """What asks a process that has a supervisor to stop."""
+_OURS = (signal.SIGTERM, ORDER)
 _PATIENCE = 5.0
+_DUMP_SECONDS = 18.0
 
 _thread = _Thread()
 _process_stopped = threading.Event()
 _stop_signal = signal.SIGTERM
+
+
+class _Signals:
+    """Calls a function when this process gets a signal for the first time, on a thread of its own.
+
+    Python runs handlers on the main thread, once that is awake. But a signal that comes while the
+    process is stopped, or right after another one, may be taken by any thread, which wakes no
+    other: the main thread may sleep on for ever. So the interpreter writes every signal to a pipe,
+    on whichever thread takes it. A process that is forked from this one is no part of this.
+    """
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Callable[[], None]] = {}
+        self._to_exit: set[int] = set()
+        self._reader, self._writer = -1, -1
+
+    def on(self, number: int, function: Callable[[], None], *, exit_process: bool = False) -> None:
+        """Call a function at this signal.
+
+        Args:
+            number: The signal.
+            function: Called once.
+            exit_process: Raise SystemExit in the main thread, too.
+        """
+        self._functions[number] = function
+        if exit_process:
+            self._to_exit.add(number)
+        if self._writer < 0:
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._run, name="signals", daemon=True).start()
+            # What comes in between would be written to the pipe by the new process.
+            block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, _OURS)
+            let_in = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _OURS)
+            os.register_at_fork(before=block, after_in_parent=let_in, after_in_child=self._forget)
+        signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        with suppress(OSError):  # also if somebody else took the interpreter's place to write to
+            os.write(self._writer, bytes([number]))
+        if number in self._to_exit:
+            self._to_exit.discard(number)  # what it ends must not be ended a second time
+            sys.exit(0)
+
+    def _run(self) -> None:
+        while True:
+            [number] = os.read(self._reader, 1)
+            if function := self._functions.pop(number, None):
+                function()
+                if number in self._to_exit:  # in case the main thread has slept through it
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def _forget(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in _OURS:
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
+
+
+_signals = _Signals()
 
 
 def obey_supervisor(ending: threading.Event) -> None:
@@ -130,28 +193,21 @@ def obey_supervisor(ending: threading.Event) -> None:
     """
     global _stop_signal
     _stop_signal = ORDER
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    asked = threading.Event()
 
     def follow() -> None:
-        signals.get()
+        asked.wait()
         if not ending.wait(_PATIENCE):
             os.kill(os.getpid(), ORDER)
 
     threading.Thread(target=follow, name="sigterm", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda number, _: signals.put(number))
+    _signals.on(signal.SIGTERM, asked.set)
 
 
 def process_was_asked_to_stop() -> bool:
     """Whether this process received the signal that `stop_event` handles."""
     return _process_stopped.is_set()
-
-
-def exit_if_asked_to_stop() -> None:
-    """Leave a process that was asked to stop at once, although a thread of it is busy in code that
-    cannot be interrupted. A role that runs as a thread is not left."""
-    if process_was_asked_to_stop():
-        logging.shutdown()
-        os._exit(STOPPED)
 
 
 def stop_event(
@@ -172,24 +228,18 @@ def stop_event(
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         return event
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def stop() -> None:
-        signals.get()
         _process_stopped.set()
         event.set()
         if on_stop:
             on_stop()
+        if _stop_signal == ORDER:
+            with suppress(RuntimeError):  # no memory for another thread
+                # Its log tells where it was, in case it does not end.
+                faulthandler.dump_traceback_later(_DUMP_SECONDS)
 
-    def handle(number: int, _frame: Any) -> None:
-        # It may interrupt the main thread inside of the event, whose lock it then holds. So another
-        # thread sets the event; a simple queue is the one thing that may be used here.
-        signals.put(number)
-        if exit_process:
-            sys.exit(0)
-
-    threading.Thread(target=stop, name="stop", daemon=True).start()
-    signal.signal(_stop_signal, handle)
+    _signals.on(_stop_signal, stop, exit_process=exit_process)
     return event
 
 

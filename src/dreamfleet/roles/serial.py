@@ -221,7 +221,8 @@ class Turns:
         are where they were. Returns False if there is nothing to do, and to save: the run has made
         all its steps before, or was asked to stop meanwhile."""
         args = self._args
-        self._learner.prepare()
+        self._learner.restore()
+        self._learner.compile()
         if self._progress.finished.is_set():
             return False
         # By where the run is, and so not the name of any actor before.

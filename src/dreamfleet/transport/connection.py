@@ -103,6 +103,7 @@ class Connection:
         self._waker = waker
         self._greeted = False
         self._pause = _FIRST_RETRY
+        self._away_since = time.monotonic()
         self._turn = 0  # which of the server's endpoints is tried
         self._open(self._locate())
 
@@ -299,6 +300,7 @@ class Connection:
             self._read(message)  # what the server had answered before it went still counts
         self.problem = "the connection was lost"
         self._greeted = False
+        self._away_since = time.monotonic()
         self.events.append(Lost(self.address))
         # libzmq would connect again by itself. A fresh socket forgets what was queued for the old
         # server: whether that is sent again is decided call by call.
@@ -307,7 +309,8 @@ class Connection:
     def _retry(self) -> None:
         """Try again where the server is now. At the same number libzmq tries again by itself,
         except after a failure that it takes for final."""
-        self._pause = min(2 * self._pause, _RETRY)
+        # A tenth of the time that it has been away: a server that is restarted is found at once.
+        self._pause = min(max(_FIRST_RETRY, (time.monotonic() - self._away_since) / 10), _RETRY)
         address = self._locate()
         if self._failed:
             self._turn += 1

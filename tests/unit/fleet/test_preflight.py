@@ -15,6 +15,7 @@ from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.preflight import (
+    check_addresses,
     check_directory,
     check_disk,
     check_files,
@@ -130,6 +131,13 @@ def test_processes_that_the_shell_has_no_files_for_are_refused() -> None:
     check_files(RunConfig(envs=10_000), limit=-1)  # no limit
     with pytest.raises(ConfigError, match=r"303 processes need about 1312 open files.*allows 1024"):
         check_files(RunConfig(envs=300, envs_per_process=1), limit=1024)
+
+
+def test_a_shell_that_allows_too_few_addresses_is_told_how_to_allow_more() -> None:
+    check_addresses(10**12, limit=-1)  # no limit
+    check_addresses(10**10, limit=2 * 10**10)
+    with pytest.raises(ConfigError, match=r"maps up to 12GB .* allows 5GB: run 'ulimit -v unlim"):
+        check_addresses(10**10, limit=5 * 10**9)
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,14 @@ def test_it_says_that_the_end_has_begun_before_a_worker_is_stopped(tmp_path: Pat
 def test_the_delay_doubles_up_to_half_a_minute() -> None:
     failures = Failures()
     delays = [failures.add("env-0", "", RestartPolicy()) for _ in range(9)]
-    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert failures.add("env-1", "", RestartPolicy()) == 0.5, "each worker has its own count"
+    assert delays == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert failures.add("env-1", "", RestartPolicy()) == 0, "each worker has its own count"
 
 
 def test_a_worker_that_makes_progress_may_fail_for_ever_and_is_always_mended_at_once() -> None:
     failures = Failures()
     for progress in range(31):
-        assert failures.add("agent", "bad luck", RestartPolicy(max_restarts=2), progress + 1) == 0.5
+        assert failures.add("agent", "bad luck", RestartPolicy(max_restarts=2), progress + 1) == 0
 
 
 def test_too_many_without_progress_end_the_run_with_the_first_error_that_is_not_forgiven() -> None:
@@ -67,8 +67,8 @@ def test_too_many_without_progress_end_the_run_with_the_first_error_that_is_not_
     failures = Failures()
     failures.add("agent", "long ago and forgiven", policy, 1)
     failures.add("replay", "the disk is broken", policy, 7)
-    assert failures.add("agent", "the replay is gone", policy, 2) == 0.5
-    assert failures.add("agent", "the replay is gone again", policy, 2) == 1.0
+    assert failures.add("agent", "the replay is gone", policy, 2) == 0
+    assert failures.add("agent", "the replay is gone again", policy, 2) == 0.5
     words = "agent failed again after 2 restarts without progress .*max_restarts is 2"
     with pytest.raises(FleetError, match=words) as error:
         failures.add("agent", "and again", policy, 2)
@@ -187,3 +187,88 @@ def test_a_full_disk_is_the_reason_when_workers_cannot_write_theirs(
         with pytest.raises(FleetError, match=words):
             Supervisor([leader, replay], room, logdir=tmp_path, say=lines.append).run()
     assert re.search(words, lines[0])
+
+
+class Needed:
+    """A replay that fails in its first life when it is told to, and one that needs it to save."""
+
+    def __init__(self) -> None:
+        self.fail, self.back = threading.Event(), threading.Event()
+        self.saved: list[str] = []
+        self.lives = 0
+
+    def replay(self) -> None:
+        self.lives += 1
+        if self.lives == 1:
+            assert self.fail.wait(120)
+            raise RuntimeError("the disk is broken")
+        self.back.set()
+        until_stopped()
+
+    def save_with_it(self) -> None:
+        until_stopped()
+        self.fail.set()
+        assert self.back.wait(120)
+        self.saved.append("with it")
+
+    def save_without(self) -> None:
+        until_stopped()
+        self.saved.append("without")
+
+
+def test_what_is_needed_to_save_is_brought_back_while_the_run_ends(tmp_path: Path) -> None:
+    parts, lines = Needed(), list[str]()
+    leader = Worker("agent", "agent", parts.save_with_it, ends_run=True)
+    replay = Worker("replay", "replay", parts.replay, needed_at_end=True)
+    with find_launcher("serial")(tmp_path) as launcher:
+        supervisor = Supervisor([leader, replay], launcher, duration=0.2, say=lines.append)
+        supervisor.run()
+    assert parts.saved == ["with it"]
+    assert parts.lives == 2
+    [line] = lines
+    assert "replay ended with code 1 (RuntimeError: the disk is broken) and is started" in line
+
+
+def test_what_waits_to_be_started_again_does_not_wait_when_the_run_ends(tmp_path: Path) -> None:
+    parts, lines = Needed(), list[str]()
+    parts.lives = 1
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if "in 8 s" in line:
+            supervisor.stop()
+
+    leader = Worker("agent", "agent", parts.save_with_it, ends_run=True)
+    replay = Worker("replay", "replay", parts.replay, needed_at_end=True)
+    with find_launcher("serial")(tmp_path) as launcher:
+        room: Any = NoRoom(launcher, "replay", 1)
+        supervisor = Supervisor([leader, replay], room, say=say)
+        for _ in range(5):
+            supervisor._failures.add("replay", "", RestartPolicy())
+        supervisor.run()
+    assert parts.saved == ["with it"]
+
+
+def test_nobody_is_brought_back_after_a_failure_that_ends_the_run(tmp_path: Path) -> None:
+    parts = Needed()
+    parts.fail.set()
+    leader = Worker("agent", "agent", parts.save_without, ends_run=True)
+    policy = RestartPolicy("stop")
+    replay = Worker("replay", "replay", parts.replay, restart=policy, needed_at_end=True)
+    with find_launcher("serial")(tmp_path) as launcher, pytest.raises(FleetError):
+        Supervisor([leader, replay], launcher).run()
+    assert parts.saved == ["without"]
+    assert parts.lives == 1
+
+
+def test_a_worker_that_fails_when_it_is_to_stop_is_told_of(tmp_path: Path) -> None:
+    def fail() -> None:
+        until_stopped()
+        raise RuntimeError("nothing is saved")
+
+    lines: list[str] = []
+    with find_launcher("serial")(tmp_path) as launcher:
+        leader = Worker("agent", "agent", fail, ends_run=True)
+        Supervisor([leader], launcher, duration=0.2, say=lines.append).run()
+    [line] = lines
+    assert line.startswith("agent ended with code 1 (RuntimeError: nothing is saved) when it was")

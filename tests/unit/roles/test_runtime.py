@@ -22,7 +22,7 @@ from dreamfleet.roles.addresses import (
     remove_addresses,
     use_book,
 )
-from dreamfleet.roles.runtime import StopSignal, stop_event
+from dreamfleet.roles.runtime import ORDER, StopSignal, stop_event
 from dreamfleet.transport import AddressError, Client, Server
 
 
@@ -204,3 +204,81 @@ def test_a_signal_that_comes_inside_of_the_event_does_not_hang_the_role(tmp_path
     finally:
         process.kill()
         process.communicate()
+
+
+SLEEPS_THROUGH_IT = """
+import signal, threading
+from dreamfleet.roles.runtime import obey_supervisor, stop_event
+obey_supervisor(threading.Event())
+stop = stop_event()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+print("waiting", flush=True)
+stop.wait()
+print("stopped", flush=True)
+"""
+LEAVES = """
+import threading
+from dreamfleet.roles.runtime import obey_supervisor, stop_event
+obey_supervisor(threading.Event())
+stop_event(exit_process=True)
+print("waiting", flush=True)
+try:
+    threading.Event().wait()
+finally:
+    print("stopped", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "signals"),
+    [
+        (SLEEPS_THROUGH_IT, [ORDER]),
+        (LEAVES, [signal.SIGSTOP, signal.SIGTERM, ORDER, signal.SIGCONT]),
+    ],
+    ids=["another thread", "stopped"],
+)
+def test_a_signal_that_does_not_wake_the_main_thread_is_noticed(
+    code: str, signals: list[signal.Signals]
+) -> None:
+    """The kernel may give it to any thread if another one came just before, or if the process was
+    stopped; it wakes nobody but that thread."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    for each in signals:
+        process.send_signal(each)
+    try:
+        assert process.wait(60) == 0
+        assert process.stdout.read() == "stopped\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+FORKS = """
+import os, signal, threading, time
+from dreamfleet.roles.runtime import obey_supervisor, stop_event
+ending = threading.Event()
+obey_supervisor(ending)
+stop = stop_event()
+child = os.fork()
+if not child:
+    print("waiting", flush=True)
+    time.sleep(600)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM, status
+child = os.fork()
+if not child:
+    time.sleep(600)
+os.kill(child, signal.SIGUSR2)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == -signal.SIGUSR2, status
+assert not stop.wait(0.2)
+"""
+
+
+def test_processes_that_a_role_forks_have_their_signals_to_themselves() -> None:
+    """A simulator's process that is ended must not end the environment, nor live on."""
+    subprocess.run([sys.executable, "-c", FORKS], timeout=60, check=True, capture_output=True)

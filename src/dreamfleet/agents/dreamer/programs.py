@@ -44,8 +44,12 @@ def enable_cache(folder: str) -> bool:
     if not folder:
         return False
     path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if reason := _not_private(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        reason = _not_private(path)
+    except OSError as error:  # a home that is read-only, for example
+        reason = f"it cannot be made ({error.strerror}): choose another cache_dir"
+    if reason:
         log.warning("Compiled programs are not kept in %s, because %s.", path, reason)
         return False
     settings: Any = jax.config

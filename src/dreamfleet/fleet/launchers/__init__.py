@@ -55,6 +55,9 @@ class Worker:
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     ends_run: bool = False
     """Whether the run is over when this worker's function has returned."""
+    needed_at_end: bool = False
+    """Whether those that are stopped before it cannot save without it: it is started again also
+    while the run ends."""
     notes: Path | None = None
     """Where it notes its progress and its failures; None if it does not."""
 

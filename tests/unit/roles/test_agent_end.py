@@ -1,0 +1,101 @@
+"""The end of an agent whose replay and logger do not help it: it saves all the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_parts import CountingAgent, small_run
+
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.config import RunConfig
+from dreamfleet.roles import agent, learner
+from dreamfleet.roles.addresses import publish_address
+from dreamfleet.roles.progress import Progress
+from dreamfleet.transport import Server
+
+
+class Servers:
+    """A replay and a logger of which methods may hang until `go` is set."""
+
+    def __init__(self, run: RunConfig, hangs: str) -> None:
+        self.go, self.hanging, self.released = (threading.Event() for _ in range(3))
+        batch = {"stepid": np.zeros((2, 4, 20), np.uint8), "is_first": np.zeros((2, 4), bool)}
+        position = {"steps": 0, "samples": 0}
+        methods: dict[str, dict[str, Any]] = {
+            "replay": {
+                "position": lambda: position,
+                "raise_position": lambda steps: position,
+                "sample_batch_train": lambda: batch,
+                "update": lambda data: 8,
+                "release": self.released.set,
+            },
+            "logger": {"add": lambda step, metrics: None, "status": dict},
+        }
+        self._stack = ExitStack()
+        for role in ("replay", "logger"):
+            server = Server("ipc://{auto}", role)
+            for name, method in methods[role].items():
+                function = self._hang if f"{role}.{name}" == hangs else method
+                server.bind(name, function, workers=1, repeatable=True)
+            self._stack.enter_context(server)
+            publish_address(run, role, server.address)  # type: ignore[arg-type]
+
+    def _hang(self, *args: Any) -> None:
+        self.hanging.set()
+        self.go.wait()
+
+    def close(self) -> None:
+        self.go.set()
+        self._stack.close()
+
+
+@pytest.fixture
+def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Servers]:
+    made = Servers(small_run(tmp_path, log_every=0.01), request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("servers", ["replay.update", "logger.add"], indirect=True)
+def test_an_agent_is_saved_although_others_take_nothing_any_more(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(learner, "_STATE_SECONDS", 0.2)
+    progress, run = Progress(), small_run(tmp_path, log_every=0.01)
+    arguments = [CountingAgent(), threading.Barrier(1), run, progress]
+    thread = threading.Thread(target=learner.parallel_learner, args=arguments, daemon=True)
+    thread.start()
+    assert servers.hanging.wait(120)
+    progress.stop()
+    progress.end_learning()
+    thread.join(120)
+    assert not thread.is_alive()
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert snapshot.parts["agent"]["updates"] == snapshot.parts["run"]["updates"]
+
+
+@pytest.mark.parametrize("servers", [""], indirect=True)
+def test_steps_that_wait_for_learning_are_let_in_when_the_run_is_asked_to_stop(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_KEEP_UP_SECONDS", 0.0)
+    progress, looks = Progress(), 0
+
+    def sending() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:  # until then it has made its steps, and keeps to its ratio
+            assert not servers.released.is_set()
+            progress.stop()
+        return not servers.released.wait(0.01)
+
+    agent._wait_while(sending, progress, small_run(tmp_path))
+    assert looks >= 3
