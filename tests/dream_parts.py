@@ -28,6 +28,7 @@ def small_run(logdir: Path, task: str, steps: int, **options: Any) -> RunConfig:
     agent = Dreamer(env.obs_space, env.act_space, config.agent_config, seed=3)
     parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
     Checkpoint(logdir / "ckpt" / "agent").save(parts, step=70)
+    (logdir / "config.json").write_text(config.to_json())
     with Replay(1, 10_000, logdir / "replay") as replay:
         carry, obs = agent.init_policy(1), env.step(noop(env.act_space))
         for number in range(steps):

@@ -422,15 +422,12 @@ def test_an_environment_with_a_will_of_its_own(loaded: Dream) -> None:
 # --- documentation -------------------------------------------------------------------------------
 
 
-def test_the_programs_of_the_page_run(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "catch").symlink_to(run)
+def test_the_programs_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run(tmp_path / "runs" / "gym-CartPole-v1", "gym:CartPole-v1", 60)
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks("dream.md")
     assert len(blocks) == 2
     for block in blocks:
         exec(compile(block, "dream.md", "exec"), {})
     with Image.open("dream.png") as picture:
-        assert picture.size == (21 * 16, 2 * 16)
+        assert picture.size == (6 * 200, 2 * 120)

@@ -165,6 +165,10 @@ def test_a_viewer_that_left_without_a_word_is_forgotten(run: Path) -> None:
     from dreamfleet.dream.host import _Host
 
     host = _Host(most=1, idle=0.0)
+    linked = run.parent / "linked"
+    linked.symlink_to(run)
+    with pytest.raises(DreamfleetError, match="link, which is not followed"):
+        host.open("a", str(linked / "ckpt"), False)
     host.open("a", str(run), False)
     time.sleep(0.01)  # any time is too long
     host.open("b", str(run), False)

@@ -96,7 +96,8 @@ class Dream:
         self.trained_steps = step
         self.blueprint = blueprint
         self.seed = seed
-        self._replay = tuple(replay)
+        self.replay = tuple(replay)
+        """Where the sequences to start from are."""
         self._keep = keep
         self._line: list[Imagined] = []
         self._at = 0
@@ -153,7 +154,7 @@ class Dream:
 
     def episodes(self, newest: int = 100) -> list[StoredEpisode]:
         """Episodes of the run's replay to start from, the newest first."""
-        return stored_episodes(self._replay, newest)
+        return stored_episodes(self.replay, newest)
 
     def start(
         self, steps: StoredEpisode | Mapping[str, Any] | None = None, *, observe: int = 5

@@ -69,7 +69,11 @@ class _Host:
     def _load(self, path: str, trust: bool) -> Session:
         known = self._loaded.get(path)
         if known is None:
+            # Pages show files of runs only, wherever somebody has made a link to.
+            if any(each.is_symlink() for each in (Path(path), *list(Path(path).parents)[:2])):
+                raise ConfigError("The checkpoint is a link, which is not followed.")
             known = self._loaded[path] = Dream.load(path, trust=trust)
+            known.replay = tuple(each for each in known.replay if not each.is_symlink())
         return Session(known, trust=trust)
 
     def call(self, name: str, method: str, *args: Any) -> Plain:

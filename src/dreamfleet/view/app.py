@@ -17,6 +17,7 @@ from nicegui import ui
 from dreamfleet.errors import ConfigError
 from dreamfleet.view import (
     checkpoints_page,
+    dream_page,
     fleet_page,
     logs_page,
     look_page,
@@ -33,7 +34,7 @@ from dreamfleet.view.runs import Runs
 PORT = 8765
 _PAGES = (
     *(table_page, run_page, metrics_page, fleet_page, logs_page, checkpoints_page),
-    *(settings_page, look_page, media),
+    *(settings_page, look_page, dream_page, media),
 )
 """Modules with a function `add`, each of which adds its page."""
 

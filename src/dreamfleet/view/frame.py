@@ -22,6 +22,7 @@ RUN_PAGES: dict[str, str] = {
     "checkpoints": "Checkpoints",
     "configuration": "Configuration",
     "look": "Look",
+    "dream": "Dream",
 }
 """Pages of a run, by their path, in the order in which they are shown."""
 
