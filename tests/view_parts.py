@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
+from dreamfleet.envs import make_env
 from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
 
 
@@ -30,3 +34,30 @@ def made_up_run(
             row = {"step": 15 * (number + 1), "train/loss/value": loss, "learner/state": "training"}
             file.write(json.dumps(row) + "\n")
     return logdir
+
+
+def save_random_agent(logdir: Path, step: int) -> None:
+    """A checkpoint of a run that was made up; it can be evaluated."""
+    from dreamfleet.agents import RandomAgent  # environments import this file, and stay small
+    from dreamfleet.policy import BLUEPRINT, Blueprint
+
+    config = RunConfig(logdir=logdir, agent="random", task="bundled:dummy", envs=2)
+    env = make_env(config.task)
+    agent = RandomAgent(env.obs_space, env.act_space)
+    parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    Checkpoint(logdir / "ckpt" / "agent").save({**parts, "run": {"updates": 0}}, step=step)
+
+
+class SlowDummy:
+    """An environment that leaves the processor to the browser."""
+
+    def __init__(self, **options: Any) -> None:
+        self._env = make_env("bundled:dummy", length=25, size=(8, 8))
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        time.sleep(0.01)
+        return self._env.step(action)
+
+    def close(self) -> None:
+        self._env.close()

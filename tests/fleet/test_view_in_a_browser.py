@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from view_parts import made_up_run
+from view_parts import made_up_run, save_random_agent
 
 from dreamfleet.fleet.record import read_record
 
@@ -46,7 +46,9 @@ def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
             with entered(browser, address) as page:
                 it_fits_a_phone_in_light_and_dark(page, dark)
         with entered(browser, address) as page:
-            a_run_is_saved_evaluated_and_ended_from_its_page(page, folder)
+            a_checkpoint_is_evaluated(page)
+        with entered(browser, address) as page:
+            a_run_is_saved_and_ended_from_its_page(page, folder)
 
 
 def command(*words: str) -> list[str]:
@@ -56,9 +58,15 @@ def command(*words: str) -> list[str]:
 @contextmanager
 def process(log: Path, *words: str, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
     """A command, which is ended as Ctrl-C does, and killed if that does not help."""
+    found = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with log.open("w") as out:
         started = subprocess.Popen(
-            command(*words), stdout=stdout or out, stderr=out, text=True, start_new_session=True
+            command(*words),
+            stdout=stdout or out,
+            stderr=out,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))},
         )
     try:
         yield started
@@ -74,7 +82,7 @@ def process(log: Path, *words: str, stdout: int | None = None) -> Iterator[subpr
 @contextmanager
 def some_runs(runs: Path) -> Iterator[None]:
     """A run that trains, and four that have ended; one of them is broken, one hostile."""
-    made_up_run(runs / "seed-0", seed=0, task="gym:Pendulum-v1")
+    save_random_agent(made_up_run(runs / "seed-0", seed=0, task="gym:Pendulum-v1"), step=300)
     made_up_run(runs / "seed-1", seed=1, task="gym:Pendulum-v1", episodes=40)
     (made_up_run(runs / "broken") / "config.json").write_text("{")
     evil = made_up_run(runs / EVIL, task=EVIL_TEXT, host=EVIL_TEXT)
@@ -85,7 +93,7 @@ def some_runs(runs: Path) -> Iterator[None]:
     (evil / "media" / "key").mkdir(parents=True)
     (evil / "media" / "key" / "000000000001.png").symlink_to("/etc/passwd")
     options = {
-        "--task": "bundled:dummy",
+        "--task": "view_parts:SlowDummy",
         "--agent": "random",
         "--envs": "4",
         "--envs-per-process": "2",
@@ -100,7 +108,7 @@ def some_runs(runs: Path) -> Iterator[None]:
         "--logdir": str(runs / "live"),
     }
     words = [word for option in options.items() for word in option]
-    with process(runs.parent / "train.log", "train", *words, "--env-options", "length=25"):
+    with process(runs.parent / "train.log", "train", *words):
         yield
 
 
@@ -268,15 +276,21 @@ def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
     assert (shade < 200) == dark
 
 
-def a_run_is_saved_evaluated_and_ended_from_its_page(page: Any, folder: Path) -> None:
-    page.get_by_role("link", name="live", exact=True).click()
-    page.wait_for_selector(".dot.running")
-    page.get_by_role("button", name="Save now").click()
+def a_checkpoint_is_evaluated(page: Any) -> None:
+    page.get_by_role("link", name="seed-0", exact=True).click()
     page.get_by_role("link", name="Checkpoints").click()
     page.wait_for_selector(".runs :text('-step-')")
     page.locator(".acts").get_by_role("button", name="Evaluate").click()
     page.wait_for_selector(".job .bar")
     page.wait_for_selector(".job :text('mean return')")
+
+
+def a_run_is_saved_and_ended_from_its_page(page: Any, folder: Path) -> None:
+    page.get_by_role("link", name="live", exact=True).click()
+    page.wait_for_selector(".dot.running")
+    page.get_by_role("button", name="Save now").click()
+    page.get_by_role("link", name="Checkpoints").click()
+    page.wait_for_selector(".runs :text('-step-')")
     page.get_by_role("button", name="End run").click()
     page.locator(".q-dialog").get_by_role("button", name="End run").click()
     page.get_by_role("link", name="Overview").click()
