@@ -239,7 +239,7 @@ def stress(
     shards_of: dict[str, int] = {}
     for number in range(ends):
         agent = "dreamer" if rng.random() < dreamer else "random"
-        moment = MOMENTS[number % len(MOMENTS)]
+        moment = MOMENTS[(seed + number) % len(MOMENTS)]
         longest = {"save": 0.01, "start": 3.0}.get(moment, 0.5 if "killed" in moment else 1.5)
         delay = rng.uniform(0.0, longest)
         way, actors, shards = rng.choice(WAYS), rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 2])

@@ -374,8 +374,9 @@ class _Member:
     def failed_to_end(self) -> str:
         """How it has failed, if it did, instead of doing what is done before it ends."""
         code = self._running.wait(0) if self._running else 0
-        # A process that has not got so far that it could be asked is ended by the signal.
-        if code in (0, STOPPED, -ORDER) or code is None:
+        # A process that has not got so far that it could be asked is ended by the signal, or by
+        # that of a scheduler.
+        if code in (0, STOPPED, -ORDER, -signal.SIGTERM) or code is None:
             return ""
         return self.describe_exit(code)
 
