@@ -14,6 +14,7 @@ at their gradients, so there everything is a matrix product of patches (`patches
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -21,7 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from dreamfleet.agents.dreamer.layers import along_last, constant, init_kernel, rms_norm
+from dreamfleet.agents.dreamer.layers import (
+    add_bias,
+    along_last,
+    constant,
+    init_kernel,
+    rms_norm,
+    scan,
+)
+
+Model = TypeVar("Model")
 
 # Images whose patches fit a processor's cache together.
 _ACTING_CHUNK = 8
@@ -49,7 +59,7 @@ class DownConv(eqx.Module):
             y = _convolve(x, self.kernel)
             batch, height, width, channels = y.shape
             pooled = y.reshape(batch, height // 2, 2, width // 2, 2, channels).max((2, 4))
-        return jax.nn.silu(rms_norm(pooled + along_last(self.bias, 4), self.scale))
+        return jax.nn.silu(rms_norm(add_bias(pooled, along_last(self.bias, 4)), self.scale))
 
 
 class UpConv(eqx.Module):
@@ -70,35 +80,39 @@ class UpConv(eqx.Module):
             y = _from_cells(_convolve_patches(x, _repeated_kernel(self.kernel)))
         else:
             y = _convolve(jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), self.kernel)
-        return y + along_last(self.bias, 4)
+        return add_bias(y, along_last(self.bias, 4))
 
 
 def over_images(
-    function: Callable[[Array, bool], Float[Array, "images *out"]],
+    function: Callable[[Model, Array, bool], Float[Array, "images *out"]],
+    model: Model,
     x: Shaped[Array, "batch time *shape"],
 ) -> Float[Array, "batch time *out"]:
-    """function(images, patches) on a batch of sequences, in the form that suits the device."""
+    """function(model, images, patches) on a batch of sequences, in the form that suits the
+    device."""
     batch, time = x.shape[:2]
 
     def whole(x: Array) -> Array:
-        y: Array = function(x.reshape(batch * time, *x.shape[2:]), False)
+        y: Array = function(model, x.reshape(batch * time, *x.shape[2:]), False)
         return y.reshape(batch, time, *y.shape[1:])
 
     def by_step(x: Array) -> Array:
         if time == 1 and batch % _ACTING_CHUNK == 0:
             chunks = x.reshape(-1, _ACTING_CHUNK, *x.shape[2:])
-            y: Array = jax.lax.map(lambda images: function(images, True), chunks)
+            y: Array = jax.lax.map(lambda images: function(model, images, True), chunks)
             return y.reshape(batch, 1, *y.shape[2:])
         if time == 1:
-            return function(x[:, 0], True)[:, None]
+            return function(model, x[:, 0], True)[:, None]
         # Time is the axis to split along: rows may be spread over devices.
         # Products are kept for the gradient, the larger patches are built again.
         body = jax.checkpoint(
-            lambda images: function(images, True),
+            lambda model, images: function(model, images, True),
             policy=jax.checkpoint_policies.dots_saveable,
         )
-        by_time: Array = jax.lax.map(body, x.swapaxes(0, 1))
-        return by_time.swapaxes(0, 1)
+        steps = x.swapaxes(0, 1)
+        _, by_time = scan(lambda model, _, images: ((), body(model, images)), model, (), steps)
+        result: Array = by_time.swapaxes(0, 1)
+        return result
 
     result: Array = jax.lax.platform_dependent(x, cpu=by_step, default=whole)
     return result

@@ -142,7 +142,7 @@ class ImageDecoder(eqx.Module):
         left = jnp.moveaxis(left, 1, -2).reshape(batch * time, height, width, -1)
         right = self.from_stoch_out(self.from_stoch(state.stoch))
         x = left + right.reshape(left.shape)
-        return over_images(self._grow, x.reshape(batch, time, *x.shape[1:]))
+        return over_images(ImageDecoder._grow, self, x.reshape(batch, time, *x.shape[1:]))
 
     def _grow(
         self, x: Float[Array, "images h w channels"], patches: bool

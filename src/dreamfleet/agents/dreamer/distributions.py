@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 _LOG_TWO_PI = math.log(2.0 * math.pi)
+_SMALLEST = 1e-30
 
 
 def symlog(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -36,7 +37,8 @@ def unimix_probs(
 ) -> Float[Array, "*batch classes"]:
     """Probabilities of a categorical with a share of the uniform distribution mixed in."""
     probs = jax.nn.softmax(logits.astype(jnp.float32), -1)
-    return (1.0 - unimix) * probs + unimix / logits.shape[-1]
+    # Without a share no probability is zero either: logarithms are taken of them.
+    return (1.0 - unimix) * probs + max(unimix / logits.shape[-1], _SMALLEST)
 
 
 def entropy_of_probs(probs: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
@@ -65,9 +67,14 @@ def sample_possible(
 
 
 def _cumulative(probs: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
-    """Running sums; as a product with a triangle, which CPUs and GPUs do faster than a scan."""
+    """Running sums; as a product with a triangle, which CPUs and GPUs do faster than a scan.
+
+    In full precision: accelerators round what they multiply to 11 or 8 bits by default, and sums
+    that reach one too early would leave the last classes without a chance.
+    """
     classes = probs.shape[-1]
-    return probs @ jnp.triu(jnp.ones((classes, classes), probs.dtype))
+    triangle = jnp.triu(jnp.ones((classes, classes), probs.dtype))
+    return jnp.matmul(probs, triangle, precision=jax.lax.Precision.HIGHEST)
 
 
 def straight_through(

@@ -55,7 +55,7 @@ class DefaultEncoder(eqx.Module):
         if self.cnn:
             names = sorted(image.name for image in self.features.images)
             images = jnp.concatenate([obs[name] for name in names], -1)
-            tokens.append(over_images(self._stages, images))
+            tokens.append(over_images(DefaultEncoder._stages, self, images))
         return jnp.concatenate(tokens, -1)
 
     def _stages(self, images: Array, patches: bool) -> Float[Array, "images tokens"]:

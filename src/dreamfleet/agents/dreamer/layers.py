@@ -8,8 +8,8 @@ always.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -24,10 +24,20 @@ EPSILON = 1e-4
 _TRUNCATION = 1.1368
 
 
+class Shapes(np.random.Generator):
+    """Random numbers where only the shapes of networks count: nothing is drawn, and inside of
+    `jax.eval_shape` nothing allocated."""
+
+    def __init__(self) -> None:
+        super().__init__(np.random.PCG64(0))
+
+
 def init_kernel(
     rng: np.random.Generator, shape: tuple[int, ...], fan_in: int, scale: float = 1.0
 ) -> Float[Array, "..."]:
     """Truncated normal whose standard deviation is scale / sqrt(fan_in)."""
+    if isinstance(rng, Shapes):
+        return jnp.zeros(shape)
     # Drawn by numpy: a random JAX call for each of a hundred shapes would compile for a minute.
     draw = rng.standard_normal(shape, np.float32)
     while np.any(outside := np.abs(draw) > 2.0):
@@ -51,9 +61,36 @@ def cast(model: Model, dtype: jnp.dtype) -> Model:
     return result
 
 
+def scan(
+    step: Callable[[Model, Any, Any], tuple[Any, Any]], model: Model, init: Any, xs: Any
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` of step(model, carry, x), with the model's gradient summed in float32.
+
+    A gradient is summed over the steps in the precision of what the loop is given. In bfloat16 the
+    sum would stop growing at 256 times what a step adds. So the loop is given float32, and narrows
+    it; compilers narrow once, before the loop. A single step is no loop.
+    """
+    if jax.tree.leaves(xs)[0].shape[0] == 1:
+        carry, y = step(model, init, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda x: x[None], y)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), model)
+
+    def body(carry: Any, x: Any) -> tuple[Any, Any]:
+        narrow = jax.tree.map(lambda value, like: value.astype(like.dtype), wide, model)
+        return step(narrow, carry, x)
+
+    return jax.lax.scan(body, init, xs)
+
+
 def along_last(vector: Float[Array, " width"], rank: int) -> Float[Array, "..."]:
     """The vector as the last of `rank` axes, for arithmetic without implicit broadcasting."""
     return vector.reshape((1,) * (rank - 1) + vector.shape)
+
+
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x + bias, for a bias whose axes have the size of those of x, or one; its gradient is a sum
+    over what it was added to, and is taken in float32."""
+    return x + jnp.broadcast_to(bias.astype(jnp.float32), x.shape).astype(x.dtype)
 
 
 def rms_norm(
@@ -93,7 +130,7 @@ class Linear(eqx.Module):
     def __call__(self, *parts: Float[Array, "..."]) -> Float[Array, "... outputs"]:
         """Maps the concatenation of the parts, without ever building it."""
         y = matmul_parts(parts, self.kernel)
-        return y + along_last(self.bias, y.ndim)
+        return add_bias(y, along_last(self.bias, y.ndim))
 
 
 class Dense(eqx.Module):
@@ -113,7 +150,8 @@ class Dense(eqx.Module):
 
     def activate(self, product: Float[Array, "... outputs"]) -> Float[Array, "... outputs"]:
         """What follows the matrix product, for callers that work the product out themselves."""
-        return jax.nn.silu(rms_norm(product + along_last(self.bias, product.ndim), self.scale))
+        biased = add_bias(product, along_last(self.bias, product.ndim))
+        return jax.nn.silu(rms_norm(biased, self.scale))
 
 
 class BlockLinear(eqx.Module):
@@ -135,7 +173,7 @@ class BlockLinear(eqx.Module):
         blocks, inputs, outputs = self.kernel.shape
         y = jnp.einsum("...gi,gio->...go", x.reshape(*x.shape[:-1], blocks, inputs), self.kernel)
         y = y.reshape(*x.shape[:-1], blocks * outputs)
-        return y + along_last(self.bias, y.ndim)
+        return add_bias(y, along_last(self.bias, y.ndim))
 
 
 class MLP(eqx.Module):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.features import Spaces
 from dreamfleet.agents.dreamer.heads import Head
+from dreamfleet.agents.dreamer.layers import Shapes
 from dreamfleet.agents.dreamer.losses import LossResult, ReturnRange, total_loss
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.optimizer import make_optimizer, tree_norm, tree_rms
@@ -38,7 +39,18 @@ def init_state(
     config: DreamerConfig, obs_space: Spaces, act_space: Spaces, seed: int
 ) -> TrainState:
     """A fresh state; the same seed gives the same one."""
-    rng = np.random.default_rng([seed, 0])
+    return _fresh(config, obs_space, act_space, np.random.default_rng([seed, 0]))
+
+
+def state_shapes(config: DreamerConfig, obs_space: Spaces, act_space: Spaces) -> TrainState:
+    """A state of shapes and dtypes without numbers, however large it would be."""
+    result: TrainState = jax.eval_shape(lambda: _fresh(config, obs_space, act_space, Shapes()))
+    return result
+
+
+def _fresh(
+    config: DreamerConfig, obs_space: Spaces, act_space: Spaces, rng: np.random.Generator
+) -> TrainState:
     nets = Networks.init(rng, config.model, obs_space, act_space)
     return TrainState(
         nets=nets,

@@ -215,9 +215,10 @@ class Rollout(NamedTuple):
 def imagine(
     nets: Networks, target_critic: Head, start: State, length: int, key: PRNGKeyArray
 ) -> Rollout:
-    """Follow the policy inside the model for `length` steps.
+    """Follow the policy inside the model for `length` steps, in the form that suits the device.
 
-    Heads that need no gradient are evaluated along the way, while the states are in the cache.
+    On a CPU the heads are evaluated along the way, while the states are in the cache. Elsewhere
+    every operation in the loop is a kernel to be started, so they follow on all states at once.
     """
     dynamics, actor = nets.dynamics, nets.actor
     rows, dtype = start.deter.shape[0], start.deter.dtype
@@ -227,32 +228,56 @@ def imagine(
     uniform = jax.random.uniform(key_state, (length, rows, variables))
     heads = (nets.critic, nets.reward, nets.cont, target_critic)
 
-    def evaluate(state: State) -> tuple[Float[Array, "rows units"], tuple[Array, Predictions]]:
-        acting, *features = _features([actor.mlp, *(head.mlp for head in heads)], state)
+    def evaluate(*features: Float[Array, "*steps units"]) -> tuple[Array, Predictions]:
         value, reward, cont, target = (head.out(x) for head, x in zip(heads, features, strict=True))
         cont_prob = jax.nn.sigmoid(cont[..., 0].astype(jnp.float32))
         predictions = Predictions(dist.twohot_mean(reward), cont_prob, dist.twohot_mean(target))
-        return acting, (dist.twohot_mean(value), predictions)
+        return dist.twohot_mean(value), predictions
 
-    def step(
-        latent: Any, draws: tuple[dict[str, Array], Array]
-    ) -> tuple[Any, tuple[State, dict[str, Array], tuple[Array, Predictions], Allowed]]:
+    def act(
+        latent: Any, acting: Float[Array, "rows units"], draws: tuple[dict[str, Array], Array]
+    ) -> tuple[Any, dict[str, Array], Allowed]:
         noise, uniform = draws
-        acting, evaluated = evaluate(latent.state)
         allowed = None
         if nets.mask is not None and actor.mask is not None:
             allowed = predicted_mask(actor.mask, nets.mask(latent.state))
         choices = actor.choices(acting, allowed)
         actions = sample_actions(actor.actions, choices, noise, masked=allowed is not None)
         vector = embed_actions(actor.actions, actions, dtype)
-        following = dynamics.imagine_step(latent, vector, uniform)
-        return following, (latent.state, actions, evaluated, allowed)
+        return dynamics.imagine_step(latent, vector, uniform), actions, allowed
 
-    last, outputs = jax.lax.scan(step, dynamics.enter(start), (noise, uniform))
-    states, actions, evaluated, allowed = outputs
-    _, final = evaluate(last.state)
-    value, predictions = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), evaluated, final)
-    return Rollout(states, actions, value, predictions, allowed)
+    def append(steps: Any, last: Any) -> Any:
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), steps, last)
+
+    def heads_along_the_way(start: State, *draws: Any) -> Rollout:
+        mlps = [actor.mlp, *(head.mlp for head in heads)]
+
+        def step(latent: Any, draws: Any) -> tuple[Any, tuple[Any, ...]]:
+            acting, *features = _features(mlps, latent.state)
+            following, actions, allowed = act(latent, acting, draws)
+            return following, (latent.state, actions, evaluate(*features), allowed)
+
+        last, outputs = jax.lax.scan(step, dynamics.enter(start), draws)
+        states, actions, evaluated, allowed = outputs
+        final = evaluate(*_features(mlps, last.state)[1:])
+        value, predictions = append(evaluated, final)
+        return Rollout(states, actions, value, predictions, allowed)
+
+    def heads_at_once(start: State, *draws: Any) -> Rollout:
+        def step(latent: Any, draws: Any) -> tuple[Any, tuple[Any, ...]]:
+            acting = actor.mlp(latent.state.deter, latent.state.stoch)
+            following, actions, allowed = act(latent, acting, draws)
+            return following, (latent.state, actions, allowed)
+
+        last, (states, actions, allowed) = jax.lax.scan(step, dynamics.enter(start), draws)
+        features = _features([head.mlp for head in heads], append(states, last.state))
+        value, predictions = evaluate(*features)
+        return Rollout(states, actions, value, predictions, allowed)
+
+    result: Rollout = jax.lax.platform_dependent(
+        start, noise, uniform, cpu=heads_along_the_way, default=heads_at_once
+    )
+    return result
 
 
 def lambda_return(
@@ -344,7 +369,7 @@ def actor_critic_losses(
     learned = learn_from(nets.actor, nets.critic, rollout, targets, config)
     losses = {"policy": learned.policy, "value": learned.value}
     metrics |= _entropy_metrics(nets.actor, learned.entropies)
-    if config.replay_value_scale:
+    if config.replay_value_scale and starts > 1:  # it is about pairs of steps
         boot = targets.returns[0].reshape(batch, starts).T
         losses["replay_value"] = _replay_value(nets, target_critic, tail, obs, boot, config)
     return ActorCriticResult(losses, range_, metrics)
@@ -459,20 +484,22 @@ class Learned(NamedTuple):
 def learn_from(
     actor: Policy, critic: Head, rollout: Rollout, targets: Targets, config: LossConfig
 ) -> Learned:
-    """Losses of actor and critic on a rollout, one imagined step after the other.
+    """Losses of actor and critic on a rollout, in the form that suits the device: one imagined step
+    after the other on a CPU, all at once elsewhere.
 
-    Gradients are worked out together with the losses, while a step's activations are in the
-    cache, and are passed to the backward pass as they are. The policy loss only moves the actor,
-    the value loss only the critic.
+    Gradients are worked out together with the losses, while activations are in the cache, and are
+    passed to the backward pass as they are. The policy loss only moves the actor, the value loss
+    only the critic.
     """
 
-    def step_losses(models: tuple[Policy, Head], step: tuple[Any, ...]) -> tuple[Array, Learned]:
+    def losses_of(models: tuple[Policy, Head], steps: tuple[Any, ...]) -> tuple[Array, Learned]:
         actor, critic = models
-        states, actions, allowed, targets = step
+        states, actions, allowed, targets = steps
+        rank = targets.weight.ndim
         acting, judging = _features([actor.mlp, critic.mlp], states)
         choices = actor.choices(acting, allowed)
-        entropies = action_entropies(choices, rank=1)
-        log_prob = action_log_prob(actor.actions, choices, actions, rank=1)
+        entropies = action_entropies(choices, rank)
+        log_prob = action_log_prob(actor.actions, choices, actions, rank)
         entropy = sum(entropies.values(), jnp.zeros_like(log_prob))
         policy = policy_loss(log_prob, entropy, targets, config).mean()
         value = value_loss(critic.out(judging), targets, config).mean()
@@ -481,16 +508,26 @@ def learn_from(
 
     steps = (rollout.states, rollout.actions, rollout.allowed, targets)
 
-    def average(models: tuple[Policy, Head]) -> tuple[Learned, Any]:
+    def step_by_step(models: tuple[Policy, Head], steps: Any) -> tuple[Learned, Any]:
         def body(total: Any, step: Any) -> tuple[Any, Learned]:
-            grads, learned = jax.grad(step_losses, has_aux=True)(models, step)
-            return jax.tree.map(jnp.add, total, grads), learned
+            grads, learned = jax.grad(losses_of, has_aux=True)(models, step)
+            return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), learned
 
-        zeros = jax.tree.map(jnp.zeros_like, models)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), models)
         grads, learned = jax.lax.scan(body, zeros, steps)
         count = targets.weight.shape[0]
         mean = jax.tree.map(lambda x: x.mean(0), learned)
-        return mean, jax.tree.map(lambda x: x / count, grads)
+        return mean, jax.tree.map(lambda x, like: (x / count).astype(like.dtype), grads, models)
+
+    def at_once(models: tuple[Policy, Head], steps: Any) -> tuple[Learned, Any]:
+        grads, learned = jax.grad(losses_of, has_aux=True)(models, steps)
+        return learned, grads
+
+    def average(models: tuple[Policy, Head]) -> tuple[Learned, Any]:
+        result: tuple[Learned, Any] = jax.lax.platform_dependent(
+            models, steps, cpu=step_by_step, default=at_once
+        )
+        return result
 
     @jax.custom_vjp
     def losses(models: tuple[Policy, Head]) -> Learned:
@@ -554,5 +591,6 @@ def _entropy_metrics(actor: Policy, entropies: dict[str, Float[Array, ""]]) -> M
         else:
             bounds = dist.normal_entropy(jnp.array([actor.min_std, actor.max_std]))
             low, high = action.elements * bounds[0], action.elements * bounds[1]
-        metrics[f"randomness/{action.name}"] = (entropy - low) / (high - low)
+        # Both are the same if there is one choice only.
+        metrics[f"randomness/{action.name}"] = (entropy - low) / jnp.maximum(high - low, 1e-8)
     return metrics

@@ -62,7 +62,9 @@ def open_loop(
     nets = cast(state.nets, dtype)
     time = sequence.obs["is_first"].shape[1]
     rows = min(config.execution.report_rows, sequence.obs["is_first"].shape[0])
-    half = time // 2
+    half = _seen(time)
+    if rows == 0:
+        return {}
     context = jax.tree.map(lambda x: x[:rows, :half], observed.state)
     actions = embed_actions(nets.actor.actions, sequence.previous, dtype)[:rows, half:]
     key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.updates)
@@ -84,6 +86,11 @@ def open_loop(
     }
 
 
+def _seen(time: int) -> int:
+    """Steps whose observations the model has, before those that it predicts."""
+    return max(1, time // 2)
+
+
 def compose_video(truth: NDArray[np.uint8], prediction: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Truth, prediction and error below each other, sequences side by side, (time, H, W, C).
 
@@ -96,7 +103,8 @@ def compose_video(truth: NDArray[np.uint8], prediction: NDArray[np.uint8]) -> ND
     padded = np.pad(video, [(0, 0), (0, 0), (_BORDER,) * 2, (_BORDER,) * 2, (0, 0)])
     inner = np.zeros(padded.shape[2:4], bool)
     inner[_BORDER:-_BORDER, _BORDER:-_BORDER] = True
-    for colour, frames in ((_GREEN, slice(0, time // 2)), (_RED, slice(time // 2, time))):
+    half = _seen(time)
+    for colour, frames in ((_GREEN, slice(0, half)), (_RED, slice(half, time))):
         paint = np.asarray(colour, np.uint8) if channels == 3 else np.full(channels, 255, np.uint8)
         padded[:, frames] = np.where(inner[..., None], padded[:, frames], paint)
     height, width = padded.shape[2:4]

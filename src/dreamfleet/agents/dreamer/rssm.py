@@ -29,8 +29,10 @@ from dreamfleet.agents.dreamer.layers import (
     BlockLinear,
     Dense,
     Linear,
+    add_bias,
     constant,
     init_kernel,
+    scan,
 )
 
 
@@ -79,7 +81,7 @@ class BlockDense(eqx.Module):
     ) -> Float[Array, "blocks rows part"]:
         """What follows the blocks' products."""
         shape = (product.shape[0], 1, product.shape[2])
-        wide = (product + self.bias.reshape(shape)).astype(jnp.float32)
+        wide = add_bias(product, self.bias.reshape(shape)).astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), (0, 2), keepdims=True) + EPSILON)
         normed = wide * (inverse * self.scale.reshape(shape))
         return jax.nn.silu(normed.astype(product.dtype))
@@ -155,7 +157,7 @@ class RSSM(eqx.Module):
         mixed = first.activate(mixed)
         for layer in self.hidden[1:]:
             mixed = layer.activate(mixed @ layer.kernel)
-        gates = mixed @ self.gates.kernel + self.gates.bias.reshape(blocks, 1, -1)
+        gates = add_bias(mixed @ self.gates.kernel, self.gates.bias.reshape(blocks, 1, -1))
         reset, candidate, update = (gates[..., i * width : (i + 1) * width] for i in range(3))
         candidate = jnp.tanh(jax.nn.sigmoid(reset) * candidate)
         update = jax.nn.sigmoid(update - 1.0)
@@ -212,21 +214,23 @@ class RSSM(eqx.Module):
         assert (uniform is None) != (teacher is None)
         draws = teacher if uniform is None else uniform
 
-        def step(latent: Latent, inputs: tuple[Array, ...]) -> tuple[Latent, tuple[Array, ...]]:
+        def step(
+            model: RSSM, latent: Latent, inputs: tuple[Array, ...]
+        ) -> tuple[Latent, tuple[Array, ...]]:
             embedded, share, keep, draw = inputs
             state = State(*(part * keep[:, None] for part in latent.state))
-            latent = self.core(Latent(state, latent.blocks * keep[None, :, None]), embedded)
+            latent = model.core(Latent(state, latent.blocks * keep[None, :, None]), embedded)
             deter = latent.state.deter
-            logits = self.posterior_of(deter, share)
+            logits = model.posterior_of(deter, share)
             if uniform is None:
-                stoch = self._through(self._shape(draw), dist.unimix_probs(logits, self.unimix))
+                stoch = model._through(model._shape(draw), dist.unimix_probs(logits, model.unimix))
             else:
-                stoch = self.sample(logits, draw)
+                stoch = model.sample(logits, draw)
             return latent._replace(state=State(deter, stoch)), (deter, stoch, logits)
 
         inputs = (embedded, self.token_share(tokens), keep, draws)
         inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
-        _, outputs = jax.lax.scan(step, self.enter(carry), inputs)
+        _, outputs = scan(step, self, self.enter(carry), inputs)
         deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
         return Observed(State(deter, stoch), logits, self.prior_of(deter))
 
