@@ -12,7 +12,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 sys.path.insert(0, TESTS)
 import quick_compiling
 from agent_worlds import ACTIONS, IMAGE, VECTOR, config, observations, random_batch
+from dataclasses import replace
 from dreamfleet.agents import Dreamer
+from dreamfleet.agents.dreamer.devices import Placement
 from dreamfleet.errors import ConfigError
 
 spaces = VECTOR | IMAGE
@@ -57,6 +59,41 @@ def compare(sharded):
 
 compare(sharded=False)
 compare(sharded=True)
+
+# Devices that nobody chose: as many as a batch splits over.
+for count, expected in enumerate((1, 2, 2, 4, 4, 4, 4, 8), 1):
+    placement = replace(Placement.of(config().execution, jax.devices()[:count]), chosen=False)
+    assert placement.fitting(16).count == expected, count
+agent = Dreamer(spaces, ACTIONS, config(shard_parameters=True))
+assert len(agent.init_train(6).deter.sharding.device_set) == 6
+assert len(agent._state.updates.sharding.device_set) == 6
+agent._copy_program(agent._state.nets)
+
+# Chosen ones, and one that only acts.
+options = {"train_devices": (1, 3), "policy_devices": (7,), "policy_backend": "compiled"}
+agent = Dreamer(spaces, ACTIONS, config(**options))
+devices = jax.devices()
+assert agent.init_train(4).deter.sharding.device_set == {devices[1], devices[3]}
+assert jax.tree.leaves(agent._publisher.newest())[0].devices() == {devices[7]}
+agent._updates = 1
+agent.settle()
+assert jax.tree.leaves(agent._publisher.newest())[0].devices() == {devices[7]}
+_, _, outs = agent.policy(agent.init_policy(2), observations(spaces, 2))
+for wrong, words in (
+    ({"train_devices": (8,)}, "use numbers from 0 to 7"),
+    ({"train_devices": (1, 1)}, "names a device twice"),
+    ({"policy_devices": (9,)}, "names device 9, and 8 of the platform cpu are here"),
+):
+    try:
+        Dreamer(spaces, ACTIONS, config(**wrong))
+    except ConfigError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(wrong)
+try:
+    agent.init_train(5)
+except ConfigError as error:
+    assert "multiple of 2, or other execution.train_devices" in str(error)
 """
 
 

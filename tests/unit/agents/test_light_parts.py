@@ -84,6 +84,15 @@ def test_every_size_exists_and_unknown_ones_are_refused() -> None:
         (lambda: LossConfig(imag_last=1), "replay value loss"),
         (lambda: LossConfig(horizon=1.0), "horizon"),
         (lambda: OptimizerConfig(learning_rate=0.0), "learning_rate"),
+        (lambda: OptimizerConfig(clip=1e-9), "use 0 for no clipping"),
+        (lambda: OptimizerConfig(clip_floor=0.0), "clip_floor"),
+        (lambda: OptimizerConfig(eps=0.0), "eps"),
+        (lambda: OptimizerConfig(beta1=1.0), "beta1"),
+        (lambda: OptimizerConfig(beta2=0.99999999), "beta2"),
+        (lambda: LossConfig(return_limit=0.0), "return_limit"),
+        (lambda: ModelConfig(min_std=1e-30), "min_std"),
+        (lambda: ExecutionConfig(policy_devices=(0, 1)), "one device acts"),
+        (lambda: ExecutionConfig(train_devices=(0, 0)), "names a device twice"),
         (lambda: ExecutionConfig(replay_context=0), "replay_context"),
     ],
 )
@@ -138,6 +147,26 @@ def test_rows_of_a_carry() -> None:
 
 def test_allocator_settings_leave_the_users_own_alone() -> None:
     dreamer, settings = find_agent("dreamer"), DreamerConfig()
-    added = dreamer.process_environment(settings, {})
+    added = dreamer.process_environment(settings, {"JAX_PLATFORMS": "cpu"})
     assert added["GLIBC_TUNABLES"].startswith("glibc.malloc.hugetlb=1:")
     assert dreamer.process_environment(settings, added) == {}
+
+
+def test_allocator_settings_are_for_training_on_a_processor_with_glibc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dreamer = find_agent("dreamer")
+
+    def added(platform: str, environ: dict[str, str], *, device: bool) -> bool:
+        monkeypatch.setattr(dreamfleet.agents.dreamer, "_has_accelerator", lambda: device)
+        settings = DreamerConfig(execution=ExecutionConfig(train_platform=platform))
+        return bool(dreamer.process_environment(settings, environ))
+
+    assert added("", {}, device=False)
+    assert not added("", {}, device=True)
+    assert added("cpu", {}, device=True)
+    assert not added("gpu", {}, device=False)
+    assert added("", {"JAX_PLATFORMS": "cpu"}, device=True)
+    assert not added("", {"JAX_PLATFORMS": "cuda,cpu"}, device=True)
+    monkeypatch.setattr(dreamfleet.agents.dreamer, "libc_ver", lambda: ("", ""))
+    assert not added("cpu", {}, device=False)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dreamfleet import Space
@@ -14,7 +15,11 @@ from dreamfleet.agents.dreamer.convolution import DownConv, UpConv, over_images
 from dreamfleet.agents.dreamer.cpu.images import ImageStages
 from dreamfleet.agents.dreamer.encoders import DefaultEncoder
 from dreamfleet.agents.dreamer.losses import lambda_return
-from dreamfleet.agents.dreamer.optimizer import learning_rate
+from dreamfleet.agents.dreamer.optimizer import (
+    clip_by_parameter_norm,
+    learning_rate,
+    make_optimizer,
+)
 from dreamfleet.agents.dreamer.rssm import RSSM, State
 
 
@@ -71,6 +76,52 @@ def test_twohot_targets_by_hand() -> None:
 def test_equal_logits_mean_exactly_zero(count: int) -> None:
     logits = jnp.full((3, count), 1.7)
     np.testing.assert_array_equal(dist.twohot_mean(logits), 0.0)
+
+
+def test_no_setting_of_the_optimizer_makes_nan() -> None:
+    """At the bounds of their ranges, with gradients and parameters of zero, and with large ones."""
+    bounds = [
+        {"clip": 0.0},
+        {"clip": 1e-6, "clip_floor": 1e-9},
+        {"eps": 1e-30},
+        {"beta1": 0.0, "beta2": 0.0},
+        {"beta1": 0.999999, "beta2": 0.999999},
+        {"weight_decay": 1.0, "warmup": 0, "decay": 1, "final_rate": 1e-30},
+    ]
+    values = np.array([0.0, 1e-20, 1.0, 1e15], np.float32)
+    params = [jnp.full((2, 2), value) for value in values for _ in values]
+    grads = [jnp.full((2, 2), value) for _ in values for value in values]
+    for settings in bounds:
+        optimizer = make_optimizer(OptimizerConfig(**settings))
+        state = optimizer.init(params)
+        for _ in range(3):
+            updates, state = optimizer.update(grads, state, params)
+            for update in jax.tree.leaves((updates, state)):
+                assert np.isfinite(update).all(), settings
+
+
+def test_a_clip_of_zero_clips_nothing() -> None:
+    grads, params = [jnp.full(3, 7.0)], [jnp.full(3, 1e-3)]
+    clipped = {
+        clip: clip_by_parameter_norm(clip, 1e-3).update(grads, optax.EmptyState(), params)[0][0]
+        for clip in (0.0, 0.3)
+    }
+    np.testing.assert_array_equal(clipped[0.0], grads[0])
+    # The norm of three equal numbers is sqrt(3) times one: 0.3 * 1e-3 is what is left of each.
+    np.testing.assert_allclose(clipped[0.3], 3e-4, rtol=1e-5)
+
+
+def test_distributions_without_a_share_of_uniform_have_logarithms() -> None:
+    sure = jnp.array([300.0, 0.0, -300.0])
+    probs = dist.unimix_probs(sure, 0.0)
+    np.testing.assert_allclose(probs, [1.0, 0.0, 0.0], atol=1e-20)
+    other = dist.unimix_probs(sure[::-1], 0.0)
+    for function in (
+        lambda x: dist.entropy_of_probs(dist.unimix_probs(x, 0.0)),
+        lambda x: dist.categorical_kl(dist.unimix_probs(x, 0.0), other),
+    ):
+        assert np.isfinite(function(sure))
+        assert np.isfinite(jax.grad(function)(sure)).all()
 
 
 def test_sampling_follows_the_probabilities() -> None:
@@ -177,7 +228,7 @@ def test_images_in_pieces_equal_images_at_once(shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
     layer = DownConv.init(rng, 5, 3, 4)
     x = jnp.asarray(rng.standard_normal((*shape, 8, 8, 3), np.float32))
-    pieces = over_images(lambda images, patches: layer(images, patches=patches), x)
+    pieces = over_images(lambda layer, *args: layer(args[0], patches=args[1]), layer, x)
     whole = layer(x.reshape(-1, 8, 8, 3), patches=False)
     np.testing.assert_allclose(pieces.reshape(whole.shape), whole, atol=1e-5)
 

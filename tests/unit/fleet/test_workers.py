@@ -83,6 +83,7 @@ def test_only_the_agent_keeps_its_memory_pages(
 ) -> None:
     """Training allocates and frees hundreds of megabytes a step; no other role does."""
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     added = {w.name: w.environment for w in workers_of(RunConfig(logdir=tmp_path))}
     assert [name for name, each in added.items() if "GLIBC_TUNABLES" in each] == ["agent"]
     assert "mmap_max=0" in added["agent"]["GLIBC_TUNABLES"]

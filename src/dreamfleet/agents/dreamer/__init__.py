@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from platform import libc_ver
 from typing import TYPE_CHECKING
 
 from dreamfleet.agents.dreamer.config import (
@@ -76,7 +80,10 @@ class DreamerType(AgentType[DreamerConfig]):
         from dreamfleet.agents.dreamer.player import DreamerPlayer
 
         # An accelerator is the agent's.
-        execution = replace(config.execution, train_platform="cpu", policy_platform="cpu")
+        execution = replace(
+            config.execution,
+            train_platform="cpu", train_devices=(), policy_platform="cpu", policy_devices=(),
+        )  # fmt: skip
         return DreamerPlayer(obs_space, act_space, replace(config, execution=execution), seed=seed)
 
     def check(
@@ -127,20 +134,31 @@ class DreamerType(AgentType[DreamerConfig]):
 
     def process_environment(
         self,
-        config: DreamerConfig,  # noqa: ARG002 - the type's
+        config: DreamerConfig,
         environ: Mapping[str, str],
     ) -> dict[str, str]:
         """Settings of the C library's memory allocator for training on a CPU.
 
         A training step allocates and frees hundreds of megabytes. By default the C library returns
         them to the system each time, and every step pays again for pages filled with zeros; with
-        these settings it keeps them, in large pages. Nothing is added where the environment has
-        settings of its own; a C library other than glibc ignores them.
+        these settings it keeps them, in large pages. Nothing is added where an accelerator trains,
+        whose memory is not the C library's, where the environment has settings of its own, or
+        where the C library is another one than glibc.
         """
-        if "GLIBC_TUNABLES" in environ:
+        platform = config.execution.train_platform or environ.get("JAX_PLATFORMS", "")
+        on_cpu = platform.split(",")[0] == "cpu" if platform else not _has_accelerator()
+        if not on_cpu or "GLIBC_TUNABLES" in environ or libc_ver()[0] != "glibc":
             return {}
         settings = ("hugetlb=1", "mmap_max=0", "trim_threshold=100000000000")
         return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{each}" for each in settings)}
+
+
+def _has_accelerator() -> bool:
+    """Whether JAX would find one: its plugin is installed, and a device is there."""
+    files = ("nvidia[0-9]*", "kfd", "accel*")
+    if not any(any(Path("/dev").glob(name)) for name in files):
+        return False
+    return any(entry_points(group="jax_plugins")) or find_spec("libtpu") is not None
 
 
 DREAMER = DreamerType()

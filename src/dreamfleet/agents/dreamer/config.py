@@ -21,7 +21,10 @@ from dreamfleet.settings import (
     validate,
 )
 
-Decay = Annotated[float, Meta(ge=0, lt=1)]
+# Bounds beyond which float32 rounds a difference or a quotient to zero, and makes NaN of it.
+Decay = Annotated[float, Meta(ge=0, le=0.999999)]
+Deviation = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Small = Annotated[float, Meta(ge=1e-9)]
 Percentile = Annotated[float, Meta(ge=0, le=100)]
 
 
@@ -69,13 +72,13 @@ class ModelConfig:
     """Layers from the recurrent state to the predicted stochastic state."""
     posterior_layers: Count = 1
     """Layers from recurrent state and observation to the stochastic state."""
-    unimix: Decay = 0.01
+    unimix: Fraction = 0.01
     """Share of a uniform distribution mixed into the stochastic state's categoricals."""
     bins: Annotated[int, Meta(ge=3)] = 255
     """Bins of the two-hot reward and value distributions."""
-    min_std: AboveZero = 0.1
+    min_std: Deviation = 0.1
     """Smallest standard deviation of a continuous policy."""
-    max_std: AboveZero = 1.0
+    max_std: Deviation = 1.0
     """Largest standard deviation of a continuous policy."""
     encoder: str = "default"
     """From observations to tokens: `default`, or package.module:Class for your own."""
@@ -152,7 +155,7 @@ class LossConfig:
     """Bootstrap returns from the EMA of the critic instead of the critic itself."""
     return_rate: Fraction = 0.01
     """Rate at which the return normaliser follows the data."""
-    return_limit: ZeroOrMore = 1.0
+    return_limit: Small = 1.0
     """Returns that spread less than this are not scaled up."""
     return_low: Percentile = 5.0
     """Lower percentile of the return normaliser."""
@@ -180,10 +183,10 @@ class OptimizerConfig:
     learning_rate: AboveZero = 4e-5
     """Step size after the warm-up."""
     clip: ZeroOrMore = 0.3
-    """Largest gradient norm of a tensor relative to the norm of its parameters."""
-    clip_floor: ZeroOrMore = 1e-3
+    """Largest gradient norm of a tensor relative to the norm of its parameters; 0 for any."""
+    clip_floor: Small = 1e-3
     """Parameter norm below which the clipping threshold stops shrinking."""
-    eps: ZeroOrMore = 1e-20
+    eps: Annotated[float, Meta(ge=1e-30)] = 1e-20
     """Added to the root mean square in the denominator."""
     beta1: Decay = 0.9
     """Decay of the momentum."""
@@ -201,6 +204,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        require(
+            self.clip == 0 or self.clip >= 1e-6,
+            f"optimizer.clip={self.clip} would round every gradient to zero: use 0 for no "
+            "clipping, or 1e-6 and more.",
+        )
 
 
 @dataclass(frozen=True)
@@ -211,8 +219,14 @@ class ExecutionConfig:
     """Precision of activations; parameters and losses always stay float32."""
     train_platform: str = ""
     """Devices that train: cpu, gpu or tpu; empty takes JAX's default."""
+    train_devices: tuple[CountOrZero, ...] = ()
+    """Numbers of the devices that train, from 0, among those of their platform; empty takes as many
+    as there are, or as batches split over evenly."""
     policy_platform: str = ""
-    """Device that acts: cpu, gpu or tpu; empty takes the first training device."""
+    """Device that acts: cpu, gpu or tpu; empty takes one of the training platform."""
+    policy_devices: tuple[CountOrZero, ...] = ()
+    """Number of the device that acts, among those of its platform; empty takes the first training
+    device, or the first of `policy_platform`."""
     policy_backend: Literal["auto", "compiled", "numpy"] = "auto"
     """What computes actions: a compiled program or numpy, which is faster on a CPU but knows only
     the default networks in float32; auto takes numpy wherever it can."""
@@ -240,6 +254,15 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        require(
+            len(set(self.train_devices)) == len(self.train_devices),
+            f"execution.train_devices={self.train_devices} names a device twice: name each once.",
+        )
+        require(
+            len(self.policy_devices) <= 1,
+            f"execution.policy_devices={self.policy_devices} names several, and one device acts: "
+            "name one. Further actors have processes of their own (actors=2).",
+        )
 
 
 @dataclass(frozen=True)
@@ -278,7 +301,8 @@ _SMALL = {
         deter=256, hidden=64, stoch=16, classes=8, blocks=8, units=64, depth=4, decoder_blocks=8
     ),
 }  # fmt: skip
-SIZES = (*_SMALL, *_PUBLISHED)
+PUBLISHED_SIZES = tuple(_PUBLISHED)
+SIZES = (*_SMALL, *PUBLISHED_SIZES)
 
 
 def size_preset(name: str) -> ModelConfig:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from dreamfleet.agents.dreamer.config import ExecutionConfig
 from dreamfleet.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -30,14 +33,20 @@ class Placement:
     mesh: Mesh
     policy_device: jax.Device
     shard_parameters: bool
+    chosen: bool
+    """Whether the training devices were named, and not taken because they are there."""
 
     @classmethod
     def of(cls, config: ExecutionConfig, devices: Sequence[jax.Device] | None) -> Placement:
-        train = list(devices) if devices else _devices(config.train_platform)
-        policy = _devices(config.policy_platform)[0] if config.policy_platform else train[0]
+        there = list(devices) if devices else _devices(config.train_platform)
+        train = _numbered(there, config.train_devices, "train_devices") or there
+        others = _devices(config.policy_platform) if config.policy_platform else there
+        named = _numbered(others, config.policy_devices, "policy_devices")
+        policy = (named or (others if config.policy_platform else train))[0]
         if policy.process_index != jax.process_index():
             policy = jax.local_devices(backend=policy.platform)[0]
-        return cls(Mesh(np.array(train), (AXIS,)), policy, config.shard_parameters)
+        chosen = bool(devices or config.train_devices)
+        return cls(Mesh(np.array(train), (AXIS,)), policy, config.shard_parameters, chosen)
 
     @property
     def count(self) -> int:
@@ -70,13 +79,28 @@ class Placement:
 
         return jax.tree.map(leaf, tree)
 
-    def check_rows(self, rows: int) -> None:
+    def fitting(self, rows: int) -> Placement:
+        """These devices, or, unless they were chosen, as many as batches of so many rows split
+        over evenly.
+
+        Raises:
+            ConfigError: The devices were chosen, and a batch does not split over them.
+        """
         local = self.count // jax.process_count()
-        if rows % local:
+        if rows % local == 0:
+            return self
+        if self.chosen or jax.process_count() > 1:
             raise ConfigError(
                 f"A batch of {rows} sequences does not split over {local} devices: choose a "
-                f"batch_size that is a multiple of {local}."
+                f"batch_size that is a multiple of {local}, or other execution.train_devices."
             )
+        fewer = max(count for count in range(1, local) if rows % count == 0)
+        log.warning(
+            "Training on %d of %d devices, because a batch of %d sequences does not split over all "
+            "of them: a batch_size that is a multiple of %d would use them.",
+            *(fewer, local, rows, local),
+        )
+        return replace(self, mesh=Mesh(self.mesh.devices[:fewer], (AXIS,)))
 
     def put_batch(self, batch: Any) -> Any:
         """The batch on the training devices, its rows split over them."""
@@ -102,6 +126,19 @@ def _devices(platform: str) -> list[jax.Device]:
         ) from None
 
 
+def _numbered(
+    devices: Sequence[jax.Device], numbers: Sequence[int], setting: str
+) -> list[jax.Device]:
+    """The devices with these numbers."""
+    for number in numbers:
+        if number >= len(devices):
+            raise ConfigError(
+                f"execution.{setting} names device {number}, and {len(devices)} of the platform "
+                f"{devices[0].platform} are here: use numbers from 0 to {len(devices) - 1}."
+            )
+    return [devices[number] for number in numbers]
+
+
 @dataclass(frozen=True)
 class _Failure:
     error: BaseException
@@ -116,7 +153,9 @@ def _leave_jax() -> None:
     """Wait until no thread is inside of JAX, and let none in again: one that needs Python after its
     end would abort the process."""
     _inside_jax.acquire()
-    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+    untyped: Any = jax
+    alive = [array for array in untyped.live_arrays() if not array.is_deleted()]
+    untyped.block_until_ready(alive)
 
 
 def prefetch(items: Iterable[Any], prepare: Callable[[Any], Item], depth: int) -> Iterator[Item]:

@@ -42,10 +42,12 @@ def stages(config: OptimizerConfig) -> list[optax.GradientTransformation]:
 
 
 def clip_by_parameter_norm(clip: float, floor: float) -> optax.GradientTransformation:
-    """g / max(1, |g| / (clip max(floor, |p|))), one norm a tensor.
+    """g / max(1, |g| / (clip max(floor, |p|))), one norm a tensor; a clip of 0 leaves g alone.
 
     Optax clips by the norm of each unit of a tensor instead.
     """
+    if clip == 0:
+        return optax.identity()
 
     def update(grads: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, Any]:
         def leaf(grad: Array, param: Array) -> Array:
