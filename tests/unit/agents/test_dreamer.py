@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from agent_worlds import ACTIONS, FLAGS, IMAGE, MIXED, VECTOR, config, observati
 from dreamfleet import ConfigError, Space
 from dreamfleet.agents import Agent, Dreamer, NonFiniteError, SpaceError, StateMismatchError
 from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
+from dreamfleet.agents.dreamer.agent import _AHEAD
 from dreamfleet.agents.dreamer.config import LossConfig
 from dreamfleet.agents.dreamer.cpu.actor import NumpyActor
 from dreamfleet.agents.dreamer.losses import loss_scales
@@ -205,12 +207,16 @@ def test_the_actor_gets_new_parameters_and_knows_their_age() -> None:
     ages = []
     for _ in range(6):
         carry, _, _ = agent.train(carry, batch)
-        jax.block_until_ready((agent._state, agent._publisher._published.nets))
+        agent._publisher.wait()
         agent.policy(agent.init_policy(1), observations(VECTOR, 1))
         ages.append(agent.metrics()["policy/updates_behind"])
     assert ages == [1, 0, 1, 0, 1, 0]
     acting = agent._publisher.latest()._actor[0].kernel
     np.testing.assert_array_equal(acting, agent._state.nets.actor.mlp.layers[0].kernel)
+    agent.train(carry, batch)
+    assert agent.metrics()["policy/updates_behind"] == 1
+    agent.settle()
+    assert agent.metrics()["policy/updates_behind"] == 0
 
 
 def test_report_shows_losses_and_videos(shared: Dreamer) -> None:
@@ -337,13 +343,58 @@ def test_bad_batches_stop_training(bad: str, value: float, tmp_path: Path, fresh
     batch["is_first"][:] = False
     index = 0 if bad == "dyn/deter" else 3
     batch[bad][1, index] = value
-    carry, _, _ = agent.train(agent.init_train(4), batch)
+    before = np.array(agent._state.nets.dynamics.gates.kernel)
+    carry, _, _ = agent.train(agent.init_train(4), random_batch(VECTOR, ACTIONS))
+    carry, _, _ = agent.train(carry, batch)
+
+    def go_on() -> None:
+        for _ in range(1 + _AHEAD):
+            agent.train(carry, random_batch(VECTOR, ACTIONS))
+
     with pytest.raises(NonFiniteError, match=f"batch/{bad}"):
-        agent.train(carry, random_batch(VECTOR, ACTIONS))
+        go_on()
+    assert int(agent._state.updates) == 1, "nothing was learned since"
+    np.testing.assert_array_equal(agent._state.nets.dynamics.gates.kernel, before)
+    with pytest.raises(NonFiniteError, match=f"batch/{bad}"):
+        agent.save()
     (dump,) = tmp_path.iterdir()
     with np.load(dump, allow_pickle=False) as data:
         assert json.loads(data["note"].tobytes())["first_bad"] == f"batch/{bad}"
         np.testing.assert_array_equal(data[bad.replace("/", ".")], batch[bad])
+
+
+def test_the_devices_run_ahead_of_the_host(fresh: Dreamer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is sent although those before it are not done; the fourth before it has to be."""
+
+    class Health:
+        def __init__(self) -> None:
+            self.ready = self.asked = False
+
+        def is_ready(self) -> bool:
+            return self.ready
+
+        def __bool__(self) -> bool:
+            self.asked = True
+            return True
+
+    sent: list[Health] = []
+
+    def program(state: Any, *args: Any) -> tuple[Any, ...]:
+        sent.append(Health())
+        return jax.tree.leaves(state), sent[-1], None, {}, {}
+
+    monkeypatch.setattr(fresh, "_train_program", program)
+    batch = {"x": jnp.zeros(())}
+    for _ in range(_AHEAD + 1):
+        fresh.train(None, batch)
+    assert [each.asked for each in sent] == [False] * (_AHEAD + 1)
+    fresh.train(None, batch)
+    assert [each.asked for each in sent] == [True] + [False] * (_AHEAD + 1)
+    for each in sent:
+        each.ready = True
+    fresh.train(None, batch)
+    assert [each.asked for each in sent] == [True] * (_AHEAD + 2) + [False]
+    fresh._publisher.wait()
 
 
 def test_nothing_is_updated_after_a_bad_number(fresh: Dreamer) -> None:

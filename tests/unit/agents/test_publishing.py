@@ -1,55 +1,71 @@
 """The actor uses published parameters that have arrived, and no others."""
 
-from dataclasses import dataclass
+import threading
+from typing import Any
+
+import pytest
 
 from dreamfleet.agents.dreamer.acting import Publisher, Snapshot
 
 
-@dataclass(eq=False)
-class Parameters:
-    """Like an array that may still be on its way."""
+class Road:
+    """Parameters come this way, as soon as they may."""
 
-    ready: bool
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.travelled: list[tuple[Any, str]] = []
 
-    def is_ready(self) -> bool:
-        return self.ready
-
-    def block_until_ready(self) -> None:
-        self.ready = True
-
-
-def snapshot(updates: int, ready: bool) -> Snapshot:
-    return Snapshot(Parameters(ready), updates, 0.0)
+    def bring(self, nets: Any) -> Any:
+        assert self.open.wait(120)
+        self.travelled.append((nets, threading.current_thread().name))
+        return nets
 
 
-def test_what_has_not_arrived_is_not_used() -> None:
-    first, second = snapshot(0, ready=True), snapshot(1, ready=False)
-    publisher = Publisher(first, lambda nets: nets)
-    publisher.publish(second)
-    assert publisher.latest() is first.nets
-    second.nets.ready = True
-    assert publisher.latest() is second.nets
+def publisher_on(road: Road) -> Publisher[str]:
+    return Publisher(Snapshot("first", 0, 0.0), road.bring, lambda nets: f"actor of {nets}")
 
 
-def test_a_busy_learner_does_not_keep_the_actor_from_what_arrived() -> None:
-    first, second = snapshot(0, ready=True), snapshot(1, ready=False)
-    publisher = Publisher(first, lambda nets: nets)
-    publisher.publish(second)
-    second.nets.ready = True
-    publisher.publish(snapshot(2, ready=False))
-    assert publisher.latest() is second.nets
-
-
-def test_older_parameters_never_come_back() -> None:
-    publisher = Publisher(snapshot(5, ready=True), lambda nets: nets)
-    newest = publisher.latest()
-    publisher.publish(snapshot(4, ready=True))
-    assert publisher.latest() is newest
-
-
-def test_who_waits_has_the_newest() -> None:
-    first, second = snapshot(0, ready=True), snapshot(1, ready=False)
-    publisher = Publisher(first, lambda nets: nets)
-    publisher.publish(second)
+def test_the_learner_does_not_wait_and_the_actor_keeps_what_it_has() -> None:
+    road = Road()
+    publisher = publisher_on(road)
+    road.open.clear()
+    publisher.publish(Snapshot("second", 1, 0.0))
+    publisher.count(3)
+    assert publisher.busy
+    assert publisher.latest() == "actor of first"
+    assert publisher.newest() == "first"
+    assert publisher.age()[0] == 3
+    road.open.set()
     publisher.wait()
-    assert publisher.latest() is second.nets
+    assert not publisher.busy
+    assert publisher.latest() == "actor of second"
+    assert publisher.newest() == "second"
+    assert publisher.age()[0] == 2
+    (_, mine), (_, others) = road.travelled
+    assert mine == threading.current_thread().name != others
+
+
+def test_the_same_parameters_are_prepared_once_and_older_ones_never() -> None:
+    road = Road()
+    publisher = Publisher(Snapshot("first", 5, 0.0), road.bring, lambda nets: object())
+    first = publisher.latest()
+    for updates in (5, 4):
+        publisher.publish(Snapshot("again", updates, 0.0))
+        publisher.wait()
+    assert publisher.latest() is first
+    assert publisher.published == 5
+    assert [nets for nets, _ in road.travelled] == ["first"]
+
+
+def test_what_went_wrong_on_the_way_is_told_to_the_learner() -> None:
+    def bring(nets: str) -> str:
+        if nets == "second":
+            raise OSError("the device is gone")
+        return nets
+
+    publisher = Publisher(Snapshot("first", 0, 0.0), bring, lambda nets: nets)
+    publisher.publish(Snapshot("second", 1, 0.0))
+    with pytest.raises(OSError, match="the device is gone"):
+        publisher.wait()
+    assert publisher.latest() == "first"

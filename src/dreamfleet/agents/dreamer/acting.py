@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -107,32 +107,49 @@ class Snapshot:
 
 
 class Publisher(Generic[Actor]):
-    """The newest complete parameters for the actor; neither side ever waits for the other.
+    """The newest parameters for the actor; neither side ever waits for the other.
 
-    The learner publishes snapshots that may still be on their way to the acting device. The actor
-    keeps its current one until a newer one has arrived completely, then swaps one reference;
-    `prepare` turns it into what the actor calls.
+    The learner hands over snapshots that may still be worked out on the training devices. A thread
+    waits for them, brings them to where they are used, turns them into what the actor calls, and
+    swaps one reference. One snapshot at a time: while `busy`, the learner keeps its own.
+
+    Args:
+        first: What to act with until something newer has arrived.
+        bring: Returns parameters where they are used.
+        prepare: Returns what the actor calls, from parameters that are there.
     """
 
-    def __init__(self, first: Snapshot, prepare: Callable[[Any], Actor]) -> None:
-        self._current = first
-        self._published = first
+    def __init__(
+        self, first: Snapshot, bring: Callable[[Any], Any], prepare: Callable[[Any], Actor]
+    ) -> None:
+        self._bring, self._prepare = bring, prepare
+        self._take(first)
         self._updates = first.updates
-        self._prepare = prepare
-        self._prepared: tuple[Snapshot, Actor] | None = None
-        self._swap = threading.Lock()
+        # Its thread ends with the object.
+        self._thread = ThreadPoolExecutor(1, "publish")
+        self._coming: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Learner: whether a snapshot is still on its way."""
+        return self._coming is not None and not self._coming.done()
+
+    @property
+    def published(self) -> int:
+        """Learner: the updates of the newest snapshot that was handed over."""
+        return self._published
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Learner: a newer snapshot, which need not have arrived yet."""
-        # The one before is promoted first, or a busy learner could always replace it in time.
-        self._promote()
-        self._published = snapshot
+        """Learner: a newer snapshot, which need not be there yet; waits for one before it."""
+        self.wait()
+        if snapshot.updates > self._current[0].updates:
+            self._published = snapshot.updates
+            self._coming = self._thread.submit(self._take, snapshot)
 
     def wait(self) -> None:
-        """Learner: return when the actor has the newest snapshot."""
-        arrived: Any = jax.block_until_ready  # which has no annotations
-        arrived(self._published.nets)
-        self._promote()
+        """Return when the actor has the newest snapshot."""
+        if self._coming is not None:
+            self._coming.result()
 
     def count(self, updates: int) -> None:
         """Learner: how far training is, so that the age of the actor's parameters is known."""
@@ -140,28 +157,19 @@ class Publisher(Generic[Actor]):
 
     def latest(self) -> Actor:
         """Actor: the newest parameters that have arrived."""
-        self._promote()
-        snapshot = self._current
-        if self._prepared is None or self._prepared[0] is not snapshot:
-            self._prepared = (snapshot, self._prepare(snapshot.nets))
-        return self._prepared[1]
+        return self._current[1]
 
     def newest(self) -> Any:
         """Anybody: the newest parameters that have arrived."""
-        self._promote()
-        return self._current.nets
+        return self._current[0].nets
 
     def age(self) -> tuple[int, float]:
         """(updates, seconds) that the actor's parameters are behind."""
-        current = self._current
+        current, _ = self._current
         return self._updates - current.updates, time.monotonic() - current.created
 
-    def _promote(self) -> None:
-        published = self._published
-        if published.updates <= self._current.updates:
-            return
-        if not all(leaf.is_ready() for leaf in jax.tree.leaves(published.nets)):
-            return
-        with self._swap:
-            if published.updates > self._current.updates:
-                self._current = published
+    def _take(self, snapshot: Snapshot) -> None:
+        arrive: Any = jax.block_until_ready
+        nets = arrive(self._bring(snapshot.nets))
+        self._current = replace(snapshot, nets=nets), self._prepare(nets)
+        self._published = snapshot.updates

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,24 @@ from dreamfleet.spaces import Space, without_logs
 
 log = logging.getLogger(__name__)
 
+_AHEAD = 3  # steps that may be under way before anybody looks at the oldest
+
+
+class _Step(NamedTuple):
+    """A step whose health was not looked at yet."""
+
+    healthy: Any
+    """Whether all was well, as an array that may still be worked out."""
+    carry: State
+    batch: Mapping[str, Any]
+
 
 class Dreamer(ActingAgent):
     """World model, actor and critic, trained on replayed sequences.
 
     One actor thread may call `policy` while one learner thread calls everything else. `train`
-    returns results that are still being computed; reading them waits.
+    returns results that are still being computed; reading them waits. NaN and infinity are noticed
+    up to three steps later.
     """
 
     def __init__(
@@ -60,7 +73,8 @@ class Dreamer(ActingAgent):
         state = init_state(config, self.obs_space, self.act_space, seed)
         self._shardings = self._placement.parameters(state)
         self._state: TrainState = jax.device_put(state, self._shardings)
-        self._pending: tuple[Any, State, Mapping[str, Any]] | None = None
+        self._unchecked: deque[_Step] = deque()
+        self._failure: NonFiniteError | None = None
         self._build_programs()
         self._act_with(self._snapshot())
 
@@ -73,7 +87,7 @@ class Dreamer(ActingAgent):
             "train",
             functools.partial(_train_leaves, config=config),
             donate_first=True,
-            out_shardings=(jax.tree.leaves(state), batch, batch, whole),
+            out_shardings=(jax.tree.leaves(state), whole, batch, batch, whole),
             traces=traces,
         )
         self._report_program = Program(
@@ -93,7 +107,7 @@ class Dreamer(ActingAgent):
     # --- learning --------------------------------------------------------------------------------
 
     def init_train(self, n: int) -> Carry:
-        self._placement.check_rows(n)
+        self._fit(n)
         model, dtype = self.config.model, jnp.dtype(self.config.execution.compute_dtype)
         widths = (model.deter, model.stoch * model.classes)
         zeros: list[Any] = [np.zeros((n, width), dtype) for width in widths]
@@ -101,36 +115,57 @@ class Dreamer(ActingAgent):
 
     init_report = init_train
 
+    def _fit(self, rows: int) -> None:
+        """Train on as many devices as batches of so many rows split over."""
+        placement = self._placement.fitting(rows)
+        if placement is not self._placement:
+            self._placement = placement
+            self._shardings = placement.parameters(self._state)
+            self._state = jax.device_put(self._state, self._shardings)
+            self._build_programs()
+
     def train(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, Any, Any]:
-        self._check_last_step()
+        self._check_health(unless_newest=_AHEAD)
         batch = self._on_devices(batch)
-        leaves, following, outs, metrics = self._train_program(self._state, carry, batch)
+        results = self._train_program(self._state, carry, batch)
+        leaves, healthy, following, outs, metrics = results
         self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
-        self._pending = (self._state.healthy, carry, batch)
+        self._unchecked.append(_Step(healthy, carry, batch))
         self._updates += 1
         self._publisher.count(self._updates)
-        if self._updates % self.config.execution.publish_every == 0:
+        due = self._publisher.published + self.config.execution.publish_every
+        if self._updates >= due and not self._publisher.busy:
             self._publisher.publish(self._snapshot())
         return following, outs, metrics
 
     def settle(self) -> None:
         """Act with the parameters of the last update from now on; waits for them."""
-        if self._updates % self.config.execution.publish_every:
+        if self._publisher.published < self._updates:
             self._publisher.publish(self._snapshot())
         self._publisher.wait()
 
-    def _check_last_step(self) -> None:
-        """Stop if the step before this one met NaN or infinity; waits for it to finish."""
-        if self._pending is None:
-            return
-        healthy, carry, batch = self._pending
-        if bool(healthy):
-            return
+    def _check_health(self, unless_newest: int = 0) -> None:
+        """Stop if a step met NaN or infinity. Waits for all steps but the newest ones, so that the
+        devices have work while the host looks; of those, it looks at the ones that are done.
+
+        Nothing is updated after such a step, so the parameters are those from before it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        steps = self._unchecked
+        while steps and (len(steps) > unless_newest or steps[0].healthy.is_ready()):
+            step = steps.popleft()
+            if not bool(step.healthy):
+                self._failure = self._explain(step)
+                raise self._failure
+
+    def _explain(self, step: _Step) -> NonFiniteError:
+        """What was wrong with a step, with its batch written to a file."""
         config = self.config
-        bad = nonfinite.first_bad_tensor(self._state, carry, batch, config)
+        bad = nonfinite.first_bad_tensor(self._state, step.carry, step.batch, config)
         folder = Path(config.execution.dump_dir or ".").expanduser()
-        dump = nonfinite.write_dump(folder, batch, bad, int(self._state.updates))
-        raise NonFiniteError(
+        dump = nonfinite.write_dump(folder, step.batch, bad, int(self._state.updates))
+        return NonFiniteError(
             f"Training stopped after {int(self._state.updates)} updates: {bad} holds NaN or "
             f"infinity. The parameters are those from before; the batch is in {dump}."
         )
@@ -155,10 +190,8 @@ class Dreamer(ActingAgent):
         return placed
 
     def _snapshot(self) -> Snapshot:
+        # A copy: the next step overwrites the state.
         nets = self._copy_program(self._state.nets)
-        device = self._placement.policy_device
-        if jax.tree.leaves(nets)[0].devices() != {device}:
-            nets = jax.device_put(nets, device)
         return Snapshot(nets, self._updates, time.monotonic())
 
     def world_model(self) -> DreamerWorldModel:
@@ -207,7 +240,7 @@ class Dreamer(ActingAgent):
 
     def save(self) -> Flat:
         """Parameters, optimizer, normalisers, random keys and counters."""
-        self._check_last_step()
+        self._check_health()
         return self._flat()
 
     def _flat(self) -> Flat:
@@ -224,14 +257,16 @@ class Dreamer(ActingAgent):
         self._actions = int(chosen.pop("counters/actions", np.asarray(self._actions)))
         self._action_seed = chosen.pop("counters/action_seed", self._action_seed)
         self._state = jax.device_put(replace_leaves(self._state, chosen), self._shardings)
-        self._pending = None
+        self._unchecked.clear()
+        self._failure = None
         self._act_with(self._snapshot())
 
 
 def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:
-    """A training step whose new state is a list: kept traces know no modules."""
+    """A training step whose new state is a list (kept traces know no modules), and whether all is
+    well: the next step overwrites the state before anybody has looked at it."""
     new, *rest = train_step(state, *args, config=config)
-    return (jax.tree.leaves(new), *rest)
+    return (jax.tree.leaves(new), jnp.copy(new.healthy), *rest)
 
 
 def _trace_cache(config: DreamerConfig) -> TraceCache | None:

@@ -130,18 +130,26 @@ class ActingAgent:
         """Act with these parameters from now on."""
         nets = self._publisher.newest()
         chosen = select_matching(named_leaves(nets), state, None)
-        nets = jax.device_put(replace_leaves(nets, chosen), self._placement.policy_device)
-        self._act_with(Snapshot(nets, self._updates, time.monotonic()))
+        self._act_with(Snapshot(replace_leaves(nets, chosen), self._updates, time.monotonic()))
 
     def _act_with(self, first: Snapshot) -> None:
         self._numpy = self._use_numpy(first.nets)
-        self._publisher = Publisher(first, self._make_actor)
+        self._publisher = Publisher(first, self._bring, self._make_actor)
+
+    def _bring(self, nets: ActingNetworks) -> ActingNetworks:
+        """Parameters where `policy` uses them."""
+        result: ActingNetworks
+        if self._numpy:
+            result = jax.device_get(nets)
+        else:
+            result = jax.device_put(nets, self._placement.policy_device)
+        return result
 
     def _make_actor(self, nets: ActingNetworks) -> _Actor:
         """What `policy` calls with these parameters."""
         if self._numpy:
             use_one_blas_thread()
-            return NumpyActor(jax.device_get(nets))
+            return NumpyActor(nets)
 
         def act(carry: Carry, obs: Mapping[str, NDArray[Any]], draws: Draws) -> Any:
             return jax.device_get(self._policy_program(nets, carry, obs, draws))
@@ -178,8 +186,7 @@ class DreamerPlayer(ActingAgent):
         rng = np.random.default_rng([seed, 0])
         nets = Networks.init(rng, config.model, self.obs_space, self.act_space)
         acting = ActingNetworks.of(nets, config.execution.compute_dtype)
-        device = self._placement.policy_device
-        self._act_with(Snapshot(jax.device_put(acting, device), 0, time.monotonic()))
+        self._act_with(Snapshot(acting, 0, time.monotonic()))
 
     def metrics(self) -> dict[str, float]:
         """How old its parameters are is known to who loads them."""
