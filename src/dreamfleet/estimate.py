@@ -197,10 +197,13 @@ def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> flo
     replay, needed = config.replay, 0.0
     step = step_bytes(config, obs_space, act_space)
     # The evaluator's environments store nothing.
-    for envs in (config.envs, config.actor_envs - config.envs):
+    for envs, capacity in (
+        (config.envs, replay.capacity),
+        (config.actor_envs - config.envs, replay.evaluation_capacity),
+    ):
         # Every environment has a file of its own that is not full.
         collected = config.steps * envs / config.envs + envs * replay.chunk
-        kept = min(collected, replay.capacity) if config.steps else replay.capacity * bool(envs)
+        kept = min(collected, capacity) if config.steps else capacity * bool(envs)
         needed += min(kept * step, replay.max_bytes or math.inf)
     return needed
 
@@ -356,7 +359,7 @@ def suggest(
         disk: Bytes that are free.
     """
     images = [space for space in observed(obs_space).values() if space.image]
-    preset = "pixels" if images else "dmc_proprio" if task.startswith("dmc:") else "default"
+    preset = "pixels" if images else "dmc_cpu" if task.startswith("dmc:") else "default"
     base = PRESETS[preset]
     changes: dict[str, Any] = {"task": task}
     if steps_per_second < _QUICK / base.envs:

@@ -104,9 +104,13 @@ def replay(config: RunConfig, name: str, shard: int = 0) -> Replay:
     if config.offline and name == "replay":
         make = partial(AdoptedReplay, find_source(config.offline[0]).blueprint, config)
     held, most = _share(config, name, shard), config.replay.max_bytes
+    window, capacity = config.window, config.replay.capacity
+    if name == "eval_replay":
+        window = config.report_length + config.context
+        capacity = config.replay.evaluation_capacity
     return make(
-        config.window,
-        math.ceil(config.replay.capacity * held),
+        window,
+        math.ceil(capacity * held),
         config.logdir / (f"{name}-{shard}" if shard else name),
         chunk=config.replay.chunk,
         online=config.replay.online,

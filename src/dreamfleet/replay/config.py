@@ -64,7 +64,8 @@ class ReplayConfig:
     """What the replay keeps, and which sequences it samples."""
 
     capacity: Count = 1_000_000
-    """Sequences that are kept; the oldest leave first. One new step makes one sequence."""
+    """Sequences that are kept; the oldest leave first. One new step makes one sequence. Of
+    evaluation data, which only reports use, a tenth of it is kept."""
     chunk: Count = 1024
     """Steps in a file of the replay. A directory that has files already keeps their size."""
     max_bytes: Count | None = None
@@ -80,3 +81,8 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def evaluation_capacity(self) -> int:
+        """Sequences of evaluation data that are kept."""
+        return math.ceil(self.capacity / 10)

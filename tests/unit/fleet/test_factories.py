@@ -47,6 +47,17 @@ def test_the_training_replay_samples_as_the_settings_say(tmp_path: Path) -> None
         assert isinstance(evaluation._selector, Uniform)
 
 
+def test_evaluation_data_is_for_reports(tmp_path: Path) -> None:
+    """A tenth of the capacity, and sequences as long as those of a report."""
+    config = RunConfig(
+        logdir=tmp_path, replay=ReplayConfig(95), batch_length=64, report_length=32, eval_envs=2
+    )
+    with replay(config, "replay") as train, replay(config, "eval_replay") as evaluation:
+        assert (train.length, train.capacity) == (65, 95)
+        assert (evaluation.length, evaluation.capacity) == (33, 10)
+        assert stream(config, evaluation, "eval").window == 33
+
+
 def test_the_guide_to_agents_names_every_key_of_a_batch(tmp_path: Path) -> None:
     config = RunConfig(
         logdir=tmp_path, task="bundled:dummy", env_options={"size": (8, 8)}, agent="random",

@@ -435,7 +435,7 @@ def test_capacity_is_that_of_all_shards_together(tmp_path: Path) -> None:
         assert (first.capacity, second.capacity) == (60, 40)
         assert second.directory == tmp_path / "replay-1"
     with replay(config, "eval_replay", 1) as evaluation:
-        assert evaluation.capacity == 100  # the one environment for evaluation has number 5
+        assert evaluation.capacity == 10  # the one environment for evaluation has number 5
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 3)])
