@@ -23,9 +23,9 @@ class Atari(EpisodicEnv):
 
     The defaults are the published protocol: the console repeats the previous action in a quarter
     of the frames (`sticky`), an action lasts four frames, the image is the maximum of the last
-    two (sprites flicker), 96x96 grey, all 18 buttons, up to 30 idle frames at the start, lost
-    lives are ignored, at most 108,000 frames. `is_terminal` equals `is_last`, also at the time
-    limit.
+    two (sprites flicker), resized to 96x96 and then grey, all 18 buttons, up to 30 idle frames at
+    the start, lost lives are ignored, at most 108,000 frames, idle ones not counted. `is_terminal`
+    equals `is_last`, also at the time limit.
 
     `lives` may also be "episode" (a lost life ends the episode, and the game continues in the next
     one) or "reset" (a lost life ends the episode and the game).
@@ -91,7 +91,6 @@ class Atari(EpisodicEnv):
         self._frames = 0
         for _ in range(int(self._rng.integers(self._noops + 1)) if self._noops else 0):
             self._ale.act(_NOOP)
-            self._frames += 1
             if self._ale.game_over():
                 self._ale.reset_game()
 
@@ -121,10 +120,9 @@ class Atari(EpisodicEnv):
 
     def _image(self) -> NDArray[np.uint8]:
         image = functools.reduce(np.maximum, self._screens)
-        if self._gray:
-            image = to_gray(image)
         # Not a view of the screens, which the next step overwrites.
-        return image.copy() if image.shape[:2] == self._size else resize(image, self._size)
+        image = image.copy() if image.shape[:2] == self._size else resize(image, self._size)
+        return to_gray(image) if self._gray else image
 
     def render(self) -> NDArray[np.uint8]:
         return np.asarray(self._ale.getScreenRGB())

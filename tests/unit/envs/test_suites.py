@@ -29,6 +29,17 @@ class TestAtari:
         assert env.act_space["action"].classes == 6
         assert ale(env).getFloat("repeat_action_probability") == 0
 
+    def test_an_image_is_made_small_before_it_is_made_grey(self) -> None:
+        grey, colour = (
+            make_env("atari:pong", seed=1, noops=0, sticky=False, gray=gray)
+            for gray in (True, False)
+        )
+        for step in range(20):
+            action = {"action": np.int32(step % 18), "reset": np.array(step == 0)}
+            image, small = (env.step(action)["image"] for env in (grey, colour))
+            luma = small.astype(np.float64) @ [0.299, 0.587, 0.114]
+            np.testing.assert_allclose(image[..., 0], luma, atol=0.51)
+
     def test_an_action_lasts_four_frames(self) -> None:
         for repeat in (4, 2):
             env = make_env("atari:pong", noops=0, repeat=repeat)
@@ -69,8 +80,10 @@ class TestAtari:
             obs = env.step({"action": np.int32(1), "reset": NO})
             np.testing.assert_array_equal(obs["image"], np.maximum(screens[-1], screens[-2]))
 
-    def test_the_time_limit_counts_frames_and_is_terminal(self) -> None:
-        env = make_env("atari:pong", noops=0, frames=40)
+    @pytest.mark.parametrize("noops", [0, 30])
+    def test_the_time_limit_counts_frames_and_is_terminal(self, noops: int) -> None:
+        """Those that the agent acts in: idle ones at the start are not among them."""
+        env = make_env("atari:pong", noops=noops, frames=40)
         obs, steps = env.step(noop(env.act_space)), 0
         while not obs["is_last"]:
             obs = env.step({"action": np.int32(0), "reset": NO})
