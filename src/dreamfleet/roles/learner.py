@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ class Saver:
         self.turns: Mapping[str, Any] = {}
         """What a run whose roles take turns was in the middle of, as the checkpoint has it."""
         self._may_look = LocalClock(_LOOK_SECONDS, first=True)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
         self.updates = 0
 
     def restore(self) -> str:
@@ -227,32 +230,51 @@ class Saver:
         step = int(self._newest_position()["steps"])
         if step // every > self._round // every:
             self._round = step
-            self.save(pending=True)
+            self.save(pending=True, wait=False)
 
     def in_round(self) -> bool:
-        """Whether a round is under way."""
-        return self._checkpoint.pending() is not None
+        """Whether a round is under way, or a checkpoint is being written that may begin one."""
+        self.finish(wait=False)
+        return self._writing is not None or self._checkpoint.pending() is not None
 
-    def save(self, *, pending: bool = False, turns: Flat | None = None) -> None:
+    def save(self, *, pending: bool = False, turns: Flat | None = None, wait: bool = True) -> None:
         """Write a checkpoint, with the evaluation score that tells which one is the best.
 
         Args:
             pending: The score is found by a round of evaluation that begins with this checkpoint.
             turns: What a run whose roles take turns is in the middle of.
+            wait: Return when it is written. Otherwise this returns when everything is copied, and
+                a thread writes it; one at a time, so that there is one copy at most.
         """
+        self.finish()
         position = self._newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
         parts: dict[str, dict[str, Any]] = {
-            "agent": self._agent.save(),
+            "agent": _unchanging(self._agent.save()),
             "run": {"updates": self.updates, "round": self._round},
             "replay": position,
             BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
         }
         if turns:
             parts[TURNS] = turns
-        self._checkpoint.save(parts, step=step, score=self._evaluation_score(), pending=pending)
+        score = self._evaluation_score()
+        self._writing = self._writer.submit(self._write, parts, step, score, pending)
+        if wait:
+            self.finish()
+
+    def _write(
+        self, parts: dict[str, dict[str, Any]], step: int, score: float | None, pending: bool
+    ) -> None:
+        self._checkpoint.save(parts, step=step, score=score, pending=pending)
         self._notes.progress()
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Wait for the checkpoint that is being written, or only look whether it is done; raises
+        what went wrong."""
+        if self._writing is not None and (wait or self._writing.done()):
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def recount(self) -> None:
         """Count at least the steps that the replay holds: an actor of another process may have told
@@ -397,7 +419,8 @@ class Learner:
                 self.report()
             if should_save() or self._saver.asked():
                 with timer.section("save"):
-                    self._saver.save()
+                    self._saver.save(wait=False)
+            self._saver.finish(wait=False)
             self._saver.begin_round()
         self.process()
         self.log()
@@ -524,6 +547,14 @@ class RemoteStream:
 def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:
     plain = (bool, int, float, str)
     return {k: v if isinstance(v, plain) else np.asarray(v) for k, v in metrics.items()}
+
+
+def _unchanging(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state that training does not change: arrays that somebody may write to are copied."""
+    return {
+        key: value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
+        for key, value in state.items()
+    }
 
 
 def _summary(names: set[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +221,46 @@ def test_the_best_checkpoint_is_kept_by_evaluation_score(tmp_path: Path) -> None
     assert (best.step, latest.step) == (20, 50)
 
 
+def test_a_checkpoint_is_written_while_learning_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved is what the agent was then. A second one waits for the first, and what goes
+    wrong is told."""
+    disk, agent = threading.Event(), CountingAgent()
+    weights = np.zeros(3)
+    monkeypatch.setattr(agent, "save", lambda: {"weights": weights})
+    written, save = [], Checkpoint.save
+
+    def slow(self: Checkpoint, parts: Any, step: int, **options: Any) -> Path:
+        assert disk.wait(120)
+        written.append(step)
+        if step == 30:
+            raise OSError(28, "No space left on device")
+        return save(self, parts, step, **options)
+
+    monkeypatch.setattr(Checkpoint, "save", slow)
+    saving = saver(agent, small_run(tmp_path), Progress(), 10)
+    saving.save(wait=False)
+    saving.finish(wait=False)
+    assert written == []
+    weights += 1.0  # the agent learns
+    disk.set()
+    saving._replay.steps = 20  # type: ignore[union-attr]
+    saving.save(wait=False)
+    saving.finish()
+    assert written == [10, 20]
+    older, newer = sorted(path for path in (tmp_path / "ckpt" / "agent").iterdir())
+    for path, expected in ((older, 0.0), (newer, 1.0)):
+        np.testing.assert_array_equal(read_checkpoint(path).parts["agent"]["weights"], expected)
+    saving._replay.steps = 30  # type: ignore[union-attr]
+    saving.save(wait=False)
+    with pytest.raises(OSError, match="No space"):
+        saving.save()
+    latest = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert latest is not None
+    assert latest.step == 20
+
+
 def test_rounds_of_evaluation_begin_at_their_steps_one_at_a_time_and_over_restarts(
     tmp_path: Path,
 ) -> None:
@@ -233,6 +274,7 @@ def test_rounds_of_evaluation_begin_at_their_steps_one_at_a_time_and_over_restar
         restarted.restore()
         progress.restore(step)
         restarted.begin_round()
+        restarted.finish()
         path = checkpoint.pending()
         return None if path is None else read_checkpoint(path).step
 
