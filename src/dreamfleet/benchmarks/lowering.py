@@ -1,0 +1,155 @@
+"""What GPUs and TPUs are given to do, counted on a machine that has none.
+
+Every program of the agent is lowered for another platform from shapes alone: nothing is allocated,
+and nothing is compiled. An accelerator starts most operations outside of a fusion as a kernel of
+its own, and those inside of a loop once for each step of it, so a program with many operations in
+its loops waits for the host to start them. These counts show that without a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dreamfleet.agents import DreamerConfig, ExecutionConfig, size_preset
+from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, policy_step
+from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
+from dreamfleet.agents.dreamer.features import stored_space
+from dreamfleet.agents.dreamer.learning import state_shapes, train_step
+from dreamfleet.agents.dreamer.report import report_step
+from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.benchmarks.agent import spaces
+from dreamfleet.benchmarks.report import Row
+
+PLATFORMS = ("cuda", "tpu")
+_shape: Any = jax.ShapeDtypeStruct
+# They name something or change how it is looked at, and are no work.
+_FREE = ("constant", "return", "reshape", "broadcast_in_dim", "iota", "call", "func", "while")
+
+
+@dataclass(frozen=True)
+class Operations:
+    """How many operations a program has."""
+
+    outside: Counter[str]
+    """By kind, those that run once."""
+    inside: Counter[str]
+    """Those inside of loops, which run once for each step of their loop."""
+
+    def __str__(self) -> str:
+        products = [self.products(counts) for counts in (self.outside, self.inside)]
+        return (
+            f"{self.outside.total()} outside of loops ({products[0]} of them products), "
+            f"{self.inside.total()} inside ({products[1]})"
+        )
+
+    @staticmethod
+    def products(counts: Counter[str]) -> int:
+        """Matrix products and convolutions."""
+        return counts["dot_general"] + counts["convolution"]
+
+
+def run(quick: bool) -> list[Row]:
+    """Lower everything in every published size; a quick run takes one of them."""
+    rows = []
+    for kind in ("vector", "image"):
+        for dtype in ("float32", "bfloat16"):
+            for size in PUBLISHED_SIZES[:1] if quick else PUBLISHED_SIZES:
+                for (program, platform), found in lower(kind, dtype, size).items():
+                    name = f"{kind}, {dtype}, {size}, {platform}: {program}"
+                    total = float(found.outside.total() + found.inside.total())
+                    rows.append(Row(name, total, "operations", note=str(found)))
+    return rows
+
+
+def lower(
+    kind: str,
+    dtype: str,
+    size: str,
+    *,
+    programs: Sequence[str] = ("train", "report", "policy", "publish"),
+    platforms: Sequence[str] = PLATFORMS,
+) -> dict[tuple[str, str], Operations]:
+    """The operations of each program on each platform, with batches of 16 x 64."""
+    obs, act = spaces(kind)
+    execution = replace(ExecutionConfig(), compute_dtype=dtype)  # type: ignore[arg-type]
+    config = DreamerConfig(size_preset(size), execution=execution)
+    calls = _calls(config, obs, act)
+    found = {}
+    for program in programs:
+        function, arguments = calls[program]
+        traced = jax.jit(function).trace(*arguments)
+        for platform in platforms:
+            lowered = traced.lower(lowering_platforms=(platform,))
+            found[program, platform] = count(lowered.compiler_ir("stablehlo"))
+    return found
+
+
+def _calls(
+    config: DreamerConfig, obs: Mapping[str, Any], act: Mapping[str, Any]
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Every program with the shapes of its arguments."""
+    model, dtype = config.model, config.execution.compute_dtype
+    act = {name: space for name, space in act.items() if name != "reset"}
+    stored = stored_space(model)
+    state = state_shapes(config, obs, act)
+    rows, acting = 16, 16
+
+    def array(space: Any, *batch: int) -> Any:
+        return _shape((*batch, *space.shape), space.dtype)
+
+    def sequences(length: int) -> dict[str, Any]:
+        steps = (rows, length + config.execution.replay_context)
+        return {
+            **{name: array(space, *steps) for name, space in {**obs, **act, **stored}.items()},
+            "stepid": _shape((*steps, 20), np.uint8),
+            "consec": _shape(steps, np.int32),
+        }
+
+    widths = (model.deter, model.stoch * model.classes)
+    carry = State(*(_shape((rows, width), jnp.dtype(dtype)) for width in widths))
+    nets = jax.eval_shape(lambda nets: ActingNetworks.of(nets, dtype), state.nets)
+    actions = {name: array(space, acting) for name, space in act.items()}
+    before = {name.removeprefix("dyn/"): array(space, acting) for name, space in stored.items()}
+    observed = {name: array(space, acting) for name, space in obs.items()}
+    draws = Draws(_shape((acting, model.stoch), np.float32), actions)
+    return {
+        "train": (functools.partial(train_step, config=config), (state, carry, sequences(64))),
+        "report": (functools.partial(report_step, config=config), (state, carry, sequences(32))),
+        "policy": (policy_step, (nets, {**before, "previous": actions}, observed, draws)),
+        "publish": (
+            lambda nets: jax.tree.map(jnp.copy, ActingNetworks.of(nets, dtype)),
+            (state.nets,),
+        ),
+    }
+
+
+def count(module: Any) -> Operations:
+    """The operations of a module, those of functions where they are called."""
+    functions = {each.name.value: each for each in module.body.operations}
+
+    def visit(block: Any, inside: bool, counts: Operations) -> None:
+        for operation in block.operations:
+            name = operation.operation.name.rpartition(".")[2]
+            if name == "call":
+                callee = functions[operation.attributes["callee"].value]
+                for body in callee.regions[0].blocks:
+                    visit(body, inside, counts)
+            elif name not in _FREE:
+                (counts.inside if inside else counts.outside)[name] += 1
+            if name in ("while", "case", "if"):
+                for region in operation.regions:
+                    for body in region.blocks:
+                        visit(body, inside or name == "while", counts)
+
+    result = Operations(Counter(), Counter())
+    for body in functions["main"].regions[0].blocks:
+        visit(body, False, result)
+    return result
