@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.agents.dreamer.config import SIZES, size_preset
+from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES, SIZES, size_preset
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 from dreamfleet.presets import PRESETS
@@ -81,21 +81,41 @@ def _shown(value: Any) -> str:
 
 def _presets() -> str:
     """What each preset changes."""
-    rows = ["`--preset NAME`; only what differs from the defaults above is shown.\n"]
-    rows += ["| setting | " + " | ".join(f"`{name}`" for name in PRESETS) + " |"]
-    rows += ["|---" * (1 + len(PRESETS)) + "|"]
-    plain = _values(RunConfig())
-    settings = {name: _values(config) for name, config in PRESETS.items()}
-    for path, value in plain.items():
-        values = [settings[name][path] for name in PRESETS]
-        if any(each != value for each in values):
-            cells = [_shown(each) if each != value else "" for each in values]
-            rows.append(f"| `{path}` | {' | '.join(cells)} |")
+    rows = [
+        "`--preset NAME`, or `--preset NAME,size50m` for another size of its model. Presets have "
+        "the defaults above, or what `published` has, and settings of their own.\n",
+        "| preset | its own settings |",
+        "|---|---|",
+    ]
+    sizes = [f"size{size}" for size in PUBLISHED_SIZES]
+    for name in PRESETS:
+        if name not in sizes:
+            rows.append(f"| `{name}` | {_own(name) or 'none'} |")
+        elif name == sizes[0]:
+            names = ", ".join(f"`{size}`" for size in sizes)
+            rows.append(f"| {names} | as `published`, with the model of that size |")
     return "\n".join(rows) + "\n"
 
 
-def _values(config: RunConfig) -> dict[str, Any]:
-    return {setting.path: setting.value for setting in config.settings()}
+def _own(name: str) -> str:
+    """The settings in which a preset differs from the one that it is closest to."""
+    model = PRESETS[name].agent_config.model
+    size = next((size for size in SIZES if size_preset(size) == model), None)
+
+    def values(config: RunConfig) -> dict[str, Any]:
+        found = {each.path: each.value for each in config.settings() if each.path != "logdir"}
+        if size is None:
+            return found
+        # A model that has a name is one setting.
+        found = {path: v for path, v in found.items() if not path.startswith("dreamer.model.")}
+        return {**found, "dreamer.model": size if config.agent_config.model == model else ""}
+
+    mine, found = values(PRESETS[name]), {}
+    for base in ("default", "published"):
+        theirs = values(PRESETS[base])
+        changes = [f"`{k}` {_shown(v)}" for k, v in mine.items() if v != theirs[k]]
+        found[base] = ("as `published`, with " if base == "published" else "") + ", ".join(changes)
+    return found["default"] if name == "published" else min(found.values(), key=len)
 
 
 def _sizes() -> str:

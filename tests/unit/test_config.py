@@ -111,6 +111,56 @@ def test_an_unknown_preset_suggests_a_known_one() -> None:
         preset("defualt")
 
 
+# Of the public reference implementation: task, train ratio, environments, agent steps, width.
+REFERENCE = {
+    "published": ("gym:CartPole-v1", 32, 16, 0, 8192),
+    "atari": ("atari:pong", 32, 16, 51_000_000, 8192),
+    "atari100k": ("atari100k:pong", 256, 1, 110_000, 8192),
+    "crafter": ("crafter:reward", 512, 1, 1_100_000, 8192),
+    "dmc_proprio": ("dmc:walker_walk", 1024, 16, 1_100_000, 512),
+    "dmc_vision": ("dmc:walker_walk", 256, 16, 1_100_000, 8192),
+    "size1m": ("gym:CartPole-v1", 32, 16, 0, 512),
+    "size12m": ("gym:CartPole-v1", 32, 16, 0, 2048),
+    "size25m": ("gym:CartPole-v1", 32, 16, 0, 3072),
+    "size50m": ("gym:CartPole-v1", 32, 16, 0, 4096),
+    "size100m": ("gym:CartPole-v1", 32, 16, 0, 6144),
+    "size200m": ("gym:CartPole-v1", 32, 16, 0, 8192),
+    "size400m": ("gym:CartPole-v1", 32, 16, 0, 12288),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_presets_of_the_reference_have_its_settings(name: str) -> None:
+    config = preset(name)
+    agent, model = config.agent_config, config.agent_config.model
+    assert (
+        config.task, config.train_ratio, config.envs, config.steps, model.deter
+    ) == REFERENCE[name]  # fmt: skip
+    assert (config.batch_size, config.batch_length, config.report_length) == (16, 64, 32)
+    assert (config.log_every, config.report_every, config.save_every) == (120, 300, 900)
+    assert config.replay.capacity == 5_000_000
+    assert (model.stoch, model.blocks, model.mults) == (32, 8, (2, 3, 4, 4))
+    assert agent.execution.compute_dtype == "bfloat16"
+    assert (agent.optimizer.learning_rate, agent.optimizer.warmup) == (4e-5, 1000)
+    assert (agent.optimizer.clip, agent.optimizer.beta1, agent.optimizer.beta2) == (0.3, 0.9, 0.999)
+    loss = agent.loss
+    assert (loss.horizon, loss.imag_length, loss.imag_last, loss.float_scale) == (333, 15, 0, 1)
+    assert (loss.entropy_scale, loss.return_lambda, loss.slow_rate) == (3e-4, 0.95, 0.02)
+    assert config.env_options == ({"obs": "pixels"} if name == "dmc_vision" else {})
+    expected = "runs/" + config.task.replace(":", "-")
+    assert str(config.logdir) == expected
+
+
+def test_a_size_may_follow_a_preset() -> None:
+    both = preset("crafter,size12m")
+    assert both.agent_config.model == size_preset("12m")
+    assert both == preset("crafter").changed({"dreamer.model": "12m"})
+    with pytest.raises(ConfigError, match="two whole presets"):
+        preset("crafter,atari")
+    with pytest.raises(ConfigError, match="did you mean 'size12m'"):
+        preset("crafter,size12")
+
+
 def test_presets_need_no_jax() -> None:
     code = "import sys, dreamfleet.presets; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,10 +12,9 @@ import tomllib
 import pytest
 from documents import PAGES, ROOT, blocks, commands
 
-from dreamfleet.agents import size_preset
 from dreamfleet.cli import COMMANDS
-from dreamfleet.config import RunConfig
 from dreamfleet.envs import MissingExtraError, registry
+from dreamfleet.presets import PRESETS, preset
 from dreamfleet.reference import reference
 from dreamfleet.settings import pairs
 
@@ -161,10 +160,18 @@ def test_every_way_to_install_and_every_system_is_told() -> None:
     for words in ("a repository", "git+URL", "a wheel", "make wheel", "macOS", "Windows", "WSL 2"):
         assert words in page
     assert "no GPU was tried" in page
-    for size in re.findall(r"--dreamer.model (\w+)`, `(\w+)` or `(\w+)`", page)[0]:
-        size_preset(size)
+    names = re.findall(r"--preset\s+([\w,]+)`", page)
+    assert len(names) >= 3
+    for name in names:
+        preset(name)
     flag = "dreamer.execution.compute_dtype"
-    assert (
-        RunConfig().changed({flag: "bfloat16"}).agent_config.execution.compute_dtype == "bfloat16"
-    )
-    assert f"--{flag.replace('_', '-')} bfloat16" in page
+    assert preset("size12m").changed({flag: "float32"}) != preset("size12m")
+    assert f"--{flag.replace('_', '-')} float32" in page
+
+
+def test_one_table_says_what_every_preset_is_for() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    table = re.search(r"\| preset \| for \|\n\|---\|---\|\n((?:\|.*\n)+)", page)
+    assert table is not None
+    named = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table[1].splitlines()]
+    assert sorted(name for row in named for name in row) == sorted(PRESETS)

@@ -211,7 +211,7 @@ def test_a_suggestion_can_be_pasted(name: str) -> None:
 
 def test_a_suggestion_fits_the_disk_and_the_suite() -> None:
     found = suggest("dmc:walker_walk", {}, vector(24), ACTION, TWO_CORES, disk=1e7)
-    assert found.preset == "dmc_proprio"
+    assert found.preset == "dmc_cpu"
     assert found.estimate.disk > 0
     assert found.config.replay.capacity * step_bytes(found.config, vector(24), ACTION) <= 8e6
 
@@ -232,7 +232,7 @@ def test_an_image_task_with_settings_for_vectors_is_warned_of() -> None:
 
 
 def test_a_run_of_weeks_is_warned_of() -> None:
-    config = replace(preset("dmc_proprio"), steps=100_000_000)
+    config = replace(preset("dmc_cpu"), steps=100_000_000)
     (words,) = warnings(config, vector(4), ACTION, TWO_CORES)
     assert " d " in words
     assert "for all steps" in words

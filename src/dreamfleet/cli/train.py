@@ -42,7 +42,12 @@ SHORT: Groups = {
 }
 """The options that most people need."""
 
-_PRESET = Option("preset", str, "default", f"Settings of a new run: {', '.join(PRESETS)}.")
+_PRESET = Option(
+    "preset",
+    str,
+    "default",
+    f"Settings of a new run: {', '.join(PRESETS)}. A size may follow, as in atari,size50m.",
+)
 _SET = Option("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100.")
 _TRUST = Option(
     "trust", bool, False, "Import code of others that the config.json of a resumed run names."
