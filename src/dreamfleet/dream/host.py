@@ -24,13 +24,13 @@ from typing import Any
 from dreamfleet.dream.dream import Dream
 from dreamfleet.dream.session import Plain, Session
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.transport import Client, Server, TransportError
+from dreamfleet.transport import Client, Server, Timeout, TransportError
 
 log = logging.getLogger(__name__)
 
 MOST_SESSIONS = 4
 IDLE_SECONDS = 900.0
-_PATIENCE = 120.0
+_PATIENCE = 300.0
 
 
 class _Host:
@@ -224,6 +224,10 @@ class DreamHost:
             raise DreamfleetError("The dream is closed: open it again.")
         try:
             answer = client.call(method, *args).result()
+        except Timeout as error:
+            raise DreamfleetError(
+                f"The dream did not answer within {_PATIENCE:.0f} s: is the machine busy?"
+            ) from error
         except TransportError as error:
             raise DreamfleetError(
                 "The process that played the dream has ended, perhaps by a crash of the "

@@ -36,6 +36,8 @@ _ARROWS = {
     "ArrowDown": ("down", "back", "south", "stay", "noop", "rest"),
 }
 _SIGNS = {"ArrowLeft": "←", "ArrowRight": "→", "ArrowUp": "↑", "ArrowDown": "↓"}
+_TO_THE_GAME = "document.activeElement?.blur()"
+"""What was chosen is done with: the keys are for the game now."""
 # The page would scroll.
 _KEEP_STILL = """<script>addEventListener("keydown", e => {
   if ([" ", "ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Backspace"].includes(e.key) &&
@@ -258,7 +260,7 @@ class _Page:
         self._said.text = f"{about['task']}, trained for {about['step']:,} steps. {about['note']}"
         if not options:
             self._said.text += " There is nothing to start from: the run has no replay."
-        elif not self._scene:
+        else:
             await self._start()
 
     def _reopen(self, path: Path) -> dict[str, Any]:
@@ -270,7 +272,7 @@ class _Page:
 
     async def _start(self) -> None:
         self._pause()
-        ui.run_javascript("document.activeElement?.blur()")  # the keys are for the game now
+        ui.run_javascript(_TO_THE_GAME)
         chosen = self._episode.value
         if chosen is None:
             return
@@ -325,6 +327,7 @@ class _Page:
             self._show(scene, whole=method != "step" or not self._timer.active)
 
     def _change_speed(self) -> None:
+        ui.run_javascript(_TO_THE_GAME)
         self._timer.interval = 1 / int(self._speed.value or 10)
 
     def _toggle(self) -> None:
