@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dream_parts import small_run
 from view_parts import made_up_run, save_random_agent
 
 from dreamfleet.fleet.record import read_record
@@ -49,6 +50,18 @@ def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
             a_checkpoint_is_evaluated(page)
         with entered(browser, address) as page:
             a_run_is_saved_and_ended_from_its_page(page, folder)
+
+
+def test_a_dream_is_played_with_keys(tmp_path: Path) -> None:
+    small_run(tmp_path / "runs" / "dreamer", "bundled:catch", 40, size=(16, 16), balls=2)
+    with (
+        served(tmp_path / "runs") as address,
+        chromium() as browser,
+        entered(browser, address) as page,
+    ):
+        page.wait_for_selector("text=dreamer")
+        page.goto(address.partition("?")[0] + "dream?run=dreamer")
+        a_dream_follows_the_keys(page)
 
 
 def command(*words: str) -> list[str]:
@@ -261,6 +274,32 @@ def a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, folder:
     page.wait_for_selector(".tile svg")
     page.get_by_label("search").fill("replayed steps")
     page.wait_for_selector(".tile :text('learner/replay_ratio')")
+
+
+def a_dream_follows_the_keys(page: Any) -> None:
+    def at(number: int) -> tuple[str, str]:
+        """The frames of dream and reality, once the dream is at this step."""
+        page.wait_for_selector(f"text=/step {number} ·/")
+        dream, real = (page.get_by_alt_text(f"{each} frame") for each in ("imagined", "real"))
+        return dream.get_attribute("src"), real.get_attribute("src")
+
+    frames = [at(0)]
+    for number, key in enumerate(("ArrowLeft", "ArrowRight", "3"), 1):
+        page.keyboard.press(key)
+        frames.append(at(number))
+    assert len({real for _, real in frames}) == 4  # the ball falls
+    page.keyboard.press("Backspace")
+    assert at(2) == frames[2]
+    page.keyboard.press("ArrowLeft")  # another action than before: the dream branches off
+    assert at(3)[1] != frames[3][1]
+    page.get_by_text("branch 1").click()
+    assert at(3) == frames[3]
+    page.get_by_role("button", name="Policy").click()
+    page.keyboard.press("Space")
+    page.wait_for_selector("text=/step ([6-9]|\\d\\d+) ·/")
+    page.keyboard.press("Space")
+    page.get_by_label("to the start").click()
+    assert at(0) == frames[0]
 
 
 def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
