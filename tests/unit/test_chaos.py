@@ -162,20 +162,21 @@ def accounts(**changes: Any) -> Accounts:
 def test_accounts_that_agree_have_no_problems() -> None:
     assert accounts().problems(0) == []
     # What a killed agent had not sent yet is nobody's loss.
-    assert accounts(findings=Findings(rows=1000, lost_ends=5)).problems(5) == []
+    assert accounts(findings=Findings(rows=1000, finished=40, lost_ends=5)).problems(5) == []
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"findings": Findings(rows=1000, lost=1)}, "lost"),
-        ({"findings": Findings(rows=1000, doubled=1)}, "doubled"),
-        ({"findings": Findings(rows=1000, spliced=1)}, "spliced"),
-        ({"findings": Findings(rows=1000, wrong_actions=1)}, "wrong_actions"),
-        ({"findings": Findings(rows=1000, lost_ends=6)}, "killed agents explain 5"),
+        ({"findings": Findings(rows=1000, finished=40, lost=1)}, "lost"),
+        ({"findings": Findings(rows=1000, finished=40, doubled=1)}, "doubled"),
+        ({"findings": Findings(rows=1000, finished=40, spliced=1)}, "spliced"),
+        ({"findings": Findings(rows=1000, finished=40, wrong_actions=1)}, "wrong_actions"),
+        ({"findings": Findings(rows=1000, finished=40, lost_ends=6)}, "killed agents explain 5"),
         ({"evaluation": Findings(rows=10, doubled=1)}, "Evaluation steps are doubled"),
         ({"steps": {"by the replay": 999}}, "by the replay 999"),
         ({"went_back": 2}, "went back 2 times"),
+        ({"scores": 39}, "39 scores were written"),
         ({"samples": 900}, "1,000 were due"),
     ],
 )

@@ -165,7 +165,7 @@ class Kills(RuleBasedStateMachine):
         assert Positions(self.folder / "positions", self.tick).owed(limits, self.size) == owed
 
 
-Kills.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+Kills.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestKills = Kills.TestCase
 
 

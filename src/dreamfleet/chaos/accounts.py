@@ -59,6 +59,11 @@ class Accounts:
             problems.append(f"{self.findings.rows:,} steps are stored, and counted are {said}.")
         if self.went_back:
             problems.append(f"The logger's steps went back {self.went_back} times.")
+        if self.scores != self.findings.finished:
+            problems.append(
+                f"{self.findings.finished:,} episodes are stored from their first to their last "
+                f"step, and {self.scores:,} scores were written."
+            )
         if abs(self.samples - self.due) > self.slack:
             problems.append(
                 f"{self.samples:,} sequences were handed out for training, and {self.due:,.0f} "

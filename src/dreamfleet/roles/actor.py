@@ -265,7 +265,8 @@ class Actor:
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
         # Here, because episodes that are under way end with the actor, and with nobody else.
-        self._episodes = EpisodeStats(timeout=args.episode_timeout, clock=clock)
+        # Longer than carries are kept: an episode that goes on is still known.
+        self._episodes = EpisodeStats(timeout=2 * args.episode_timeout, clock=clock)
 
     def full_batch(self) -> int:
         """Environments in a full policy call now: no more than are there."""
