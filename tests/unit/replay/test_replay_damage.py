@@ -265,6 +265,9 @@ def test_an_episode_that_is_cut_short_is_no_damage(tmp_path: Path) -> None:
 
     for last in range(1, 40):
         with opened() as replay:
+            if len(replay):
+                replay.sample(len(replay), "report")
+                assert replay.stats()["damaged_chunks"] == 0
             replay.add(step(last, first=True))
     with opened() as replay:
         data = replay.sample(len(replay), "report")
