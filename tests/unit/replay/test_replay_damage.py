@@ -334,3 +334,15 @@ def test_streams_go_on_where_a_damaged_chunk_was_left_out(tmp_path: Path) -> Non
         last = [tuple(1000 * stream + n for n in (61, 62, 63)) for stream in streams]
         assert all_items(replay)[-3:] == last
         assert any(item[0] == 59 for item in all_items(replay)), "not cut at the restart"
+
+
+def test_a_first_start_that_was_interrupted_is_no_damage(tmp_path: Path) -> None:
+    """Killed while the journal was begun, before anything could have been stored."""
+    open_replay(tmp_path).close()
+    words = np.frombuffer((tmp_path / "journal").read_bytes(), "<u8").copy()
+    words[0] = 0
+    words[4:_HEADER_WORDS] = [0, 1, 0, 0, 0, 0]  # a value and its number, and no checksum yet
+    (tmp_path / "journal").write_bytes(words.tobytes())
+    with open_replay(tmp_path) as replay:
+        assert add(replay, History(), 0)
+    assert not (tmp_path / "damaged").exists()

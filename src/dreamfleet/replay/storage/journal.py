@@ -81,7 +81,9 @@ class Journal:
         """Whether there was none, or only a damaged one; until `begin`, also if killed before."""
         if self.is_new:
             self._refuse_other_version(directory)
-            if directory is not None and self._words[_COMMITTED_WORD:].any():
+            # Without either, a first start was interrupted: there is nothing to keep.
+            used = self._words[_MAGIC_WORD] or self._words[_HEADER_WORDS:].any()
+            if directory is not None and used:
                 _keep_damaged(directory, self._map[:])
             self._words[:_HEADER_WORDS] = 0  # records speak for themselves
             self.identify(os.urandom(16))
