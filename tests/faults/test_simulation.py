@@ -57,7 +57,7 @@ def forgets_batches(patch: pytest.MonkeyPatch) -> None:
 
 
 def believes_uncommitted_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loading, "_valid", lambda ticks, _: int((np.asarray(ticks) > 0).sum()))
+    patch.setattr(loading, "valid_ticks", lambda ticks, _: int((np.asarray(ticks) > 0).sum()))
 
 
 def counts_samples_in_memory(patch: pytest.MonkeyPatch) -> None:
