@@ -72,7 +72,7 @@ def names_every_actor_alike(patch: pytest.MonkeyPatch) -> None:
 
     def alike(self: Actor, *args: Any) -> None:
         init(self, *args)
-        self._source = "actor"
+        self.source = "actor"
 
     patch.setattr(Actor, "__init__", alike)
 
@@ -117,4 +117,4 @@ def test_a_run_that_breaks_a_promise_is_found(
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises(Failed, match=complaint):
-        deque(map(history, range(300)), maxlen=0)
+        deque(map(history, range(100)), maxlen=0)
