@@ -416,6 +416,8 @@ def test_an_environment_with_a_will_of_its_own(loaded: Dream) -> None:
     with pytest.raises(RealityError, match="RuntimeError: I do not want to"):
         real.step({"action": np.array(1)})
     assert real.draw({"mood": np.zeros(())}) is None
+    stack = np.arange(64, dtype=np.uint8).reshape(4, 4, 4)
+    np.testing.assert_array_equal(real.draw({"image": stack}), stack[..., -1:])
     real.close()
 
 

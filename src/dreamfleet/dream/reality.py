@@ -17,7 +17,7 @@ from dreamfleet.envs.naming import Task
 from dreamfleet.errors import ConfigError, DreamfleetError, MissingExtraError
 from dreamfleet.policy import Blueprint, maker_of_task
 from dreamfleet.replay.reading import StoredEpisode
-from dreamfleet.spaces import FLAGS, RESET, is_frame, without_logs
+from dreamfleet.spaces import FLAGS, RESET, is_image, without_logs
 
 _SEEDS_FROM = 1 << 21
 """Seeds of fresh episodes begin here, so that they are none of training or evaluation."""
@@ -156,11 +156,8 @@ class Reality:
     def draw(self, obs: Mapping[str, Any]) -> NDArray[np.uint8] | None:
         """What an imagined observation looks like: its image, or else what the environment renders
         in that state; None if it has neither."""
-        for value in obs.values():
-            if is_frame(value.dtype, value.shape):
-                return np.asarray(value)
-        if not self._paints:
-            return None
+        if (image := image_of(obs)) is not None or not self._paints:
+            return image
         try:
             if self._painter is None:
                 self._painter = make_visible_env(self._maker, **self._config.env_options)
@@ -257,6 +254,14 @@ class Reality:
             else np.allclose(obs[key], value, rtol=1e-5, atol=1e-6)
             for key, value in stored.items()
         )
+
+
+def image_of(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
+    """The image of an observation, as it can be shown: of frames that are stacked the last one."""
+    for value in obs.values():
+        if is_image(value.dtype, value.shape):
+            return value if value.shape[-1] in (1, 3) else value[..., -1:]
+    return None
 
 
 def _unreachable(why: str) -> RealityError:

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays
 from dreamfleet.dream.dream import Dream
-from dreamfleet.dream.reality import Reality, RealityError
+from dreamfleet.dream.reality import Reality, RealityError, image_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.masks import ACTION_MASK
 from dreamfleet.metrics.frames import encode_png
 from dreamfleet.replay.reading import StoredEpisode
-from dreamfleet.spaces import is_frame
 
 MOST_STEPS = 2000
 """Of a dream that somebody plays: it and its pictures stay small."""
@@ -206,7 +205,7 @@ class Session:
         """The moment, and how the curves went on since the start."""
         dream, now = self.dream, self.dream.now
         truth = self._truth(now.number)
-        drawn = self._real.draw(now.obs) if self._real else _image(now.obs)
+        drawn = self._real.draw(now.obs) if self._real else image_of(now.obs)
         chosen = now.action or {}
         return {
             "number": now.number,
@@ -256,7 +255,7 @@ class Session:
         elif self._as_recorded():
             obs = {key: value[number] for key, value in self._recorded.items()}
             reward, last = float(obs["reward"]), number == self._recorded_count() - 1
-            frame = self._real.draw(obs) if self._real else _image(obs)
+            frame = self._real.draw(obs) if self._real else image_of(obs)
             source = "recording"
         else:
             return None
@@ -319,11 +318,6 @@ def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
 
 def _equal(left: Arrays | None, right: Arrays) -> bool:
     return left is not None and all(np.array_equal(left[key], right[key]) for key in right)
-
-
-def _image(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
-    shown = (value for value in obs.values() if is_frame(value.dtype, value.shape))
-    return next(shown, None)
 
 
 def _shown(obs: Mapping[str, NDArray[Any]]) -> list[tuple[str, NDArray[Any]]]:

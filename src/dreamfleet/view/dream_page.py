@@ -26,6 +26,7 @@ from dreamfleet.view.frame import card, find_run, frame
 from dreamfleet.view.runs import Run, Runs
 
 _FRESH = -1
+_MOST_CONTROLS = 32
 _DRAW_SECONDS = 0.2
 """Between two drawings of the curves while the dream plays; frames are all shown."""
 _LETTERS = "123456789qwertyuiopasdfghjklzxcvbnm"
@@ -71,11 +72,17 @@ def checkpoints(run: Run) -> dict[str, str]:
 def keys_of(names: Sequence[str], count: int) -> dict[str, int]:
     """Which key stands for which choice of a discrete action."""
     keys = {letter: choice for choice, letter in zip(range(count), _LETTERS, strict=False)}
+    parts = [re.split(r"\W|_", name) for name in names]
     for arrow, words in _ARROWS.items():
-        fits = [n for n, name in enumerate(names) if name in words]
-        fits += [n for n, name in enumerate(names) if set(re.split(r"\W|_", name)) & {*words}]
+        # By the first of the words that is there; left before turn_left.
+        fits = [
+            (rank, len(each), choice)
+            for choice, each in enumerate(parts)
+            for rank, word in enumerate(words)
+            if word in each
+        ]
         if fits:
-            keys[arrow] = fits[0]
+            keys[arrow] = min(fits)[2]
     if not names and count <= 3:
         keys |= {"ArrowLeft": 0, "ArrowRight": count - 1}
         keys |= {"ArrowDown": 1} if count == 3 else {}
@@ -197,7 +204,7 @@ class _Page:
         }
         with self._acts:
             for space in spaces:
-                for index in range(space["size"]):
+                for index in range(min(space["size"], _MOST_CONTROLS)):
                     self._build_action(space, index, names if single else [])
         arrows = "arrow keys or the keys on the buttons" if self._keys else "arrow keys"
         self._hint.text = (
