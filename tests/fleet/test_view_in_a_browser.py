@@ -240,6 +240,8 @@ def the_table_filters_and_draws_runs_together(page: Any) -> None:
     text = Path(download.value.path()).read_text()
     assert text.startswith("task,setting,seeds,steps,mean,low,high")
     assert "gym:Pendulum-v1" in text
+    page.get_by_role("button", name="Differences").click()
+    page.wait_for_selector(".q-dialog td:text-is('seed')")
     # In its place a script would have run, and the test of every page says that none did.
     assert rows.filter(has_text="window.evil").count() == 1
 
