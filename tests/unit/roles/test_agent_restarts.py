@@ -1,9 +1,10 @@
-"""The end of an agent whose replay and logger do not help it: it saves all the same."""
+"""An agent that is started again acts at once, and one whose replay does not help it at the end is
+saved all the same."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from fleet_parts import CountingAgent, small_run
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.roles import agent, learner
+from dreamfleet.roles.actor import BEGAN
 from dreamfleet.roles.addresses import publish_address
+from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import Server
 
@@ -98,3 +101,48 @@ def test_steps_that_wait_for_learning_are_let_in_when_the_run_is_asked_to_stop(
 
     agent._wait_while(sending, progress, small_run(tmp_path))
     assert looks >= 3
+
+
+class Ordered(CountingAgent):
+    """Notes in which order it is made ready; training only when it may."""
+
+    def __init__(self, may_compile: threading.Event) -> None:
+        super().__init__()
+        self.done: list[str] = []
+        self._may_compile = may_compile
+
+    def compile_policy(self, policy_batches: Sequence[int]) -> None:
+        self.done.append("policy")
+
+    def compile(self, *, policy_batches: Sequence[int] = (), **_: Any) -> None:
+        assert self._may_compile.wait(120)
+        self.done.append("all" if policy_batches else "training")
+
+
+@pytest.mark.parametrize("servers", [""], indirect=True)
+@pytest.mark.parametrize("again", [False, True], ids=["first start", "started again"])
+def test_an_agent_that_is_started_again_acts_before_its_training_is_compiled(
+    tmp_path: Path, servers: Servers, again: bool
+) -> None:
+    run, progress, barrier = small_run(tmp_path), Progress(), threading.Barrier(2)
+    may_compile = threading.Event()
+    made = Ordered(may_compile)
+    if again:
+        notes_path(run, BEGAN).parent.mkdir()
+        notes_path(run, BEGAN).touch()
+    else:
+        may_compile.set()
+    arguments = [made, barrier, run, progress]
+    thread = threading.Thread(target=learner.parallel_learner, args=arguments, daemon=True)
+    thread.start()
+    barrier.wait(120)  # the actor acts from here on
+    assert made.done == (["policy"] if again else ["all"])
+    assert progress.acting
+    assert not (again and progress.prepared)
+    may_compile.set()
+    progress.stop()
+    progress.end_learning()
+    thread.join(120)
+    assert not thread.is_alive()
+    assert made.done == (["policy", "training"] if again else ["all"])
+    assert Checkpoint(tmp_path / "ckpt" / "agent").latest() is not None
