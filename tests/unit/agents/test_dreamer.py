@@ -484,7 +484,19 @@ def test_an_unknown_platform_is_refused() -> None:
         Dreamer(VECTOR, ACTIONS, config(train_platform="abacus"))
 
 
+def gradients(agent: Dreamer) -> dict[str, np.ndarray]:
+    """Of the only update so far, up to a factor: what the optimizer has noted of them."""
+    state = agent.save()
+    squares, signs = "optimizer/1/nu/", "optimizer/2/ema/"
+    return {
+        name.removeprefix(squares): np.sqrt(value) * np.sign(state[name.replace(squares, signs)])
+        for name, value in state.items()
+        if name.startswith(squares)
+    }
+
+
 def test_bfloat16_computes_and_keeps_float32_parameters() -> None:
+    """Losses and gradients are those of float32, but for rounding."""
     agent = Dreamer(VECTOR, ACTIONS, config(compute_dtype="bfloat16"))
     carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
     carry, outs, metrics = agent.train(carry, batch)
@@ -495,6 +507,15 @@ def test_bfloat16_computes_and_keeps_float32_parameters() -> None:
     _, _, expected = reference.train(reference.init_train(4), batch)
     for name in ("loss/reconstruction/vector", "loss/reward", "loss/continue"):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=0.03)
+    low, high = gradients(agent), gradients(reference)
+    for network in ("encoder", "dynamics", "decoder", "reward", "cont", "actor", "critic"):
+        one, two = (
+            np.concatenate([g.ravel() for k, g in grads.items() if k.startswith(f"{network}/")])
+            for grads in (low, high)
+        )
+        lengths = np.linalg.norm(one), np.linalg.norm(two)
+        assert one @ two / (lengths[0] * lengths[1]) > 0.97, network
+        assert lengths[0] / lengths[1] == pytest.approx(1.0, abs=0.1), network
     _, actions, outs = agent.policy(agent.init_policy(2), observations(VECTOR, 2))
     assert outs["dyn/deter"].dtype == np.float32
     assert actions["move"].dtype == np.float32

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from agent_worlds import ACTIONS, VECTOR, config, random_batch
 
 from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig
@@ -15,6 +16,7 @@ from dreamfleet.agents.dreamer.losses import (
     Rollout,
     Targets,
     _features,
+    imagine,
     learn_from,
     policy_loss,
     value_loss,
@@ -125,3 +127,24 @@ def test_learning_step_by_step_equals_learning_at_once() -> None:
     np.testing.assert_allclose(left, right, rtol=1e-5)
     for one, two in zip(jax.tree.leaves(left_grads), jax.tree.leaves(right_grads), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+def test_imagination_is_the_same_in_the_form_of_every_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = perturbed(init_state(config(), VECTOR, ACTIONS, seed=1))
+    rng = np.random.default_rng(0)
+    start = State(*(jnp.asarray(rng.standard_normal((6, 16), np.float32)) for _ in range(2)))
+
+    def run() -> Any:
+        return jax.jit(lambda *args: imagine(*args, 4, jax.random.key(0)))(
+            state.nets, state.slow_critic, start
+        )
+
+    on_cpu = run()
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    elsewhere = run()
+    assert on_cpu.value.shape == (5, 6)
+    assert jax.tree.structure(on_cpu) == jax.tree.structure(elsewhere)
+    for one, two in zip(jax.tree.leaves(on_cpu), jax.tree.leaves(elsewhere), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
