@@ -462,10 +462,11 @@ def _decoded(line: bytes) -> dict[str, Any]:
 
 
 def closest_preset(config: RunConfig) -> str:
-    """The preset that the settings are nearest to, and how many of them differ: `default +2`."""
-    mine = _setting(config)
-    name, theirs = min(_presets(), key=lambda each: _distance(mine, each[1]))
-    count = _distance(mine, theirs)
+    """The preset that the settings are nearest to, and how many of them differ: `default +2`. Of
+    equally near ones that of the same suite."""
+    mine, suite = _setting(config), config.task.partition(":")[0]
+    found = ((_distance(mine, theirs), suite != of, name) for name, of, theirs in _presets())
+    count, _, name = min(found, key=lambda each: each[:2])
     return f"{name} +{count}" if count else name
 
 
@@ -480,5 +481,6 @@ def _setting(config: RunConfig) -> dict[str, Any]:
 
 
 @cache
-def _presets() -> list[tuple[str, dict[str, Any]]]:
-    return [(name, _setting(config)) for name, config in PRESETS.items()]
+def _presets() -> list[tuple[str, str, dict[str, Any]]]:
+    """Names, suites and settings."""
+    return [(name, p.task.partition(":")[0], _setting(p)) for name, p in PRESETS.items()]

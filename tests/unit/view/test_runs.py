@@ -179,6 +179,9 @@ def test_a_run_that_nobody_looks_at_gives_its_memory_back(
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_a_run_is_near_its_preset(name: str) -> None:
     config = PRESETS[name]
-    assert closest_preset(config) == name
-    assert closest_preset(replace(config, seed=5, task="gym:Pendulum-v1")) == name
-    assert closest_preset(replace(config, batch_size=77, train_ratio=1.5)) == f"{name} +2"
+    found = closest_preset(config)  # another one may have the same settings for the same suite
+    alike = runs_module._setting(config)
+    assert found == name or runs_module._setting(PRESETS[found]) == alike
+    other = closest_preset(replace(config, seed=5, task="gym:Pendulum-v1"))
+    assert runs_module._setting(PRESETS[other]) == alike
+    assert closest_preset(replace(config, batch_size=77, train_ratio=1.5)) == f"{found} +2"
