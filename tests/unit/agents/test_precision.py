@@ -80,13 +80,14 @@ def test_every_class_can_be_drawn_where_products_are_rounded(
     """Rounded sums reach one before the last classes have had their share."""
     rng = np.random.default_rng(0)
     for classes in (4, 32, 96):
-        logits = 3.0 * rng.standard_normal((512, classes), np.float32)
-        probs = dist.unimix_probs(jnp.asarray(logits), 0.01)
-        total = np.cumsum(np.asarray(probs, np.float64), -1)
-        middle = total - 0.5 * np.asarray(probs, np.float64)  # of each class's share of [0, 1]
+        logits = 3.0 * rng.standard_normal((256, classes), np.float32)
+        probs = np.asarray(dist.unimix_probs(jnp.asarray(logits), 0.01))
+        exact = probs.astype(np.float64)
+        total = np.cumsum(exact, -1)
+        middle = (total - 0.5 * exact) / total[:, -1:]  # of each class's share of [0, 1]
+        repeated = jnp.asarray(np.repeat(probs[:, None], classes, 1))
         draw = with_rounded_products(sample, rounding)
-        uniform = jnp.asarray((middle / total[:, -1:]).T, jnp.float32)
-        drawn = np.stack([draw(probs, each) for each in uniform], -1)
+        drawn = draw(repeated, jnp.asarray(middle, jnp.float32))
         np.testing.assert_array_equal(drawn, np.broadcast_to(np.arange(classes), drawn.shape))
 
 
