@@ -65,6 +65,8 @@ def fleet_config(logdir: Path, agent: str = "dreamer", **changes: Any) -> RunCon
     }
     if agent == "dreamer":
         settings["agent_config"] = DreamerConfig(model=size_preset("debug"))
+    else:  # cheap enough for a machine that has other things to do
+        settings |= {"envs": 4, "envs_per_process": 2, "env_options": {"seconds": 0.01}}
     return RunConfig(**{**settings, **changes})
 
 
