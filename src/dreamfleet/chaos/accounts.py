@@ -84,7 +84,9 @@ def settle(config: RunConfig, restarts: int) -> Accounts:
     snapshot = Checkpoint(config.logdir / "ckpt" / "agent").load()
     parts: dict[str, Any] = snapshot.parts if snapshot else {"replay": {}, "run": {}}
     position = {name: int(parts["replay"].get(name, 0)) for name in ("steps", "samples")}
-    logged = [int(row["step"]) for row in read_jsonl(config.logdir / "metrics.jsonl")]
+    rows = read_jsonl(config.logdir / "metrics.jsonl")
+    # A round of evaluation is logged at the step at which it began.
+    logged = [int(row["step"]) for row in rows if "eval/step" not in row]
     scores = config.logdir / "scores.jsonl"
     limiter = limiter_for(config)
     due = max(0.0, limiter.ratio * (found.rows - limiter.minsize))

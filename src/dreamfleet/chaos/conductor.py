@@ -67,6 +67,8 @@ def fleet_config(logdir: Path, agent: str = "dreamer", **changes: Any) -> RunCon
         settings["agent_config"] = DreamerConfig(model=size_preset("debug"))
     else:  # cheap enough for a machine that has other things to do
         settings |= {"envs": 4, "envs_per_process": 2, "env_options": {"seconds": 0.01}}
+    if changes.get("eval_every"):
+        settings["eval_episodes"] = 2
     return RunConfig(**{**settings, **changes})
 
 
@@ -75,7 +77,7 @@ def servers_of(config: RunConfig) -> dict[str, bool]:
     names = [server_name("actor", index) for index in range(config.actors)]
     names += ["learner"] if config.actors > 1 else []
     names += [server_name("replay", shard) for shard in range(config.replay_shards)]
-    names += ["logger"]
+    names += ["logger", *(["evaluator"] if config.eval_every else [])]
     every = config.launcher == "ray"
     return {name: every or name.startswith("actor") for name in names}
 
@@ -103,7 +105,8 @@ def run_chaos(
     """
     threads = config.launcher == "serial"
     servers = {} if threads else servers_of(config)
-    called = list(servers) or ["actor", "replay", "logger"]
+    # Nobody calls an evaluator between two rounds, so nobody notices what happens to its network.
+    called = [name for name in servers_of(config) if name != "evaluator"]
     faults = schedule(seed, worker_names(config), called, threads=threads)
     with (
         tempfile.TemporaryDirectory(prefix="dreamfleet-chaos-") as name,

@@ -24,6 +24,7 @@ def chaos(
     agent: str = "dreamer",
     actors: Count = 1,
     replay_shards: Count = 1,
+    eval_every: CountOrZero = 0,
     out: Path = Path("chaos"),
     goals: bool = False,
 ) -> None:
@@ -44,6 +45,8 @@ def chaos(
         agent: Who acts and learns: dreamer, or random for a machine that is busy.
         actors: Servers that choose actions.
         replay_shards: Processes that the replay is spread over.
+        eval_every: Steps between two rounds of evaluation, by an evaluator; 0 for none. Without it
+            the evaluation environment calls the agent.
         out: Directory for report.json, report.txt and report.png; and for the run itself, if a
             promise did not hold.
         goals: Also fail if a goal of speed is missed: recovery in 3 s (median) and 10 s (worst),
@@ -57,6 +60,7 @@ def chaos(
             launcher=launcher,
             actors=actors,
             replay_shards=replay_shards,
+            eval_every=eval_every,
         )
         report = run_chaos(config, seed, minutes, say, most=faults, rest=rest, keep=out / "run")
     write(out / "report.json", report.to_json())
