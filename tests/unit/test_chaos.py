@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -139,6 +141,46 @@ def test_what_a_server_takes_although_it_should_not_is_told(tmp_path: Path) -> N
     with server:
         made = attack(random.Random(0), server.address, ["careless"], None)
     assert any(call.startswith("careless(") for call in made.accepted)
+
+
+# --- the disk ------------------------------------------------------------------------------------
+
+FILLING = """
+import sys
+from pathlib import Path
+import psutil
+from dreamfleet.chaos.disk import Disk
+
+if sys.argv[2] == "limit":
+    Disk._mount = lambda self: False
+me = [psutil.Process()]
+with Disk(Path(sys.argv[1]), 1 << 20) as disk:
+    folder = Path(sys.argv[1])
+    (folder / "before").write_bytes(bytes(5000))
+    disk.fill(me)
+    try:
+        (folder / "full").write_bytes(bytes(50_000))
+        said = "nothing"
+    except OSError as error:
+        said = error.strerror
+    disk.free(me)
+    (folder / "after").write_bytes(bytes(50_000))
+print(disk.kind, said)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("tmpfs", "No space left on device"), ("limit", "File too large")]
+)
+def test_a_disk_is_filled_and_freed(tmp_path: Path, kind: str, said: str) -> None:
+    folder = tmp_path / "run"
+    words = [sys.executable, "-c", FILLING, str(folder), kind]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    if kind == "tmpfs" and done.stdout.startswith("limit"):
+        pytest.skip("this machine does not allow to mount a file system")
+    assert done.stdout.strip() == f"{kind} {said}"
+    # A file system of its own is seen by nobody else, and gone.
+    assert bool(list(folder.iterdir())) == (kind == "limit")
 
 
 # --- what is told --------------------------------------------------------------------------------
