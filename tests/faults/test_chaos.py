@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def test_every_promise_holds_under_faults(tmp_path: Path) -> None:
-    # This seed kills two processes at once and another one, cuts connections, loses a call, fills
-    # the disk and sends hostile requests.
+    # This seed kills two processes at once and another one, cuts connections, loses the reply to
+    # steps that were stored, fills the disk and sends hostile requests.
     options = {"--minutes": 10, "--faults": 6, "--rest": 0.1, "--seed": 163917, "--agent": "random"}
     words = [str(word) for pair in options.items() for word in pair]
     done = subprocess.run(
@@ -24,6 +24,7 @@ def test_every_promise_holds_under_faults(tmp_path: Path) -> None:
     assert report["problems"] == []
     kinds = {"kill": 2, "cut": 1, "lose": 1, "fill": 1, "attack": 1}
     assert report["kinds"] == kinds
+    assert report["calls_lost"] == {"replay add_batch reply": 1}
     assert report["hostile_requests"] > 20
     assert {"agent", "replay", "env", "network", "disk"} <= report["recovery_seconds"].keys()
     assert report["rows"]["audited"] > 100

@@ -107,16 +107,16 @@ def test_a_part_of_a_call_is_lost_with_its_connection(
     assert line.methods["act"] >= 1 <= line.replies
     killed: list[bool] = []
     before = line.first_reply(0.0)
-    happened = line.lose("act", part, lambda: killed.append(True))
+    loss = line.lose("act", part, lambda: killed.append(True))
     client.call("act", 7, PADDING).result(LONG)  # it is sent again
-    assert happened.is_set()
+    assert loss.happened.is_set()
     # A server that has done its work before the reply was lost does it again.
     assert done == [0, 7] if part == "request" else done == [0, 7, 7]
     assert killed == [True] * (part == "server")
     assert before is not None
-    after = line.first_reply(before)
+    after = line.first_reply(loss.at)
     assert after is not None
-    assert after > before
+    assert after > loss.at > before
     assert client.stats()["connects"] == 2
 
 

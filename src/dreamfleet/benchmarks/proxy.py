@@ -125,14 +125,21 @@ class Proxy:
 
     async def _close(self) -> None:
         self._server.close()
+        await asyncio.sleep(0)  # one that was just accepted has to begin before it can end
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # in which sockets are closed
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(asyncio.CancelledError):  # closing, which asyncio would report as an error
-            await self._serve(reader, writer)
+        try:
+            with suppress(
+                asyncio.CancelledError
+            ):  # closing, which asyncio would report as an error
+                await self._serve(reader, writer)
+        finally:
+            writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -145,7 +152,6 @@ class Proxy:
             else:
                 there = await asyncio.open_unix_connection(server.path)
         except (OSError, ValueError):
-            writer.transport.abort()
             return
         link = _Link(writer, there[1], self._tap())
         self._links.add(link)

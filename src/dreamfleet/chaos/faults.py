@@ -117,8 +117,8 @@ class Injector:
             self._end_fleet(signal.SIGKILL, outcome)
             return
         self._await_moment(fault.targets[0], fault.moment, fault.seconds, outcome)
-        self._send_all(fault.targets, signal.SIGKILL)
         now = time.monotonic()
+        self._send_all(fault.targets, signal.SIGKILL)
         self._await_recovery(dict.fromkeys(fault.targets, now), outcome)
 
     def _terminate(self, fault: Fault, outcome: Outcome) -> None:
@@ -240,24 +240,25 @@ class Injector:
         self._await_reply(line, now, outcome)
 
     def _lose(self, _: Fault, outcome: Outcome) -> None:
-        """Lose a part of a call: of all calls that were seen, the one of which it was least."""
+        """Lose a part of a call: of all calls that were seen, the one of which it was least; that
+        of stored steps first."""
+        lines = sorted(self._network.lines.values(), key=lambda each: "replay" not in each.name)
         line, method, part = min(
             (
                 (line, method, part)
-                for line in self._network.lines.values()
+                for line in lines
                 for method in sorted(line.methods)
                 for part in PARTS
             ),
             key=lambda each: self._turns[each[0].name, *each[1:]],
         )
         worker = _worker(line.name)
-        happened = line.lose(method, part, lambda: self._fleet.signal(worker, signal.SIGKILL))
+        loss = line.lose(method, part, lambda: self._fleet.signal(worker, signal.SIGKILL))
         # What is called seldom is called by an agent that saves, or by one that starts.
-        if not happened.wait(self._fleet.config.save_every + 1):
+        if not loss.happened.wait(self._fleet.config.save_every + 1):
             self._send_all(["agent"], signal.SIGKILL)
-        came = happened.wait(_MOMENT)
+        came = loss.happened.wait(_MOMENT)
         line.keep()
-        now = time.monotonic()
         self._turns[line.name, method, part] += 1  # also if it did not come: the next one's turn
         outcome.detail = f"{part} of {method}" if came else f"there was no call of {method}"
         if not came:
@@ -265,9 +266,9 @@ class Injector:
         self._lost[line.name, method, part] += 1
         if part == "server":
             self._hit.add(worker)
-            self._await_recovery({worker: now}, outcome)
+            self._await_recovery({worker: loss.at}, outcome)
         else:
-            self._await_reply(line, now, outcome)
+            self._await_reply(line, loss.at, outcome)
 
     def _await_reply(self, line: Line, since: float, outcome: Outcome) -> None:
         self._await(

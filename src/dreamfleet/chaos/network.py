@@ -24,7 +24,7 @@ from dreamfleet.transport.wire import CALL, ERROR, REPLY, Header
 Part = Literal["request", "reply", "server"]
 """What is lost with a connection: a request before it arrives, or its reply after the server has
 done its work; with `server`, the server itself is killed at that moment."""
-PARTS: tuple[Part, ...] = ("request", "reply", "server")
+PARTS: tuple[Part, ...] = ("reply", "request", "server")
 
 _GREETING, _MECHANISM = 64, slice(12, 32)
 _HEAD = 64  # bytes of a frame that name the call
@@ -42,14 +42,17 @@ class Message(NamedTuple):
 
 
 @dataclass
-class _Loss:
+class Loss:
     """A message that is to be lost."""
 
     method: str
     part: Part
-    happened: threading.Event
     kill: Callable[[], object]
-    claim: tuple[_Messages, int] | None = None  # the call whose reply is to be lost
+    claim: tuple[_Messages, int] | None = None
+    """The call whose reply is to be lost."""
+    at: float = 0.0
+    """When it was, on the monotonic clock."""
+    happened: threading.Event = field(default_factory=threading.Event)
 
 
 class Line:
@@ -68,7 +71,7 @@ class Line:
         self.replies = 0
         """Calls that were answered so far."""
         self._firsts: list[tuple[float, float]] = []  # of connections: opened, first answered
-        self._loss: _Loss | None = None
+        self._loss: Loss | None = None
         self.proxy = Proxy(
             partial(DirectoryBook().find, logdir, name), listen=listen, tap=partial(_Messages, self)
         )
@@ -79,17 +82,16 @@ class Line:
         times = [answered for opened, answered in list(self._firsts) if opened >= after]
         return min(times, default=None)
 
-    def lose(self, method: str, part: Part, kill: Callable[[], object]) -> threading.Event:
-        """Lose a part of the next call of a method, with its connection; returns what tells when
-        that has happened.
+    def lose(self, method: str, part: Part, kill: Callable[[], object]) -> Loss:
+        """Lose a part of the next call of a method, with its connection.
 
         Args:
             method: Which.
             part: What of it.
             kill: Kills the server.
         """
-        self._loss = _Loss(method, part, threading.Event(), kill)
-        return self._loss.happened
+        self._loss = Loss(method, part, kill)
+        return self._loss
 
     def keep(self) -> None:
         """Lose nothing more."""
@@ -116,8 +118,9 @@ class Line:
                 connection.answered = True
                 self._firsts.append((connection.opened, time.monotonic()))
 
-    def _lost(self, loss: _Loss) -> None:
+    def _lost(self, loss: Loss) -> None:
         self._loss = None
+        loss.at = time.monotonic()
         loss.happened.set()
         raise ConnectionResetError
 
