@@ -242,6 +242,7 @@ class _Meter:
                 said = (config.logdir / "fleet.log").read_text()[-_SAID:]
                 raise ChaosError(f"The fleet did not start. It said:\n{said}")
             time.sleep(_LOOK_SECONDS)
+        self.samples.clear()  # of the start
 
     def rate(self, seconds: float) -> float:
         """Steps a second over the next seconds."""

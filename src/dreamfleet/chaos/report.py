@@ -213,7 +213,8 @@ class Report:
         axis.set_ylabel("environment steps a second")
         axis.set_ylim(bottom=0)
         axis.margins(x=0.01)
-        axis.legend(fontsize=8, frameon=False, loc="lower right")
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # above the curve
+        axis.legend(**place, fontsize=8, frameon=False, ncols=3)
         axis.set_title(
             f"{len(self.outcomes)} faults in {self.minutes:.1f} minutes", loc="left", fontsize=11
         )
