@@ -445,6 +445,7 @@ class Actor:
             idle = self._carries.idle()
             self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
+        self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger = self._logger.stats()
         if logger["inflight"] >= _LOGGED_IN_FLIGHT:
             return  # metrics are not worth a wait for a logger that is away

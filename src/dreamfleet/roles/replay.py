@@ -55,6 +55,7 @@ from dreamfleet.transport.codec import encode
 
 log = logging.getLogger(__name__)
 
+_IN_FLIGHT = 4  # calls of this process to each other one
 _REPLY_SECONDS = 0.2  # in which a last reply is on its way
 _ANSWERED = (
     *(SchemaError, BatchOrderError, ConfigError, ReplayClosedError),
@@ -98,7 +99,7 @@ def parallel_replay(
     with ExitStack() as stack:
 
         def client(server: Any, called: str, patience: float = 60.0) -> Client:
-            made = Client(server, called, 4, keys=args.run_keys, patience=patience)
+            made = Client(server, called, _IN_FLIGHT, keys=args.run_keys, patience=patience)
             return stack.enter_context(made)
 
         lead = None
@@ -129,7 +130,9 @@ def parallel_replay(
         service.attach(others)
         while not stop.wait(args.log_every):
             try:
-                logger.add(-1, service.report(others))
+                logger.wait_any((), 0.0)  # what it has answered is not in flight any more
+                if logger.stats()["inflight"] < _IN_FLIGHT:  # or metrics would wait, and the end
+                    logger.add(-1, service.report(others))
             except TransportError as error:
                 log.warning("The replay's metrics are lost: %s", error)
             service.outbox.send(service.logger)
