@@ -113,8 +113,8 @@ class Fragile:
 def test_environments_that_fail_do_so_again(tmp_path: Path) -> None:
     config = small_run(tmp_path / "one", **{**CATCH, "steps": 300, "on_failure": "restart"})
     play(config, make_env_train=Fragile)
-    # Before the failure, and after it.
-    play(replace(config, logdir=tmp_path / "two"), [20, 25], make_env_train=Fragile)
+    # Before the failure, and after it: the first environment has thirty steps.
+    play(replace(config, logdir=tmp_path / "two"), [20, 40], make_env_train=Fragile)
     assert list(differences(tmp_path / "one", tmp_path / "two")) == []
     counted = [row.get("episodes/abandoned", 0) for row in rows(tmp_path / "two" / "metrics.jsonl")]
     assert max(counted) == config.envs

@@ -279,6 +279,7 @@ class Actor:
         return {
             "source": self.source,
             "sequence": self._sequence,
+            "failures": self._failures.total,
             **above("carries", self._carries.save()),
             **above("episodes", self._episodes.save()),
         }
@@ -286,6 +287,7 @@ class Actor:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what `save` returned."""
         self.source, self._sequence = str(state["source"]), int(state["sequence"])
+        self._failures.total = int(state["failures"])
         self._carries.load(below(state, "carries"))
         self._episodes.load(below(state, "episodes"))
 
