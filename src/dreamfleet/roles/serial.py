@@ -137,6 +137,9 @@ class Direct:
     def connect(self, timeout: float | None = None) -> None:
         """It is."""
 
+    def wait_any(self, futures: Any, timeout: float | None = None) -> bool:  # noqa: ARG002
+        return True
+
     def stats(self) -> dict[str, float]:
         return {"connected": 1.0, "inflight": 0.0}
 
