@@ -163,7 +163,8 @@ def train(
     callbacks = Callbacks(on_log, on_episode, on_checkpoint)
     callbacks.check(config)
     maker = _maker(config, env)
-    found = preflight(config, partial(environment, config, maker), say)
+    with sigterm_interrupts():  # so that nothing is left behind
+        found = preflight(config, partial(environment, config, maker), say)
     for note in found.notes:
         say(note)
     start = time.monotonic()
