@@ -118,6 +118,5 @@ def left_files(logdir: Path, temporary: Path) -> list[str]:
     """Files that nobody needs any more: temporary ones, half-written ones, addresses."""
     inside = [path for path in logdir.rglob("*") if path.name.startswith(".")]
     inside += [path for path in logdir.glob("addresses/*") if path not in inside]
-    return sorted(str(path.relative_to(logdir)) for path in inside) + sorted(
-        str(path.relative_to(temporary)) for path in temporary.rglob("*")
-    )
+    outside = [path.name for path in temporary.iterdir() if path.name != "ray"]  # Ray's own logs
+    return sorted(str(path.relative_to(logdir)) for path in inside) + sorted(outside)

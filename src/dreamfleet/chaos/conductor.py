@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -204,7 +203,7 @@ class _Conductor:
             self._problems.append(f"Processes are left behind: {', '.join(left)}.")
         if files := left_files(config.logdir, fleet.temporary):
             self._problems.append(f"Files are left behind: {', '.join(files)}.")
-        ended = Counter(role for each in self._outcomes for role, _ in each.recoveries)
+        ended = self._injector.ended
         accounts = settle(config, ended["replay"] + ended["supervisor"] + ended["disk"])
         killed = sum(ended[role] for role in ("agent", "actor", "supervisor", "disk"))
         most = 8 * config.batch_size + config.all_envs  # that an actor has not stored yet

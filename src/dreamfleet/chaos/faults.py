@@ -76,6 +76,8 @@ class Injector:
     def __init__(self, fleet: Fleet, network: Network, disk: Disk, seed: int) -> None:
         self._fleet, self._network, self._disk = fleet, network, disk
         self._rng = random.Random(seed)
+        self.ended: Counter[str] = Counter()
+        """How often a process of each role was ended."""
         self._hit: set[str] = set()  # workers that the present fault has ended
         self._in_rounds: set[str] = set()  # workers that work now and then
         if (config := fleet.config).eval_every:
@@ -152,6 +154,7 @@ class Injector:
         pids = {}
         for name in names:
             self._hit.add(name)
+            self.ended[_role(name)] += number != signal.SIGSTOP
             self._await(partial(self._runs, name), f"{name} to run")
             if pid := self._fleet.signal(name, number):
                 pids[name] = self._pids[name] = pid
@@ -160,6 +163,7 @@ class Injector:
     def _end_fleet(self, how: signal.Signals, outcome: Outcome) -> None:
         begin = time.monotonic()
         self._hit.add(SUPERVISOR)
+        self.ended[SUPERVISOR] += 1
         code = self._fleet.end(how)
         lived = self._fleet.wait_until_gone()
         if how == signal.SIGKILL:
@@ -266,6 +270,7 @@ class Injector:
         self._lost[line.name, method, part] += 1
         if part == "server":
             self._hit.add(worker)
+            self.ended[_role(worker)] += 1
             self._await_recovery({worker: loss.at}, outcome)
         else:
             self._await_reply(line, loss.at, outcome)
@@ -286,6 +291,9 @@ class Injector:
         address = DirectoryBook().find(self._fleet.config.logdir, server)
         line = self._network.lines.get(server)
         methods = sorted(line.methods) if line else ["act", "add", "add_batch", "status"]
+        if not address:  # threads of one process may do without servers
+            outcome.detail = "there is no server"
+            return
         done = attack(self._rng, address, methods, self._keys(address))
         outcome.sent, outcome.accepted = done.sent, done.accepted
 
@@ -294,6 +302,7 @@ class Injector:
         return Keys.load(path) if address.startswith("tcp:") else None
 
     def _fill(self, fault: Fault, outcome: Outcome) -> None:
+        self.ended["disk"] += 1  # which may end anybody
         self._disk.fill(self._fleet.processes())
         time.sleep(fault.seconds)
         self._disk.free(self._fleet.processes())

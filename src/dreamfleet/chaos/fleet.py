@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
 from dreamfleet.fleet.record import WorkerRecord, read_record
 from dreamfleet.fleet.workers import worker_names
+from dreamfleet.metrics import read_jsonl
 from dreamfleet.parallel import combined
 from dreamfleet.roles.addresses import AddressBook, book_in_use, use_book
 from dreamfleet.roles.notes import notes_path, read_notes
@@ -160,6 +162,10 @@ class Fleet:
     def steps(self, worker: str | None = None) -> int:
         """Steps that environments have made in the life of the run: those of a worker, or of all
         that play for training."""
+        if self.config.launcher == "serial":  # environments are no workers of their own
+            path = self.config.logdir / "metrics.jsonl"
+            newest = deque(read_jsonl(path) if path.exists() else (), maxlen=1)
+            return int(newest[0]["step"]) if newest else 0
         names = [worker] if worker else self._trainers
         return sum(read_notes(notes_path(self.config, name)).steps for name in names)
 
