@@ -90,6 +90,7 @@ class Supervisor:
         self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
         self._record = FleetRecord.of_this_process(launcher_name)
         self._logdir = logdir
+        self._unwritten = False  # the record, because of a full disk
         self.ending = False
         """Whether the end has begun: what fails from here on is part of it."""
         self._at_once = False
@@ -252,8 +253,11 @@ class Supervisor:
             self._say(f"The run ends without {event.member.name}. {error}")
 
     def _record_places(self) -> float:
-        """Record workers that have come to run on a machine since; returns the seconds after which
-        to look again."""
+        """Record workers that have come to run on a machine since, and what could not be written;
+        returns the seconds after which to look again."""
+        if self._unwritten:
+            self._write_record()
+            return _PLACE_SECONDS
         states = ("starting", "restarting")
         waiting = {worker.name for worker in self._record.workers if worker.state in states}
         if not waiting:
@@ -270,7 +274,9 @@ class Supervisor:
         self._record = replace(self._record, workers=workers, state=state)
         try:
             write_record(self._logdir, self._record)
+            self._unwritten = False
         except OSError as error:  # a full disk must not keep the workers from saving
+            self._unwritten = True
             log.warning("The record of the fleet cannot be written: %s", error)
 
     def _write_event(self, member: _Member, event: str, error: str = "") -> None:

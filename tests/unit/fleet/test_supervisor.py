@@ -21,7 +21,7 @@ from dreamfleet.fleet.launchers import (
     Worker,
     find_launcher,
 )
-from dreamfleet.fleet.record import read_record
+from dreamfleet.fleet.record import FleetRecord, read_record
 from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
 from dreamfleet.roles.notes import Notes
 
@@ -125,6 +125,27 @@ def test_a_record_that_cannot_be_written_keeps_nobody_from_saving(
             [leader, Worker("replay", "replay", save_when_stopped)], launcher, logdir=tmp_path
         ).run()
     assert saved == ["agent", "replay"]
+
+
+def test_a_record_is_written_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nothing changes any more: else it would name processes that are long gone."""
+    attempts: list[FleetRecord] = []
+    written = threading.Event()
+
+    def full_at_first(logdir: Path, record: FleetRecord) -> None:
+        attempts.append(record)
+        if len(attempts) <= 2:
+            raise OSError(28, "No space left on device")
+        written.set()
+
+    monkeypatch.setattr(supervisor, "write_record", full_at_first)
+    leader = Worker("agent", "agent", lambda: written.wait(120), ends_run=True)
+    replay = Worker("replay", "replay", until_stopped)
+    with find_launcher("serial")(tmp_path) as launcher:
+        Supervisor([leader, replay], launcher, logdir=tmp_path).run()
+    assert {worker.state for worker in attempts[2].workers} == {"running"}
 
 
 class NoRoom:
