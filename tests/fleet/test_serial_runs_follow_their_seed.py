@@ -141,7 +141,7 @@ def test_a_person_may_have_new_episodes_instead(tmp_path: Path) -> None:
 
 
 def test_a_replay_that_was_removed_is_filled_again(tmp_path: Path) -> None:
-    config = small_run(tmp_path, **CATCH, batch_length=8)
+    config = small_run(tmp_path, **CATCH, batch_length=8, train_ratio=8.0)
     play(replace(config, steps=300))
     shutil.rmtree(tmp_path / "replay")
     play(config)
