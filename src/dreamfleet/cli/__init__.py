@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": "look over this machine, and say what it lacks",
     "bench": "measure speed, side by side with peers",
     "chaos": "run a fleet while everything goes wrong, and account for every step",
+    "soak": "train for an hour, and see whether a process grows",
 }
 
 EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -64,6 +65,7 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("chaos --minutes 30 --goals", "the proof, on a quiet machine"),
         ("chaos --minutes 2 --agent random --seed 7", "a short one, with other faults"),
     ),
+    "soak": (("soak runs/soak --minutes 60", "memory, files, sockets and threads for an hour"),),
 }
 
 

@@ -14,7 +14,7 @@ from dreamfleet.cli.console import say, write
 
 Name = Literal[
     "transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint", "network", "scale",
-    "view", "lowering",
+    "view", "lowering", "hostile",
 ]  # fmt: skip
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy import vdot
 from numpy.typing import NDArray
 
 from dreamfleet.config import JOINED, RunConfig
@@ -34,6 +36,7 @@ from dreamfleet.spaces import (
     without_logs,
 )
 from dreamfleet.transport import ArgumentError, Caller, Occupied
+from dreamfleet.transport.batching import Request, Signature
 from dreamfleet.transport.server import Origin
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ MOST_IDS = 1 << 17
 _MAGNITUDE = 1e18  # numbers beyond it are nobody's, and their squares overflow a float32
 _SLACK = 1e3  # environments leave their bounds a little; this many times their width is absurd
 _MOST_LOGS = 1024  # distinct keys that are only logged
-_MOST_KEY_SETS = 256
+_MOST_PLANS = 256
 _LONGEST_KEY, _LONGEST_TEXT = 200, 100_000
 _MOST_METRICS = 20_000
 _MOST_ROWS = 1 << 16  # in a message from the actor
@@ -70,17 +73,23 @@ def _is_whole(value: Any, low: int, high: int) -> bool:
 def check_floats(key: str, value: NDArray[Any], low: float, high: float) -> None:
     """Refuse NaN, infinity and numbers outside of the bounds. Minus infinity may mark a missing
     value, except in a reward. Called where numpy does not warn of them."""
-    flat = value.reshape(-1)
     # One product of all values is far quicker than a look at each. It is large, or NaN, if one is.
-    near = min(-low, high, 1e9)
-    if near > 0 and flat.dtype.itemsize >= 4 and flat.dot(flat) <= near * near:
+    most = _squares(value.dtype, low, high)
+    if most and vdot(value, value) <= most:
         return
+    flat = value.reshape(-1)
     wrong = ~((flat >= low) & (flat <= high))
     if key != "reward":
         wrong &= flat != -np.inf
     if wrong.any():
         example = float(flat[wrong][0])
         raise ArgumentError(f"{key!r} holds {example:g}, which is outside of {low:g} to {high:g}.")
+
+
+def _squares(dtype: np.dtype[Any], low: float, high: float) -> float:
+    """A sum of squares that only numbers within the bounds have; 0 if there is none."""
+    near = min(-low, high, 1e9)
+    return near * near if near > 0 and dtype.itemsize >= 4 else 0.0
 
 
 def _float_bounds(space: Space) -> tuple[float, float]:
@@ -97,12 +106,13 @@ def observed(agent: object, args: RunConfig) -> Mapping[str, Space] | None:
     return known[0] if known else spaces
 
 
-def check_ids(args: RunConfig, ids: Collection[int], *, invited: bool = False) -> None:
+def check_ids(args: RunConfig, ids: NDArray[np.int64], *, invited: bool = False) -> None:
     """Refuse what are not environments of the run; the invited have those that have joined."""
-    for envid in ids:
-        own = 0 <= envid < args.all_envs and not invited
-        joined = JOINED <= envid < 2 * JOINED and bool(args.bind)
-        require(own or joined, f"This run has no environment {envid} for you.")
+    fits = (ids >= 0) & (ids < (0 if invited else args.all_envs))
+    if args.bind:
+        fits |= (ids >= JOINED) & (ids < 2 * JOINED)
+    if not fits.all():
+        raise ArgumentError(f"This run has no environment {ids[~fits][0]} for you.")
 
 
 def _check_column_of_ids(args: RunConfig, envids: Any) -> int:
@@ -113,7 +123,7 @@ def _check_column_of_ids(args: RunConfig, envids: Any) -> int:
         f"A message has an int64 for each row, which tells its environment, and {_MOST_ROWS} rows "
         "at most.",
     )
-    check_ids(args, envids.tolist())
+    check_ids(args, envids)
     return len(envids)
 
 
@@ -197,7 +207,7 @@ class Owners:
         self._check_room(owner, len(ids) - mine)
         for envid in ids:
             self._give(envid, owner)
-        if len(owner.blocks) >= _MOST_KEY_SETS:
+        if len(owner.blocks) >= _MOST_PLANS:
             owner.blocks.clear()
         owner.blocks.add(envids.tobytes())
         owner.seen = self._clock()
@@ -245,7 +255,20 @@ class Owners:
             self._owners.pop(owner.caller.connection, None)
 
 
-CheckEnvs = Callable[[list[int], bool], None]
+CheckEnvs = Callable[[NDArray[np.int64], bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What there is to look at in requests of one signature, which fits the run: by the numbers of
+    leaves, their keys and their bounds."""
+
+    signature: Signature
+    single: list[tuple[int, str, float, float]]  # numbers, whole or not
+    floats: list[tuple[int, str, float, float, float]]  # with the largest sum of squares
+    ranges: list[tuple[int, str, int, int]]
+    envid: int
+    is_first: int
 
 
 class ObservationCheck:
@@ -267,79 +290,123 @@ class ObservationCheck:
         check_envs: CheckEnvs,
     ) -> None:
         self._most_rows, self._owners, self._check_envs = most_rows, owners, check_envs
-        self._expected: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-        self._floats: dict[str, tuple[float, float]] = {}
-        self._ranges: dict[str, tuple[int, int]] = {}
+        self._spaces: dict[str, Space] = {}
         self._logs: set[str] = set()
-        self._known: dict[frozenset[str], list[str]] = {}  # keys of a request: those only logged
+        self._plans: dict[int, _Plan] = {}  # by the identity of the signature, which they keep
         if spaces:
             self._adopt(without_logs(spaces))
 
     def _adopt(self, spaces: Mapping[str, Space]) -> None:
         fixed = {"envid": Space(np.int64), "is_eval": Space(bool), "failures": Space(np.int64)}
-        for key, space in {**spaces, **fixed}.items():
-            self._expected[key] = (space.dtype, space.shape)
-            if not space.discrete:
-                self._floats[key] = _float_bounds(space)
-            elif space != Space(space.dtype, space.shape):
-                self._ranges[key] = (int(space.low.min()), int(space.high.max()) - 1)
+        self._spaces = {**spaces, **fixed}
 
-    def __call__(self, origin: Origin, rows: int, args: tuple[Any, ...]) -> None:
+    def __call__(self, origin: Origin, request: Request) -> None:
+        # Requests that are alike have the same signature, so that only values are left to look at.
+        plan = self._plans.get(id(request.signature)) or self._make_plan(request)
+        leaves = request.leaves
+        for index, key, low, high in plan.single:
+            if not low <= leaves[index].item() <= high:
+                _refuse(key, leaves[index], low, high)
+        for index, key, low, high, most in plan.floats:
+            # One product of all values is far quicker than a look at each. It is large, or NaN, if
+            # one of them is.
+            if not (most and vdot(leaves[index], leaves[index]) <= most):
+                _refuse(key, leaves[index], low, high)
+        for index, key, low, high in plan.ranges:
+            if leaves[index].min() < low or leaves[index].max() > high:
+                _refuse(key, leaves[index], low, high)
+        # Last, because nothing may be taken by a request that is refused. The environments of a
+        # process do not change from step to step.
+        envids = leaves[plan.envid]
+        if not self._owners.is_known(origin.peer, envids):
+            caller = origin.caller
+            self._check_envs(envids, bool(caller.name))
+            self._owners.claim(caller, envids, leaves[plan.is_first])
+
+    def _make_plan(self, request: Request) -> _Plan:
+        """Check all of a request but its values.
+
+        Raises:
+            ArgumentError: It is no block of observations of this run.
+        """
+        args, rows = request.args, request.rows
         if len(args) != 1 or type(args[0]) is not dict or not rows:
             raise ArgumentError("'act' takes one block of observations.")
         if rows > self._most_rows:
             raise ArgumentError(f"A block holds {self._most_rows} observations at most.")
         obs: dict[str, NDArray[Any]] = args[0]
-        if not self._expected:
+        if not self._spaces:
             self._adopt(_spaces_of(obs))
-        logs = self._known.get(keys := frozenset(obs))
-        if logs is None:
-            logs = self._check_keys(keys)
-        for key, (dtype, shape) in self._expected.items():
+        logs = self._check_keys(frozenset(obs))
+        for key, space in self._spaces.items():
             value = obs[key]
             if (
                 value.__class__ is not np.ndarray
-                or value.dtype != dtype
-                or value.shape[1:] != shape
+                or value.dtype != space.dtype
+                or value.shape[1:] != space.shape
             ):
-                raise ArgumentError(f"{key!r} is {_text(value)}, and has to be {dtype}{[*shape]}.")
-        with np.errstate(all="ignore"):
-            for key, bounds in self._floats.items():
-                check_floats(key, obs[key], *bounds)
-            for key in logs:
-                _check_log(key, obs[key])
-        for key, (low, high) in self._ranges.items():
-            value = obs[key]
-            require(
-                bool(value.min() >= low and value.max() <= high),
-                f"{key!r} is outside of {low} to {high}.",
-            )
-        # Last, because nothing may be taken by a request that is refused. The environments of a
-        # process do not change from step to step.
-        if not self._owners.is_known(origin.peer, obs["envid"]):
-            self._check_owner(origin, obs)
-
-    def _check_owner(self, origin: Origin, obs: Mapping[str, NDArray[Any]]) -> None:
-        caller = origin.caller
-        self._check_envs(obs["envid"].tolist(), bool(caller.name))
-        self._owners.claim(caller, obs["envid"], obs["is_first"])
+                needed = f"{space.dtype}{[*space.shape]}"
+                raise ArgumentError(f"{key!r} is {_text(value)}, and has to be {needed}.")
+        for key in logs:
+            _check_loggable(key, obs[key])
+        at = {leaf.path[1]: index for index, leaf in enumerate(request.schema.leaves)}
+        plan = _Plan(request.signature, [], [], [], at["envid"], at["is_first"])
+        for key, value in obs.items():
+            bounds = _bounds(self._spaces.get(key), value.dtype)
+            if bounds is None or not value.size:
+                continue
+            low, high = bounds
+            if value.size == 1:
+                plan.single.append((at[key], key, low, high))
+            elif value.dtype.kind in "iu":
+                plan.ranges.append((at[key], key, int(low), int(high)))
+            else:
+                plan.floats.append((at[key], key, low, high, _squares(value.dtype, low, high)))
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[id(request.signature)] = plan
+        return plan
 
     def _check_keys(self, keys: frozenset[str]) -> list[str]:
-        """The keys that are only logged, of a request with keys that were not seen before."""
-        for key in self._expected:
-            require(key in keys, f"The observation lacks {key!r}.")
-        more = sorted(keys - self._expected.keys())
+        """The keys that are only logged."""
+        for key in self._spaces:
+            if key not in keys:
+                raise ArgumentError(f"The observation lacks {key!r}.")
+        more = sorted(keys - self._spaces.keys())
         for key in more:
             require(
                 key.startswith(LOG_PREFIX) and len(key) <= _LONGEST_KEY,
                 f"The observation holds {key!r:.200}, which the run's environments do not have.",
             )
         require(len(self._logs | set(more)) <= _MOST_LOGS, "There are too many logged keys.")
-        if len(self._known) >= _MOST_KEY_SETS:
-            self._known.clear()
         self._logs |= set(more)
-        self._known[keys] = more
         return more
+
+
+def _bounds(space: Space | None, dtype: np.dtype[Any]) -> tuple[float, float] | None:
+    """What values of a key have to be within, if there is something to look at; a key without a
+    space is only logged."""
+    if dtype.kind == "b":
+        return None
+    if space is None:
+        return None if dtype.kind in "iu" else (-_MAGNITUDE, _MAGNITUDE)
+    if not space.discrete:
+        return _float_bounds(space)
+    if space == Space(space.dtype, space.shape):
+        return None
+    return int(space.low.min()), int(space.high.max()) - 1
+
+
+@np.errstate(all="ignore")
+def _refuse(key: str, value: NDArray[Any], low: float, high: float) -> None:
+    """Refuse what is not within its bounds after a closer look."""
+    if value.dtype.kind in "iu":
+        require(
+            bool(value.min() >= low and value.max() <= high),
+            f"{key!r} is outside of {low} to {high}.",
+        )
+    else:
+        check_floats(key, value, low, high)
 
 
 def _spaces_of(obs: Mapping[str, Any]) -> dict[str, Space]:
@@ -356,10 +423,15 @@ def _spaces_of(obs: Mapping[str, Any]) -> dict[str, Space]:
         raise ArgumentError(f"This is no observation: {problem}") from None
 
 
-def _check_log(key: str, value: Any) -> None:
+def _check_loggable(key: str, value: Any) -> None:
     if value.__class__ is not np.ndarray or value.dtype.kind not in "biuf":
         raise ArgumentError(f"{key!r} is {_text(value)}, which cannot be logged.")
-    require(value.nbytes <= _ROW_BYTES * len(value), f"{key!r} is too large to be logged.")
+    if value.nbytes > _ROW_BYTES * len(value):
+        raise ArgumentError(f"{key!r} is too large to be logged.")
+
+
+def _check_log(key: str, value: Any) -> None:
+    _check_loggable(key, value)
     if value.dtype.kind == "f":
         check_floats(key, value, -_MAGNITUDE, _MAGNITUDE)
 

@@ -38,8 +38,6 @@ from dreamfleet.transport.security import Identify, Keys, Revoked
 from dreamfleet.transport.server import BaseServer, Origin, WorkQueue, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
-Check = Callable[[Origin, int, tuple[Any, ...]], None]
-"""Gets where a request came from, the rows of its block (0 for a single item) and its arguments."""
 _FOREVER = float("inf")
 _T = TypeVar("_T")
 
@@ -50,7 +48,8 @@ Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...], bool], ...]
 
 @dataclass(slots=True)
 class Request:
-    """One caller's item, or block of items along a leading axis. It has been checked."""
+    """One caller's item, or block of items along a leading axis. What its message announces has
+    been compared with what came."""
 
     peer: bytes
     number: int
@@ -58,12 +57,21 @@ class Request:
     schema: Schema
     plain: list[Plain]
     leaves: list[Any]
-    signature: Signature
+    signature: Signature  # the same object for requests that are alike
     arrived: float
 
     @property
     def items(self) -> int:
         return self.rows or 1
+
+    @property
+    def args(self) -> Any:
+        """The arguments of the call."""
+        return assemble(self.schema, self.plain, self.leaves)
+
+
+Check = Callable[[Origin, Request], None]
+"""Gets where a request came from."""
 
 
 @dataclass
@@ -318,8 +326,6 @@ class BatchServer(BaseServer):
         check_sizes(schema, header.plain, header.blob, frames)
         signature = signature_of(schema, header.plain, header.rows)
         leaves = decode_leaves(schema, header.blob, frames)
-        if batcher.check:
-            batcher.check(origin, header.rows, assemble(schema, header.plain, leaves))
         request = Request(
             origin.peer,
             header.id,
@@ -330,6 +336,8 @@ class BatchServer(BaseServer):
             signature,
             time.monotonic(),
         )
+        if batcher.check:
+            batcher.check(origin, request)
         batcher.waiting.append(request)
         batcher.rows += request.items
         if batcher.rows >= batcher.batch:

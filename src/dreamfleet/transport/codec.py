@@ -403,10 +403,10 @@ def _view(source: Buffer, leaf: Leaf, offset: int) -> NDArray[Any]:
     if leaf.dtype is _BOOL and bytes(source[offset : offset + leaf.nbytes]).strip(b"\0\1"):
         # numpy counts and combines others wrongly.
         raise MessageError("A bool in a message is neither 0 nor 1.")
-    array = np.frombuffer(source, leaf.dtype, leaf.count, offset)
+    array: NDArray[Any] = np.ndarray(leaf.shape, leaf.dtype, source, offset)
     if array.flags.writeable:
         array.flags.writeable = False
-    return array.reshape(leaf.shape)
+    return array
 
 
 def assemble(schema: Schema, plain: Sequence[Any], leaves: Sequence[Any]) -> Any:

@@ -56,7 +56,6 @@ _FOREVER = float("inf")
 _RETRY = 0.5  # seconds, the longest pause between two attempts
 _FIRST_RETRY = 0.02
 _CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
-_HANDSHAKE_TIMEOUT = 10_000  # ms
 _NOBODY = "nobody listens there"
 _SILENT = "there is no answer: its machine is off, or a firewall drops the packets"
 _UNKNOWN = "nobody has published its address yet"
@@ -148,7 +147,6 @@ class Connection:
             # An attempt whose packets are lost would be repeated after ever longer pauses, up to a
             # minute after the network is back.
             self._socket.connect_timeout = _CONNECT_TIMEOUT
-            self._socket.handshake_ivl = _HANDSHAKE_TIMEOUT
         if address is not None and address.named:
             # One attempt, because the next one may be at another number of the same name.
             self._socket.reconnect_ivl = -1

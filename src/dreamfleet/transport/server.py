@@ -42,6 +42,7 @@ from dreamfleet.transport.errors import (
     TransportError,
     Unanswered,
 )
+from dreamfleet.transport.guard import Guard
 from dreamfleet.transport.security import (
     RUN,
     Authenticator,
@@ -61,6 +62,8 @@ _FOREVER = float("inf")
 _LONGEST_TEXT = 100_000  # characters of an error; the last ones say most
 _READER_STOPS = 5.0  # seconds, far more than it takes
 _QUICK = 0.001  # seconds; a job that takes less is over before another thread is up to read
+_MOST_READ = 256  # messages before those who wait for the lock have their turn
+_BREATH = 0.0001  # seconds
 _LOOK_SECONDS = 1.0  # between two looks at what is revoked
 _MOST_REMEMBERED = 4096  # connections whose faults are counted
 _PROBE = wire.pack(wire.STALE, 0, encode(None))  # which a client ignores
@@ -399,8 +402,12 @@ class Loop:
         self._incarnation = secrets.randbits(62) + 1
         self._inflight: Counter[Peer] = Counter()
         self._faults: Counter[Peer] = Counter()
+        self._ended: dict[Peer, int] = {}  # descriptors of peers that were hung up on
         self._revoked = revoked
         self._look_at = -_FOREVER if revoked else _FOREVER
+        self._guard: Guard | None = None
+        self._guard_at = _FOREVER
+        self._read_by: dict[int, int] = {}  # bytes of messages since the guard looked
         self._invited: dict[Peer, tuple[str, int, str]] = {}  # name, descriptor, address
         self._ready: deque[tuple[WorkQueue, Job]] = deque()
         self._reading = threading.Lock()  # held by the thread that reads
@@ -423,6 +430,9 @@ class Loop:
             self._context.destroy(linger=0)
             raise
         self.address = self._address.text
+        if self._address.kind == "tcp" and Guard.works():
+            self._guard, self._guard_at = Guard(self._address.port), -_FOREVER
+            self._part_cost = wire.CURVE_PART_COST if self._authenticator else wire.PART_COST
         self._file = file_identity(self._address)
         sockets = [self._socket]
         if self._authenticator:
@@ -448,6 +458,7 @@ class Loop:
             )
         socket = self._context.socket(zmq.ROUTER)
         wire.set_limits(socket)
+        socket.backlog = wire.BACKLOG
         socket.router_mandatory = True  # an answer that cannot be delivered is counted, not lost
         socket.linger = 1000
         socket.ipv6 = ":" in address.host
@@ -576,8 +587,9 @@ class Loop:
             with self.lock:
                 if self.stopping:
                     return None
+                more = False
                 try:
-                    self._receive()
+                    more = self._receive()
                 except Exception:
                     log.exception("%s: reading failed.", self.name)
                 if self._ready:
@@ -586,8 +598,12 @@ class Loop:
                 if deadline <= now:
                     self._on_due()
                     continue
-                deadline = min(deadline, self._look_at)
-                self._asleep_until = deadline
+                deadline = min(deadline, self._look_at, self._guard_at)
+                if not more:
+                    self._asleep_until = deadline
+            if more:
+                time.sleep(_BREATH)  # let those who wait for the lock have it
+                continue
             self._poller.poll(None if deadline == _FOREVER else max(0, 1000 * (deadline - now)))
             self._asleep_until = -_FOREVER
             self._waker.clear()
@@ -612,18 +628,33 @@ class Loop:
             self.wake_reader()
             return task
 
-    def _receive(self) -> None:
-        if self._look_at <= time.monotonic():
+    def _receive(self) -> bool:
+        """Read until there is a job to run, or nothing left to read; True if it stopped before,
+        because nobody may keep a server from sending answers by sending it what is no call."""
+        now = time.monotonic()
+        if self._look_at <= now:
             self._look_for_revoked()
+        if self._guard_at <= now:
+            self._look_at_connections()
         while self._authenticator and wire.readable(self._authenticator.socket):
             self.counts["refused"] += not self._authenticator.answer()
-        while not self._ready:
+        for _ in range(_MOST_READ):
+            if self._ready:
+                return False
             frame, frames = wire.receive_from(self._socket)
             if frame is None:
-                return
+                return False
+            size = sum(map(len, frames))
+            self.counts["bytes_in"] += size
+            if self._guard:
+                descriptor = wire.descriptor(frame)
+                size += self._part_cost * len(frames)
+                self._read_by[descriptor] = self._read_by.get(descriptor, 0) + size
             origin = self._origin(frame)
             if self._unwelcome(origin):
-                self._hang_up(origin.peer, origin.descriptor, origin.address)
+                # What it had sent until then still comes.
+                if self._ended.get(origin.peer) != (descriptor := origin.descriptor):
+                    self._hang_up(origin.peer, descriptor, origin.address)
                 continue
             try:
                 self._handle(origin, frames)
@@ -633,6 +664,7 @@ class Loop:
                 # Not meant to happen, and no reason to stop serving everyone else.
                 log.exception("%s: a message could not be handled.", self.name)
                 self._refuse(origin.peer, problem)
+        return True
 
     def _origin(self, frame: zmq.Frame) -> Origin:
         """Who a message is from. What its key stands for was found out when it connected."""
@@ -654,7 +686,6 @@ class Loop:
         if not frames:
             raise MessageError("An empty message, or one of too many frames.")
         header = wire.unpack(frames[0])
-        self.counts["bytes_in"] += sum(map(len, frames))
         if header.kind == wire.HELLO:
             welcome = encode(self._welcome(origin.identity.role))
             self._send(peer, wire.pack(wire.WELCOME, 0, welcome))
@@ -713,12 +744,22 @@ class Loop:
         if self.connected(peer):
             self.counts["ended"] += 1
             wire.hang_up(descriptor, address)
+            if len(self._ended) >= _MOST_REMEMBERED:
+                self._ended.clear()
+            self._ended[peer] = descriptor
 
     def _remember(self, origin: Origin) -> None:
         """Keep what it takes to end the connection of somebody who can be revoked."""
         if len(self._invited) >= _MOST_REMEMBERED:
             self._invited = {p: kept for p, kept in self._invited.items() if self.connected(p)}
         self._invited[origin.peer] = (origin.identity.name, origin.descriptor, origin.address)
+
+    def _look_at_connections(self) -> None:
+        """End the connections that hold more of unfinished messages than they may."""
+        if self._guard:
+            self.counts["ended"] += self._guard.look(self._read_by)
+            self._guard_at = time.monotonic() + self._guard.pause
+            self._read_by.clear()
 
     def _look_for_revoked(self) -> None:
         """End the connections of those who were revoked."""

@@ -36,6 +36,14 @@ MAX_FRAMES = 4096
 MAX_MESSAGE = 1 << 28  # bytes in one frame; libzmq hangs up on a peer that announces more
 MAX_INFLIGHT = 256  # requests of one client that a server holds
 MAX_HELD = 4096  # requests of all clients, also of those that have disconnected
+MAX_CALL = 1 << 29  # bytes in all frames of a call
+MAX_UNFINISHED = 1 << 30  # bytes of calls that have not come whole, of all connections of a server
+MESSAGE_SECONDS = 60.0  # that a call may take from its first byte to its last
+PART_COST, CURVE_PART_COST = 9, 42  # bytes of a part on the wire beside its own, at most
+MAX_STRANGERS = 512  # connections that have not greeted
+MAX_CONNECTIONS = 8192
+HANDSHAKE_TIMEOUT = 10_000  # ms
+BACKLOG = 1024  # connections that the system keeps until libzmq accepts them
 
 HEARTBEAT = 5_000  # ms between pings, answered by libzmq's own thread however busy Python is
 HEARTBEAT_TIMEOUT = 15_000  # ms of silence after which the other side counts as dead
@@ -81,6 +89,8 @@ def pack(
         raise CodecError(f"Cannot send more than {MAX_FRAMES - 1} large arrays at once.")
     if value.frames and max(map(len, value.frames)) > MAX_MESSAGE:
         raise CodecError(f"Cannot send an array of more than {MAX_MESSAGE} bytes.")
+    if kind == CALL and sum(map(len, value.frames)) > MAX_CALL:
+        raise CodecError(f"Cannot send arrays of more than {MAX_CALL} bytes in one call.")
     return [header, *value.frames]
 
 
@@ -213,6 +223,7 @@ def set_limits(socket: zmq.Socket[bytes]) -> None:
     socket.heartbeat_ivl = HEARTBEAT
     socket.heartbeat_timeout = HEARTBEAT_TIMEOUT
     socket.heartbeat_ttl = HEARTBEAT_TIMEOUT
+    socket.handshake_ivl = HANDSHAKE_TIMEOUT
 
 
 class Waker:

@@ -37,10 +37,13 @@ from dreamfleet.transport import (
     Disconnected,
     Identity,
     Keys,
+    MessageError,
     Occupied,
     RemoteError,
     wire,
 )
+from dreamfleet.transport.batching import Request, signature_of
+from dreamfleet.transport.codec import decode_leaves, encode, parse_schema
 
 SPACES = {
     "image": Space(np.uint8, (4, 4, 3)),
@@ -194,12 +197,42 @@ def test_without_spaces_the_first_observation_says_what_they_are(run: RunConfig)
         caller = Caller("run", "", "here", b"peer")
 
     origin: Any = From()
-    for wrong in ({"envid": np.zeros(2, np.int64)}, observation(vector=(1, 2))):
+    for wrong in ({"envid": np.zeros(2, np.int64)}, observation(vector=(ROWS, ROWS))):
         with pytest.raises(ArgumentError):
-            check(origin, 2, (wrong,))
-    check(origin, 2, (observation(),))
+            check(origin, request_of(wrong))
+    check(origin, request_of(observation()))
     with pytest.raises(ArgumentError, match="lacks 'vector'"):
-        check(origin, 2, (observation(vector=None),))
+        check(origin, request_of(observation(vector=None)))
+
+
+def request_of(obs: dict[str, Any]) -> Request:
+    """A block of two observations, as it comes out of a message."""
+    value = encode((obs,))
+    schema = parse_schema(value.schema)
+    leaves = decode_leaves(schema, value.blob, [bytes(frame) for frame in value.frames])
+    signature = signature_of(schema, value.plain, 2)
+    return Request(b"peer", 1, 2, schema, value.plain, leaves, signature, 0.0)
+
+
+def test_what_was_fine_before_is_looked_at_again(run: RunConfig) -> None:
+    """Keys and shapes are checked once for all requests that are alike; values each time."""
+    owners = Owners(lambda _: True, 1.0, 4, 8)
+    check = ObservationCheck(SPACES, 4, owners, lambda ids, invited: check_ids(run, ids))
+
+    class From:
+        peer = b"peer"
+        caller = Caller("run", "", "here", b"peer")
+
+    origin: Any = From()
+    with pytest.raises(ArgumentError):  # the first of its kind, so there is nothing known of it
+        check(origin, request_of(WRONG["NaN"]))
+    for _ in range(2):
+        check(origin, request_of(observation()))
+        check(origin, request_of(observation(vector=np.full((2, 3), -np.inf, np.float32))))
+        for wrong in WRONG.values():
+            if type(wrong) is dict and np.shape(wrong.get("envid")) == (2,):
+                with pytest.raises((ArgumentError, MessageError)):
+                    check(origin, request_of(wrong))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
