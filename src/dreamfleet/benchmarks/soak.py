@@ -19,6 +19,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, import_extra
 from dreamfleet.files import atomic_write
@@ -29,8 +30,6 @@ from dreamfleet.training import train
 KINDS = {"memory": "MB", "files": "", "sockets": "", "threads": ""}
 """What is looked at, with its unit. Memory is what belongs to a process alone: pages of mapped
 files are the kernel's, which takes them back when it needs them."""
-DIRECTORY = "directory"
-"""Stands among the processes for the run's directory, which has files only."""
 _ROOM = {"memory": (8.0, 0.03), "files": (1, 0.0), "sockets": (1, 0.0), "threads": (0, 0.0)}
 CRITERION = (
     "A process is flat if its median over the last quarter of the run is at most 8 MB or 3 % of "
@@ -81,12 +80,8 @@ class Soak:
                 yield f"{name} was seen {len(series.seconds)} times: let the run last longer."
                 continue
             for kind, unit in KINDS.items():
-                if not getattr(series, kind):
-                    continue
                 before, more = series.growth(kind, self.duration)
                 least, share = _ROOM[kind]
-                if name == DIRECTORY:
-                    least = 2  # a chunk of the replay that is filled, and one that is made ready
                 if more > max(least, share * before):
                     yield f"{kind} of {name}: {more:+.1f} {unit} on {before:.1f}".rstrip()
         if self.restarts:
@@ -95,11 +90,7 @@ class Soak:
     def to_json(self) -> str:
         grown = list(self.grown())
         growth = {
-            name: {
-                kind: round(series.growth(kind, self.duration)[1], 3)
-                for kind in KINDS
-                if getattr(series, kind)
-            }
+            name: {kind: round(series.growth(kind, self.duration)[1], 3) for kind in KINDS}
             for name, series in self.processes.items()
         }
         told = {"flat": not grown, "grown": grown, "criterion": CRITERION, "growth": growth}
@@ -117,22 +108,22 @@ def soak(config: RunConfig, out: Path) -> Soak:
     if config.duration <= 0:
         raise ConfigError("A soak needs a duration.")
     found, begin = Soak(config.duration), time.monotonic()
-    pids: dict[str, int] = {}
+    due = LocalClock(config.log_every / 2)  # the roles log at different times
 
     def look(step: int, _: Mapping[str, Any]) -> None:
         found.steps = step
+        if not due():
+            return
         seconds = time.monotonic() - begin
         record = read_record(config.logdir)
         workers = record.workers if record else ()
         found.restarts = sum(worker.restarts for worker in workers)
         running = {worker.name: worker.pid for worker in workers if worker.pid}
         for name, pid in {"supervisor": os.getpid(), **running}.items():
-            if pids.setdefault(name, pid) == os.getpid() and name != "supervisor":
+            if pid == os.getpid() and name != "supervisor":
                 continue  # a thread of the supervisor
             if values := usage(pid):
                 found.processes.setdefault(name, Series()).add(seconds, values)
-        files = sum(len(names) for _, _, names in os.walk(config.logdir))
-        found.processes.setdefault(DIRECTORY, Series()).add(seconds, {"files": files})
 
     train(config, on_log=look)
     found.duration = time.monotonic() - begin
@@ -169,10 +160,9 @@ def draw(found: Soak, out: Path) -> None:
     for axis, (kind, unit) in zip(axes, KINDS.items(), strict=True):
         for number, (name, series) in enumerate(found.processes.items()):
             values = getattr(series, kind)
-            if values and name != DIRECTORY:
-                minutes = [at / 60 for at in series.seconds]
-                color = COLORS[number % len(COLORS)]
-                axis.plot(minutes, values, color=color, linewidth=1.4, label=name)
+            minutes = [at / 60 for at in series.seconds]
+            color = COLORS[number % len(COLORS)]
+            axis.plot(minutes, values, color=color, linewidth=1.4, label=name)
         axis.axvspan(0, found.duration / 240, color="0.95", zorder=0)
         axis.set_title(f"{kind} ({unit})" if unit else kind, fontsize=11, loc="left")
         axis.set_xlabel("minutes")

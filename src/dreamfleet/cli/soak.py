@@ -77,7 +77,5 @@ def _table(found: Soak) -> Table:
 
 def _cell(series: Series, kind: str, duration: float) -> str:
     """What there was in the second quarter, and how much more in the last."""
-    if not getattr(series, kind):
-        return ""
     before, more = series.growth(kind, duration)
     return f"{before:.0f} {KINDS[kind]}".rstrip() + f" {more:+.1f}"
