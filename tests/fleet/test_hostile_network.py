@@ -31,10 +31,8 @@ def test_a_fleet_goes_on_under_attack(tmp_path: Path) -> None:
 
 def test_a_soak_looks_at_every_process(tmp_path: Path) -> None:
     small = ReplayConfig(chunk=64, capacity=1000)
-    config = small_run(
-        tmp_path / "run", steps=0, duration=5.0, log_every=0.3, eval_episodes=0, replay=small
-    )
-    found = soak(config, tmp_path / "soak")
+    config = small_run(tmp_path / "run", steps=0, log_every=0.3, eval_episodes=0, replay=small)
+    found = soak(config, 1.0, tmp_path / "soak")
     assert left_behind() == []
     assert found.processes.keys() >= {"supervisor", "agent", "replay", "logger", "env-0", "env-2"}
     told = json.loads((tmp_path / "soak.json").read_text())

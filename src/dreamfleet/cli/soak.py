@@ -54,11 +54,10 @@ def soak(
         "train_ratio": train_ratio,
         "replay.capacity": capacity,
         "steps": 0,
-        "duration": 60 * minutes,
         "log_every": min(10.0, 60 * minutes / 40),
         "eval_episodes": 0,
     }
-    found = run(configure(changes, preset), logdir / "soak")
+    found = run(configure(changes, preset), 60 * minutes, logdir / "soak")
     say(_table(found))
     say(CRITERION)
     say(f"picture        {logdir / 'soak.png'}")
