@@ -8,7 +8,6 @@ from typing import Any
 import agent_worlds as worlds
 import numpy as np
 
-from dreamfleet.agents import Dreamer
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env, noop
@@ -22,6 +21,8 @@ STREAM = 2
 
 def small_run(logdir: Path, task: str, steps: int, **options: Any) -> RunConfig:
     """A run whose agent has learned nothing, with this many steps of one environment."""
+    from dreamfleet.agents import Dreamer  # whose tests have shapes checked from its import on
+
     settings = {"task": task, "logdir": logdir, "env_options": options, "seed": 5}
     config = RunConfig(agent_config=worlds.config(), **settings)
     env = make_env(task, seed=env_seed(config.seed, STREAM), **options)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,6 @@ from dreamfleet.checkpoint import (
     read_checkpoint,
 )
 from dreamfleet.config import ForeignSettings, RunConfig
-from dreamfleet.envs.naming import PROGRAM, Task, maker_of, only_there
-from dreamfleet.envs.registry import is_bundled
 from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import (
     FLAGS,
@@ -38,6 +36,9 @@ from dreamfleet.spaces import (
     without_logs,
     without_reset,
 )
+
+if TYPE_CHECKING:
+    from dreamfleet.envs.naming import Task
 
 Arrays = dict[str, NDArray[Any]]
 Spaces = Mapping[str, Space]
@@ -380,6 +381,10 @@ def maker_of_task(config: RunConfig, env: Task | None, *, trust: bool) -> Task:
     Raises:
         ConfigError: It is not part of this package, and nobody has named or trusted it.
     """
+    # A policy that is only loaded needs no environments.
+    from dreamfleet.envs.naming import PROGRAM, maker_of, only_there
+    from dreamfleet.envs.registry import is_bundled
+
     if env is not None:
         return maker_of(env) if isinstance(env, str) else env
     if not is_bundled(config.task) and not trust:

@@ -101,7 +101,7 @@ def test_a_run_ends_when_its_target_score_is_reached(tmp_path: Path, eval_envs: 
 
 
 def test_the_actor_does_not_act_before_the_checkpoint_is_restored(tmp_path: Path) -> None:
-    config = small_run(tmp_path, steps=100, launcher="serial")
+    config = small_run(tmp_path, steps=100, launcher="serial", replay_shards=2)
     fleet = parts(config, make_env_train=dummy_with_its_id)
     combined(**{**fleet, "make_agent": CountingAgent}, args=config)
     ready, acted = threading.Event(), threading.Event()
@@ -122,7 +122,7 @@ def test_the_actor_does_not_act_before_the_checkpoint_is_restored(tmp_path: Path
         ready.set()
         return dummy_with_its_id(envid)
 
-    config = small_run(tmp_path, steps=200, launcher="serial")
+    config = small_run(tmp_path, steps=200, launcher="serial", replay_shards=2)
     combined(**{**fleet, "make_agent": Patient, "make_env_train": make_env}, args=config)
     assert acted_early == [False]
     assert acted.is_set()

@@ -11,10 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,12 +265,19 @@ def a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, folder:
     wait(page, grown, page.evaluate(_REACHES, ".chart.score"))
     page.get_by_role("link", name="Fleet").click()
     page.wait_for_selector(".node.running[data-role=env]")
-    record = read_record(folder / "live")
-    assert record is not None
-    victim = next(worker for worker in record.workers if worker.role == "env")
-    assert victim.pid is not None
-    os.kill(victim.pid, signal.SIGKILL)
-    page.wait_for_selector(".node.restarting[data-role=env]")
+    # One that has done its work is started again at once; one that fails again and again waits.
+    killed: set[int] = set()
+    deadline = time.monotonic() + 120
+    while not page.locator(".node.restarting[data-role=env]").count():
+        assert time.monotonic() < deadline
+        record = read_record(folder / "live")
+        assert record is not None
+        victim = next(worker for worker in record.workers if worker.role == "env")
+        if victim.pid is not None and victim.pid not in killed and len(killed) < 7:
+            killed.add(victim.pid)
+            with suppress(ProcessLookupError):
+                os.kill(victim.pid, signal.SIGKILL)
+        page.wait_for_timeout(50)
     page.wait_for_selector(".node.running[data-role=env]")
     page.wait_for_selector(".fleet circle.failed")
     page.get_by_role("link", name="Metrics").click()

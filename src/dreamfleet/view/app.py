@@ -97,8 +97,20 @@ def serve(
             timeout_graceful_shutdown=1,
             ws_max_size=1 << 20,
         )
-        ready(address)
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config, lambda: ready(address)).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens. From then on Ctrl-C ends it in order."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
 
 def make_app(runs: Runs) -> FastAPI:

@@ -113,6 +113,7 @@ def test_a_score_is_written_once_however_often_it_is_sent(tmp_path: Path) -> Non
         "step": 10, "episode/score": 1.0, "episode/length": 2, "time": 1.5e9, "id": "actor/0/1/0",
     }  # fmt: skip
     again.close()
+    log.close()
 
 
 def test_a_logger_that_was_killed_goes_on_from_its_step(tmp_path: Path) -> None:

@@ -222,8 +222,8 @@ import threading
 from dreamfleet.roles.runtime import obey_supervisor, stop_event
 obey_supervisor(threading.Event())
 stop_event(exit_process=True)
-print("waiting", flush=True)
 try:
+    print("waiting", flush=True)
     threading.Event().wait()
 finally:
     print("stopped", flush=True)
