@@ -107,6 +107,7 @@ def serve(words: Sequence[str], where: Path) -> None:
         assert server.stdout is not None
         assert server.stdout.readline().startswith("http://127.0.0.1:")
         server.send_signal(signal.SIGINT)
+        server.communicate()  # it has more to say
     assert server.returncode == 130
 
 
