@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import socket
 import statistics
 import struct
@@ -208,13 +209,20 @@ class _Battle:
 
 
 class _Attacker:
-    """A process that attacks whenever it is told to."""
+    """A process that attacks whenever it is told to.
+
+    libzmq may abort a process whose connection is ended in the middle of a message, which is what
+    servers do to this one. Then another one attacks from the beginning of the round; what the dead
+    one has sent is not counted.
+    """
 
     def __init__(self, targets: dict[str, str], keys: Keys, plan: Plan) -> None:
+        self._what = targets, keys.secret.hex(), plan
+        self._start()
+
+    def _start(self) -> None:
         self._channel, theirs = _spawn.Pipe()
-        self._process = _spawn.Process(
-            target=_attack, args=(theirs, targets, keys.secret.hex(), plan), daemon=True
-        )
+        self._process = _spawn.Process(target=_attack, args=(theirs, *self._what), daemon=True)
         self._process.start()
 
     def begin(self) -> None:
@@ -224,7 +232,10 @@ class _Attacker:
     def rests(self) -> bool:
         """Whether the round is over."""
         if not self._process.is_alive():
-            raise RuntimeError("The attacker has died.")
+            if self._process.exitcode != -signal.SIGABRT:
+                raise RuntimeError("The attacker has died.")
+            self._start()
+            self.begin()
         return self._channel.poll(0) and self._channel.recv() == "done"
 
     def sent(self) -> dict[str, int]:
