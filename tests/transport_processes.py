@@ -1,8 +1,10 @@
-"""Servers in processes of their own, for tests that kill, starve or measure them."""
+"""Servers in processes of their own, for tests that kill, starve or measure them; and the handshake
+of a peer that is no client of ours."""
 
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,3 +104,13 @@ def _batch_server(address: str, keys: Keys | None) -> BatchServer:
     server = BatchServer(address, "Batching", keys=keys)
     server.bind("act", act, batch=4, wait=0.002)
     return server
+
+
+def greet(peer: socket.socket) -> None:
+    """The handshake of ZMTP 3.0 without security, as a DEALER."""
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    left = 64
+    while left:  # libzmq hangs up on some who do not wait for its own
+        left -= len(peer.recv(left))
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from transport_processes import ServerProcess, server_process
+from transport_processes import ServerProcess, greet, server_process
 
 from dreamfleet.benchmarks.hostile import LIES, addressed, malformed, raw_socket
 from dreamfleet.transport import Client, wire
@@ -133,16 +133,6 @@ def test_a_message_above_the_limit_costs_the_connection() -> None:
         assert psutil.Process(server.pid).memory_info().rss - before < 64 * MEGABYTE
         with Client(server.address) as client:
             assert client.echo(1).result(20) == (1,)
-
-
-def greet(peer: socket.socket) -> None:
-    """The handshake of ZMTP 3.0 without security, as a DEALER."""
-    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    left = 64
-    while left:  # libzmq hangs up on some who do not wait for its own
-        left -= len(peer.recv(left))
-    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])

@@ -13,7 +13,7 @@ from dreamfleet.view.charts import prediction_chart
 from dreamfleet.view.frame import card, find_run, frame, keep_fresh, link_to
 from dreamfleet.view.inside import open_inside
 from dreamfleet.view.media import videos
-from dreamfleet.view.prediction import Prediction
+from dreamfleet.view.predict import Prediction
 from dreamfleet.view.runs import Run, Runs
 
 _REFRESH_SECONDS = 3.0

@@ -16,11 +16,23 @@ import numpy as np
 from dreamfleet.dream import Dream
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
-from dreamfleet.view.prediction import Prediction
 
 _OBSERVED, _PREDICTED = 16, 48
 _MOST_VALUES = 24
 _EPISODES = 20
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Truth and prediction of one stored episode."""
+
+    step: int
+    """Training steps of the checkpoint."""
+    observed: int
+    """Steps that the model has observed; it has predicted those that follow."""
+    truth: dict[str, list[list[float]]]
+    """Of each key the values of each step."""
+    predicted: dict[str, list[list[float]]]
+    """The same from the last observed step on."""
 
 
 def predict(path: Path) -> Prediction:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transport_processes import greet
 
 from dreamfleet.benchmarks.hostile import Tap
 from dreamfleet.transport import Client, CodecError, Disconnected, Keys, Server, guard, wire
@@ -216,16 +217,6 @@ def serving(keys: Keys | None = None, **limits: Any) -> Iterator[tuple[Server, i
     server._loop._guard = Guard(port, **limits)
     with server:
         yield server, port, told
-
-
-def greet(peer: socket.socket) -> None:
-    """The handshake of ZMTP 3.0 without security, as a DEALER."""
-    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    left = 64
-    while left:  # libzmq hangs up on some who do not wait for its own
-        left -= len(peer.recv(left))
-    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
 
 
 def part(data: bytes, *, more: bool = True) -> bytes:

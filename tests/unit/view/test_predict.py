@@ -14,7 +14,7 @@ from dream_parts import small_run
 from dreamfleet.dream import Dream
 from dreamfleet.view import predict
 from dreamfleet.view.charts import prediction_chart
-from dreamfleet.view.prediction import Prediction
+from dreamfleet.view.predict import Prediction
 
 
 def test_an_episode_is_observed_and_then_predicted_from_its_actions(
