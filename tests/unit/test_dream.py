@@ -185,7 +185,7 @@ def test_vectors_tokens_and_several_actions() -> None:
     assert 0 <= imagined.obs["token"] < 4
     nets = agent._state.nets
     state = State(*(part[:, None] for part in imagined.latent.state))
-    expected = jax.jit(lambda nets: dist.symexp(nets.decoder(state)["vector"])[0, 0])(nets)
+    expected = jax.jit(lambda nets, s: dist.symexp(nets.decoder(s)["vector"])[0, 0])(nets, state)
     np.testing.assert_allclose(imagined.obs["vector"], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match="NaN"):
         dream.step({**chosen, "move": [np.nan, 0.0]})
