@@ -303,6 +303,12 @@ def a_dream_follows_the_keys(page: Any) -> None:
     page.keyboard.press("ArrowLeft")  # another action than before: the dream branches off
     assert at(3)[1] != frames[3][1]
     page.get_by_text("branch 1").click()
+    # Both branches are at step 3: only the frame says when the page shows the other one.
+    wait(
+        page,
+        "([frame]) => document.querySelector('[alt=\"real frame\"]').src === frame",
+        frames[3][1],
+    )
     assert at(3) == frames[3]
     page.get_by_role("button", name="Policy").click()
     page.keyboard.press("Space")
