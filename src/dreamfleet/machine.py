@@ -200,9 +200,6 @@ def sockets() -> Iterator[Finding]:
             yield Finding(what, "problem", f"no call gets through: {error}", fix)
         else:
             yield Finding(what, "fine", "calls get through")
-    if len(tempfile.gettempdir()) > 60:
-        fix = "Socket files have at most 107 characters: set TMPDIR to a shorter path."
-        yield Finding("temporary files", "hint", tempfile.gettempdir(), fix)
 
 
 def limits() -> Iterator[Finding]:

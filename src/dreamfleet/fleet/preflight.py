@@ -32,9 +32,11 @@ from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
 from dreamfleet.replay.table import SPARE_SLOTS
 from dreamfleet.resuming import differences, holds_run, shortened
+from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import Space, without_logs, without_reset
+from dreamfleet.transport.address import parse
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ def preflight(
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
+        AddressError: A server cannot listen where it is to.
         DreamfleetError: The environment cannot be made, or the agent cannot be made for it.
     """
     find_launcher(config.launcher)
@@ -82,6 +85,8 @@ def preflight(
     if on_this_machine:
         check_files(config)
         check_addresses()
+        for role in SERVERS:
+            parse(listen_address(config, role))  # one that cannot be would end its role for ever
     check_sources(config)
     check_checkpoint(config)
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")

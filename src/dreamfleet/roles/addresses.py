@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
-from dreamfleet.transport.address import AUTO, parse
+from dreamfleet.transport.address import AUTO, parse, serves_nobody
 
 RoleName = Literal["actor", "learner", "replay", "logger", "evaluator"]
 SERVERS: tuple[RoleName, ...] = ("actor", "learner", "replay", "logger", "evaluator")
@@ -158,12 +158,7 @@ def _remove_socket(address: str) -> None:
     parsed = parse(address)
     if parsed.kind == "tcp" or not parsed.path.is_socket():
         return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(parsed.path))
-            return  # another run's, whose directory was copied
-        except OSError:
-            pass
-    parsed.path.unlink(missing_ok=True)
+    if serves_nobody(parsed.path):  # else it is another run's, whose directory was copied
+        parsed.path.unlink(missing_ok=True)
     with suppress(OSError):  # not ours alone
         parsed.path.parent.rmdir()

@@ -8,9 +8,12 @@ inproc://name                   inside this process only, for the serial mode
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import ipaddress
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -18,6 +21,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from dreamfleet.transport.errors import AddressError, SecurityError
@@ -127,20 +131,30 @@ def prepare(address: Address) -> None:
     if address.kind == "tcp":
         return
     directory = address.path.parent
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.getuid():
+    if _MADE_UP.fullmatch(directory.name):
+        _remove_stale()
+        _hold(directory)
+    else:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(directory.stat()):
         raise SecurityError(
             f"The directory {directory} of a socket file must be yours alone: run 'chmod 700 "
             f"{directory}', name another directory, or use ipc://{AUTO}."
         )
     # libzmq replaces a socket file without asking, which would steal a living server's address.
+    if not serves_nobody(address.path):
+        raise AddressError(f"Another server is already running at {address.text}.")
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
+
+def serves_nobody(path: Path) -> bool:
+    """Whether nobody listens at a socket file, or it does not exist."""
     with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(address.path))
-        except OSError:
-            return
-    raise AddressError(f"Another server is already running at {address.text}.")
+        probe.setblocking(False)  # a server that is stopped has no room for more at some time
+        return probe.connect_ex(str(path)) in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def file_identity(address: Address) -> tuple[int, int] | None:
@@ -159,27 +173,77 @@ def clean_up(address: Address, identity: tuple[int, int] | None) -> None:
     if file_identity(address) == identity:
         address.path.unlink(missing_ok=True)
     directory = address.path.parent
-    if directory.name.startswith(_PREFIX):
+    if (held := _held.pop(directory, None)) is not None:
         with suppress(OSError):  # somebody put something else into it
             directory.rmdir()
+        os.close(held)
 
+
+# --- directories that are made up ----------------------------------------------------------------
 
 _PREFIX = "dreamfleet-"
 _TOKEN = secrets.token_hex(4)
+_AS_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_MADE_UP = re.compile(_PREFIX + r"\d+-[0-9a-f]{8}-[0-9a-f]{12}")
+_held: dict[Path, int] = {}  # those of this process, and the open files that lock them
 
 
 def _private_directory(name: str) -> Path:
     """A directory for one address of this process. No two share one, so that each is free to
     remove its own."""
     digest = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
-    return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{_TOKEN}-{digest}"
+    return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid():07}-{_TOKEN}-{digest}"
+
+
+def _hold(directory: Path) -> None:
+    """Make a directory, and lock it for as long as this process lives."""
+    while directory not in _held:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # it was taken for a dead one's, and removed
+            descriptor = os.open(directory, _AS_DIRECTORY)
+            with suppress(OSError):  # where nothing can be locked, nobody removes anything
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.fstat(descriptor).st_nlink:
+                _held[directory] = descriptor
+            else:
+                os.close(descriptor)
 
 
 def remove_socket_files() -> None:
     """Remove the socket files in directories that this process made up, because it is about to end
     without closing its servers."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getpid()}-{_TOKEN}-*"):
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getpid():07}-{_TOKEN}-*"):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@cache  # once in a process is enough
+def _remove_stale() -> None:
+    """Remove the directories that killed processes have left behind.
+
+    Whoever is alive holds a lock, and answers. A process id says nothing about another container,
+    or about another machine with the same temporary directory.
+    """
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if _MADE_UP.fullmatch(entry.name):
+                with suppress(OSError):  # in use, not ours, or just removed by another one
+                    _remove_if_stale(Path(entry.path))
+
+
+def _remove_if_stale(directory: Path) -> None:
+    descriptor = os.open(directory, _AS_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_private(os.fstat(descriptor)):
+            return
+        for entry in list(os.scandir(descriptor)):
+            mode = entry.stat(follow_symlinks=False).st_mode
+            # Versions before this one hold no lock.
+            if stat.S_ISSOCK(mode) and serves_nobody(directory / entry.name):
+                os.unlink(entry.name, dir_fd=descriptor)
+        directory.rmdir()
+    finally:
+        os.close(descriptor)
 
 
 def _with_path(address: Address) -> Address:
@@ -189,9 +253,11 @@ def _with_path(address: Address) -> Address:
         path = (_private_directory(name) if path.parent == Path() else path.parent) / name
     path = path.absolute()
     if len(os.fsencode(path)) > _PATH_LIMIT:
+        fix = f"use a shorter directory, or ipc://{AUTO}"
+        if _MADE_UP.fullmatch(path.parent.name):
+            fix = f"set TMPDIR to a shorter path than {path.parent.parent}"
         raise AddressError(
-            f"The socket file {path} has too long a path (at most {_PATH_LIMIT} bytes): use a "
-            f"shorter directory, or ipc://{AUTO}."
+            f"The socket file {path} has too long a path (at most {_PATH_LIMIT} bytes): {fix}."
         )
     return Address(address.kind, path=path, name=address.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from dreamfleet.replay import Fractions
 from dreamfleet.roles.spaces_file import SPACES_FILE, write_spaces
 from dreamfleet.spaces import Space
 from dreamfleet.training import train
+from dreamfleet.transport import AddressError
 
 CONFIG = RunConfig(
     envs=4,
@@ -310,3 +312,11 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_start(
     assert main(["train", "--logdir", str(tmp_path / "run")]) == 2
     assert "B of disk when it is full" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_temporary_directory_in_which_no_server_can_listen_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
+    with pytest.raises(AddressError, match=r"at most 103 bytes\): set TMPDIR to a shorter path"):
+        preflight(replace(CONFIG, launcher="local"))

@@ -1,8 +1,14 @@
+import fcntl
 import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transport_processes import ServerProcess, server_process
 
 from dreamfleet.transport import (
     AddressError,
@@ -13,7 +19,7 @@ from dreamfleet.transport import (
     Server,
     resolve,
 )
-from dreamfleet.transport.address import parse
+from dreamfleet.transport.address import clean_up, parse, prepare
 
 
 @pytest.mark.parametrize(
@@ -237,3 +243,97 @@ def test_an_address_that_cannot_be_bound_says_why() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(AddressError, match=f"Replay cannot bind tcp://127.0.0.1:{port}"):
             Server(f"127.0.0.1:{port}", "Replay")
+
+
+# --- what killed processes leave behind ----------------------------------------------------------
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary directory, of this process and of those that it starts."""
+    with tempfile.TemporaryDirectory() as name:  # the path of a socket file has to be short
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+def folder(address: str) -> Path:
+    return Path(address.removeprefix("ipc://")).parent
+
+
+def listener(directory: Path, backlog: int | None) -> socket.socket:
+    """A socket that holds no lock, and listens if there is a backlog."""
+    directory.mkdir(mode=0o700)
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(directory / "socket"))
+    if backlog is not None:
+        made.listen(backlog)
+    return made
+
+
+def test_the_next_server_removes_what_killed_ones_have_left_and_nothing_else(
+    temporary: Path,
+) -> None:
+    killed = [ServerProcess("ipc://{auto}") for _ in range(2)]
+    assert len({folder(each.address) for each in killed}) == 2
+    # Of a process that is alive in another container, this one sees an id that nobody has.
+    resolving = "import dreamfleet.transport as t; print(t.resolve('ipc://{auto}'))"
+    done = subprocess.run([sys.executable, "-c", resolving], capture_output=True, check=True)
+    server = Server(done.stdout.decode().strip())
+    server.bind("ping", lambda: "pong")
+    name = "dreamfleet-0000001-{:08x}-000000000000"
+    dead, old, full, kept, opened, target = (temporary / name.format(n) for n in range(6))
+    with listener(dead, None), listener(old, 1), listener(full, 0), listener(opened, None):
+        waiting = socket.socket(socket.AF_UNIX)  # so that no further one is taken in
+        waiting.connect(str(full / "socket"))
+        opened.chmod(0o755)
+        kept.mkdir(mode=0o700)
+        (kept / "notes").write_text("of a person")
+        elsewhere = temporary / "elsewhere"
+        listener(elsewhere, None).close()
+        target.symlink_to(elsewhere)
+        prepare(starting := parse("ipc://{auto}"))  # does not listen yet
+        for each in killed:
+            each.kill()
+        left = {each.name for each in temporary.iterdir()}
+        with server, server_process() as alive, Client(server.address) as client:
+            assert client.ping().result(120) == "pong"
+            gone = {folder(each.address).name for each in killed} | {dead.name}
+            made = {folder(alive.address).name}
+            assert {each.name for each in temporary.iterdir()} == left - gone | made
+        waiting.close()
+        clean_up(starting, None)
+    assert (elsewhere / "socket").is_socket()
+    assert (kept / "notes").read_text() == "of a person"
+
+
+def test_a_directory_that_is_removed_before_it_is_locked_is_made_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may take it for a dead one's for a moment."""
+    taken: list[Path] = []
+    real = fcntl.flock
+
+    def flock(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_SH and not taken:
+            taken.extend(temporary.iterdir())
+            taken[0].rmdir()
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    server = Server("ipc://{auto}")
+    server.bind("ping", lambda: "pong")
+    with server, Client(server.address) as client:
+        assert client.ping().result(120) == "pong"
+        assert taken == [folder(server.address)]
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_temporary_directory_with_too_long_a_path_is_named(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = temporary / ("x" * 60)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    for address in ("ipc://{auto}", "inproc://replay"):
+        with pytest.raises(AddressError, match=f"set TMPDIR to a shorter path than {long}"):
+            parse(address)
