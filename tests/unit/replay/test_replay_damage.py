@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -287,6 +288,25 @@ def test_a_directory_without_checksums_gets_them_when_it_is_sampled(tmp_path: Pa
     with long_chunks(tmp_path) as replay:
         assert len(replay.sample(30)["tag"]) == 30
         assert replay.stats()["damaged_chunks"] == 1
+
+
+def test_blocks_are_sealed_while_rows_come_in_and_as_zlib_would(tmp_path: Path) -> None:
+    """A process that is killed has sealed nearly all of them, and any version can read them."""
+    with long_chunks(tmp_path) as replay:
+        for tag in range(100):
+            replay.add_batch(*tags([tag]))
+        path = full_chunk(tmp_path, 10)
+        content = path.read_bytes()
+    info = read_chunk(path)
+    starts, _ = info.schema.offsets(info.steps)
+    header = header_bytes(info.schema)
+    seals = np.frombuffer(content[header - SEAL_BYTES : header], "<u8")[1:]
+    for block, seal in enumerate(seals.tolist()):
+        crc = 0
+        for column in info.schema.columns:
+            at = header + starts[column.name] + 4 * block * column.row_bytes
+            crc = zlib.crc32(content[at : at + 4 * column.row_bytes], crc)
+        assert seal & 0xFFFFFFFF == crc
 
 
 @pytest.mark.parametrize("word", range(SEAL_BYTES // 8))
