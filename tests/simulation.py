@@ -26,6 +26,7 @@ import errno
 import gc
 import itertools
 import logging
+import multiprocessing
 import os
 import random
 import shutil
@@ -35,7 +36,7 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,6 +74,7 @@ from dreamfleet.roles.replay import ReplayService, limiter_for
 from dreamfleet.transport import RemoteError, Unanswered
 
 ENVS, EPISODE = 3, 7
+CAPACITY = 2000  # steps; more than any history makes
 _MESSAGE = 24  # steps, at most
 ROLES = ("agent", "replay", "logger")
 FILES = {
@@ -381,7 +383,7 @@ class World:
             envs_per_process=ENVS,
             batch_size=2,
             train_ratio=ratio,
-            replay=ReplayConfig(chunk=chunk),
+            replay=ReplayConfig(chunk=chunk, capacity=CAPACITY),
             report_every=0.0,
         )
         faults.__init__(set(at or ()))  # type: ignore[misc]
@@ -396,6 +398,7 @@ class World:
         self.reset = [True] * ENVS
         self.made: list[Transitions] = []
         self.parts: dict[str, Any] = dict.fromkeys(ROLES)
+        self._ended: set[str] = set()
         self.checker = Checker(self.config)
         if before is not None:
             self.steps, self.fault_rate = before.steps, 0.0
@@ -424,6 +427,7 @@ class World:
         """A process is killed: nothing of it is left but its files."""
         faults.armed = False
         self.parts[role] = None
+        self._ended.add(role)
         for name, link in list(self.links.items()):
             if link.server == role:
                 link.cut()
@@ -438,7 +442,8 @@ class World:
         makers = {"agent": self._agent, "replay": self._replay, "logger": self._logger}
         for attempt in itertools.count():
             assert attempt < 20, f"the {role} cannot be started"
-            self._let_go(role)
+            if role in self._ended:
+                self._let_go()
             try:
                 self.parts[role] = self.as_process(role, makers[role])
             except (Killed, OSError):
@@ -451,14 +456,15 @@ class World:
             else:
                 return
 
-    def _let_go(self, role: str) -> None:
+    def _let_go(self) -> None:
         """Close what the kernel would have closed."""
         gc.collect()
-        mine = tuple(f"{self.folder}/{name}" for name in FILES[role])
+        files = tuple(f"{self.folder}/{name}" for role in self._ended for name in FILES[role])
         for entry in list(Path("/proc/self/fd").iterdir()):
             with suppress(OSError):
-                if str(entry.readlink()).startswith(mine):
+                if str(entry.readlink()).startswith(files):
                     os.close(int(entry.name))
+        self._ended.clear()
 
     def _link(self, caller: str, server: str) -> Link:
         name = f"{caller}-{server}-{len(self.links)}"
@@ -534,7 +540,7 @@ class World:
     def kill_all(self) -> None:
         for role in ROLES:
             self.end(role)
-            self._let_go(role)
+        self._let_go()
 
     def _act(self) -> None:
         actor = self.parts["agent"]
@@ -739,7 +745,7 @@ class Checker:
 
 def read_chains(directory: Path) -> list[dict[str, Any]]:
     """The stored rows of each chain, in order."""
-    with Replay(1, 1 << 16, directory) as replay:
+    with Replay(1, CAPACITY, directory) as replay:
         table = replay._table
         if table is None:
             return []
@@ -772,7 +778,8 @@ def history(seed: int, at: Collection[str] | None = None) -> World:
             world.run(EVENTS)
             world.finish()
         except Exception as error:
-            more = "".join(f" --fault {fault}" for fault in at or ()) or " --minutes 0"
+            more = "".join(f" --fault {fault}" for fault in at or ())
+            more = more or " --minutes 0 --processes 1"
             again = f"python tests/simulation.py --seed {seed}{more}"
             raise Failed(f"{error} Faults: {faults.done}. Again: {again}") from error
         return world
@@ -786,13 +793,20 @@ def _folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def every_fault(seed: int, kind: str, stride: int = 1) -> int:
+Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""Calls a function with each of some values, as `map` does."""
+
+
+def every_fault(seed: int, kind: str, stride: int = 1, each: Each = map) -> int:
     """A history with one fault, at each of its writes or messages; returns how many there were."""
     history(seed, ())
     numbers = range(0, faults.messages if kind == "drop" else faults.count, stride)
-    for number in numbers:
-        history(seed, [f"{kind}@{number}"])
-    return len(numbers)
+    made = each(partial(_steps, seed), [[f"{kind}@{number}"] for number in numbers])
+    return sum(1 for _ in made)
+
+
+def _steps(seed: int, at: Collection[str] | None = None) -> int:
+    return history(seed, at).checker.steps
 
 
 _SMALL = (
@@ -802,56 +816,77 @@ _SMALL = (
 _MOST_BYTES = 400  # of a longer file, those at its beginning
 
 
-def every_truncation(seed: int, stride: int = 1) -> int:
+def every_truncation(seed: int, stride: int = 1, each: Each = map) -> int:
     """The small files that killed processes leave, each cut off at each byte: the run is resumed,
     and has every step. Returns how many runs were resumed."""
-    made = 0
+    with _killed(seed) as (folder, _):
+        sizes = {name: min((folder / name).stat().st_size, _MOST_BYTES) for name in _SMALL}
+    cuts = [(name, length) for name, size in sizes.items() for length in range(0, size, stride)]
+    parts = [cuts[first : first + 50] for first in range(0, len(cuts), 50)]
+    return sum(each(partial(_truncate, seed), parts))
+
+
+@contextmanager
+def _killed(seed: int) -> Iterator[tuple[Path, World]]:
+    """A run whose processes were all killed, and its directory."""
     with _folder() as folder:
-        run, cut = folder / "run", folder / "cut"
-        world = World(run, seed, ())
+        world = World(folder / "run", seed, ())
         world.run(EVENTS)
         world.kill_all()
-        for name in _SMALL:
-            for length in range(0, min((run / name).stat().st_size, _MOST_BYTES), stride):
-                shutil.copytree(run, cut)
-                os.truncate(cut / name, length)
-                try:
-                    again = World(cut, seed, (), world)
-                    again.checker.cut = name
-                    again.run(EVENTS // 5)
-                    again.finish()
-                except Exception as error:
-                    raise Failed(
-                        f"{name} of history {seed}, cut off at {length}: {error}"
-                    ) from error
-                shutil.rmtree(cut)
-                made += 1
-    return made
+        yield folder / "run", world
+
+
+def _truncate(seed: int, cuts: Sequence[tuple[str, int]]) -> int:
+    with _killed(seed) as (run, world):
+        cut = run.with_name("cut")
+        for name, length in cuts:
+            shutil.copytree(run, cut)
+            os.truncate(cut / name, length)
+            try:
+                again = World(cut, seed, (), world)
+                again.checker.cut = name
+                again.run(EVENTS // 5)
+                again.finish()
+            except Exception as error:
+                raise Failed(f"{name} of history {seed}, cut off at {length}: {error}") from error
+            shutil.rmtree(cut)
+    return len(cuts)
+
+
+def _until(end: float, stride: int, seed: int) -> tuple[int, int, int]:
+    """Histories until a time: how many, their steps, and the writes that failed."""
+    made = steps = failed = 0
+    while not made or time.monotonic() < end:
+        steps += _steps(seed + made * stride)
+        made, failed = made + 1, failed + len(faults.done)
+    return made, steps, failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first history")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many at once")
     parser.add_argument(
         "--every", action="store_true", help="it, with a fault at each write and message"
     )
     parser.add_argument("--fault", action="append", help="it, with kill@230, full@12 or drop@5")
     parser.add_argument("--truncate", action="store_true", help="its files, cut off at each byte")
     args = parser.parse_args()
-    start, made, steps, failed = time.monotonic(), 0, 0, 0
-    with watched():
+    start, count = time.monotonic(), args.processes
+    with watched(), multiprocessing.get_context("fork").Pool(count) as pool:
         if args.every:
-            made = sum(every_fault(args.seed, kind) for kind in ("kill", "full", "drop"))
+            kinds = ("kill", "full", "drop")
+            made = sum(every_fault(args.seed, kind, each=pool.imap_unordered) for kind in kinds)
         elif args.truncate:
-            made = every_truncation(args.seed)
+            made = every_truncation(args.seed, each=pool.imap_unordered)
         elif args.fault:
-            history(args.seed, args.fault)
+            _steps(args.seed, args.fault)
             made = 1
         else:
-            while not made or time.monotonic() < start + 60 * args.minutes:
-                steps += history(args.seed + made).checker.steps
-                made, failed = made + 1, failed + len(faults.done)
+            work = partial(_until, start + 60 * args.minutes, count)
+            done = list(pool.imap_unordered(work, range(args.seed, args.seed + count)))
+            made, steps, failed = map(sum, zip(*done, strict=True))
             sys.stdout.write(f"{steps:,} steps were acknowledged, {failed:,} writes failed.\n")
     rate = 60 * made / (time.monotonic() - start)
     sys.stdout.write(f"{made:,} histories, {rate:,.0f} a minute: all as they should be.\n")

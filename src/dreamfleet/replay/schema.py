@@ -7,6 +7,7 @@ time, so a sequence is one run of bytes a column.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.name}{list(self.shape)}"

@@ -26,6 +26,7 @@ import weakref
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +95,7 @@ class ChunkInfo:
         return (prefix + description).ljust(header_bytes(self.schema), b"\0")
 
 
+@lru_cache(maxsize=16)
 def header_bytes(schema: Schema) -> int:
     """Size of the header: the same for every chunk of a schema, so that columns line up."""
     columns = len(json.dumps(schema.to_json()))

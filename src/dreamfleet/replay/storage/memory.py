@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import sys
@@ -276,7 +277,7 @@ class BufferPool:
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """An uninitialised array that nobody else holds."""
-        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        size = dtype.itemsize * math.prod(shape)
         if size < _SMALL:
             return np.empty(shape, dtype)
         with self._lock:
