@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from dreamfleet.transport import Client, Server
+from dreamfleet.transport import BatchServer, Client, Server
 
 ROUNDS = 1500
 
@@ -45,3 +45,32 @@ def test_a_call_that_comes_while_another_is_answered_is_read_at_once() -> None:
                 break
         thread.join()
     assert failures == []
+
+
+def test_a_call_that_comes_while_a_server_asks_who_is_connected_is_read_at_once() -> None:
+    connections: set[bytes] = set()
+    server = BatchServer("ipc://{auto}")
+    server.bind(
+        "act",
+        lambda x: (x, None),
+        batch=1,
+        check=lambda origin, _: connections.add(origin.caller.connection),
+    )
+    start = threading.Semaphore(0)
+
+    def ask() -> None:
+        for _ in range(ROUNDS):
+            start.acquire()
+            server.between_calls(lambda: [server.connected(each) for each in connections])
+
+    with server, Client(server.address, timeout=10.0) as client:
+        client.connect()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            for value in range(ROUNDS):
+                start.release()
+                assert client.act(value).result() == value
+        finally:
+            start.release(ROUNDS)
+            thread.join()

@@ -240,11 +240,15 @@ class BatchServer(BaseServer):
             there = {peer for peer in peers if self._loop.connected(peer)}
             batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
             batcher.rows = sum(request.items for request in batcher.waiting)
+            self._loop.wake_reader()
 
     def between_calls(self, function: Callable[[], _T]) -> _T:
         """The result of a function that reads what checks keep: no call is taken meanwhile."""
         with self._loop.lock:
-            return function()
+            try:
+                return function()
+            finally:
+                self._loop.wake_reader()  # asking who is connected may have swallowed its signal
 
     def _start_threads(self) -> None:
         for batcher in self._methods.values():
