@@ -36,6 +36,7 @@ Say = Callable[[str], None]
 _SAVE_SECONDS = 90.0
 _FAILED_SECONDS = 60.0
 _STOP_SECONDS = 20.0
+_MOST_WAITS = 4
 _PLACE_SECONDS = 0.5
 _LOOK_SECONDS = 1.0  # a signal that another thread took does not wake this one
 _REASON_LENGTH = 200
@@ -218,22 +219,31 @@ class Supervisor:
             seconds = _STOP_SECONDS
 
     def _stop_role(self, members: list[_Member], later: list[_Member], seconds: float) -> None:
-        """Stop some members together, while those that are stopped `later` go on."""
-        deadline = time.monotonic() + seconds
+        """Stop some members together, while those that are stopped `later` go on. One that notes
+        progress meanwhile has as many seconds again, some times: its machine may be busy."""
+        begin = deadline = time.monotonic()
+        noted: list[int] = []
         asked = [member for member in members if member.alive]
         for member in later if asked else ():
             if not member.alive and not self._at_once:
                 self._start(member)
         for member in asked:
             member.terminate()
-        while any(m.alive for m in asked) and (left := deadline - time.monotonic()) > 0:
+        while any(m.alive for m in asked):
+            now = time.monotonic()
+            if noted != (noted := [member.noted().progress for member in asked]):
+                deadline = min(now, begin + _MOST_WAITS * seconds) + seconds
+            if now >= deadline:
+                break
             with suppress(queue.Empty):
-                self._on_event_at_end(self._events.get(timeout=left), later)
+                event = self._events.get(timeout=min(deadline - now, _LOOK_SECONDS))
+                self._on_event_at_end(event, later)
         for member in asked:
             if not member.end():
+                waited = time.monotonic() - begin
                 self._say(
-                    f"{member.name} did not stop within {seconds:.0f} s and was killed; what it "
-                    f"had not saved by then is lost. See {member.log_file}."
+                    f"{member.name} did not stop within {waited:.0f} s and was killed; what it had "
+                    f"not saved by then is lost. See {member.log_file}."
                 )
             elif not self._at_once and (how := member.failed_to_end()):
                 self._say(f"{member.name} {how} when it was to stop; see {member.log_file}")

@@ -259,6 +259,7 @@ class Saver:
         if turns:
             parts[TURNS] = turns
         score = self._evaluation_score()
+        self.note_end()
         self._writing = self._writer.submit(self._write, parts, step, score, pending)
         if wait:
             self.finish()
@@ -275,6 +276,11 @@ class Saver:
         if self._writing is not None and (wait or self._writing.done()):
             writing, self._writing = self._writing, None
             writing.result()
+
+    def note_end(self) -> None:
+        """While the run ends: let the supervisor know that the end gets on."""
+        if self._progress.finished.is_set():
+            self._notes.progress()
 
     def recount(self) -> None:
         """Count at least the steps that the replay holds: an actor of another process may have told
@@ -406,15 +412,18 @@ class Learner:
         while True:
             with timer.section("wait"):
                 batch = next(stream, None)
-            if batch is None:
+            if batch is None or self._progress.learning_over:
                 break
             self.update(batch)
+            self._saver.note_end()
             if parameters is not None:
                 parameters.publish()
             if self._asked and self._saver.updates >= self._asked:
                 break
             if should_log():
                 self.log()
+            if self._progress.stopped:
+                continue  # the end is all that is waited for
             if should_report():
                 self.report()
             if should_save() or self._saver.asked():
@@ -507,6 +516,8 @@ class Learner:
                     break
                 carry, metrics = self._agent.report(carry, batch)
                 aggregate.add(metrics)
+                if self._progress.stopped:
+                    return
             if found := aggregate.result(prefix=mode):
                 self._logger.add(self._progress.step, _sendable(found))
 

@@ -293,3 +293,40 @@ def test_a_worker_that_fails_when_it_is_to_stop_is_told_of(tmp_path: Path) -> No
         Supervisor([leader], launcher, duration=0.2, say=lines.append).run()
     [line] = lines
     assert line.startswith("agent ended with code 1 (RuntimeError: nothing is saved) when it was")
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_an_end_that_gets_on_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets_on: bool
+) -> None:
+    """A busy machine may need longer than a quiet one; seconds are made up here."""
+    now, looks, lines = [0.0], [0], list[str]()
+    path = tmp_path / "workers" / "agent"
+    read = supervisor.read_notes
+
+    def look(notes: Path) -> Any:
+        looks[0] += 1
+        return read(notes)
+
+    def save_slowly() -> None:
+        notes = Notes(path)
+        until_stopped()
+        while now[0] < 2 * supervisor._SAVE_SECONDS:
+            if gets_on:
+                notes.progress()
+            seen = looks[0]
+            while looks[0] < seen + 2 and not lines:
+                threading.Event().wait(0.001)
+            now[0] += supervisor._SAVE_SECONDS / 2
+
+    monkeypatch.setattr(supervisor, "read_notes", look)
+    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.01)
+    with find_launcher("serial")(tmp_path) as launcher:
+        leader = Worker("agent", "agent", save_slowly, ends_run=True, notes=path)
+        watching = Supervisor([leader], launcher, say=lines.append)
+        monkeypatch.setattr(
+            supervisor, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+        )
+        watching.stop()
+        watching.run()
+    assert any("agent did not stop within" in line for line in lines) != gets_on

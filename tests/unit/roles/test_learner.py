@@ -379,3 +379,41 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
     assert left(61, client=Granting(enough=False)) == 0
+
+
+class Stopping(CountingAgent):
+    """An agent that is asked to stop while it trains or reports."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+        self.done: list[str] = []
+
+    def train(self, carry: Any, batch: Any) -> Any:
+        self.done.append("train")
+        self._progress.stop()
+        self._progress.end_learning()
+        return carry, {}, {}
+
+    def report(self, carry: Any, batch: Any) -> Any:
+        self.done.append("report")
+        self._progress.stop()
+        return carry, {}
+
+
+@pytest.mark.parametrize("what", ["train", "report"])
+def test_an_agent_that_is_to_stop_does_not_train_and_report_on(tmp_path: Path, what: str) -> None:
+    progress, source = Progress(), Source()
+    source.batches = [{"number": 0}] * 20
+    agent = Stopping(progress)
+    config = small_run(tmp_path, report_every=1e-6, report_batches=5)
+    client: Any = SimpleNamespace(
+        add=lambda *_: None, status=lambda: SimpleNamespace(wait=lambda _: None), call=source.call
+    )
+    saves = saver(agent, config, progress)
+    learner = Learner(agent, config, progress, saves, client, client, client)
+    if what == "train":
+        learner.run(client)
+    else:
+        learner.report()
+    assert agent.done == [what]

@@ -60,7 +60,7 @@ class Seals:
         self._place = header_bytes(store.schema) - SEAL_BYTES
         self._words = store.arena.column(self._place, np.dtype(np.uint64), 1 + BLOCKS)
         content = store.arena.column(0, np.dtype(np.uint8), store.chunk_bytes)
-        self._content = memoryview(content.reshape(-1))  # whose slices are cheap
+        self._content = content.reshape(-1).data  # whose slices are cheap
         self._bits = {
             column.name: 1 << min(number, _LAST_BIT)
             for number, column in enumerate(store.schema.columns)
