@@ -211,29 +211,38 @@ def never_let_go_of_the_interpreter() -> None:
 class Witness:
     """Takes the lines of a run, and acts on them while the supervisor waits for it.
 
-    Sends the process of this title a signal once the run has made steps, if there is one to send;
-    lets the run reach its target once the process was started again and has run for some lines.
+    Sends processes signals, one after the other, once the run has made steps; for None the process
+    fails by itself. Each has to be started again and to run for some lines before the next one's
+    turn. After the last one the run may reach its target.
     """
 
-    def __init__(self, folder: Path, restarted: str, send: signal.Signals | None = None) -> None:
-        self._folder, self._name, self._signal = folder, restarted, send
+    def __init__(self, folder: Path, *faults: tuple[str, signal.Signals | None]) -> None:
+        self._folder, self._faults = folder, list(faults)
         self.lines: list[str] = []
+        self._handled = 0
+        self._sent = False
         self._seen = 0
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
         if not line.startswith("step ") or line.startswith("step 0"):
             return
-        if self._signal is not None:
-            # Steps are counted also before every process has come up.
-            if victim := processes_by_title().get(self._name):
-                victim.send_signal(self._signal)
-                self._signal = None
-        elif self.restarts and (restarted := processes_by_title().get(self._name)):
-            stepped = (self._folder / f"stepped-{restarted.pid}").exists()
-            self._seen += stepped or not self._name.startswith("env-")
+        if self._handled == len(self._faults):
+            return
+        name, number = self._faults[self._handled]
+        process = processes_by_title().get(name)
+        if process is None:
+            return  # steps are counted also before every process has come up
+        if number is not None and not self._sent:
+            process.send_signal(number)
+            self._sent = True
+        elif len(self.restarts) > self._handled:
+            stepped = (self._folder / f"stepped-{process.pid}").exists()
+            self._seen += stepped or not name.startswith("env-")
             if self._seen == 3:
-                (self._folder / "go").touch()
+                self._handled, self._sent, self._seen = self._handled + 1, False, 0
+                if self._handled == len(self._faults):
+                    (self._folder / "go").touch()
 
     @property
     def restarts(self) -> list[str]:

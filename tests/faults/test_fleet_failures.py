@@ -56,7 +56,7 @@ def test_an_environment_that_hangs_is_started_again_and_the_others_go_on(
         env_timeout=3.0,  # long enough for a healthy one on a slow machine
     )
     make = partial(Troubled, tmp_path, trouble)
-    witness = Witness(tmp_path, "env-1")
+    witness = Witness(tmp_path, ("env-1", None))
     fleet = parts(config, make_agent=CountingAgent, make_env_train=make)
     combined(**fleet, args=config, say=witness)
     assert left_behind() == []
@@ -117,7 +117,7 @@ def test_a_replay_that_raises_is_started_again_and_the_agent_does_not_notice(
     tmp_path: Path, method: str
 ) -> None:
     config = small_run(tmp_path, on_failure="restart", steps=0, target_score=TARGET, log_every=0.2)
-    witness = Witness(tmp_path, "replay")
+    witness = Witness(tmp_path, ("replay", None))
     fleet = parts(
         config,
         make_agent=CountingAgent,
@@ -148,7 +148,7 @@ def test_an_agent_that_raises_goes_on_from_its_checkpoint(tmp_path: Path, method
     config = small_run(
         tmp_path, on_failure="restart", steps=0, target_score=TARGET, log_every=0.2, save_every=0.1
     )
-    witness = Witness(tmp_path, "agent")
+    witness = Witness(tmp_path, ("agent", None))
     fleet = parts(
         config,
         make_agent=partial(OnceRaising, tmp_path, method),

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick_compiling  # noqa: F401 - programs here run a few times only
 from documents import python_blocks
 from dream_parts import STREAM, small_run
 from masked_parts import DOORS, Doors

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import quick_compiling  # noqa: F401 - programs here run a few times only
 from dream_parts import small_run
 from PIL import Image
 

@@ -1,8 +1,8 @@
 """What a hostile network costs a run: every server of a fleet is attacked while the fleet runs.
 
 The fleet is encrypted and listens on the loopback address. One process attacks its servers in turn,
-at a steady rate, in rounds; between them is as much peace. So what an attack costs is found within
-one run, also on a machine whose speed drifts. It sends:
+at a steady rate, in rounds; between them is peace. So what an attack costs is found within one run,
+also on a machine whose speed drifts. It sends:
 
     malformed   with the run's key: messages that cannot be read, calls with wrong arguments
     strangers   without a key: random bytes, handshakes that are too long, silence, a byte at a time
@@ -67,9 +67,9 @@ class Plan:
     log_every: float = 1.0
 
     @property
-    def seconds(self) -> float:
-        """How long a round lasts, and the peace after it."""
-        return self.messages / self.rate / self.rounds
+    def peace(self) -> float:
+        """Seconds before each round; the round itself lasts three times as long."""
+        return self.messages / self.rate / self.rounds / 3
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -185,7 +185,7 @@ class _Battle:
             while not attacker.rests:
                 yield "attack"
         else:
-            yield from self._wait(self._plan.seconds)
+            yield from self._wait(self._plan.peace)
         self.result.rates[attack].append((self._step() - step) / (time.monotonic() - begin))
 
     def _wait(self, seconds: float) -> Iterator[str]:

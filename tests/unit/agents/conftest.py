@@ -5,7 +5,6 @@ import sys
 
 import jax
 import pytest
-import quick_compiling  # noqa: F401
 from jaxtyping import install_import_hook
 
 PACKAGE = "dreamfleet.agents.dreamer"

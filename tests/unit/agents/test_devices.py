@@ -10,7 +10,6 @@ import jax
 import numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 sys.path.insert(0, TESTS)
-import quick_compiling
 from agent_worlds import ACTIONS, IMAGE, VECTOR, config, observations, random_batch
 from dataclasses import replace
 from dreamfleet.agents import Dreamer

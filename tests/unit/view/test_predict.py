@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import quick_compiling  # noqa: F401 - programs here run a few times only
 from dream_parts import small_run
 
 from dreamfleet.dream import Dream

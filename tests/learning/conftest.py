@@ -1,3 +1,0 @@
-"""These agents are tiny: they compile longer than they run."""
-
-import quick_compiling  # noqa: F401
