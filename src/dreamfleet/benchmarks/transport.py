@@ -165,7 +165,7 @@ def measure_latency(calls: int) -> tuple[float, float]:
 
 def run(quick: bool) -> list[Row]:
     """Measure calls and batches between processes; a quick run has few of them."""
-    many, seconds = (2, 0.2) if quick else (8, 5.0)
+    many, seconds = (BATCH, 0.2) if quick else (8, 5.0)
     median, tail = measure_latency(100 if quick else 5000)
     rows = [
         Row("latency of a small call, median", median, "ms", note="ipc, to another process"),
