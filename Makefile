@@ -86,11 +86,13 @@ test-versions: setup-dev
 	@.venv-$(WHICH)/bin/python -m pytest -q -p no:cacheprovider -W default -n 2 --dist worksteal $(TESTS)
 	@.venv-$(WHICH)/bin/dreamfleet train --logdir .venv-$(WHICH)/run --steps 1200
 
-docs: setup-dev ## write the configuration reference
+docs: setup-dev ## write the configuration reference, then make a site of all pages: site/index.html
 	@$(BIN)/python -m dreamfleet.reference docs/configuration.md
+	@$(BIN)/sphinx-build -q -W --keep-going -E -c docs -d build/doctrees . site
+	@echo "The documentation is in site/index.html."
 
 wheel: setup-dev ## build the wheel into dist/
 	@$(BIN)/python -m build --no-isolation --wheel --outdir dist .
 
 clean: ## remove .venv and what tools left behind
-	rm -rf .venv .venv-lowest .venv-newest dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-newest dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

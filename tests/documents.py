@@ -9,7 +9,7 @@ from pathlib import Path
 from dreamfleet.metrics.glossary import entries
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```([^\n`]*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [Block(page.name, language, text) for language, text in found]
 
 

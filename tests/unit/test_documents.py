@@ -7,13 +7,18 @@ import errno
 import inspect
 import os
 import re
+import shlex
 import tomllib
 
 import pytest
 from documents import PAGES, ROOT, blocks, commands
 
 from dreamfleet.cli import COMMANDS
+from dreamfleet.cli.train import config_of
+from dreamfleet.config import RunConfig
 from dreamfleet.envs import MissingExtraError, registry
+from dreamfleet.errors import ConfigError
+from dreamfleet.metrics.glossary import explain
 from dreamfleet.presets import PRESETS, preset
 from dreamfleet.reference import reference
 from dreamfleet.settings import pairs
@@ -40,8 +45,8 @@ def test_links_lead_somewhere(page) -> None:
 def test_every_page_is_listed() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     for page in PAGES:
-        if page.parent.name == "docs" and page.name != "README.md":
-            assert f"({page.name})" in index
+        if page.name != "README.md":
+            assert f"({page.relative_to(ROOT / 'docs').as_posix()})" in index
 
 
 def test_blocks_say_what_they_are() -> None:
@@ -49,8 +54,9 @@ def test_blocks_say_what_they_are() -> None:
     for page in PAGES:
         for block in blocks(page):
             # Blocks of several machines, `console`, are run by a test of their own.
-            assert block.language in ("sh", "python", "console", "")
+            assert block.language in ("sh", "python", "console", "{eval-rst}", "")
             assert block.language != "console" or block.page == "machines.md"
+            assert block.language != "{eval-rst}" or block.page == "api.md"
             if not block.language:
                 assert "$ " not in block.text
                 assert not re.search(r"^(dreamfleet|python|pip) ", block.text, re.MULTILINE)
@@ -103,11 +109,10 @@ def test_every_option_of_a_suite_is_explained(task: str) -> None:
         options = real(task)
     except MissingExtraError as error:
         pytest.skip(str(error))
-    page = (ROOT / "docs" / "environments.md").read_text()
-    section = page.split(f"### `{suite}:`\n")[1].split("\n#")[0]
-    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    page = (ROOT / "docs" / "suites" / f"{suite}.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("| `")]
     if suite == "bundled":
-        (row,) = (row for row in rows if row.startswith(f"| `{name}`"))
+        row = next(row for row in rows if row.startswith(f"| `{name}`"))
         assert documented(row) == options
     else:
         # The first cell; others speak of other options.
@@ -115,7 +120,7 @@ def test_every_option_of_a_suite_is_explained(task: str) -> None:
 
 
 def test_the_protocol_of_atari_100k_is_told() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "suites" / "atari.md").read_text()
     (words,) = re.findall(r"`atari100k:` has the same options.*?\n\n", page, re.DOTALL)
     assert {**real("atari:pong"), **documented(words)} == real("atari100k:pong")
 
@@ -170,8 +175,85 @@ def test_every_way_to_install_and_every_system_is_told() -> None:
 
 
 def test_one_table_says_what_every_preset_is_for() -> None:
-    page = (ROOT / "docs" / "quickstart.md").read_text()
+    page = (ROOT / "docs" / "presets.md").read_text()
     table = re.search(r"\| preset \| for \|\n\|---\|---\|\n((?:\|.*\n)+)", page)
     assert table is not None
     named = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table[1].splitlines()]
     assert sorted(name for row in named for name in row) == sorted(PRESETS)
+
+
+def spans() -> list[tuple[str, str]]:
+    """Everything that is quoted as code in a line of text, with the page it is on."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        found += [(page.name, span.replace("\n", " ")) for span in re.findall(r"`([^`]+)`", text)]
+    return found
+
+
+SPANS = spans()
+SETTINGS = {each.path for each in RunConfig().settings()}
+
+
+def is_setting(path: str) -> bool:
+    """Also a group of settings, such as `replay.fractions`."""
+    return any(name == path or name.startswith(f"{path}.") for name in SETTINGS)
+
+
+def test_settings_in_the_text_exist() -> None:
+    """`replay.capacity`, and `--replay.capacity 1000` wherever it stands."""
+    checked = 0
+    for page, span in SPANS:
+        if re.fullmatch(r"(dreamer|replay|resources)(\.[a-z_]+)+", span):
+            assert is_setting(span), f"{page}: {span}"
+            checked += 1
+        for flag in re.findall(r"--((?:dreamer|replay|resources)\.[a-z.-]+)", span):
+            path = flag.replace(".no-", ".").replace("-", "_")
+            assert is_setting(path), f"{page}: --{flag}"
+            checked += 1
+    assert checked > 50
+
+
+def test_trainings_in_the_text_have_settings_that_are_accepted() -> None:
+    """`dreamfleet train ...` in a line of text, which no test runs."""
+    checked = 0
+    for page, span in SPANS:
+        words = shlex.split(span) if span.startswith("dreamfleet train --") else []
+        foreign = {"TASK", "DIR", "[OPTIONS]", "..."} & set(words)
+        if words and not foreign and not {"--agent", "--help", "--help-all"} & set(words):
+            try:
+                config_of(words[2:])
+            except ConfigError as error:
+                pytest.fail(f"{page}: {span}: {error}")
+            checked += 1
+    assert checked > 5
+
+
+ROLES = r"(train|report|eval|episode|episodes|eval_episodes|learner|actor|env|machines|replay)"
+FILES = ("replay/damaged",)
+
+
+def test_metrics_in_the_text_are_in_the_glossary() -> None:
+    checked = 0
+    for page, span in SPANS:
+        if page != "metrics.md" and re.fullmatch(rf"{ROLES}(/[\w]+)+", span) and span not in FILES:
+            assert explain(span), f"{page}: {span}"
+            checked += 1
+    assert checked > 40
+
+
+def test_tasks_in_the_text_exist() -> None:
+    checked = 0
+    for page, span in SPANS:
+        for task in re.findall(
+            r"\b(?:gym|dmc|atari|atari100k|crafter|minigrid|bundled):[\w-]+", span
+        ):
+            suite, _, name = task.partition(":")
+            if name.isupper() or name in ("ID", "GAME", "NAME", "MODULE", "NAMESPACE"):
+                continue
+            try:
+                assert name in registry.tasks(suite), f"{page}: {task}"
+            except MissingExtraError:
+                continue
+            checked += 1
+    assert checked > 20

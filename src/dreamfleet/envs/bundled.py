@@ -21,7 +21,7 @@ _BACKGROUND, _BALL, _PADDLE = (16, 20, 32), (255, 196, 61), (88, 196, 255)
 class Catch(EpisodicEnv):
     """A pixel game on a small grid: left, stay, right; +1 for a ball caught, -1 for one missed.
 
-    An episode drops `balls` balls, one after the other. Random play scores about -0.6 a ball,
+    An episode drops `balls` balls, one after the other. Random play scores about -0.75 a ball,
     perfect play 1.
     """
 

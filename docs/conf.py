@@ -1,0 +1,73 @@
+"""How `make docs` makes a site of the Markdown pages: settings of Sphinx.
+
+The pages stay what a forge shows. All that a site needs beyond them is here: the order of the
+pages, and how the docstrings that `api.md` names are read.
+"""
+
+import os
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the site needs no accelerator to be built
+
+ROOT = Path(__file__).parents[1]
+NAVIGATION = {
+    "Start": ["quickstart", "presets", "learning", "gallery"],
+    "Environments": [
+        "environments", "suites/gym", "suites/dmc", "suites/atari", "suites/crafter",
+        "suites/minigrid", "suites/bundled",
+    ],
+    "Train and use": ["python", "evaluation", "view", "dream", "agents", "examples"],
+    "Run it": ["operations", "machines", "scaling", "security", "reliability", "chaos"],
+    "Look it up": ["README", "configuration", "metrics", "api"],
+    "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
+}  # fmt: skip
+"""What the side bar shows; a page that is missing here fails the build."""
+
+project = "Dreamfleet"
+root_doc = "README"
+include_patterns = ["*.md", "docs/**.md", "results/README.md"]
+exclude_patterns = [
+    ".*", "build", "deploy", "dist", "examples", "locks", "runs", "site", "src", "tests",
+]  # fmt: skip
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4  # as a forge makes them
+default_role = "code"  # docstrings quote code as Markdown does
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = project
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
+html_show_sphinx = html_show_copyright = html_copy_source = False
+# Pages that are opened from the disk may not fetch each other.
+html_show_search_summary = False
+
+
+def _complete(_: Sphinx, name: str, source: list[str]) -> None:
+    """Add what a forge shows by itself: the entries of the side bar, and the programs."""
+    if name == "docs/examples":
+        for path in sorted((ROOT / "examples").glob("*.py")):
+            source[0] += f"\n## `{path.name}`\n\n```python\n{path.read_text()}```\n"
+    if name == root_doc:
+        for caption, pages in NAVIGATION.items():
+            names = "\n".join(os.path.normpath(f"docs/{page}") for page in pages)
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+
+
+def _add_index(app: Sphinx, error: Exception | None) -> None:
+    """The first page is also what a folder shows."""
+    if error is None:
+        first = Path(app.outdir, f"{root_doc}.html")
+        first.with_name("index.html").write_bytes(first.read_bytes())
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _complete)
+    app.connect("build-finished", _add_index)
