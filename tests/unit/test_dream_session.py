@@ -126,6 +126,28 @@ def test_without_an_environment_the_recording_is_the_truth(loaded: Dream) -> Non
     assert session.step("policy")["truth"] is None
 
 
+def test_an_environment_of_ones_own_is_made_with_trust(
+    loaded: Dream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "from dreamfleet.envs.bundled import Catch\n\ndef make(**options): return Catch(**options)"
+    )
+    (tmp_path / "own_catch.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert loaded.blueprint is not None
+    dream = loaded.branch()
+    config = replace(loaded.blueprint.config, task="own_catch:make")
+    dream.blueprint = replace(loaded.blueprint, config=config)
+    session = Session(dream, trust=True)
+    assert session.describe()["real"]
+    assert session.start(None, 1, 0)["truth"]["source"] == "environment"
+    assert session.step("policy")["truth"]["source"] == "environment"
+    session.close()
+    config = replace(config, task="__main__:Catch")
+    dream.blueprint = replace(loaded.blueprint, config=config)
+    assert "defined in the program that trained" in Session(dream, trust=True).describe()["note"]
+
+
 def test_several_viewers_have_dreams_of_their_own(run: Path) -> None:
     """Up to a number; the process ends with the last of them, and a crash ends no viewer."""
     host = DreamHost(most=2)

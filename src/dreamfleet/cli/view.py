@@ -24,6 +24,7 @@ def view(
     host: str = "127.0.0.1",
     port: Annotated[int, Meta(ge=0, le=65535)] | None = None,
     browser: bool = True,
+    trust: bool = False,
 ) -> None:
     """Serve a page about a run, or a folder of runs, live while they run and afterwards.
 
@@ -35,6 +36,8 @@ def view(
         host: The address to listen on, such as 0.0.0.0 for all of this machine.
         port: The port; without one 8765, or another one if that is taken.
         browser: Also open the page in a browser, if there is a terminal.
+        trust: Import code of others that the runs name: your own environments, agents or networks,
+            to dream with them and to evaluate them.
     """
     _need_the_extra()
     from dreamfleet.view.app import Address, is_loopback, serve
@@ -50,7 +53,7 @@ def view(
         if browser:
             _open(address.url)
 
-    serve(folder, host=host, port=port, ready=ready)
+    serve(folder, host=host, port=port, trust=trust, ready=ready)
 
 
 @contextmanager

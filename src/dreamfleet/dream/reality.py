@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays
-from dreamfleet.envs import Wrapper, env_seed, make_visible_env, noop, renderer
+from dreamfleet.envs import Wrapper, env_seed, make_visible_env, noop
+from dreamfleet.envs.images import side_by_side
 from dreamfleet.envs.naming import Task
 from dreamfleet.errors import ConfigError, DreamfleetError, MissingExtraError
 from dreamfleet.policy import Blueprint, maker_of_task
@@ -201,13 +202,18 @@ class Reality:
             )
         while len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
-        assert self._env is not None
         try:
-            frame = renderer(self._env)(obs) if draw else None
+            frame = self._frame(obs) if draw else None
         except Exception:  # no picture is no reason to stop
             frame = None
         self._now = Real(number, obs, float(obs["reward"]), bool(obs["is_last"]), frame)
         return self._now
+
+    def _frame(self, obs: Arrays) -> NDArray[np.uint8] | None:
+        """What the dream shows, or else what the environment renders."""
+        assert self._env is not None
+        seen = image_of({key: obs[key] for key in self._keys})
+        return self._env.render() if seen is None else seen
 
     def _attempt(self, call: Callable[[], Arrays]) -> Arrays:
         try:
@@ -257,11 +263,9 @@ class Reality:
 
 
 def image_of(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
-    """The image of an observation, as it can be shown: of frames that are stacked the last one."""
-    for value in obs.values():
-        if is_image(value.dtype, value.shape):
-            return value if value.shape[-1] in (1, 3) else value[..., -1:]
-    return None
+    """The images of an observation, side by side; of frames that are stacked the last one."""
+    images = [obs[key] for key in sorted(obs) if is_image(obs[key].dtype, obs[key].shape)]
+    return side_by_side(images) if images else None
 
 
 def _unreachable(why: str) -> RealityError:

@@ -64,8 +64,9 @@ class Session:
         try:
             if dream.blueprint is not None:
                 self._real = Reality(dream.blueprint, trust=trust)
-        except DreamfleetError:
-            self._note = "Its environment is not part of Dreamfleet, so it is not run here."
+        except DreamfleetError as error:
+            short = "Its environment is not part of Dreamfleet, and is not made without trust."
+            self._note = str(error) if trust else short
 
     @property
     def dream(self) -> Dream:

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.envs.images import side_by_side
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.spaces import RESET, Space, SpaceError, is_frame
 
@@ -189,9 +190,9 @@ def env_seed(seed: int, index: int) -> int:
 
 
 def renderer(env: Env) -> Callable[[Arrays], NDArray[np.uint8] | None]:
-    """A function from an observation to the frame that shows it: its image, or else what the
-    environment renders."""
+    """A function from an observation to the frame that shows it: its images, side by side, or else
+    what the environment renders."""
     spaces = env.obs_space.items()
-    image = next((key for key, space in spaces if is_frame(space.dtype, space.shape)), None)
+    images = [key for key, space in spaces if is_frame(space.dtype, space.shape)]
     render: Callable[[], Any] = getattr(env, "render", None) or (lambda: None)
-    return lambda obs: obs[image] if image else render()
+    return lambda obs: side_by_side([obs[key] for key in images]) if images else render()

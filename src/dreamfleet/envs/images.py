@@ -1,4 +1,4 @@
-"""Resizing the images of observations.
+"""Resizing the images of observations, and showing several of them.
 
 Bilinear interpolation whose filter widens when the image shrinks, so that no pixel is skipped and
 small objects do not flicker. The result is that of Pillow's BILINEAR, within rounding, in half to
@@ -13,6 +13,7 @@ rows, each with the source rows it needs: a fraction of the work of the whole ma
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +52,23 @@ def to_gray(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     luma = image.reshape(-1, 3).astype(np.float32) @ _LUMA
     pixels: NDArray[np.uint8] = np.rint(luma, out=luma).astype(np.uint8)
     return pixels.reshape(*image.shape[:2], 1)
+
+
+def side_by_side(images: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Images of several keys as one, each enlarged as often as it fits into the highest; a single
+    one as it is. Of other channels than grey or colour the last one is shown."""
+    shown = [each if each.shape[-1] in (1, 3) else each[..., -1:] for each in images]
+    if len(shown) == 1:
+        return shown[0]
+    height = max(len(each) for each in shown)
+    channels = max(each.shape[-1] for each in shown)
+    parts = []
+    for each in shown:
+        times = height // len(each)
+        large = each.repeat(times, 0).repeat(times, 1).repeat(channels // each.shape[-1], 2)
+        gap = max(1, height // 32) if parts else 0
+        parts.append(np.pad(large, ((0, height - len(large)), (gap, 0), (0, 0))))
+    return np.concatenate(parts, 1)
 
 
 @functools.lru_cache(maxsize=64)

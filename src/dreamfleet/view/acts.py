@@ -23,7 +23,7 @@ from nicegui import app, ui
 from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.fleet.record import read_record, supervisor_process
 from dreamfleet.roles.learner import SAVE_REQUEST
-from dreamfleet.view.frame import card
+from dreamfleet.view.frame import card, with_hint
 from dreamfleet.view.runs import Run
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Job:
         if self.running and self.episodes:
             state = f"{self.done} of {self.episodes} episodes"
         elif self.code:
-            state = self.lines[-1] if self.lines else "it was ended"
+            state = with_hint(self.lines[-1]) if self.lines else "it was ended"
         return f"{self.name} · step {self.step:,} · {state}"
 
     def stop(self) -> None:
@@ -150,6 +150,7 @@ def start_evaluation(
         return _NO_CHECKPOINT
     step = step_of(path)
     words = ["dreamfleet.cli", "eval", str(path), "--episodes", str(episodes)]
+    words += ["--trust"] if run.trust else []
     if video:
         words += ["--video", str(run.path / "media" / ASKED / f"{step:012d}.mp4")]
     return _start_job(run, "video" if video else "evaluation", words, step, episodes)
@@ -161,7 +162,7 @@ def start_prediction(run: Run) -> str:
     if path is None:
         return _NO_CHECKPOINT
     folder = run.path / "media" / PREDICTIONS
-    words = ["dreamfleet.view.predict", str(path), str(folder)]
+    words = ["dreamfleet.view.predict", str(path), str(folder), *(["trust"] if run.trust else [])]
     return _start_job(run, "prediction", words, step_of(path), 0)
 
 

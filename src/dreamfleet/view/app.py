@@ -72,6 +72,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int | None = None,
+    trust: bool = False,
     ready: Callable[[Address], None],
 ) -> None:
     """Serve pages about the runs in a folder, until Ctrl-C.
@@ -80,6 +81,7 @@ def serve(
         folder: A run, or a folder of runs.
         host: The address to listen on.
         port: None for 8765, or another one if that is taken.
+        trust: Import code outside of this package that runs name, where a page needs it.
         ready: Told the address once the server listens.
 
     Raises:
@@ -87,7 +89,7 @@ def serve(
     """
     listening = _listen(host, port)
     address = Address(host, listening.getsockname()[1], secrets.token_urlsafe(24))
-    with Runs(folder) as runs, listening:
+    with Runs(folder, trust=trust) as runs, listening:
         guarded = Guard(make_app(runs), address.token, host, address.port)
         config = uvicorn.Config(
             guarded,

@@ -22,7 +22,7 @@ from dreamfleet.dream.host import DreamHost
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.plotting import COLORS
 from dreamfleet.view import charts
-from dreamfleet.view.frame import card, find_run, frame
+from dreamfleet.view.frame import card, find_run, frame, with_hint
 from dreamfleet.view.runs import Run, Runs
 
 _FRESH = -1
@@ -264,15 +264,21 @@ class _Page:
             options = {_FRESH: "a fresh episode", **options}
         whole = (n for n, each in enumerate(about["episodes"]) if each["begins"] and each["ends"])
         self._episode.set_options(options, value=next(whole, next(iter(options), None)))
-        self._said.text = f"{about['task']}, trained for {about['step']:,} steps. {about['note']}"
+        self._say(about["note"])
         if not options:
             self._said.text += " There is nothing to start from: the run has no replay."
         else:
             await self._start()
 
+    def _say(self, note: str) -> None:
+        """What is dreamed of, and what a person should know about it."""
+        about = self._about
+        said = f"{about['task']}, trained for {about['step']:,} steps. {with_hint(note)}"
+        self._said.text = said
+
     def _reopen(self, path: Path) -> dict[str, Any]:
         self._host.close(self._name)
-        return self._host.open(self._name, path)
+        return self._host.open(self._name, path, trust=self._run.trust)
 
     def _choose_start(self) -> None:
         self._observe.enabled = self._episode.value != _FRESH
@@ -291,7 +297,7 @@ class _Page:
         scene = await self._call("start", episode, observe, int(self._seed.value or 0))
         if scene is None:
             return
-        self._said.text = f"{self._about['task']}, trained for {self._about['step']:,} steps."
+        self._say(scene["note"])
         self._scene = scene
         if before != scene["names"] or not self._action:
             self._build_actions()
@@ -462,7 +468,7 @@ class _Page:
                 return await run.io_bound(call)
             except DreamfleetError as error:
                 self._pause()
-                self._said.text = str(error)
+                self._said.text = with_hint(str(error))
                 return None
 
     async def _leave(self) -> None:

@@ -100,6 +100,13 @@ def replace_options(chart: ui.echart, options: dict[str, Any]) -> None:
     chart.update()
 
 
+def with_hint(text: str) -> str:
+    """What was refused, and where a person says that it may be: a page cannot ask for it."""
+    if "not part of Dreamfleet" not in text:
+        return text
+    return f"{text} If you trust the code that your runs name, start 'dreamfleet view --trust'."
+
+
 def find_run(runs: Runs, name: str) -> Run | None:
     """The run that a page was asked for; without one the page says so."""
     run = runs.find(name) if name else next(iter(runs.all()), None) if runs.alone else None

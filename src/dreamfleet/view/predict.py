@@ -1,6 +1,6 @@
 """What a world model predicts of numbers: a process of its own writes it, and a page draws it.
 
-`python -m dreamfleet.view.predict CHECKPOINT FOLDER` observes the first steps of a stored
+`python -m dreamfleet.view.predict CHECKPOINT FOLDER [trust]` observes the first steps of a stored
 episode and predicts the rest from its actions alone; `FOLDER/STEP.json` then has truth and
 prediction of every observation key that holds numbers.
 """
@@ -35,13 +35,17 @@ class Prediction(msgspec.Struct, frozen=True):
     """The same from the last observed step on."""
 
 
-def predict(path: Path) -> Prediction:
+def predict(path: Path, *, trust: bool = False) -> Prediction:
     """Predict an episode of the run's replay with a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        trust: Import code outside of this package that it names.
 
     Raises:
         ConfigError: There is no stored episode, or the agent has no world model.
     """
-    dream = Dream.load(path)
+    dream = Dream.load(path, trust=trust)
     episodes = [each for each in dream.episodes(_EPISODES) if each.begins and each.length > 3]
     if not episodes:
         raise ConfigError("The run's replay holds no episode to predict.")
@@ -75,7 +79,7 @@ def _values(array: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[li
 def main() -> None:
     """Write the prediction of a checkpoint."""
     try:
-        made = predict(Path(sys.argv[1]))
+        made = predict(Path(sys.argv[1]), trust=sys.argv[3:] == ["trust"])
     except DreamfleetError as error:
         sys.exit(str(error))
     atomic_write(Path(sys.argv[2]) / f"{made.step:012d}.json", msgspec.json.encode(made))

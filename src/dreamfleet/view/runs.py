@@ -109,10 +109,16 @@ _HAPPENINGS = msgspec.json.Decoder(Happening)
 
 
 class Run:
-    """One run: its row in the table, and what an open page needs beyond that."""
+    """One run: its row in the table, and what an open page needs beyond that.
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+    Args:
+        name: Its path below the folder.
+        path: Its directory.
+        trust: Whether code outside of this package that it names may be imported.
+    """
+
+    def __init__(self, name: str, path: Path, *, trust: bool = False) -> None:
+        self.name, self.path, self.trust = name, path, trust
         self.row = Row(name)
         self.config: RunConfig | None = None
         self.status: RunStatus | None = None
@@ -241,10 +247,11 @@ class Runs:
 
     Args:
         root: The folder.
+        trust: Whether code outside of this package that runs name may be imported.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+    def __init__(self, root: Path, *, trust: bool = False) -> None:
+        self.root, self._trust = root.resolve(), trust
         self._runs: dict[str, Run] = {}
         self._attention: dict[str, float] = {}
         self._drawn: dict[str, float] = {}
@@ -348,7 +355,7 @@ class Runs:
             self.version += 1
         for name, path in found.items():
             if name not in self._runs:
-                run = Run(name, path)
+                run = Run(name, path, trust=self._trust)
                 run.refresh()
                 self._runs[name] = run
                 self.version += 1

@@ -19,7 +19,8 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.fleet.record import FleetRecord, write_record
 from dreamfleet.roles.learner import SAVE_REQUEST, Saver
 from dreamfleet.view import acts
-from dreamfleet.view.runs import Run
+from dreamfleet.view.frame import with_hint
+from dreamfleet.view.runs import Run, Runs
 
 
 def test_a_run_is_ended_as_by_a_signal(tmp_path: Path) -> None:
@@ -104,5 +105,31 @@ def test_no_evaluation_without_a_checkpoint_and_no_more_than_two(
     assert [start(run) for start in starts] == ["", ""]
     assert "wait for one" in acts.start_evaluation(run)
     assert [each[0] for each in commands] == ["video", "prediction"]
+    assert not any("trust" in word for each in commands for word in each)
     assert commands[0][-1].endswith("media/on-demand/000000000005.mp4")
     assert len(acts.jobs_of(run)) == 2
+
+
+def test_code_that_a_run_names_is_imported_where_the_server_was_told_so(
+    tmp_path: Path, jobs: list[acts.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up_run(tmp_path / "runs" / "a")
+    Checkpoint(tmp_path / "runs" / "a" / "ckpt" / "agent").save({"run": {"updates": 1}}, step=5)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(acts, "_start_job", lambda run, name, words, *_: commands.append(words))
+    with Runs(tmp_path / "runs", trust=True) as runs:
+        run = runs.find("a")
+        assert run is not None
+        acts.start_evaluation(run)
+        acts.start_prediction(run)
+    assert [each[-1] for each in commands] == ["--trust", "trust"]
+
+
+def test_who_is_refused_is_told_where_to_say_it(tmp_path: Path, jobs: list[acts.Job]) -> None:
+    said = "x.pt was trained with mine:Agent, which is not part of Dreamfleet: pass agent=..."
+    assert "'dreamfleet view --trust'" in with_hint(said)
+    assert with_hint("The run has no checkpoint yet.") == "The run has no checkpoint yet."
+    program = f"import sys; sys.exit({said!r})"
+    job = acts.Job(Run("a", made_up_run(tmp_path / "a")), "code", ["timeit", program], 7, 0)
+    wait_for(job)
+    assert job.words().endswith("start 'dreamfleet view --trust'.")
