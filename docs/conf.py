@@ -6,6 +6,7 @@ pages, and how the docstrings that `api.md` names are read.
 
 import os
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -68,6 +69,21 @@ def _add_index(app: Sphinx, error: Exception | None) -> None:
         first.with_name("index.html").write_bytes(first.read_bytes())
 
 
+def _mark_code(*event: Any) -> None:
+    """An indented block of a docstring, behind a colon and an empty line, is code."""
+    lines: list[str] = event[-1]
+    for index, line in enumerate(lines[:-2]):
+        if line.endswith(":") and not lines[index + 1] and lines[index + 2].startswith("    "):
+            lines[index] += ":"
+
+
+def _shorten(_: Sphinx, kind: str, name: str, *_about: object) -> tuple[str, None] | None:
+    """The fields of settings are on the page of the configuration."""
+    return ("", None) if kind == "class" and name.endswith("Config") else None
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _complete)
+    app.connect("autodoc-process-docstring", _mark_code, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", _shorten)
     app.connect("build-finished", _add_index)
