@@ -110,7 +110,7 @@ class Space:
 
     @property
     def range(self) -> str:
-        """The lowest and highest bound, as [0, 5) for the integers 0 to 4 and [-1, 1] for floats."""
+        """The lowest and highest bound, as [0, 5) for integers from 0 to 4, [-1, 1] for floats."""
         return f"[{self.low.min():g}, {self.high.max():g}{')' if self.discrete else ']'}"
 
     def contains(self, value: Any) -> bool:
