@@ -44,8 +44,9 @@ python_maximum_signature_line_length = 80
 
 html_theme = "furo"
 html_title = project
-html_static_path = ["style.css"]
+html_static_path = ["site"]
 html_css_files = ["style.css"]
+html_js_files = ["found.js"]
 html_show_sphinx = html_show_copyright = html_copy_source = False
 # Pages that are opened from the disk may not fetch each other.
 html_show_search_summary = False
