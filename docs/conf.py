@@ -60,7 +60,9 @@ def _complete(_: Sphinx, name: str, source: list[str]) -> None:
     if name == root_doc:
         for caption, pages in NAVIGATION.items():
             names = "\n".join(os.path.normpath(f"docs/{page}") for page in pages)
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+            source[0] += (
+                f"\n```{{toctree}}\n:hidden:\n:titlesonly:\n:caption: {caption}\n\n{names}\n```\n"
+            )
 
 
 def _add_index(app: Sphinx, error: Exception | None) -> None:

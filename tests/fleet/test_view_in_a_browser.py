@@ -322,10 +322,17 @@ def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
     page.emulate_media(color_scheme="dark" if dark else "light")
     site = page.url.rstrip("/").partition("/?")[0]
     page.set_viewport_size({"width": 390, "height": 800})
-    for path in ("", "run?run=live", "fleet?run=live", "configuration?run=live"):
+    for path in ("", "run?run=live", "fleet?run=live", "dream?run=live"):
         page.goto(f"{site}/{path}")
         page.wait_for_selector("main .card")
         assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        if path:  # the page's own name is in sight
+            assert page.locator(".pages a.here").bounding_box()["x"] < 300
+    # An axis tells numbers apart that hardly differ.
+    assert page.evaluate("[dreamfleet.short(1.00001), dreamfleet.short(1.00001, 3)]") == [
+        "1",
+        "1.00001",
+    ]
     color = page.evaluate("getComputedStyle(document.body).backgroundColor")
     shade = sum(int(each) for each in color.strip("rgb()").split(",")[:3])
     assert (shade < 200) == dark

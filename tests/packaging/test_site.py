@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -44,13 +46,28 @@ class Page(HTMLParser):
             self.assets.append(given["href"])
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_the_site_is_whole_and_works_from_the_disk(tmp_path: Path) -> None:
+    """One test for all of it: the site takes seconds to make."""
+    site = made(tmp_path)
+    pages = {path: Page() for path in site.rglob("*.html")}
+    for path, page in pages.items():
+        page.feed(path.read_text())
+    links_lead_to_places_that_exist(pages)
+    nothing_comes_from_another_host(site, pages)
+    every_page_is_there_and_is_reached(site, pages)
+    every_public_name_has_its_docstring(pages[site / "docs/api.html"])
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine to open it with")
+    with chromium() as browser:
+        a_person_reads_and_searches_it(browser, site, dark=False, width=1280)
+        a_person_reads_and_searches_it(browser, site, dark=True, width=390)  # a phone
+
+
+def made(checkout: Path) -> Path:
     """What `make docs` makes of a copy of the pages."""
-    checkout = tmp_path_factory.mktemp("checkout")
     for name in ("docs", "examples", "results"):
         shutil.copytree(ROOT / name, checkout / name)
-    for path in (*ROOT.glob("*.md"), ROOT / "Makefile"):
+    for path in (*ROOT.glob("*.md"), ROOT / "LICENSE", ROOT / "Makefile"):
         shutil.copy(path, checkout)
     (checkout / "src").symlink_to(ROOT / "src")
     # The set-up is there: these tests run in it.
@@ -61,15 +78,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout / "site"
 
 
-@pytest.fixture(scope="module")
-def pages(site: Path) -> dict[Path, Page]:
-    found = {}
-    for path in site.rglob("*.html"):
-        found[path] = Page()
-        found[path].feed(path.read_text())
-    return found
-
-
 def local(base: Path, link: str) -> tuple[Path, str]:
     """The file that a link on the disk leads to, and the place in it."""
     parts = urlsplit(link)
@@ -77,7 +85,7 @@ def local(base: Path, link: str) -> tuple[Path, str]:
     return path, parts.fragment
 
 
-def test_links_lead_to_places_that_exist(pages: dict[Path, Page]) -> None:
+def links_lead_to_places_that_exist(pages: dict[Path, Page]) -> None:
     checked = 0
     for path, page in pages.items():
         for link in page.links:
@@ -91,7 +99,7 @@ def test_links_lead_to_places_that_exist(pages: dict[Path, Page]) -> None:
     assert checked > 100
 
 
-def test_nothing_comes_from_another_host(site: Path, pages: dict[Path, Page]) -> None:
+def nothing_comes_from_another_host(site: Path, pages: dict[Path, Page]) -> None:
     assets = [(path, asset) for path, page in pages.items() for asset in page.assets]
     for path in site.rglob("*.css"):
         urls = re.findall(r"url\(['\"]?([^'\")]+)", path.read_text())
@@ -102,7 +110,7 @@ def test_nothing_comes_from_another_host(site: Path, pages: dict[Path, Page]) ->
         assert local(path, asset)[0].is_file(), f"{path.name}: {asset}"
 
 
-def test_every_page_is_there_and_is_reached(site: Path, pages: dict[Path, Page]) -> None:
+def every_page_is_there_and_is_reached(site: Path, pages: dict[Path, Page]) -> None:
     written = {page.relative_to(ROOT).with_suffix(".html") for page in PAGES}
     written |= {Path("ARCHITECTURE.html"), Path("results/README.html"), Path("CHANGELOG.html")}
     reached, new = set[Path](), {site / "index.html"}
@@ -118,8 +126,8 @@ def test_every_page_is_there_and_is_reached(site: Path, pages: dict[Path, Page])
     assert {path.relative_to(site) for path in beside if path.is_relative_to(site)} >= written
 
 
-def test_every_public_name_has_its_docstring(pages: dict[Path, Page], site: Path) -> None:
-    anchors = pages[site / "docs/api.html"].anchors
+def every_public_name_has_its_docstring(page: Page) -> None:
+    anchors = page.anchors
     for suffix in PACKAGES:
         package = importlib.import_module(f"dreamfleet{suffix}")
         for name in package.__all__:
@@ -136,8 +144,8 @@ def test_every_picture_is_in_the_gallery() -> None:
         assert f"(images/{picture.name})" in gallery
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
+@contextmanager
+def chromium() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -145,13 +153,10 @@ def browser() -> Iterator[object]:
         found.close()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_person_reads_and_searches_it_from_the_disk(site: Path, browser, scheme: str) -> None:
-    width = 1280 if scheme == "light" else 390  # a phone
-    context = browser.new_context(
-        color_scheme=scheme, viewport={"width": width, "height": 800}, offline=True
-    )
+def a_person_reads_and_searches_it(browser: Any, site: Path, *, dark: bool, width: int) -> None:
+    scheme = "dark" if dark else "light"
+    size = {"width": width, "height": 800}
+    context = browser.new_context(color_scheme=scheme, viewport=size, offline=True)
     context.set_default_timeout(180_000.0)
     page, problems = context.new_page(), list[str]()
     page.on("console", lambda said: said.type == "error" and problems.append(said.text))
@@ -161,10 +166,11 @@ def test_a_person_reads_and_searches_it_from_the_disk(site: Path, browser, schem
         lambda asked: asked.url.startswith(("file:", "data:")) or problems.append(asked.url),
     )
     page.goto((site / "index.html").as_uri())
-    if scheme == "dark":
-        page.click("label[for=__navigation] >> visible=true")
-    page.fill("input[name=q] >> visible=true", "free_nats")
-    page.press("input[name=q] >> visible=true", "Enter")
+    field = page.locator("input[name=q]").first
+    if not field.is_visible() or field.bounding_box()["x"] < 0:  # behind the side of a phone
+        page.locator("label[for=__navigation]:visible").first.click()
+    field.fill("free_nats")
+    field.press("Enter")
     page.click("#search-results a:has-text('Configuration')")
     # At the row that it has found, far down.
     page.wait_for_selector("article .highlighted:has-text('free_nats')")
@@ -174,9 +180,7 @@ def test_a_person_reads_and_searches_it_from_the_disk(site: Path, browser, schem
     for name in ("docs/learning.html", "docs/configuration.html", "docs/api.html", "index.html"):
         page.goto((site / name).as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
-        dark = (
-            page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
-        )
-        assert dark == (scheme == "dark")
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(255, 255, 255)") != dark
     assert problems == []
     context.close()

@@ -29,7 +29,7 @@ def base(x_name: str = "", *, log: bool = False, tools: bool = True) -> dict[str
         "splitLine": {"lineStyle": {"color": _FAINT}},
         "axisLabel": {
             "color": _GREY,
-            ":formatter": "v => dreamfleet.short(v)",
+            ":formatter": "v => dreamfleet.short(v, 3)",
             "hideOverlap": True,
         },
         "nameTextStyle": {"color": _GREY},
@@ -46,7 +46,12 @@ def base(x_name: str = "", *, log: bool = False, tools: bool = True) -> dict[str
             "icon": "roundRect",
             "itemWidth": 14,
             "itemHeight": 4,
-            "textStyle": {"color": _GREY},
+            # A long name would push what turns the pages of the legend over the tools.
+            "textStyle": {
+                "color": _GREY,
+                ":width": "innerWidth < 700 ? 110 : 320",
+                "overflow": "truncate",
+            },
             "data": [],
         },
         "tooltip": {

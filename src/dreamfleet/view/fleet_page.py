@@ -72,6 +72,7 @@ class _Fleet:
             values = np.array([getattr(each, field) for each in samples], np.float64)
             options = base("minutes ago", tools=False)
             options["xAxis"] |= {"min": "dataMin", "max": 0}
+            options["xAxis"]["axisLabel"]["showMinLabel"] = False  # it is no round number
             options["yAxis"]["min"] = 0
             options["series"] = [line(title, minutes, values, COLORS[number], areaStyle=_AREA)]
             if title in self._charts:

@@ -5,17 +5,19 @@ window.dreamfleet = {
     Quasar.Dark.set(dark);
     localStorage.setItem("dreamfleet-dark", dark ? "1" : "0");
   },
-  // 12,345,678 as 12.3M; the same digits as dreamfleet.formatting.readable.
-  short(value) {
+  // 12,345,678 as 12.3M; the same digits as dreamfleet.formatting.readable. An axis needs more of
+  // them where its numbers hardly differ.
+  short(value, more = 0) {
     if (value === null || value === undefined || value === "") return "";
     const size = Math.abs(value);
     if (!Number.isFinite(value)) return String(value);
     if (size >= 1e15 || (size > 0 && size < 1e-3)) return value.toExponential(2);
     for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]])
-      if (size >= limit) return Number((value / limit).toPrecision(3)) + unit;
-    if (size >= 1e4) return Number((value / 1e3).toPrecision(3)) + "k";
+      if (size >= limit) return Number((value / limit).toPrecision(3 + more)) + unit;
+    if (size >= 1e4) return Number((value / 1e3).toPrecision(3 + more)) + "k";
     if (Number.isInteger(value)) return value.toLocaleString("en-US");
-    return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(4)));
+    if (size >= 1000 && !more) return Math.round(value).toLocaleString("en-US");
+    return String(Number(value.toPrecision(4 + more)));
   },
   hours(value) {
     if (value === null || value === undefined) return "";

@@ -106,7 +106,7 @@ def test_no_run_chooses_code_that_a_chart_runs(tmp_path: Path) -> None:
     """The library runs what stands under a key that starts with a colon."""
     run = a_run(tmp_path / ":formatter", task=":alert(1)")
     options = panel_chart(panels([run], Wish())[0], Wish(), published=True, log=False)
-    assert {key for key in keys_of(options) if key.startswith(":")} == {":formatter"}
+    assert {key for key in keys_of(options) if key.startswith(":")} == {":formatter", ":width"}
 
 
 def worker(name: str, **more: Any) -> WorkerStatus:
