@@ -167,7 +167,7 @@ def a_person_reads_and_searches_it(browser: Any, site: Path, *, dark: bool, widt
     )
     page.goto((site / "index.html").as_uri())
     field = page.locator("input[name=q]").first
-    if not field.is_visible() or field.bounding_box()["x"] < 0:  # behind the side of a phone
+    if field.bounding_box()["x"] < 0:  # beside what a phone shows
         page.locator("label[for=__navigation]:visible").first.click()
     field.fill("free_nats")
     field.press("Enter")
