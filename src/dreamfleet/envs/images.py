@@ -62,7 +62,7 @@ def side_by_side(images: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
         return shown[0]
     height = max(len(each) for each in shown)
     channels = max(each.shape[-1] for each in shown)
-    parts = []
+    parts: list[NDArray[np.uint8]] = []
     for each in shown:
         times = height // len(each)
         large = each.repeat(times, 0).repeat(times, 1).repeat(channels // each.shape[-1], 2)
