@@ -20,7 +20,9 @@ NAVIGATION = {
         "suites/minigrid", "suites/bundled",
     ],
     "Train and use": ["python", "evaluation", "view", "dream", "agents", "examples"],
-    "Run it": ["operations", "machines", "scaling", "security", "reliability", "chaos"],
+    "Run it": [
+        "operations", "machines", "scaling", "accelerators", "security", "reliability", "chaos",
+    ],
     "Look it up": ["README", "configuration", "metrics", "api"],
     "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
 }  # fmt: skip

@@ -199,6 +199,9 @@ class RunConfig:
     wandb, or your own as package.module:Class."""
     save_every: ZeroOrMore = 120.0
     """Seconds between two checkpoints; 0 saves at the end only."""
+    profile: bool = False
+    """Write profiles to the folder `profile`: where the threads of every process spend their time,
+    and a few training steps as JAX sees them. A resumed run does not go on with it."""
     episode_timeout: AboveZero = 180.0
     """Seconds without a step after which an environment's episode and carry are dropped."""
 

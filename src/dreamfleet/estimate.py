@@ -28,13 +28,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 
 from dreamfleet.agents.dreamer.config import SIZES, DreamerConfig, ModelConfig, size_preset
 from dreamfleet.agents.dreamer.features import Features, action_features, observed
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.formatting import clock, readable
+from dreamfleet.memory import memory_limit
 from dreamfleet.presets import PRESETS
 from dreamfleet.spaces import Space, without_logs, without_reset
 
@@ -54,8 +54,13 @@ _AGENT_BYTES, _SERVER_BYTES = 1.2e9, 0.15e9
 """The agent's process with JAX, replay or logger."""
 PROCESS_BYTES = 0.04e9
 """A process of environments, before those."""
-_WEIGHT_BYTES = 24
-"""Weight, gradient, two moments, and the copies that the actor and a checkpoint read."""
+_PARAMETER_BYTES, _OPTIMIZER_BYTES = 4, 8
+"""Of a weight: itself, and two moments."""
+_UPDATING_BYTES = 20
+"""Of a weight: its gradient, and all of the state a second time. On a processor a step makes a new
+state from the old one; on an accelerator there are copies for the actor and for a checkpoint."""
+_SAVING_BYTES = 12
+"""Of a weight, while a checkpoint is written: the state of when it began."""
 _PLAYING_BYTES = 8
 """Of a weight in the evaluator, which does not train: the one that plays, and the one that is read
 from a checkpoint."""
@@ -216,10 +221,16 @@ class Estimate:
     """A second; None where it is not known: another agent, or an accelerator."""
     steps: float | None
     """Environment steps a second that the learner keeps up with; None for any number."""
-    memory: float
-    """Bytes of all processes."""
+    needs: Mapping[str, float]
+    """Bytes of memory of all processes, by what they are for."""
     disk: float
-    """Bytes of the replay when it is full."""
+    """Bytes of the replay when it is full. They are mapped from files, so memory need not hold
+    them."""
+
+    @property
+    def memory(self) -> float:
+        """Bytes of all processes."""
+        return sum(self.needs.values())
 
     def seconds(self, config: RunConfig, collected: float = float("inf")) -> float | None:
         """How long the run takes if the environments make `collected` steps a second."""
@@ -243,40 +254,50 @@ def estimate(
         machine: Where it runs.
         env_bytes: Memory of an environment.
     """
-    processes = -(-config.all_envs // config.envs_per_process)
+    here = not (config.remote_envs or config.offline)
+    processes = -(-config.all_envs // config.envs_per_process) if here else 0
     playing = config.actors - 1 + (1 if config.eval_every else 0)  # processes that only act
-    memory = (
-        (1 + config.replay_shards) * _SERVER_BYTES
-        + processes * PROCESS_BYTES
-        + config.all_envs * env_bytes
-    )
+    needs = {
+        "environments": processes * PROCESS_BYTES + config.all_envs * env_bytes,
+        "replay and logger": (1 + config.replay_shards) * _SERVER_BYTES,
+    }
     disk = replay_bytes(config, obs_space, act_space)
     if not isinstance(config.agent_config, DreamerConfig):
-        memory += _SERVER_BYTES * (1 + playing)
-        return Estimate(None, None, memory, disk)
+        return Estimate(None, None, {"agent": _SERVER_BYTES * (1 + playing), **needs}, disk)
     parts = parts_of(config.agent_config.model, obs_space, act_space)
-    memory += _AGENT_BYTES + agent_bytes(config, parts)
-    memory += playing * (_AGENT_BYTES + _PLAYING_BYTES * weights(_layers(parts)))
+    count = weights(_layers(parts))
+    acting = playing * (_AGENT_BYTES + _PLAYING_BYTES * count)
+    needs = {
+        **agent_needs(config, parts),
+        "the agent's process": _AGENT_BYTES,
+        **({"further actors and evaluator": acting} if playing else {}),
+        **needs,
+    }
     if accelerated(config.agent_config):
-        return Estimate(None, None, memory, disk)
+        return Estimate(None, None, needs, disk)
     needed = update_cost(config, parts)
     cores = min(machine.cores, _MOST_CORES, max(1.0, needed / _CORE_COST))
     updates = _EFFICIENCY * machine.core_speed * cores / needed
     replayed = updates * config.batch_size * config.batch_length
     steps = replayed / config.train_ratio if config.train_ratio > 0 else None
-    return Estimate(updates, steps, memory, disk)
+    return Estimate(updates, steps, needs, disk)
 
 
 def _layers(parts: Parts) -> Layers:
     return [*parts.world, *parts.core, *parts.predictions, *parts.actor, *parts.critic]
 
 
-def agent_bytes(config: RunConfig, parts: Parts) -> float:
-    """Bytes of weights, optimizer and of what an update keeps for the gradient."""
+def agent_needs(config: RunConfig, parts: Parts) -> dict[str, float]:
+    """Bytes of weights, optimizer, their copies, and of what an update keeps for the gradient."""
     every = _layers(parts)
-    kept = sum(layer.outputs * layer.times for layer in every)
+    count, kept = weights(every), sum(layer.outputs * layer.times for layer in every)
     steps = config.batch_size * config.batch_length
-    return _WEIGHT_BYTES * weights(every) + _KEPT_BYTES * steps * kept
+    return {
+        "parameters": _PARAMETER_BYTES * count,
+        "optimizer": _OPTIMIZER_BYTES * count,
+        "updates and checkpoints": (_UPDATING_BYTES + _SAVING_BYTES) * count,
+        "activations": _KEPT_BYTES * steps * kept,
+    }
 
 
 def accelerated(settings: DreamerConfig) -> bool:
@@ -298,7 +319,7 @@ def this_machine() -> Machine:
         times.append(time.process_time() - start)
     has = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has else os.cpu_count() or 1
-    return Machine(_SIDE**3 / max(min(times), 1e-9), cores, psutil.virtual_memory().total)
+    return Machine(_SIDE**3 / max(min(times), 1e-9), cores, memory_limit())
 
 
 # --- settings that suit a task -------------------------------------------------------------------
@@ -427,6 +448,31 @@ def size_name(model: ModelConfig) -> str:
 # --- what a run is warned of ---------------------------------------------------------------------
 
 
+def forecast(
+    config: RunConfig,
+    obs_space: Spaces,
+    act_space: Spaces,
+    env_bytes: float = 0.0,
+    machine: Machine | None = None,
+) -> str:
+    """What memory and disk a run will need, in a sentence; estimates, before anything is made."""
+    machine = machine or this_machine()
+    found = estimate(config, obs_space, act_space, machine, env_bytes)
+    words = ", ".join(f"{name} {_bytes(count)}" for name, count in found.needs.items())
+    settings = config.agent_config
+    there = f" of {_bytes(machine.memory)}"
+    if isinstance(settings, DreamerConfig) and accelerated(settings):
+        there = ", a part of it on the accelerator"
+    return (
+        f"Memory, estimated: {words}; about {_bytes(found.memory)}{there}. The replay takes up to "
+        f"{_bytes(found.disk)} of disk, of which memory holds what there is room for."
+    )
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
 def warnings(
     config: RunConfig, obs_space: Spaces, act_space: Spaces, machine: Machine | None = None
 ) -> list[str]:
@@ -440,30 +486,44 @@ def warnings(
     machine = machine or this_machine()
     found = estimate(config, obs_space, act_space, machine)
     return [
-        *_of_memory(config, found, obs_space, act_space, machine),
+        *memory_warnings(config, obs_space, act_space, machine),
         *_of_speed(config, found, obs_space, act_space, machine),
     ]
 
 
-def _of_memory(
-    config: RunConfig, found: Estimate, obs_space: Spaces, act_space: Spaces, machine: Machine
-) -> Iterable[str]:
-    if accelerated(config.agent_config):
-        return  # which has memory of its own
-    parts = parts_of(config.agent_config.model, obs_space, act_space)
-    every = _layers(parts)
-    least, there = 16.0 * weights(every), f"{machine.memory / 1e9:.1f} GB"
-    fix = "choose a smaller --dreamer.model or --batch-size, or make the observations smaller"
-    if least > machine.memory:
+def memory_warnings(
+    config: RunConfig, obs_space: Spaces, act_space: Spaces, machine: Machine | None = None
+) -> list[str]:
+    """Those about memory.
+
+    Raises:
+        ConfigError: The agent alone is larger than the memory.
+    """
+    settings = config.agent_config
+    if not isinstance(settings, DreamerConfig) or accelerated(settings):
+        return []  # an accelerator has memory of its own: the agent looks once it is compiled
+    machine = machine or this_machine()
+    count = weights(_layers(parts_of(settings.model, obs_space, act_space)))
+    fix = (
+        "choose a smaller --dreamer.model, --batch-size or --batch-length, or make the "
+        "observations smaller"
+    )
+    # What every step has at once, whatever it is compiled to: the state, and all gradients.
+    least = (_PARAMETER_BYTES + _OPTIMIZER_BYTES + _PARAMETER_BYTES) * count
+    exact = not settings.execution.shard_parameters and not config.named_code
+    if least > machine.memory and exact:
         raise ConfigError(
-            f"The weights and the optimizer of {readable(weights(every))} parameters take "
-            f"{least / 1e9:.1f} GB, and this machine has {there} of memory: {fix}."
+            f"{readable(count)} parameters take {_bytes(_PARAMETER_BYTES * count)}, gradients "
+            f"as much, the optimizer {_bytes(_OPTIMIZER_BYTES * count)}, together "
+            f"{_bytes(least)}, and this machine has {_bytes(machine.memory)} of memory: {fix}."
         )
-    if found.memory > machine.memory:
-        yield (
-            f"Warning: about {found.memory / 1e9:.1f} GB of memory are expected (an estimate), and "
-            f"this machine has {there}: {fix}."
-        )
+    found = estimate(config, obs_space, act_space, machine)
+    if found.memory <= machine.memory:
+        return []
+    return [
+        f"Warning: about {found.memory / 1e9:.1f} GB of memory are expected (an estimate), and "
+        f"this machine has {machine.memory / 1e9:.1f} GB: {fix}."
+    ]
 
 
 def _of_speed(

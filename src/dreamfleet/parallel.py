@@ -127,7 +127,7 @@ def combined(
             _joinable(run, place, on_machine_failure, say),
             Watcher(run.logdir) as watcher,
         ):
-            lines = StatusLines(watcher, progress or say)
+            lines = StatusLines(watcher, progress or say, say)
 
             def every_while() -> None:
                 lines.show()

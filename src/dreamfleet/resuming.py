@@ -41,7 +41,7 @@ def resumed(logdir: Path, changes: Mapping[str, Any], *, trust: bool = False) ->
             does not fit.
     """
     before = read_config(logdir)
-    given: dict[str, Any] = {**changes, "logdir": logdir}
+    given: dict[str, Any] = {"profile": False, **changes, "logdir": logdir}
     if not Path(before.keys).exists() and (logdir / "keys").exists():
         given.setdefault("keys", "")  # the directory was moved, and its key with it
     if steps_made(logdir):  # it has copied their steps, so they may be gone

@@ -43,6 +43,7 @@ from dreamfleet.resuming import (
     shortened,
     steps_made,
 )
+from dreamfleet.roles.profiling import how_to_look
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.spaces_file import write_spaces
 
@@ -186,6 +187,8 @@ def train(
             result = final_evaluation(config, start, say, maker, outputs)
             with suppress(StopTraining):  # there is nothing left to end
                 follower.look()
+    if config.profile:
+        say(how_to_look(config))
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
 

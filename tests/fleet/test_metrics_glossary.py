@@ -14,9 +14,9 @@ from fleet_parts import logged, rows
 # What a run of a small task has no occasion for, and what is no number.
 ELSEWHERE = (
     "episode/log", "eval/log", "gradient_norm", "openloop", "/save", "learner/state",
-    "learner/start", "actor/waiting", "replay/waiting", "episode/video", "loss/mask", "empty_masks",
-    "eval/step", "eval/episodes", "eval/cut_short", "eval/failed", "actor-", "machines/",
-    "replay-",
+    "learner/memory", "learner/start", "actor/waiting", "replay/waiting", "episode/video",
+    "loss/mask", "empty_masks", "eval/step", "eval/episodes", "eval/cut_short", "eval/failed",
+    "actor-", "machines/", "replay-",
 )  # fmt: skip
 EPISODES = 50
 """What is not logged within so many episodes of training and of evaluation is never logged."""

@@ -34,7 +34,7 @@ LAYERS = [
     ["checkpoint", "clock", "positions"],
     ["masks"],
     ["spaces"],
-    ["files", "formatting", "imports", "numbers", "settings", "slots"],
+    ["files", "formatting", "imports", "memory", "numbers", "settings", "slots"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

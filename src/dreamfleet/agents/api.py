@@ -8,7 +8,9 @@ and work on the rows of a carry: one walk for everybody who keeps, pads or cuts 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -206,6 +208,34 @@ def settle(agent: Any) -> None:
     thread."""
     if own := getattr(agent, "settle", None):
         own()
+
+
+def save_later(agent: Any) -> Callable[[], Flat]:
+    """What returns the state that `save` would return now, from any thread, while the agent goes on
+    learning: its method `save_later`, or, if it has none, a copy that is made at once. Called by
+    the learner's thread."""
+    if own := getattr(agent, "save_later", None):
+        later: Callable[[], Flat] = own()
+        return later
+    state = {
+        key: value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
+        for key, value in agent.save().items()
+    }
+    return lambda: state
+
+
+def memory(agent: Any) -> dict[str, float]:
+    """Bytes that training needs on each device, by what they are for, if the agent has a method
+    `memory`: `parameters`, `optimizer`, `activations`, and the `limit` of what there is."""
+    own: Callable[[], dict[str, float]] | None = getattr(agent, "memory", None)
+    return own() if own else {}
+
+
+def trace(agent: Any, folder: Path) -> AbstractContextManager[object]:
+    """What has an agent write a profile of all that it computes meanwhile into a folder: its method
+    `trace`, if it has one. Called by the learner's thread."""
+    own: Callable[[Path], AbstractContextManager[object]] | None = getattr(agent, "trace", None)
+    return own(folder) if own else nullcontext()
 
 
 # --- rows of carries -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -104,10 +104,10 @@ def run(quick: bool) -> list[Row]:
                 )
             )
         for index, batch in enumerate(_ROWS):
-            median, high = cold["while_training"][index]
+            middle, high = cold["while_training"][index]
             note = f"99th percentile {high:.1f} ms"
             name = f"{kind}: policy while training, batch {batch}"
-            rows.append(Row(name, median, "ms", note=note))
+            rows.append(Row(name, middle, "ms", note=note))
     return rows
 
 
@@ -138,25 +138,13 @@ def measure(task: Task) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     if not task.steps:
         return {"compile": 1e3 * seconds}
-    carry = agent.init_train(task.batch_size)
-    example = agent.example_batch(task.batch_size, task.batch_length)
-    batches = agent.stream(itertools.repeat(_batch(example)))
-    previous: dict[str, Any] = {}
-
-    def step() -> None:
-        """As the learner does it: results of the step before are read while this one runs."""
-        nonlocal carry, previous
-        carry, outs, metrics = agent.train(carry, next(batches))
-        for value in previous.values():
-            np.asarray(value)
-        previous = {**outs["replay"], **metrics}
-
+    step = learner_step(agent, task.batch_size, task.batch_length)
     step()
     step()
     return {
         "compile": 1e3 * seconds,
-        "train": _median(step, task.steps),
-        "policy": [_median(_caller(agent, obs, n), task.calls) for n in _ROWS],
+        "train": median(step, task.steps),
+        "policy": [median(policy_caller(agent, obs, n), task.calls) for n in _ROWS],
         "while_training": _while_training(agent, obs, step, task.calls),
         "matmul": _matmul(),
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -174,17 +162,37 @@ def spaces(kind: str) -> tuple[dict[str, Space], dict[str, Space]]:
     return obs, {"action": Space(np.float32, (6,), -1, 1), "reset": Space(bool)}
 
 
-def _batch(example: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(0)
+def learner_step(agent: Any, batch_size: int, batch_length: int) -> Callable[[], None]:
+    """A training step as the learner makes it, on the same batch again and again: results of the
+    step before are read while this one runs."""
+    carry = agent.init_train(batch_size)
+    example = agent.example_batch(batch_size, batch_length)
+    batches = agent.stream(itertools.repeat(random_batch(example)))
+    previous: dict[str, Any] = {}
+
+    def step() -> None:
+        nonlocal carry, previous
+        carry, outs, metrics = agent.train(carry, next(batches))
+        for value in previous.values():
+            np.asarray(value)
+        previous = {**outs["replay"], **metrics}
+
+    return step
+
+
+def random_batch(example: Mapping[str, NDArray[Any]], seed: int = 0) -> dict[str, NDArray[Any]]:
+    """A batch of noise in the form of another one."""
+    batch, rng = dict(example), np.random.default_rng(seed)
     for name in ("vector", "action", "reward"):
-        if name in example:
-            example[name] = rng.standard_normal(example[name].shape, np.float32)
-    if "image" in example:
-        example["image"] = rng.integers(256, size=example["image"].shape, dtype=np.uint8)
-    return example
+        if name in batch:
+            batch[name] = rng.standard_normal(batch[name].shape, np.float32)
+    if "image" in batch:
+        batch["image"] = rng.integers(256, size=batch["image"].shape, dtype=np.uint8)
+    return batch
 
 
-def _caller(agent: Any, obs: dict[str, Space], rows: int) -> Callable[[], None]:
+def policy_caller(agent: Any, obs: dict[str, Space], rows: int) -> Callable[[], None]:
+    """A policy call for so many environments, again and again."""
     carry = agent.init_policy(rows)
     inputs = {name: np.zeros((rows, *s.shape), s.dtype) for name, s in obs.items()}
 
@@ -210,7 +218,7 @@ def _while_training(
     thread.start()
     result = []
     for rows in _ROWS:
-        call, times = _caller(agent, obs, rows), []
+        call, times = policy_caller(agent, obs, rows), []
         for _ in range(calls):
             start = time.perf_counter()
             call()
@@ -228,10 +236,11 @@ def _matmul() -> float:
     x = jax.device_put(np.ones((1024, 1024), np.float32))
     product = jax.jit(lambda a: a @ a)
     product(x).block_until_ready()
-    return _median(lambda: product(x).block_until_ready(), 30)
+    return median(lambda: product(x).block_until_ready(), 30)
 
 
-def _median(function: Callable[[], object], repeats: int) -> float:
+def median(function: Callable[[], object], repeats: int) -> float:
+    """Milliseconds that a call takes."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -81,10 +81,10 @@ def lower(
     obs, act = spaces(kind)
     execution = replace(ExecutionConfig(), compute_dtype=dtype)  # type: ignore[arg-type]
     config = DreamerConfig(size_preset(size), execution=execution)
-    calls = _calls(config, obs, act)
+    programs_of = calls(config, obs, act)
     found = {}
     for program in programs:
-        function, arguments = calls[program]
+        function, arguments = programs_of[program]
         traced = jax.jit(function).trace(*arguments)
         for platform in platforms:
             lowered = traced.lower(lowering_platforms=(platform,))
@@ -92,15 +92,19 @@ def lower(
     return found
 
 
-def _calls(
-    config: DreamerConfig, obs: Mapping[str, Any], act: Mapping[str, Any]
+def calls(
+    config: DreamerConfig,
+    obs: Mapping[str, Any],
+    act: Mapping[str, Any],
+    rows: int = 16,
+    length: int = 64,
 ) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Every program with the shapes of its arguments."""
+    """Every program with the shapes of its arguments, for batches of `rows` sequences."""
     model, dtype = config.model, config.execution.compute_dtype
     act = {name: space for name, space in act.items() if name != "reset"}
     stored = stored_space(model)
     state = state_shapes(config, obs, act)
-    rows, acting = 16, 16
+    acting = 16
 
     def array(space: Any, *batch: int) -> Any:
         return _shape((*batch, *space.shape), space.dtype)
@@ -121,7 +125,7 @@ def _calls(
     observed = {name: array(space, acting) for name, space in obs.items()}
     draws = Draws(_shape((acting, model.stoch), np.float32), actions)
     return {
-        "train": (functools.partial(train_step, config=config), (state, carry, sequences(64))),
+        "train": (functools.partial(train_step, config=config), (state, carry, sequences(length))),
         "report": (functools.partial(report_step, config=config), (state, carry, sequences(32))),
         "policy": (policy_step, (nets, {**before, "previous": actions}, observed, draws)),
         "publish": (

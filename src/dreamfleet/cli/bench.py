@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from json import dumps
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.table import Table
 
+from dreamfleet.benchmarks import agent_devices, agent_sizes
+from dreamfleet.benchmarks.agent_sizes import Kind, Precision, sizes_of
 from dreamfleet.benchmarks.report import Row, rows_to_json
 from dreamfleet.cli.console import say, write
+from dreamfleet.errors import ConfigError
 
 Name = Literal[
     "transport", "replay", "agent", "fleet", "envs", "metrics", "checkpoint", "network", "scale",
@@ -23,6 +27,10 @@ def bench(
     /,
     json: Path | None = None,
     quick: bool = False,
+    sizes: str = "",
+    dtype: Precision = "bfloat16",
+    kind: Kind = "vector",
+    devices: str = "",
 ) -> None:
     """Measure speed, and peers in the same run where their package is installed.
 
@@ -32,12 +40,42 @@ def bench(
         name: What to measure.
         json: Also write the rows to this file.
         quick: A short run that only shows that the benchmark works.
+        sizes: Of the agent: measure these on whatever device is here, such as 1m,12m,25m, or all.
+        dtype: Of the agent's sizes: the precision of activations.
+        kind: Of the agent's sizes: vector (24 numbers) or image (64 x 64 x 3).
+        devices: Of the agent: train on so many devices, such as 1,2,4,8, virtual ones on a
+            processor, and compare them with one; in the first of the `sizes`, or in 1m.
     """
+    if (sizes or devices) and name != "agent":
+        raise ConfigError(f"--sizes and --devices are for the agent, not for {name}.")
+    batch = (4, 8) if quick else (16, 64)
+    if devices:
+        chosen = sizes_of(sizes or "1m")[0]
+        like = agent_devices.Task(1, "", chosen, *batch, updates=4 if quick else 20)
+        _grid(agent_devices, agent_devices.run(agent_devices.counts_of(devices), like), json)
+        return
+    if sizes:
+        tasks = [agent_sizes.Task(size, kind, dtype, *batch) for size in sizes_of(sizes)]
+        _grid(agent_sizes, agent_sizes.run(tasks), json)
+        return
     run = importlib.import_module(f"dreamfleet.benchmarks.{name}").run
     rows: list[Row] = run(quick=quick)
     say(_table(name, rows))
     if json:
         write(json, dumps(rows_to_json(rows), indent=2) + "\n")
+
+
+def _grid(module: Any, results: Iterable[dict[str, Any]], json: Path | None) -> None:
+    """A line in Markdown for each result, as soon as it is there."""
+    found: list[dict[str, Any]] = []
+    for result in results:
+        if not found:
+            say(module.where(result))
+            say(module.heading())
+        say(module.line(result))
+        found.append(result)
+        if json:
+            write(json, dumps(found, indent=2) + "\n")
 
 
 def _table(title: str, rows: list[Row]) -> Table:

@@ -14,20 +14,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.naming import same_task
 from dreamfleet.errors import ConfigError, install_command
-from dreamfleet.estimate import PROCESS_BYTES, replay_bytes, step_bytes, warnings
+from dreamfleet.estimate import (
+    PROCESS_BYTES,
+    forecast,
+    memory_warnings,
+    replay_bytes,
+    step_bytes,
+    warnings,
+)
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.look import Look, look_apart, look_at_environments
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.formatting import readable
 from dreamfleet.imports import load_object
+from dreamfleet.memory import memory_free
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
 from dreamfleet.replay.table import SPARE_SLOTS
@@ -92,8 +98,10 @@ def preflight(
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     if config.offline:
         blueprint = find_source(config.offline[0]).blueprint
-        check_agent(config, blueprint.obs_space, blueprint.act_space)
-        return Findings((blueprint.obs_space, blueprint.act_space), [])
+        spaces = blueprint.obs_space, blueprint.act_space
+        check_agent(config, *spaces)
+        notes = [forecast(config, *spaces), *memory_warnings(config, *spaces)]
+        return Findings(spaces, notes if on_this_machine else [])
     look = _look(config, make_env or partial(environment, config, None), say)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
@@ -104,7 +112,13 @@ def preflight(
             held = 2 * config.replay.capacity // config.replay_shards
             check_addresses((held + SPARE_SLOTS * config.replay.chunk) * step)
     check_disk(config, look.obs_space, look.act_space)
-    notes = [*look.notes, *warnings(config, look.obs_space, look.act_space)]
+    notes = list(look.notes)
+    if on_this_machine:
+        spaces = look.obs_space, look.act_space
+        processes = -(-config.all_envs // config.envs_per_process)
+        further = config.all_envs - processes
+        each = (processes * look.bytes + further * look.further_bytes) / config.all_envs
+        notes += [forecast(config, *spaces, each), *warnings(config, *spaces)]
     return Findings((look.obs_space, look.act_space), notes, look.output)
 
 
@@ -277,7 +291,7 @@ def check_memory(
         return
     needed = processes * (PROCESS_BYTES + env_bytes)
     needed += (config.all_envs - processes) * further_bytes
-    free = psutil.virtual_memory().available if available is None else available
+    free = memory_free() if available is None else available
     if needed > free:
         raise ConfigError(
             f"{config.all_envs} environments in {processes} processes of about "

@@ -57,6 +57,7 @@ _UNDER_WAY = ("running", "ending", "evaluating")
 
 _RATE_SECONDS = 30.0
 _ACTOR_RATE = r"actor(-\d+)?/steps_per_second$"
+_FORECAST_SECONDS = 60.0
 _ANSWER_SECONDS = 0.5
 _UNANSWERED_SECONDS = 5.0
 # The last line of metrics is shorter than this.
@@ -291,11 +292,19 @@ class StatusLines:
     Args:
         watcher: Looks at the run.
         say: Takes the lines.
+        tell: Takes those that come once, and that no display shows; None for `say`.
     """
 
-    def __init__(self, watcher: Watcher, say: Callable[[str], None]) -> None:
-        self._watcher, self._say = watcher, say
-        self._start = ""
+    def __init__(
+        self,
+        watcher: Watcher,
+        say: Callable[[str], None],
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self._watcher, self._say, self._tell = watcher, say, tell or say
+        self._start = self._memory = ""
+        self._training_since: float | None = None
+        self._forecast = False
 
     def show(self) -> None:
         """Look once, and say it."""
@@ -309,10 +318,32 @@ class StatusLines:
         if status.start and status.start != self._start:
             self._start = status.start
             self._say(f"Agent: {status.start}")
+        memory = str(status.metrics.get("learner/memory", ""))
+        if memory and memory != self._memory:
+            self._memory = memory
+            self._tell(f"Memory for training: {memory}")
+        if status.updates and status.running and not self._forecast:
+            now = time.monotonic()
+            self._training_since = self._training_since or now
+            if now - self._training_since >= _FORECAST_SECONDS:
+                self._forecast = True
+                self._tell(_forecast(status))
         if status.responding:  # what is known without the logger is old
             self._say(status.line())
         if status.message:
             self._say(status.message)
+
+
+def _forecast(status: RunStatus) -> str:
+    """What is known after some training, in a sentence."""
+    used = [worker.usage for worker in status.workers] + [status.supervisor]
+    memory = sum(usage.memory for usage in used if usage is not None)
+    left = status.seconds_left
+    togo = f"{clock(left)} to go at " if left is not None else ""
+    return (
+        f"After the first minute of training: {togo}{readable(status.steps_per_second)} steps/s; "
+        f"its processes on this machine use {readable(memory)}B of memory."
+    )
 
 
 class Watcher:

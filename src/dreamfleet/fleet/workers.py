@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from dreamfleet.config import RunConfig
@@ -18,6 +19,7 @@ from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.notes import notes_path
+from dreamfleet.roles.profiling import profiled
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
@@ -84,7 +86,8 @@ def fleet_workers(
             )
         )
     if in_turns:  # the agent's worker is all of the others
-        return workers + env_workers(*envs, args, range(args.actor_envs, args.all_envs))
+        workers += env_workers(*envs, args, range(args.actor_envs, args.all_envs))
+        return _profiled(workers, args)
     if not args.remote_envs and not args.offline:
         workers += env_workers(*envs, args)
     if not args.remote_replay:
@@ -109,7 +112,16 @@ def fleet_workers(
             notes=notes,
         )
     )
-    return workers
+    return _profiled(workers, args)
+
+
+def _profiled(workers: list[Worker], args: RunConfig) -> list[Worker]:
+    if not args.profile:
+        return workers
+    return [
+        replace(worker, function=partial(profiled, worker.function, worker.name, args))
+        for worker in workers
+    ]
 
 
 def env_workers(

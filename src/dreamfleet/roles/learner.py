@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.agents.api import Agent, Flat, compile_policy
+from dreamfleet.agents.api import Agent, Flat, compile_policy, memory, save_later, trace
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import GlobalClock, LocalClock
 from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import BEGAN, policy_sizes
@@ -26,6 +28,7 @@ from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.compile_times import CompileTimes
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
+from dreamfleet.roles.profiling import profile_folder
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
@@ -48,6 +51,8 @@ _LOOK_SECONDS = 0.5
 _FLUSH_SECONDS = 10.0
 TURNS = "turns"
 """The part of a checkpoint that only a run has whose roles take turns; see `roles.serial`."""
+_TRACE_FROM, _TRACED = 5, 5
+"""Updates before those of which the agent writes a profile, and how many these are."""
 _END_SECONDS = 20.0
 """After which learning that is over waits for nobody any more, and the agent is saved."""
 
@@ -243,15 +248,14 @@ class Saver:
         Args:
             pending: The score is found by a round of evaluation that begins with this checkpoint.
             turns: What a run whose roles take turns is in the middle of.
-            wait: Return when it is written. Otherwise this returns when everything is copied, and
-                a thread writes it; one at a time, so that there is one copy at most.
+            wait: Return when it is written. Otherwise a thread writes it while the agent goes on
+                learning; one at a time, so that there is one state beside the agent's at most.
         """
         self.finish()
         position = self._newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
         parts: dict[str, dict[str, Any]] = {
-            "agent": _unchanging(self._agent.save()),
             "run": {"updates": self.updates, "round": self._round},
             "replay": position,
             BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
@@ -260,13 +264,23 @@ class Saver:
             parts[TURNS] = turns
         score = self._evaluation_score()
         self.note_end()
-        self._writing = self._writer.submit(self._write, parts, step, score, pending)
+        if wait:  # all steps are looked at: NaN in the last one is an error
+            parts = {"agent": self._agent.save(), **parts}
+        state = None if wait else save_later(self._agent)
+        self._writing = self._writer.submit(self._write, state, parts, step, score, pending)
         if wait:
             self.finish()
 
     def _write(
-        self, parts: dict[str, dict[str, Any]], step: int, score: float | None, pending: bool
+        self,
+        state: Callable[[], Flat] | None,
+        parts: dict[str, dict[str, Any]],
+        step: int,
+        score: float | None,
+        pending: bool,
     ) -> None:
+        if state is not None:
+            parts = {"agent": state(), **parts}
         self._checkpoint.save(parts, step=step, score=score, pending=pending)
         self._notes.progress()
 
@@ -281,6 +295,10 @@ class Saver:
         """While the run ends: let the supervisor know that the end gets on."""
         if self._progress.finished.is_set():
             self._notes.progress()
+
+    def give_up(self) -> None:
+        """Note that another start of the agent would not help."""
+        self._notes.give_up()
 
     def recount(self) -> None:
         """Count at least the steps that the replay holds: an actor of another process may have told
@@ -334,6 +352,7 @@ class Learner:
         self._carry: Any = None
         self._results: tuple[Any, Any] | None = None  # of the last update
         self._since = (time.monotonic(), 0, 0)
+        self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
         self._asked = 0  # updates after which learning ends, once all steps are made
 
     def restore(self) -> None:
@@ -348,13 +367,19 @@ class Learner:
         if not self._progress.finished.is_set() or self._missing():
             times, start = CompileTimes(), time.monotonic()
             self._show("learner/state", f"compiling the agent; {times.estimate(self._args)}")
-            self._agent.compile(
-                batch_size=self._args.batch_size,
-                batch_length=self._args.batch_length,
-                report_length=self._args.report_length if self._args.report_every else None,
-                policy_batches=policy_sizes(self._args) if policy else (),
-            )
+            try:
+                self._agent.compile(
+                    batch_size=self._args.batch_size,
+                    batch_length=self._args.batch_length,
+                    report_length=self._args.report_length if self._args.report_every else None,
+                    policy_batches=policy_sizes(self._args) if policy else (),
+                )
+            except ConfigError:
+                self._saver.give_up()
+                raise
             times.add(self._args, time.monotonic() - start)
+            if needed := memory(self._agent):
+                self._show("learner/memory", _memory_in_words(needed))
         self._show("learner/state", "waiting for enough data to train on")
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 
@@ -432,6 +457,7 @@ class Learner:
             self._saver.finish(wait=False)
             self._saver.begin_round()
         self.process()
+        self.end_trace()
         self.log()
         # A reply to a later call: the last metrics have arrived before the client is closed.
         self._logger.status().wait(_FLUSH_SECONDS)
@@ -451,6 +477,8 @@ class Learner:
 
     def update(self, batch: Mapping[str, Any], *, at_once: bool = False) -> None:
         """Train on a batch; with `at_once` its results are there when this returns."""
+        if self._args.profile:
+            self._trace()
         with self._timer.section("train"):
             if self._carry is None:
                 self._carry = self._agent.init_train(self._args.batch_size)
@@ -464,6 +492,18 @@ class Learner:
             self._results = outs, metrics
             if at_once:
                 self.process()
+
+    def _trace(self) -> None:
+        """Let the agent write a profile of a few updates, after the first ones."""
+        if self._made == _TRACE_FROM:
+            self._tracing.enter_context(trace(self._agent, profile_folder(self._args) / "jax"))
+        elif self._made == _TRACE_FROM + _TRACED:
+            self.end_trace()
+        self._made += 1
+
+    def end_trace(self) -> None:
+        """Have a profile that is being made written, however few updates it holds."""
+        self._tracing.close()
 
     def process(self) -> None:
         """Send the states of the last batch back to the replay, and aggregate its metrics."""
@@ -560,12 +600,12 @@ def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:
     return {k: v if isinstance(v, plain) else np.asarray(v) for k, v in metrics.items()}
 
 
-def _unchanging(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state that training does not change: arrays that somebody may write to are copied."""
-    return {
-        key: value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
-        for key, value in state.items()
-    }
+def _memory_in_words(needed: Mapping[str, float]) -> str:
+    """What training needs, for a person."""
+    parts = ("parameters", "optimizer", "activations")
+    words = ", ".join(f"{name} {readable(needed[name])}B" for name in parts if name in needed)
+    whole = f"; a step {readable(needed['step'])}B" if "step" in needed else ""
+    return f"{words}{whole} of {readable(needed['limit'])}B on each device, as compiled"
 
 
 def _summary(names: set[str]) -> str:

@@ -271,6 +271,7 @@ class Turns:
             if self._should_save() or self._saver.asked():
                 self._saver.save()
                 self._service.save()
+        self._learner.end_trace()
 
     def _may_learn(self) -> bool:
         if not self._limiter.can_sample() or not len(self._buffer):

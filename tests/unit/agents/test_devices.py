@@ -14,6 +14,8 @@ from agent_worlds import ACTIONS, IMAGE, VECTOR, config, observations, random_ba
 from dataclasses import replace
 from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer.devices import Placement
+from dreamfleet.agents.dreamer.losses import IMAGINATION
+from dreamfleet.benchmarks.agent_devices import collectives_in_loops
 from dreamfleet.errors import ConfigError
 
 spaces = VECTOR | IMAGE
@@ -29,8 +31,10 @@ def run(devices, **options):
 
 one, outs, metrics = run(jax.devices()[:1])
 
-def compare(sharded):
-    several, outs2, metrics2 = run(jax.devices(), shard_parameters=sharded)
+def compare(sharded, copies=1):
+    several, outs2, metrics2 = run(
+        jax.devices(), shard_parameters=sharded, shard_over=8 // copies if copies > 1 else 0
+    )
     assert len(outs2["replay"]["dyn/deter"].sharding.device_set) == 8
     for key in ("dyn/deter", "dyn/stoch"):
         np.testing.assert_allclose(
@@ -45,6 +49,15 @@ def compare(sharded):
     leaves = jax.tree.leaves(several._state)
     split = [leaf for leaf in leaves if leaf.addressable_shards[0].data.size < leaf.size]
     assert bool(split) == sharded, len(split)
+    assert all(leaf.size // leaf.addressable_shards[0].data.size == 8 // copies for leaf in split)
+    needed, alone = several.memory(), one.memory()
+    whole = alone["parameters"] + alone["optimizer"]
+    each = needed["parameters"] + needed["optimizer"]
+    assert each < (0.9 if sharded else 1.01) * whole, (each, whole)  # small tensors are not split
+    assert needed["activations"] < 0.5 * alone["activations"]
+    inside = collectives_in_loops(several._train_program.newest.as_text())
+    imagined = {name: count for name, count in inside.items() if IMAGINATION in name}
+    assert imagined and not any(imagined.values()), inside
     several.load(left)
     for key, value in several.save().items():
         np.testing.assert_array_equal(value, left[key])
@@ -58,6 +71,15 @@ def compare(sharded):
 
 compare(sharded=False)
 compare(sharded=True)
+compare(sharded=True, copies=2)
+
+# What would be found if it were there.
+def looped(x):
+    return jax.lax.scan(lambda total, _: (total + (x * total).sum(), None), x[0], None, length=3)[0]
+
+rows = jax.device_put(np.ones(8, np.float32), Placement.of(config().execution, None).batch)
+text = jax.jit(looped).lower(rows).compile().as_text()
+assert sum(collectives_in_loops(text).values()) > 0, text
 
 # Devices that nobody chose: as many as a batch splits over.
 for count, expected in enumerate((1, 2, 2, 4, 4, 4, 4, 8), 1):
@@ -81,6 +103,7 @@ _, _, outs = agent.policy(agent.init_policy(2), observations(spaces, 2))
 for wrong, words in (
     ({"train_devices": (8,)}, "use numbers from 0 to 7"),
     ({"train_devices": (1, 1)}, "names a device twice"),
+    ({"shard_parameters": True, "shard_over": 3}, "does not divide the 8 devices"),
     ({"policy_devices": (9,)}, "names device 9, and 8 of the platform cpu are here"),
 ):
     try:

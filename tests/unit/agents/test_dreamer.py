@@ -13,12 +13,15 @@ from agent_worlds import ACTIONS, FLAGS, IMAGE, MIXED, VECTOR, config, observati
 
 from dreamfleet import ConfigError, Space
 from dreamfleet.agents import Agent, Dreamer, NonFiniteError, SpaceError, StateMismatchError
+from dreamfleet.agents.dreamer import footprint as footprint_module
 from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agents.dreamer.agent import _AHEAD
 from dreamfleet.agents.dreamer.config import LossConfig
 from dreamfleet.agents.dreamer.cpu.actor import NumpyActor
+from dreamfleet.agents.dreamer.footprint import check_fit
 from dreamfleet.agents.dreamer.losses import loss_scales
 from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.saving import named_leaves
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
 
@@ -300,6 +303,73 @@ def test_a_loaded_agent_continues_bit_for_bit(fresh: Dreamer) -> None:
     _, action_one, _ = one.policy(one.init_policy(2), obs)
     _, action_two, _ = two.policy(two.init_policy(2), obs)
     np.testing.assert_array_equal(action_one["move"], action_two["move"])
+
+
+def test_a_state_is_kept_while_training_goes_on(fresh: Dreamer) -> None:
+    """Without a copy that training would wait for, and without looking at the last steps."""
+    batch = random_batch(VECTOR, ACTIONS)
+    carry = fresh.init_train(4)
+    for _ in range(3):
+        carry, _, _ = fresh.train(carry, batch)
+    now, later = fresh.save(), fresh.save_later()
+    for _ in range(2):
+        carry, _, _ = fresh.train(carry, batch)
+    kept, after = later(), fresh.save()
+    assert kept.keys() == now.keys()
+    for name, value in now.items():
+        np.testing.assert_array_equal(kept[name], value, err_msg=name)
+    assert any(not np.array_equal(kept[name], after[name]) for name in kept if "nets/" in name)
+    assert not any(kept[name].flags.writeable for name in kept if "nets/" in name)
+    shared = jax.tree.leaves(fresh._state.nets)[0]
+    assert np.shares_memory(after["nets/" + _first_name(fresh)], np.asarray(shared)), "no copy"
+
+
+def _first_name(agent: Dreamer) -> str:
+    return next(iter(named_leaves(agent._state.nets)))
+
+
+def test_a_state_that_is_kept_is_healthy_whatever_a_step_under_way_meets(fresh: Dreamer) -> None:
+    before = fresh.save()
+    bad = random_batch(VECTOR, ACTIONS)
+    bad["vector"][:] = np.nan
+    fresh.train(fresh.init_train(4), bad)
+    step = fresh._unchecked.pop()  # as if it were under way: nobody has looked at it
+    kept = fresh.save_later()()
+    assert not fresh._state.healthy
+    names = [name for name in before if not name.startswith("counters/")]
+    for name in names:
+        np.testing.assert_array_equal(kept[name], before[name], err_msg=name)
+    fresh._unchecked.append(step)
+    with pytest.raises(NonFiniteError):
+        fresh.save_later()
+
+
+def test_training_says_what_it_needs_and_is_refused_where_that_is_not_there(
+    fresh: Dreamer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh.train(fresh.init_train(4), random_batch(VECTOR, ACTIONS))
+    found = fresh.memory()
+    state, optimizer = jax.tree.leaves(fresh._state), jax.tree.leaves(fresh._state.optimizer)
+    count = sum(leaf.nbytes for leaf in optimizer)
+    assert found["optimizer"] == count
+    assert found["parameters"] == sum(leaf.nbytes for leaf in state) - count
+    assert found["activations"] > 0
+    # The old state and the new one are there at the same time.
+    assert found["step"] > 2 * sum(leaf.nbytes for leaf in state) + found["activations"]
+    monkeypatch.setattr(footprint_module, "memory_limit", lambda: found["step"])
+    check_fit(fresh.memory(), "cpu")
+    monkeypatch.setattr(footprint_module, "memory_limit", lambda: found["step"] - 1)
+    with pytest.raises(ConfigError, match=r"needs 0\.0 GB .*activations 0\.0 GB.*--batch-size"):
+        fresh.compile(batch_size=4, batch_length=6)
+
+
+def test_a_few_steps_are_profiled(fresh: Dreamer, tmp_path: Path) -> None:
+    carry, batch = fresh.init_train(4), random_batch(VECTOR, ACTIONS)
+    with fresh.trace(tmp_path):
+        fresh.train(carry, batch)
+    (profile,) = tmp_path.rglob("perfetto_trace.json.gz")
+    assert profile.stat().st_size > 1000
+    assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 def test_a_regex_loads_a_part() -> None:

@@ -180,6 +180,33 @@ def test_what_an_agent_starts_from_is_said_when_it_changes(run: Run) -> None:
     assert starts == ["Agent: from scratch", "Agent: resuming from there"]
 
 
+def test_memory_and_the_time_to_go_are_told_once_beside_a_display(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    told: list[str] = []
+    run.metrics["learner/memory"] = "parameters 1MB"
+    with run.logger(), Watcher(run.logdir) as watcher:
+        lines = StatusLines(watcher, said.append, told.append)
+
+        def until(count: int) -> None:
+            for _ in range(1000):
+                lines.show()
+                if len(told) >= count:
+                    return
+
+        until(1)
+        assert told == ["Memory for training: parameters 1MB"]
+        monkeypatch.setattr("dreamfleet.fleet.status._FORECAST_SECONDS", 0.0)
+        until(2)
+        for _ in range(3):
+            lines.show()
+    assert len(told) == 2
+    assert told[1].startswith("After the first minute of training: ")
+    assert "steps/s; its processes on this machine use" in told[1]
+    assert not set(told) & set(said)
+
+
 def test_a_line_before_the_first_numbers_says_what_there_is(run: Run) -> None:
     run.metrics = {"step": 0, "score": None, "eval_score": None}
     with run.logger(), Watcher(run.logdir) as watcher:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,10 @@ from dreamfleet.agents.dreamer import player as dreamer_module
 from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.envs import make_env
+from dreamfleet.errors import ConfigError
 from dreamfleet.roles.actor import Carries, padded_policy
 from dreamfleet.roles.learner import LOOK_AHEAD, Learner, RemoteStream, Saver
+from dreamfleet.roles.notes import read_notes
 from dreamfleet.roles.progress import Progress
 
 
@@ -417,3 +421,102 @@ def test_an_agent_that_is_to_stop_does_not_train_and_report_on(tmp_path: Path, w
     else:
         learner.report()
     assert agent.done == [what]
+
+
+class Traced(CountingAgent):
+    """An agent that says what it needs, keeps its state itself, and writes profiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traced: list[Any] = []
+        self.threads: list[str] = []
+
+    def memory(self) -> dict[str, float]:
+        return {"parameters": 1e6, "optimizer": 2e6, "activations": 3e9, "step": 4e9, "limit": 8e9}
+
+    @contextmanager
+    def trace(self, folder: Path) -> Iterator[None]:
+        self.traced.append(folder)
+        before = self._updates
+        yield
+        self.traced.append(self._updates - before)
+
+    def save_later(self) -> Any:
+        updates = self._updates
+
+        def state() -> dict[str, Any]:
+            self.threads.append(threading.current_thread().name)
+            return {"updates": updates}
+
+        return state
+
+
+class Told(Granting):
+    """A logger that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[str, Any] = {}
+
+    def add(self, step: int, metrics: Any) -> Told:
+        self.metrics |= metrics
+        return self
+
+    def update(self, states: Any) -> None: ...
+
+
+def learner_of(agent: Any, config: Any) -> tuple[Learner, Saver, Told]:
+    saving, told = saver(agent, config, Progress()), Told()
+    learner = Learner(agent, config, Progress(), saving, told, told, told)  # type: ignore[arg-type]
+    return learner, saving, told
+
+
+def test_what_training_needs_is_told_and_a_refusal_is_final(tmp_path: Path) -> None:
+    learner, _, told = learner_of(Traced(), small_run(tmp_path))
+    learner.compile()
+    assert told.metrics["learner/memory"] == (
+        "parameters 1MB, optimizer 2MB, activations 3GB; a step 4GB of 8GB on each device, as "
+        "compiled"
+    )
+
+    class Refused(CountingAgent):
+        def compile(self, **_: Any) -> None:
+            raise ConfigError("too large")
+
+    learner, _, told = learner_of(Refused(), small_run(tmp_path))
+    assert not read_notes(tmp_path / "workers" / "agent").final
+    with pytest.raises(ConfigError, match="too large"):
+        learner.compile()
+    assert read_notes(tmp_path / "workers" / "agent").final, "it is not started again"
+    assert "learner/memory" not in told.metrics
+
+
+def test_an_agent_that_keeps_its_state_itself_is_asked_for_it_by_the_writer(tmp_path: Path) -> None:
+    agent = Traced()
+    learner, saving, _ = learner_of(agent, small_run(tmp_path))
+    saving.save(wait=False)
+    learner.update({"stepid": np.zeros((1, 20), np.uint8)})
+    saving.finish()
+    assert agent.threads == ["checkpoint_0"]
+    latest = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert latest is not None
+    assert latest.parts["agent"] == {"updates": 0}
+    saving.save()
+    assert len(agent.threads) == 1, "one that is waited for is looked at first"
+
+
+def test_a_few_updates_are_profiled_once_and_fewer_if_the_run_ends(tmp_path: Path) -> None:
+    batch = {"stepid": np.zeros((1, 20), np.uint8)}
+    folder = tmp_path / "profile" / "jax"
+    for updates, expected in ((3, []), (7, [folder, 2]), (20, [folder, 5])):
+        agent = Traced()
+        learner, _, _ = learner_of(agent, small_run(tmp_path, profile=True))
+        for _ in range(updates):
+            learner.update(batch)
+        learner.end_trace()
+        assert agent.traced == expected
+    agent = Traced()
+    learner, _, _ = learner_of(agent, small_run(tmp_path))
+    for _ in range(20):
+        learner.update(batch)
+    assert agent.traced == [], "nobody asked for it"

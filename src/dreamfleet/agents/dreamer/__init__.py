@@ -83,6 +83,7 @@ class DreamerType(AgentType[DreamerConfig]):
         execution = replace(
             config.execution,
             train_platform="cpu", train_devices=(), policy_platform="cpu", policy_devices=(),
+            shard_parameters=False, shard_over=0,
         )  # fmt: skip
         return DreamerPlayer(obs_space, act_space, replace(config, execution=execution), seed=seed)
 

@@ -6,8 +6,9 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.devices import Placement, prefetch
 from dreamfleet.agents.dreamer.dreaming import DreamerWorldModel
 from dreamfleet.agents.dreamer.features import stored_space
+from dreamfleet.agents.dreamer.footprint import check_fit, footprint, has_room
 from dreamfleet.agents.dreamer.learning import TrainState, init_state, train_step
 from dreamfleet.agents.dreamer.player import ActingAgent
 from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program, TraceCache
@@ -82,11 +84,15 @@ class Dreamer(ActingAgent):
         config, place = self.config, self._placement
         state, batch, whole = self._shardings, place.batch, place.replicated
         on_cpu = place.platform == "cpu"
+        # On a CPU the old state stays whole while the new one is made, so that a checkpoint can be
+        # written from it without a copy that training would wait for. The memory of accelerators
+        # is scarce, and they copy a state in no time.
+        self._donates = not on_cpu
         traces = _trace_cache(config) if on_cpu and self._cached else None
         self._train_program = Program(
             "train",
             functools.partial(_train_leaves, config=config),
-            donate_first=True,
+            donate_first=self._donates,
             out_shardings=(jax.tree.leaves(state), whole, batch, batch, whole),
             traces=traces,
         )
@@ -97,6 +103,10 @@ class Dreamer(ActingAgent):
             compiler_options=COMPILE_QUICKLY if on_cpu else None,
             traces=traces,
         )
+        self._keep_program = Program(
+            "keep", lambda state: jax.tree.map(jnp.copy, jax.tree.leaves(state)),
+            out_shardings=jax.tree.leaves(state),
+        )  # fmt: skip
         dtype = config.execution.compute_dtype
         self._copy_program = Program(
             "publish",
@@ -170,6 +180,21 @@ class Dreamer(ActingAgent):
             f"infinity. The parameters are those from before; the batch is in {dump}."
         )
 
+    @contextmanager
+    def trace(self, folder: Path) -> Iterator[None]:
+        """Write a profile of all that is computed meanwhile, also of steps that are under way."""
+        profiler: Any = jax.profiler
+        wait: Any = jax.block_until_ready
+        options = profiler.ProfileOptions()
+        options.python_tracer_level = 0  # a role has a profile of its own
+        wait(self._state)
+        profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+        try:
+            yield
+            wait(self._state)
+        finally:
+            profiler.stop_trace()
+
     def report(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, dict[str, Any]]:
         batch = self._on_devices(batch)
         following, metrics, frames = self._report_program(self._state, carry, batch)
@@ -190,9 +215,11 @@ class Dreamer(ActingAgent):
         return placed
 
     def _snapshot(self) -> Snapshot:
-        # A copy: the next step overwrites the state.
-        nets = self._copy_program(self._state.nets)
-        return Snapshot(nets, self._updates, time.monotonic())
+        dtype, nets = self.config.execution.compute_dtype, self._state.nets
+        as_it_is = not self._donates and self._placement.count == 1 and dtype == "float32"
+        # A copy where the next step overwrites the state.
+        acting = ActingNetworks.of(nets, dtype) if as_it_is else self._copy_program(nets)
+        return Snapshot(acting, self._updates, time.monotonic())
 
     def world_model(self) -> DreamerWorldModel:
         """What it has learned so far, for a dream."""
@@ -223,8 +250,15 @@ class Dreamer(ActingAgent):
         with ThreadPoolExecutor(len(lengths)) as pool:
             for done in [pool.submit(build, *each) for each in lengths]:
                 done.result()
+        check_fit(self.memory(), self._placement.platform)
+        if self._donates:
+            self._keep_program.compile(self._state)
         self.compile_policy(policy_batches)
         log.info("Compiled the agent in %.1f s", time.perf_counter() - start)
+
+    def memory(self) -> dict[str, float]:
+        """What training needs on each device, in bytes; see `footprint`."""
+        return footprint(self._state, self._train_program.newest, self._placement.mesh)
 
     def example_batch(self, batch_size: int, batch_length: int) -> dict[str, NDArray[Any]]:
         """A batch of zeros with the keys, shapes and dtypes that `train` expects."""
@@ -243,9 +277,32 @@ class Dreamer(ActingAgent):
         self._check_health()
         return self._flat()
 
+    def save_later(self) -> Callable[[], Flat]:
+        """What returns the state of now, called by another thread, while training goes on.
+
+        Nobody waits for steps that are under way. On an accelerator the state is copied there if
+        there is room for it; otherwise this is `save`.
+        """
+        self._check_health(unless_newest=_AHEAD)
+        state, counters = self._state, self._counters()
+        if self._donates:
+            if not has_room(state, self._placement.mesh):
+                saved = self.save()
+                return lambda: saved
+            copies = self._keep_program(state)
+            state = jax.tree.unflatten(jax.tree.structure(state), copies)
+
+        def flat() -> Flat:
+            # A step that met NaN has changed nothing but this: it is the state from before.
+            return {**to_flat(state), **counters, "healthy": np.ones((), bool)}
+
+        return flat
+
     def _flat(self) -> Flat:
+        return {**to_flat(self._state), **self._counters()}
+
+    def _counters(self) -> Flat:
         return {
-            **to_flat(self._state),
             "counters/updates": self._updates,
             "counters/actions": self._actions,
             "counters/action_seed": self._action_seed.copy(),

@@ -233,6 +233,9 @@ class ExecutionConfig:
     shard_parameters: bool = False
     """Split parameters and optimizer state over the training devices (fully sharded)
     instead of keeping a copy on each (data parallel)."""
+    shard_over: CountOrZero = 0
+    """Devices among which `shard_parameters` splits one copy: two groups of four have a copy each
+    on eight devices. 0 for all, with one copy."""
     publish_every: Count = 1
     """Updates after which the learner publishes parameters for the actor."""
     replay_context: Count = 1
@@ -257,6 +260,11 @@ class ExecutionConfig:
         require(
             len(set(self.train_devices)) == len(self.train_devices),
             f"execution.train_devices={self.train_devices} names a device twice: name each once.",
+        )
+        require(
+            not self.shard_over or self.shard_parameters,
+            f"execution.shard_over={self.shard_over} says how execution.shard_parameters splits "
+            "them, which is off: set both.",
         )
         require(
             len(self.policy_devices) <= 1,

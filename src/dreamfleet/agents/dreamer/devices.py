@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-AXIS = "data"
+AXIS, COPIES = "data", "copies"
+"""Devices that share the parameters, if these are split, and groups of them with a copy each."""
 # Smaller tensors are not worth the communication that splitting them costs.
 _SHARD_FROM = 4096
 
@@ -46,7 +48,8 @@ class Placement:
         if policy.process_index != jax.process_index():
             policy = jax.local_devices(backend=policy.platform)[0]
         chosen = bool(devices or config.train_devices)
-        return cls(Mesh(np.array(train), (AXIS,)), policy, config.shard_parameters, chosen)
+        mesh = _mesh(train, config.shard_over)
+        return cls(mesh, policy, config.shard_parameters, chosen)
 
     @property
     def count(self) -> int:
@@ -60,7 +63,7 @@ class Placement:
     @property
     def batch(self) -> NamedSharding:
         """Rows split over the devices."""
-        return NamedSharding(self.mesh, _spec(AXIS))
+        return NamedSharding(self.mesh, _spec((COPIES, AXIS)))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -69,9 +72,11 @@ class Placement:
     def parameters(self, tree: Any) -> Any:
         """A sharding for each leaf: a copy a device, or split along its widest fitting axis."""
 
+        parts = self.mesh.shape[AXIS]
+
         def leaf(value: Any) -> NamedSharding:
             shape = np.shape(value)
-            fitting = [axis for axis, size in enumerate(shape) if size % self.count == 0]
+            fitting = [axis for axis, size in enumerate(shape) if size % parts == 0]
             if not self.shard_parameters or not fitting or np.prod(shape) < _SHARD_FROM:
                 return self.replicated
             axis = max(fitting, key=lambda axis: shape[axis])
@@ -100,7 +105,8 @@ class Placement:
             "of them: a batch_size that is a multiple of %d would use them.",
             *(fewer, local, rows, local),
         )
-        return replace(self, mesh=Mesh(self.mesh.devices[:fewer], (AXIS,)))
+        devices = list(self.mesh.devices.flat)[:fewer]
+        return replace(self, mesh=_mesh(devices, math.gcd(fewer, self.mesh.shape[AXIS])))
 
     def put_batch(self, batch: Any) -> Any:
         """The batch on the training devices, its rows split over them."""
@@ -110,7 +116,19 @@ class Placement:
         return jax.tree.map(lambda x: place(self.batch, x), batch)
 
 
-def _spec(*axes: str | None) -> jax.sharding.PartitionSpec:
+def _mesh(devices: Sequence[jax.Device], together: int) -> Mesh:
+    """The devices in groups of so many, which share the parameters if these are split; 0 for one
+    group."""
+    count = together or len(devices)
+    if len(devices) % count:
+        raise ConfigError(
+            f"execution.shard_over={count} does not divide the {len(devices)} devices that train: "
+            "choose a number that does, or other execution.train_devices."
+        )
+    return Mesh(np.array(devices).reshape(-1, count), (COPIES, AXIS))
+
+
+def _spec(*axes: str | tuple[str, ...] | None) -> jax.sharding.PartitionSpec:
     untyped: Any = jax.sharding.PartitionSpec
     spec: jax.sharding.PartitionSpec = untyped(*axes)
     return spec

@@ -212,6 +212,10 @@ class Rollout(NamedTuple):
     """Which choices the predicted masks allowed, of the states with actions."""
 
 
+IMAGINATION = "imagination"
+"""What the operations of a rollout are called in profiles and in compiled programs."""
+
+
 def imagine(
     nets: Networks, target_critic: Head, start: State, length: int, key: PRNGKeyArray
 ) -> Rollout:
@@ -362,7 +366,8 @@ def actor_critic_losses(
     tail = jax.tree.map(lambda x: x[:, time - starts :], state)
     start = jax.tree.map(lambda x: x.reshape(batch * starts, -1), jax.lax.stop_gradient(tail))
     frozen = jax.lax.stop_gradient(nets)
-    rollout = imagine(frozen, target_critic, start, config.imag_length, key)
+    with jax.named_scope(IMAGINATION):
+        rollout = imagine(frozen, target_critic, start, config.imag_length, key)
     targets, range_, metrics = imagination_targets(
         rollout.value, rollout.predictions, range_, config, update=update
     )

@@ -104,6 +104,11 @@ class Program:
         """Get ready for arguments of these shapes."""
         self._find(*jax.tree.flatten(args))
 
+    @property
+    def newest(self) -> jax.stages.Compiled | None:
+        """What was compiled last; None before anything was."""
+        return [*self._compiled.values()][-1] if self._compiled else None
+
     def _find(self, leaves: Sequence[Any], tree: Any) -> Any:
         key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         found = self._compiled.get(key)

@@ -32,14 +32,14 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def to_flat(tree: Any) -> dict[str, NDArray[Any]]:
-    """Copies of all leaves as numpy arrays, by name; nobody may write to them."""
-    before, there = named_leaves(tree), named_leaves(jax.device_get(tree))
-    result = {}
-    for name, leaf in before.items():
-        far = isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform != "cpu"
-        # From another device it is a copy already; on a CPU it is the memory of the array itself.
-        result[name] = there[name] if far else np.array(there[name])
-        result[name].flags.writeable = False
+    """All leaves as numpy arrays, by name; nobody may write to them.
+
+    From an accelerator they are copies. On a CPU they are the memory of the leaves, which nothing
+    overwrites either: what is computed there is not donated.
+    """
+    result = {name: np.asarray(leaf) for name, leaf in named_leaves(jax.device_get(tree)).items()}
+    for array in result.values():
+        array.flags.writeable = False
     return result
 
 

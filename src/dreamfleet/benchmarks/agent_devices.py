@@ -1,0 +1,245 @@
+"""Several devices against one: the same numbers, what each needs, and what splitting costs.
+
+Each number of devices has a process of its own, which trains from the same parameters on the same
+batches: data parallel, fully sharded, and both (groups of devices that share a copy each). On a
+processor the devices are virtual ones that share its cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamfleet.agents import (
+    DreamerConfig,
+    ExecutionConfig,
+    OptimizerConfig,
+    find_agent,
+    size_preset,
+)
+from dreamfleet.benchmarks.agent import random_batch, spaces
+from dreamfleet.benchmarks.agent_sizes import described, this_device
+from dreamfleet.errors import ConfigError
+
+MODES = ("data parallel", "fully sharded", "both")
+UPDATES = 20
+LOSSES, PARAMETERS = 1e-3, 1e-3
+"""How far several devices may be from one after all updates: of every loss, relative to it, and of
+every tensor, the norm of the difference relative to its norm. Sums in another order round
+differently, and a rounding may tip a sample over."""
+SLOWER = 1.15
+"""How many times as long two devices that share two cores may take as one."""
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process does."""
+
+    devices: int
+    mode: str
+    size: str = "1m"
+    batch_size: int = 16
+    batch_length: int = 64
+    updates: int = UPDATES
+    folder: str = ""
+    """Where its parameters are written to."""
+
+
+def counts_of(text: str) -> tuple[int, ...]:
+    """The numbers between commas; one device is what the others are compared with.
+
+    Raises:
+        ConfigError: They are no numbers.
+    """
+    try:
+        counts = {int(word) for word in text.split(",")}
+    except ValueError:
+        raise ConfigError(f"--devices {text}: write numbers such as 1,2,4,8.") from None
+    if min(counts) < 1:
+        raise ConfigError(f"--devices {text}: there is at least one device.")
+    return tuple(sorted({1, *counts}))
+
+
+def run(counts: Sequence[int], like: Task) -> Iterator[dict[str, Any]]:
+    """What each number of devices gives, in each mode; the first one is a single device."""
+    one: dict[str, Any] = {}
+    for count in counts:
+        for mode in MODES[: 1 if count == 1 else 2 if count < 4 else 3]:
+            with tempfile.TemporaryDirectory() as folder:
+                task = replace(like, devices=count, mode=mode, folder=folder)
+                found = {**asdict(task), **_in_process(task)}
+                if "problem" not in found:
+                    found["parameters"] = dict(np.load(Path(folder) / "parameters.npz"))
+            if not one:
+                one = found
+            yield _compared(found, one)
+
+
+def _in_process(task: Task) -> dict[str, Any]:
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(task))]
+    added = find_agent("dreamer").process_environment(DreamerConfig(), os.environ)
+    environment = {**os.environ, **added, "JAX_NUM_CPU_DEVICES": str(task.devices)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    if done.returncode:
+        return {"problem": f"its process ended with code {done.returncode}"}
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def _compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+    """The result with what it differs in from that of one device."""
+    if "problem" in found or "problem" in one:
+        return {key: value for key, value in found.items() if key != "parameters"}
+    parameters = found["parameters"]
+    apart = {
+        name: float(np.linalg.norm(value - parameters[name]))
+        / max(float(np.linalg.norm(value)), 1e-8)
+        for name, value in one["parameters"].items()
+    }
+    losses, theirs = np.asarray(one["losses"]), np.asarray(found["losses"])
+    result = {key: value for key, value in found.items() if key not in ("parameters", "losses")}
+    return {
+        **result,
+        "losses_apart": float(np.max(np.abs(losses - theirs) / np.maximum(np.abs(losses), 1e-3))),
+        "parameters_apart": max(apart.values()),
+        "times_one": found["step_seconds"] / one["step_seconds"],
+    }
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """Losses of all updates, the time of one, and what a device needs."""
+    import jax
+
+    from dreamfleet.agents.dreamer.losses import IMAGINATION
+
+    there = jax.devices()
+    if len(there) < task.devices:
+        return {"problem": f"{len(there)} devices are here"}
+    obs, act = spaces("vector")
+    sharded = task.mode != "data parallel"
+    execution = ExecutionConfig(
+        cache_dir="",
+        shard_parameters=sharded,
+        shard_over=task.devices // 2 if task.mode == "both" else 0,
+        train_devices=tuple(range(task.devices)),
+    )
+    # A warm-up as short as this moves the parameters as far as many updates with the usual one.
+    optimizer = OptimizerConfig(warmup=2)
+    config = DreamerConfig(size_preset(task.size), optimizer=optimizer, execution=execution)
+    agent: Any = find_agent("dreamer").make(obs, act, config, seed=0)
+    agent.compile(batch_size=task.batch_size, batch_length=task.batch_length)
+    carry = agent.init_train(task.batch_size)
+    example = agent.example_batch(task.batch_size, task.batch_length)
+    losses, times = [], []
+    for number in range(task.updates):
+        batch = random_batch(example, seed=number)
+        start = time.perf_counter()
+        carry, _, metrics = agent.train(carry, batch)
+        losses.append([float(value) for name, value in sorted(metrics.items()) if "loss/" in name])
+        times.append(time.perf_counter() - start)
+    saved: dict[str, Any] = agent.save()
+    nets: dict[str, Any] = {name: saved[name] for name in saved if name.startswith("nets/")}
+    np.savez(Path(task.folder) / "parameters.npz", **nets)
+    inside = collectives_in_loops(agent._train_program.newest.as_text())
+    return {
+        **this_device(),
+        "losses": losses,
+        "step_seconds": float(np.median(times[2:])),
+        "memory": agent.memory(),
+        "collectives_in_imagination": sum(n for name, n in inside.items() if IMAGINATION in name),
+        "collectives_in_loops": sum(inside.values()),
+    }
+
+
+def collectives_in_loops(text: str) -> dict[str, int]:
+    """How many collective operations a compiled program has in each of its loops, by what the loop
+    is called; in loops inside of them, too."""
+    bodies: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for each in text.splitlines():
+        if each.endswith("{") and (found := re.match(r"(?:ENTRY )?%?([\w.-]+) ", each)):
+            lines = bodies[found[1]] = []
+        lines.append(each)
+
+    def inside(name: str, seen: set[str]) -> int:
+        if name in seen or name not in bodies:
+            return 0
+        seen.add(name)
+        count = 0
+        for line in bodies[name]:
+            count += bool(_COLLECTIVE.search(line))
+            called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line)
+            for names in re.findall(r"(?:branch_computations|calls)=\{([^}]*)\}", line):
+                called += [name.strip().lstrip("%") for name in names.split(",")]
+            count += sum(inside(other, seen) for other in called)
+        return count
+
+    result: dict[str, int] = {}
+    for lines in bodies.values():
+        for line in lines:
+            loop = re.search(r" while\(.*body=%?([\w.-]+)", line)
+            if loop:
+                name = re.search(r'op_name="([^"]*)"', line)
+                key = f"{name[1] if name else ''} {loop[1]}"
+                result[key] = inside(loop[1], set())
+    return result
+
+
+# --- as a table ----------------------------------------------------------------------------------
+
+
+def where(found: dict[str, Any]) -> str:
+    """In a sentence, what was measured on what."""
+    if "device" not in found:
+        return f"{found['problem']}\n"
+    return (
+        f"{described(found)}; size {found['size']}, float32, batches of {found['batch_size']} x "
+        f"{found['batch_length']} steps, {found['updates']} updates\n"
+    )
+
+
+def heading() -> str:
+    """The first lines of a table in Markdown."""
+    names = (
+        "devices", "how", "step", "times one device", "losses apart", "parameters apart",
+        "state on each", "step on each", "collectives in the imagination", "in all loops",
+    )  # fmt: skip
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+
+
+def line(found: dict[str, Any]) -> str:
+    """A line of it."""
+    if "problem" in found:
+        return f"| {found['devices']} | {found['mode']} | {found['problem']} |"
+    memory = found["memory"]
+    cells = (
+        str(found["devices"]),
+        found["mode"],
+        f"{1e3 * found['step_seconds']:,.0f} ms",
+        f"{found['times_one']:.2f}",
+        f"{found['losses_apart']:.1e}",
+        f"{found['parameters_apart']:.1e}",
+        f"{(memory['parameters'] + memory['optimizer']) / 1e6:,.1f} MB",
+        f"{memory['step'] / 1e6:,.0f} MB",
+        str(found["collectives_in_imagination"]),
+        str(found["collectives_in_loops"]),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure(Task(**json.loads(sys.argv[1])))) + "\n")

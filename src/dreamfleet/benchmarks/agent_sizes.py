@@ -1,0 +1,286 @@
+"""What a training step and a policy call cost in each size, on whatever device is here.
+
+Every size is measured in a process of its own, so that memory is its own, and one that does not fit
+costs nothing but its row. FLOP utilisation is what the model needs (`agent_flops`) against the
+fastest matrix product of the same precision that was measured in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from dreamfleet.agents import DreamerConfig, ExecutionConfig, find_agent, size_preset
+from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
+from dreamfleet.benchmarks.agent import learner_step, median, policy_caller, spaces
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.errors import ConfigError
+
+Kind = Literal["vector", "image"]
+Precision = Literal["float32", "bfloat16"]
+ROWS = (1, 16)
+"""Environments in the policy calls that are measured."""
+_SECONDS = 20.0
+_MOST_STEPS = 10
+_PRODUCTS = (1024, 2048, 4096, 8192)
+_LONG_PRODUCT = 0.5
+_PACKAGES = ("dreamfleet", "jax", "jaxlib", "equinox", "optax", "numpy")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
+
+    size: str
+    kind: Kind
+    dtype: Precision
+    batch_size: int = 16
+    batch_length: int = 64
+
+
+def sizes_of(text: str) -> tuple[str, ...]:
+    """The sizes that were asked for: names between commas, or `all` published ones.
+
+    Raises:
+        ConfigError: One does not exist.
+    """
+    names = PUBLISHED_SIZES if text == "all" else tuple(text.split(","))
+    for name in names:
+        size_preset(name)
+    return names
+
+
+def run(tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
+    """The figures of each size, as soon as they are there; a `problem` where there are none."""
+    for task in tasks:
+        yield {**asdict(task), **_in_process(task)}
+
+
+def _in_process(task: Task) -> dict[str, Any]:
+    command = [sys.executable, "-m", "dreamfleet.benchmarks.agent_sizes", json.dumps(asdict(task))]
+    added = find_agent("dreamer").process_environment(DreamerConfig(), os.environ)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **added}, check=False
+    )
+    if done.returncode < 0:
+        return {"problem": "its process was killed: there was probably too little memory"}
+    if not done.stdout.strip():
+        return {"problem": f"its process ended with code {done.returncode}"}
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """All figures of one size: seconds, bytes, operations."""
+    obs, act = spaces(task.kind)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        execution = ExecutionConfig(cache_dir=cache, compute_dtype=task.dtype)
+        config = DreamerConfig(size_preset(task.size), execution=execution)
+        agent: Any = find_agent("dreamer").make(obs, act, config, seed=0)
+        made = time.perf_counter()
+        agent.compile(
+            batch_size=task.batch_size, batch_length=task.batch_length, policy_batches=ROWS
+        )
+        compiled = time.perf_counter() - made
+    step = learner_step(agent, task.batch_size, task.batch_length)
+    step()
+    begin = time.perf_counter()
+    step()
+    first = time.perf_counter() - begin
+    steps = int(min(_MOST_STEPS, max(2, _SECONDS / max(first, 1e-9))))
+    seconds = median(step, steps) / 1e3
+    policy = {str(rows): median(policy_caller(agent, obs, rows), 10 * steps) / 1e3 for rows in ROWS}
+    checkpoint = _checkpoint(agent, step, seconds)
+    peak = matmul_flops(task.dtype)
+    from dreamfleet.benchmarks.agent_flops import train_step_flops
+
+    memory = agent.memory()
+    needed = train_step_flops(config, obs, act, task.batch_size, task.batch_length)
+    return {
+        **this_device(),
+        "steps": steps,
+        "make_seconds": made - start,
+        "compile_seconds": compiled,
+        "step_seconds": seconds,
+        "policy_seconds": policy,
+        "memory": {**memory, "peak": _peak_bytes()},
+        "checkpoint": checkpoint,
+        "flops": needed,
+        "matmul_flops": peak,
+        "utilisation": needed / seconds / peak,
+    }
+
+
+def _checkpoint(agent: Any, step: Callable[[], None], usual: float) -> dict[str, float]:
+    """Seconds that a thread takes to write a checkpoint while training goes on, that the learner
+    stands still for it, and how many times the usual a training step takes meanwhile."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        start = time.perf_counter()
+        state = agent.save_later()
+        still = time.perf_counter() - start
+
+        def write() -> float:
+            Checkpoint(folder).save({"agent": state()}, step=0)
+            return time.perf_counter() - start
+
+        writing, steps = pool.submit(write), 0
+        while not steps or not writing.done():
+            step()
+            steps += 1
+        meanwhile = (time.perf_counter() - start - still) / steps
+        return {"seconds": writing.result(), "still": still, "slower": meanwhile / usual}
+
+
+def matmul_flops(dtype: Precision) -> float:
+    """Operations a second of the fastest square matrix product."""
+    import jax
+    import jax.numpy as jnp
+
+    best = 0.0
+    product = jax.jit(lambda a: a @ a)
+    for side in _PRODUCTS:
+        x = jnp.ones((side, side), dtype)
+        product(x).block_until_ready()
+        seconds = median(partial(_wait, product, x), 5) / 1e3
+        best = max(best, 2.0 * side**3 / seconds)
+        if seconds > _LONG_PRODUCT:
+            break
+    return best
+
+
+def _wait(function: Any, argument: Any) -> None:
+    function(argument).block_until_ready()
+
+
+def this_device() -> dict[str, Any]:
+    """What computes, what drives it, and the versions of all that has a part in it."""
+    import jax
+
+    there = jax.devices()
+    first: Any = there[0]
+    device = {
+        "platform": first.platform,
+        "kind": _processor() if first.platform == "cpu" else first.device_kind,
+        "count": len(there),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "driver": _driver(first),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    return {"device": device, "versions": versions}
+
+
+def _driver(first: Any) -> str:
+    """Of an accelerator: as JAX and the system name it."""
+    words = [" ".join(str(first.client.platform_version).split())]
+    nvidia = Path("/proc/driver/nvidia/version")
+    if first.platform == "gpu" and nvidia.is_file():
+        words.append(nvidia.read_text().splitlines()[0].strip())
+    return "; ".join(words)
+
+
+def _processor() -> str:
+    """The name of this processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _peak_bytes() -> float:
+    """The most memory that was in use: of the device, or of this process if the device has none."""
+    import jax
+
+    counted = jax.devices()[0].memory_stats() or {}
+    return float(
+        counted.get("peak_bytes_in_use")
+        or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
+
+
+# --- as a table ----------------------------------------------------------------------------------
+
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step": lambda found: f"{1e3 * found['step_seconds']:,.0f} ms",
+    "FLOP a step": lambda found: f"{found['flops'] / 1e12:,.3g} T",
+    "utilisation": lambda found: f"{100 * found['utilisation']:.0f} %",
+    "policy, 1": lambda found: _milliseconds(found["policy_seconds"]["1"]),
+    "policy, 16": lambda found: _milliseconds(found["policy_seconds"]["16"]),
+    "parameters and optimizer": lambda found: _gigabytes(
+        found["memory"]["parameters"] + found["memory"]["optimizer"]
+    ),
+    "activations": lambda found: _gigabytes(found["memory"]["activations"]),
+    "peak": lambda found: _gigabytes(found["memory"]["peak"]),
+    "checkpoint": lambda found: f"{found['checkpoint']['seconds']:,.1f} s",
+    "learner stands still": lambda found: (
+        f"{100 * found['checkpoint']['still'] / found['checkpoint']['seconds']:.2f} %"
+    ),
+    "compiling": lambda found: f"{found['compile_seconds']:,.0f} s",
+}
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:,.2f} GB"
+
+
+def heading() -> str:
+    """The first lines of a table in Markdown."""
+    names = ["size", *_COLUMNS]
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+
+
+def line(found: dict[str, Any]) -> str:
+    """A line of it."""
+    if "problem" in found:
+        return f"| {found['size']} | {found['problem']} |{' |' * (len(_COLUMNS) - 1)}"
+    cells = [found["size"], *(show(found) for show in _COLUMNS.values())]
+    return f"| {' | '.join(cells)} |"
+
+
+def where(found: dict[str, Any]) -> str:
+    """In a sentence, what was measured on what."""
+    if "device" not in found:
+        return f"{found['problem']}\n"
+    return (
+        f"{described(found)}; {found['kind']}, {found['dtype']}, batches of "
+        f"{found['batch_size']} x {found['batch_length']} steps, fastest matrix product "
+        f"{found['matmul_flops'] / 1e9:,.0f} GFLOP/s\n"
+    )
+
+
+def described(found: dict[str, Any]) -> str:
+    """Device, driver and versions of a result."""
+    there, versions = found["device"], found["versions"]
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    cores = f", {there['cores']} cores" if there["platform"] == "cpu" else ""
+    return (
+        f"{there['count']} x {there['kind']} ({there['platform']}{cores}; {there['driver']}), "
+        f"{there['system']}, Python {there['python']}, {names}"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        result = measure(Task(**json.loads(sys.argv[1])))
+    except (ConfigError, RuntimeError, MemoryError) as error:  # XLA raises the second
+        result = {"problem": " ".join(str(error).split())[:300] or type(error).__name__}
+    sys.stdout.write(json.dumps(result) + "\n")
