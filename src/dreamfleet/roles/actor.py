@@ -43,6 +43,7 @@ from dreamfleet.slots import SlotTable
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
 from dreamfleet.transport.address import AUTO
+from dreamfleet.transport.errors import Timeout
 
 log = logging.getLogger(__name__)
 
@@ -404,11 +405,17 @@ class Actor:
             self._on_logged(self._logged.popleft().result())
 
     def wait_for_replies(self, timeout: float) -> None:
-        """Wait until the replay and the logger have confirmed everything that was sent."""
-        while self._stored:
-            self._on_stored(*self._stored.popleft(), timeout)
-        while self._logged:
-            self._on_logged(self._logged.popleft().result(timeout))
+        """Wait until the replay and the logger have confirmed everything that was sent. At an end
+        that has given up on them, what they have not confirmed is none of the run's steps."""
+        try:
+            while self._stored:
+                self._on_stored(*self._stored.popleft(), timeout)
+            while self._logged:
+                self._on_logged(self._logged.popleft().result(timeout))
+        except Timeout as error:
+            if timeout > _GIVE_UP_SECONDS:
+                raise
+            log.warning("The run ends without what was on its way. %s", error)
 
     def _on_stored(self, reply: Reply, steps: int, timeout: float | None = None) -> None:
         reply.result(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dreamfleet.roles.actor import (
     policy_sizes,
 )
 from dreamfleet.roles.progress import Progress
+from dreamfleet.transport.errors import Timeout
 
 
 class Replied:
@@ -202,6 +204,42 @@ def test_the_run_finishes_when_the_logger_says_that_the_target_is_reached(tmp_pa
         actor.wait_for_replies(60.0)
         assert progress.finished.is_set() == reached
         assert progress.error is None
+
+
+class Away:
+    """A replay that takes nothing, as without a learner."""
+
+    def call(self, *call: Any) -> Any:
+        return self
+
+    def done(self) -> bool:
+        return False
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise Timeout("replay did not answer")
+
+    def stats(self) -> dict[str, float]:
+        return {"connected": 1.0}
+
+
+class WithoutLearner(Progress):
+    """What an actor on its own knows when the learner's process is away."""
+
+    def waiting(self) -> str:
+        return "no connection to the learner"
+
+
+@pytest.mark.parametrize(("kind", "given_up"), [(WithoutLearner, True), (Progress, False)])
+def test_an_end_gives_up_on_the_replay_only_if_nobody_learns(
+    tmp_path: Path, kind: type[Progress], given_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = kind()
+    actor = Actor(Summing(), small_run(tmp_path), progress, Away(), Recorder(False))
+    step(actor, observations([0], [0.0], is_first=True))
+    progress.stop()
+    with nullcontext() if given_up else pytest.raises(Timeout):
+        actor.wait_for_replies(actor.flush_seconds)
+    assert ("ends without what was on its way" in caplog.text) == given_up
 
 
 def begin(ids: list[int], is_first: list[bool]) -> dict[str, Any]:
