@@ -54,7 +54,8 @@ def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
 
 
 def test_a_dream_is_played_with_keys(tmp_path: Path) -> None:
-    small_run(tmp_path / "runs" / "dreamer", "bundled:catch", 40, size=(16, 16), balls=2)
+    logdir = tmp_path / "runs" / "dreamer"
+    small_run(logdir, "bundled:catch", 40, size=(16, 16), balls=2)
     with (
         served(tmp_path / "runs") as address,
         chromium() as browser,
@@ -63,6 +64,7 @@ def test_a_dream_is_played_with_keys(tmp_path: Path) -> None:
         page.wait_for_selector("text=dreamer")
         page.goto(address.partition("?")[0] + "dream?run=dreamer")
         a_dream_follows_the_keys(page)
+        it_keeps_up_with_a_run_that_goes_on(page, logdir)
 
 
 def command(*words: str) -> list[str]:
@@ -316,6 +318,19 @@ def a_dream_follows_the_keys(page: Any) -> None:
     page.keyboard.press("Space")
     page.get_by_label("to the start").click()
     assert at(0) == frames[0]
+
+
+def it_keeps_up_with_a_run_that_goes_on(page: Any, logdir: Path) -> None:
+    """Its checkpoint is removed, another one is there, and the replay has dropped the episode."""
+    [old] = (logdir / "ckpt" / "agent").iterdir()
+    old.rename(old.with_name(old.name.replace("000070", "000090")))
+    page.get_by_label("checkpoint").click()
+    page.get_by_role("option").nth(1).wait_for()  # the old one is still in memory
+    page.keyboard.press("Escape")
+    for chunk in (logdir / "replay").glob("*"):
+        chunk.unlink()
+    page.get_by_role("button", name="Start", exact=True).click()
+    page.wait_for_selector("text=The run has removed this episode meanwhile")
 
 
 def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:

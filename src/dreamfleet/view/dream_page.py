@@ -29,6 +29,7 @@ _FRESH = -1
 _MOST_CONTROLS = 32
 _DRAW_SECONDS = 0.2
 """Between two drawings of the curves while the dream plays; frames are all shown."""
+_RENEW_SECONDS = 5.0
 _LETTERS = "123456789qwertyuiopasdfghjklzxcvbnm"
 _ARROWS = {
     "ArrowLeft": ("left", "west"),
@@ -139,6 +140,7 @@ class _Page:
                     ui.label("Start")
             self._said = ui.label("The world model is loaded…").classes("muted small")
         ui.timer(0, self._open, once=True)
+        ui.timer(_RENEW_SECONDS, self._renew, immediate=False)
 
     def _build_stage(self) -> None:
         with ui.element("div").classes("stage"):
@@ -248,7 +250,10 @@ class _Page:
     async def _open(self) -> None:
         """Load the chosen checkpoint."""
         wanted = str(self._checkpoint.value)
-        if wanted == self._opened or wanted not in checkpoints(self._run):
+        if wanted == self._opened:
+            return
+        if wanted not in checkpoints(self._run):  # the run has removed it meanwhile
+            self._renew()
             return
         self._pause()
         self._opened = wanted
@@ -258,17 +263,32 @@ class _Page:
         if about is None:
             self._opened = ""
             return
+        self._offer(about)
+        self._say(about["note"])
+        if self._episode.value is None:
+            self._said.text += " There is nothing to start from: the run has no replay."
+        else:
+            await self._start()
+
+    def _offer(self, about: dict[str, Any]) -> None:
+        """Let a person choose from the episodes that there are now."""
         self._about = about
         options = {number: _episode_text(each) for number, each in enumerate(about["episodes"])}
         if about["real"]:
             options = {_FRESH: "a fresh episode", **options}
         whole = (n for n, each in enumerate(about["episodes"]) if each["begins"] and each["ends"])
         self._episode.set_options(options, value=next(whole, next(iter(options), None)))
-        self._say(about["note"])
-        if not options:
-            self._said.text += " There is nothing to start from: the run has no replay."
-        else:
-            await self._start()
+
+    def _renew(self) -> None:
+        """Offer the checkpoints that there are now; one that is played can be played on."""
+        names = checkpoints(self._run)
+        offered: dict[str, str] = dict(self._checkpoint.options)
+        if self._opened in offered:
+            names.setdefault(self._opened, offered[self._opened])
+        if names and names != offered:
+            chosen = self._checkpoint.value
+            value = chosen if chosen in names else next(iter(names))
+            self._checkpoint.set_options(names, value=value)
 
     def _say(self, note: str) -> None:
         """What is dreamed of, and what a person should know about it."""
@@ -296,6 +316,10 @@ class _Page:
         before = self._scene.get("names")
         scene = await self._call("start", episode, observe, int(self._seed.value or 0))
         if scene is None:
+            why = self._said.text
+            if about := await self._call("describe"):  # a run that trains has others meanwhile
+                self._offer(about)
+                self._said.text = why
             return
         self._say(scene["note"])
         self._scene = scene
@@ -409,6 +433,7 @@ class _Page:
         self._line.text = (
             f"step {scene['number']} · reward {scene['reward']:.3g} · goes on "
             f"{scene['continuation']:.0%} · value {scene['value']:.4g}"
+            f"{'' if scene['frame'] else ' · its numbers are drawn below'}"
         )
         self._real_line.text = _truth_text(truth, scene["note"])
         self._place.props(f"max={max(scene['length'], 1)}")
