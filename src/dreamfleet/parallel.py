@@ -30,7 +30,7 @@ from dreamfleet.fleet.binding import COORDINATOR_PORT, choose_port, understand
 from dreamfleet.fleet.coordinator import Coordinator
 from dreamfleet.fleet.launchers import Launcher, find_launcher
 from dreamfleet.fleet.status import StatusLines, Watcher
-from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent
+from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
 from dreamfleet.roles.actor import BEGAN, parallel_actor
 from dreamfleet.roles.addresses import (
@@ -100,6 +100,7 @@ def combined(
         FleetError: A worker failed, and the run ended because of it.
         KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
     """
+    say, progress = unless_full(say), unless_full(progress or say)
     launcher = (make_launcher or find_launcher(args.launcher))(args.logdir, args)
     run, place = _prepared(args, launcher)
     buffers = make_replay_train, make_replay_eval
@@ -127,7 +128,7 @@ def combined(
             _joinable(run, place, on_machine_failure, say),
             Watcher(run.logdir) as watcher,
         ):
-            lines = StatusLines(watcher, progress or say, say)
+            lines = StatusLines(watcher, progress, say)
 
             def every_while() -> None:
                 lines.show()

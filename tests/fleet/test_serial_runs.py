@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -60,6 +61,20 @@ def test_a_serial_run_makes_no_process_goes_on_and_ends_like_any_other(tmp_path:
     found = stored_streams(tmp_path / "replay")
     assert sum(len(stream["action"]) for stream in found.values()) == saved_step(tmp_path)
     assert (tmp_path / "logs" / "serial.log").stat().st_size > 0
+
+
+def test_a_run_whose_output_cannot_be_written_goes_on(tmp_path: Path) -> None:
+    """It may be in a file on a disk that is full."""
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config, fleet = serial(tmp_path, steps=100, log_every=0.01)
+    combined(**fleet, args=config, say=say)
+    assert saved_step(tmp_path) >= 100
+    assert len(lines) > 1
 
 
 def test_a_failure_in_a_serial_run_is_the_error_itself(tmp_path: Path) -> None:

@@ -241,9 +241,9 @@ class Report:
             axis.annotate(f"{text}: {goal:g} s", **place, ha="right", fontsize=7, color="0.4")
         axis.set_ylabel("seconds until recovered")
         axis.set_xlabel("minutes")
-        axis.legend(
-            fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16)
-        )
+        if self.recovery:
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+            axis.legend(**place, fontsize=8, frameon=False, ncols=4)
         _plain(axis)
 
 

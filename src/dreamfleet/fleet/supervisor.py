@@ -55,6 +55,20 @@ def silent(line: str) -> None:
     del line
 
 
+def unless_full(say: Say) -> Say:
+    """The same, but what cannot be written is not said: a full disk is no reason to end a run."""
+
+    def said(line: str) -> None:
+        try:
+            say(line)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            log.warning("It cannot be said (%s): %s", error, line)
+
+    return said
+
+
 class Supervisor:
     """Runs a fleet until a worker that ends the run has returned, or until it is stopped.
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -51,7 +52,8 @@ class SerialLauncher:
     def __exit__(self, *error: object) -> None:
         self._root.setLevel(self._level)
         self._root.removeHandler(self._handler)
-        self._handler.close()
+        with suppress(OSError):  # the disk is full
+            self._handler.close()
 
     def prepare(self, workers: Sequence[Worker]) -> None:
         pass
