@@ -1,6 +1,7 @@
 """Traced programs are kept between runs, and never used where they do not belong."""
 
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -133,3 +134,17 @@ def test_a_kept_training_step_computes_the_same(
     assert traced.keys() == kept.keys()
     for name, value in traced.items():
         np.testing.assert_array_equal(value, kept[name], err_msg=name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no such call")
+def test_memory_that_compiling_took_is_given_back() -> None:
+    def used() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    parts = [bytes(1000) for _ in range(100_000)]
+    last = bytes(1000)  # behind all of them, so that nothing is given back by itself
+    del parts
+    before = used()
+    dreamer.give_memory_back()
+    assert used() < before - 50_000_000
+    assert len(last) == 1000
