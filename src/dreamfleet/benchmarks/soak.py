@@ -99,8 +99,9 @@ class Soak:
 
 
 def soak(config: RunConfig, duration: float, out: Path) -> Soak:
-    """Train for some seconds, and write what was seen to OUT.json and OUT.png. On a slow machine it
-    takes longer, until there is enough to compare.
+    """Train for some seconds, and write what was seen to OUT.json and OUT.png. Seconds are counted
+    from the first steps on, when everything is compiled. On a slow machine it takes longer, until
+    there is enough to compare.
 
     Raises:
         ConfigError: This system does not tell what processes use.
@@ -111,8 +112,11 @@ def soak(config: RunConfig, duration: float, out: Path) -> Soak:
     due = LocalClock(config.log_every / 2)  # the roles log at different times
 
     def look(step: int, _: Mapping[str, Any]) -> None:
+        nonlocal begin
         found.steps = step
-        if not due():
+        if not step:
+            begin = time.monotonic()
+        if not step or not due():
             return
         seconds = time.monotonic() - begin
         record = read_record(config.logdir)
