@@ -201,6 +201,11 @@ def collectives_in_loops(text: str) -> dict[str, int]:
 
 # --- as a table ----------------------------------------------------------------------------------
 
+_COLUMNS = (
+    "devices", "how", "step", "times one device", "losses apart", "parameters apart",
+    "state on each", "step on each", "collectives in the imagination", "in all loops",
+)  # fmt: skip
+
 
 def where(found: dict[str, Any]) -> str:
     """In a sentence, what was measured on what."""
@@ -214,17 +219,14 @@ def where(found: dict[str, Any]) -> str:
 
 def heading() -> str:
     """The first lines of a table in Markdown."""
-    names = (
-        "devices", "how", "step", "times one device", "losses apart", "parameters apart",
-        "state on each", "step on each", "collectives in the imagination", "in all loops",
-    )  # fmt: skip
-    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+    return f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
 
 
 def line(found: dict[str, Any]) -> str:
     """A line of it."""
     if "problem" in found:
-        return f"| {found['devices']} | {found['mode']} | {found['problem']} |"
+        rest = " |" * (len(_COLUMNS) - 3)
+        return f"| {found['devices']} | {found['mode']} | {found['problem']} |{rest}"
     memory = found["memory"]
     cells = (
         str(found["devices"]),

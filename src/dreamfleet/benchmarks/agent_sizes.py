@@ -2,7 +2,8 @@
 
 Every size is measured in a process of its own, so that memory is its own, and one that does not fit
 costs nothing but its row. FLOP utilisation is what the model needs (`agent_flops`) against the
-fastest matrix product of the same precision that was measured in the same process.
+fastest matrix product of the same precision that was measured in the same process. On a processor
+both are taken by processor time, which other programs spoil little.
 """
 
 from __future__ import annotations
@@ -83,45 +84,45 @@ def _in_process(task: Task) -> dict[str, Any]:
     return measured
 
 
-def measure(task: Task) -> dict[str, Any]:
-    """All figures of one size: seconds, bytes, operations."""
+def measure(task: Task, cache: str) -> dict[str, Any]:
+    """All figures of one size, with an empty cache: seconds, bytes, operations."""
     obs, act = spaces(task.kind)
+    execution = ExecutionConfig(cache_dir=cache, compute_dtype=task.dtype)
+    config = DreamerConfig(size_preset(task.size), execution=execution)
+    agent: Any = find_agent("dreamer").make(obs, act, config, seed=0)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
-        execution = ExecutionConfig(cache_dir=cache, compute_dtype=task.dtype)
-        config = DreamerConfig(size_preset(task.size), execution=execution)
-        agent: Any = find_agent("dreamer").make(obs, act, config, seed=0)
-        made = time.perf_counter()
-        agent.compile(
-            batch_size=task.batch_size, batch_length=task.batch_length, policy_batches=ROWS
-        )
-        compiled = time.perf_counter() - made
+    agent.compile(batch_size=task.batch_size, batch_length=task.batch_length, policy_batches=ROWS)
+    compiled = time.perf_counter() - start
     step = learner_step(agent, task.batch_size, task.batch_length)
     step()
     begin = time.perf_counter()
     step()
     first = time.perf_counter() - begin
     steps = int(min(_MOST_STEPS, max(2, _SECONDS / max(first, 1e-9))))
+    busy = time.process_time()
     seconds = median(step, steps) / 1e3
+    processor = (time.process_time() - busy) / steps
     policy = {str(rows): median(policy_caller(agent, obs, rows), 10 * steps) / 1e3 for rows in ROWS}
     checkpoint = _checkpoint(agent, step, seconds)
-    peak = matmul_flops(task.dtype)
+    found = this_device()
+    cores = found["device"]["cores"] if found["device"]["platform"] == "cpu" else 0
+    peak = matmul_flops(task.dtype, cores)
     from dreamfleet.benchmarks.agent_flops import train_step_flops
 
     memory = agent.memory()
     needed = train_step_flops(config, obs, act, task.batch_size, task.batch_length)
     return {
-        **this_device(),
+        **found,
         "steps": steps,
-        "make_seconds": made - start,
         "compile_seconds": compiled,
         "step_seconds": seconds,
+        "step_processor_seconds": processor,
         "policy_seconds": policy,
         "memory": {**memory, "peak": _peak_bytes()},
         "checkpoint": checkpoint,
         "flops": needed,
         "matmul_flops": peak,
-        "utilisation": needed / seconds / peak,
+        "utilisation": needed / (processor / cores if cores else seconds) / peak,
     }
 
 
@@ -145,8 +146,9 @@ def _checkpoint(agent: Any, step: Callable[[], None], usual: float) -> dict[str,
         return {"seconds": writing.result(), "still": still, "slower": meanwhile / usual}
 
 
-def matmul_flops(dtype: Precision) -> float:
-    """Operations a second of the fastest square matrix product."""
+def matmul_flops(dtype: Precision, cores: int) -> float:
+    """Operations a second of the fastest square matrix product; on so many cores, if it is a
+    processor, of which it has all the time that it uses."""
     import jax
     import jax.numpy as jnp
 
@@ -155,7 +157,10 @@ def matmul_flops(dtype: Precision) -> float:
     for side in _PRODUCTS:
         x = jnp.ones((side, side), dtype)
         product(x).block_until_ready()
+        busy = time.process_time()
         seconds = median(partial(_wait, product, x), 5) / 1e3
+        if cores:
+            seconds = (time.process_time() - busy) / 5 / cores
         best = max(best, 2.0 * side**3 / seconds)
         if seconds > _LONG_PRODUCT:
             break
@@ -176,7 +181,7 @@ def this_device() -> dict[str, Any]:
         "platform": first.platform,
         "kind": _processor() if first.platform == "cpu" else first.device_kind,
         "count": len(there),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         "driver": _driver(first),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -186,7 +191,9 @@ def this_device() -> dict[str, Any]:
 
 
 def _driver(first: Any) -> str:
-    """Of an accelerator: as JAX and the system name it."""
+    """As JAX and the system name it; a processor has none."""
+    if first.platform == "cpu":
+        return "none"
     words = [" ".join(str(first.client.platform_version).split())]
     nvidia = Path("/proc/driver/nvidia/version")
     if first.platform == "gpu" and nvidia.is_file():
@@ -217,6 +224,7 @@ def _peak_bytes() -> float:
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": lambda found: f"{1e3 * found['step_seconds']:,.0f} ms",
+    "processor time": lambda found: f"{1e3 * found['step_processor_seconds']:,.0f} ms",
     "FLOP a step": lambda found: f"{found['flops'] / 1e12:,.3g} T",
     "utilisation": lambda found: f"{100 * found['utilisation']:.0f} %",
     "policy, 1": lambda found: _milliseconds(found["policy_seconds"]["1"]),
@@ -272,15 +280,17 @@ def described(found: dict[str, Any]) -> str:
     there, versions = found["device"], found["versions"]
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     cores = f", {there['cores']} cores" if there["platform"] == "cpu" else ""
+    what = f"{there['platform']}{cores}, driver {there['driver']}"
     return (
-        f"{there['count']} x {there['kind']} ({there['platform']}{cores}; {there['driver']}), "
-        f"{there['system']}, Python {there['python']}, {names}"
+        f"{there['count']} x {there['kind']} ({what}), {there['system']}, Python "
+        f"{there['python']}, {names}"
     )
 
 
 if __name__ == "__main__":
     try:
-        result = measure(Task(**json.loads(sys.argv[1])))
+        with tempfile.TemporaryDirectory() as place:
+            result = measure(Task(**json.loads(sys.argv[1])), place)
     except (ConfigError, RuntimeError, MemoryError) as error:  # XLA raises the second
         result = {"problem": " ".join(str(error).split())[:300] or type(error).__name__}
     sys.stdout.write(json.dumps(result) + "\n")
