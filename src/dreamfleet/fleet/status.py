@@ -325,7 +325,8 @@ class StatusLines:
         if status.updates and status.running and not self._forecast:
             now = time.monotonic()
             self._training_since = self._training_since or now
-            if now - self._training_since >= _FORECAST_SECONDS:
+            moves = status.steps_per_second > 0 and not status.complete
+            if moves and now - self._training_since >= _FORECAST_SECONDS:
                 self._forecast = True
                 self._tell(_forecast(status))
         if status.responding:  # what is known without the logger is old

@@ -1,6 +1,6 @@
 """`profile`: where the threads of a role spend their time, looked at again and again.
 
-Looking costs a role about one percent, and sees all of its threads, unlike Python's own profiler,
+Looking costs a core about two percent, and sees all of its threads, unlike Python's own profiler,
 which follows one and makes every call slower. What is counted is time, busy or waiting; how much of
 it was spent on a processor is told for each thread.
 """
@@ -20,7 +20,7 @@ import psutil
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 
-_EVERY_SECONDS = 0.01
+_EVERY_SECONDS = 0.02
 _WRITE_SECONDS = 30.0
 _MOST_ROWS = 20
 
