@@ -41,12 +41,12 @@ def base(x_name: str = "", *, log: bool = False, tools: bool = True) -> dict[str
         "legend": {
             "type": "scroll",
             "left": 0,
-            "right": 120 if tools else 0,
-            "top": 0,
+            **({"width": "62%"} if tools else {"right": 0}),
+            "top": 3,
             "icon": "roundRect",
             "itemWidth": 14,
             "itemHeight": 4,
-            # A long name would push what turns the pages of the legend over the tools.
+            # A long name would push what turns its pages over the tools.
             "textStyle": {
                 "color": _GREY,
                 ":width": "innerWidth < 700 ? 110 : 320",
