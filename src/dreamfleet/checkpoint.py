@@ -3,11 +3,16 @@
     DIRECTORY/000007-step-000000125000/
         manifest.json        step, time, score, checksums, and every value that is no array
         agent.safetensors    the arrays of one part, flat
+        agent-1.safetensors  what host 1 has of it, if several hosts learn together
         ...
 
 A checkpoint is written under a temporary name, fsynced and renamed, so a directory without a
 leading dot is complete. It is only trusted if every byte matches the checksums; otherwise the next
 older one is used. Nothing in it is code: arrays and JSON, no pickle.
+
+Several hosts write a checkpoint together, each the arrays that it has. An array that is split over
+hosts is written in slices, called `name@axis:start`. Reading puts all of it together, so it does
+not matter how many hosts there were.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +41,14 @@ from dreamfleet.files import atomic_rename, atomic_write, fsync
 log = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
+Gather = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 Which = Literal["latest", "best"]
 
-_FORMAT = 1
+_FORMAT, _OF_HOSTS = 1, 2
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _PART = re.compile(r"[A-Za-z0-9_-]+")
+_SLICE = re.compile(r"@(\d+):(\d+)$")
 _READ_BYTES = 1 << 20
 _TEMPORARY, _DISCARDED = ".writing-", ".discarded-"
 
@@ -100,10 +107,13 @@ class Checkpoint:
         score: float | None = None,
         *,
         pending: bool = False,
+        host: int = 0,
+        gather: Gather = lambda said: [said],
     ) -> Path:
         """Write a checkpoint and remove the ones that are no longer kept.
 
-        When this returns, the checkpoint survives a power cut.
+        When this returns, the checkpoint survives a power cut. Several hosts that share the
+        directory call this together, with the parts that they have.
 
         Args:
             parts: Flat dicts of arrays, numbers, strings, booleans and None, by name.
@@ -111,24 +121,41 @@ class Checkpoint:
             score: How good it is, such as the mean score of an evaluation. None, or a score that
                 is not finite, is never the best.
             pending: Its score follows (`rate`), and it is kept until then.
+            host: Which of the hosts this is. The steps of all of them are added, and the rest is
+                what host 0 says.
+            gather: Takes what this host says, and returns what all have said.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._clean_up()
-        serial = max((_serial(path) for path in self.all()), default=0) + 1
+        serial = 0
+        if host == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._clean_up()
+            serial = max((_serial(path) for path in self.all()), default=0) + 1
+            (self.directory / f"{_TEMPORARY}{serial:06d}").mkdir()
+        said = gather({"serial": serial, "step": step})
+        serial, step = said[0]["serial"], sum(each["step"] for each in said)
         final = self.directory / f"{serial:06d}-step-{step:012d}"
-        writing = self.directory / f"{_TEMPORARY}{final.name}"
-        writing.mkdir()
-        body = {
-            "format": _FORMAT,
-            "step": step,
-            "time": time.time(),
-            "score": _finite(score),
-            "pending": pending,
-            "parts": {name: _write_part(writing, name, state) for name, state in parts.items()},
-        }
-        _write_manifest(writing / _MANIFEST, body)
-        atomic_rename(writing, final)
-        self._remove_older()
+        writing = self.directory / f"{_TEMPORARY}{serial:06d}"
+        suffix = f"-{host}" if host else ""
+        written = gather(
+            {name: _write_part(writing, name, state, suffix) for name, state in parts.items()}
+        )
+        if host == 0:
+            found: dict[str, Any] = {name: dict(entry) for name, entry in written[0].items()}
+            for others in written[1:]:
+                for name, entry in others.items():
+                    found[name].setdefault("others", []).append(dict(entry))
+            body = {
+                "format": _FORMAT if len(written) == 1 else _OF_HOSTS,
+                "step": step,
+                "time": time.time(),
+                "score": _finite(score),
+                "pending": pending,
+                "parts": found,
+            }
+            _write_manifest(writing / _MANIFEST, body)
+            atomic_rename(writing, final)
+            self._remove_older()
+        gather({})  # it is there, on all hosts
         return final
 
     def load(
@@ -256,7 +283,7 @@ def describe(path: Path) -> Description:
         CheckpointError: It is damaged.
     """
     body = _read_manifest(path)
-    size = sum(part["bytes"] for part in body["parts"].values())
+    size = sum(file["bytes"] for part in body["parts"].values() for file in _files(part))
     return Description(
         body["step"], body["time"], body["score"], bool(body.get("pending")), int(size)
     )
@@ -267,7 +294,12 @@ def step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
+def _files(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What hosts have written of a part."""
+    return [part, *part.get("others", [])]
+
+
+def _write_part(folder: Path, name: str, state: State, suffix: str = "") -> dict[str, Any]:
     if not _PART.fullmatch(name):
         raise CheckpointError(f"{name!r} cannot name a part: use letters, digits, - and _.")
     arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -283,7 +315,7 @@ def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
                 "arrays of numbers, numbers, strings, booleans or None."
             )
         arrays[key] = np.ascontiguousarray(array).reshape(array.shape)
-    path = folder / f"{name}.safetensors"
+    path = folder / f"{name}{suffix}.safetensors"
     save_file(arrays, path)
     with ThreadPoolExecutor(1) as pool:
         checksum = pool.submit(_checksum, path)
@@ -297,7 +329,27 @@ def _write_part(folder: Path, name: str, state: State) -> dict[str, Any]:
     }
 
 
-def _read_part(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _read_part(folder: Path, part: Mapping[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for entry in _files(part):
+        read |= _read_file(folder, entry)
+    slices: dict[str, dict[int, Any]] = {}
+    axes: dict[str, int] = {}
+    for key in [key for key in read if _SLICE.search(key)]:
+        name, axis, start = _SLICE.split(key)[:3]
+        axes[name] = int(axis)
+        slices.setdefault(name, {})[int(start)] = read.pop(key)
+    for name, found in slices.items():
+        read[name] = np.concatenate([found[start] for start in sorted(found)], axes[name])
+    return read
+
+
+def sliced(name: str, axis: int, start: int) -> str:
+    """The name of the part of an array that starts there along an axis."""
+    return f"{name}@{axis}:{start}"
+
+
+def _read_file(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     path = folder / entry["file"]
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")
@@ -336,9 +388,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(text, str) or zlib.crc32(text.encode()) != seal:
         raise CheckpointError(f"{path} does not match its checksum.")
     body: dict[str, Any] = json.loads(text)
-    if body["format"] != _FORMAT:
+    if body["format"] not in (_FORMAT, _OF_HOSTS):
         raise CheckpointError(
-            f"{path} has format {body['format']}, this version reads {_FORMAT}: use the version "
+            f"{path} has format {body['format']}, this version reads {_OF_HOSTS}: use the version "
             "of Dreamfleet that wrote it."
         )
     return body

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 class LocalClock:
@@ -41,10 +42,63 @@ class LocalClock:
         return True
 
 
-class GlobalClock(LocalClock):
-    """A clock for what all hosts of a learner have to do at the same step, such as saving.
+Said = Mapping[str, Any]
+Gather = Callable[[Said], Sequence[Said]]
+"""Takes what this host says, and returns what every host has said, in the order of the hosts."""
+
+
+def alone(said: Said) -> Sequence[Said]:
+    """What all hosts say, if there is one."""
+    return [said]
+
+
+class GlobalClock:
+    """A clock for what all hosts of a learner have to do at the same step, such as saving:
+
+        clock = GlobalClock({"save": 120.0}, gather)
+        agreed = clock(ready=True)
+        if agreed.due("save"): ...
 
     A collective operation hangs if only some hosts start it, and their clocks never agree to the
-    last step. A learner has one host today, so its own clock decides. With several hosts, host 0
-    decides and the others are told, here and nowhere else.
+    last step. So the hosts meet in rounds: each says what it knows, and all decide alike from
+    what all have said. Whether an interval has passed is decided by host 0.
+
+    Args:
+        every: Seconds by name, as `LocalClock` understands them.
+        gather: How the hosts meet; without it there is one.
     """
+
+    def __init__(
+        self,
+        every: Mapping[str, float],
+        gather: Gather = alone,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clocks = {name: LocalClock(seconds, now=now) for name, seconds in every.items()}
+        self._gather = gather
+
+    def __call__(self, **said: Any) -> Round:
+        """Meet the other hosts; returns when all are there. `said` may also name an interval that
+        has passed for another reason than the time."""
+        due = {name: clock() or said.get(name, False) for name, clock in self._clocks.items()}
+        return Round(self._gather({**said, **due}))
+
+
+class Round:
+    """What all hosts have said."""
+
+    def __init__(self, said: Sequence[Said]) -> None:
+        self._said = said
+
+    def due(self, name: str) -> bool:
+        """Whether host 0 says it."""
+        return bool(self._said[0][name])
+
+    def any(self, name: str) -> bool:
+        return any(said[name] for said in self._said)
+
+    def all(self, name: str) -> bool:
+        return all(said[name] for said in self._said)
+
+    def total(self, name: str) -> int:
+        return sum(said[name] for said in self._said)

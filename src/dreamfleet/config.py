@@ -118,8 +118,18 @@ class RunConfig:
     """Settings of the agent; None for its defaults. Flags and config.json have them under the
     agent's name, such as `dreamer.loss.horizon`."""
 
+    hosts: CountOrZero = 1
+    """Hosts that learn together: each runs a fleet of its own with environments and a replay, all
+    train the same parameters with one batch, a part from each host. The same command is started on
+    every one, with the same directory; the launcher ray starts all of them. 0 takes the number
+    from Slurm, or from the nodes of the Ray cluster."""
+    host_index: CountOrZero = 0
+    """Which of the `hosts` this is, from 0; Slurm and Ray tell it where they start them."""
+    coordinator: str = ""
+    """Where the hosts meet: HOST:PORT of host 0, as the others reach it. Empty lets host 0 take a
+    free port, and write it into the run's directory with its name."""
     envs: Count = 8
-    """Environments that collect training data."""
+    """Environments that collect training data; with several `hosts`, of each."""
     eval_envs: CountOrZero = 0
     """Environments for evaluation while training: with `eval_every` for its rounds, without it they
     play all the time, and their data is kept apart, for reports and evaluation scores."""
@@ -171,7 +181,7 @@ class RunConfig:
     """Threads that take batches apart and put answers together; one at a time is in the policy."""
 
     batch_size: Count = 16
-    """Sequences in a training batch."""
+    """Sequences in a training batch; those of all `hosts` together."""
     batch_length: Count = 32
     """Steps that are trained on in a sequence."""
     report_length: Count = 32
@@ -309,10 +319,55 @@ class RunConfig:
             f"actors={self.actors} has more servers than there are environments to act in, "
             f"{self.actor_envs}: use fewer actors.",
         )
+        self._check_hosts()
         require(
             self.actors == 1 or not self.offline,
             "actors choose actions in environments, and offline has none: leave actors out.",
         )
+
+    def _check_hosts(self) -> None:
+        if self.hosts < 2:
+            return
+        require(
+            self.batch_size % self.hosts == 0,
+            f"A batch of {self.batch_size} sequences does not split over {self.hosts} hosts: "
+            f"choose a batch_size that is a multiple of {self.hosts}.",
+        )
+        require(
+            self.host_index < self.hosts,
+            f"There is no host_index={self.host_index} of {self.hosts} hosts: they are numbered "
+            "from 0.",
+        )
+        for name, used in (
+            ("launcher=serial", self.launcher == "serial"),
+            ("offline", self.offline),
+            ("prefill", self.prefill),
+            ("remote_replay", self.remote_replay),
+        ):
+            require(
+                not used,
+                f"Several hosts cannot be used with {name}: leave it out, or set hosts=1.",
+            )
+
+    @property
+    def host_batch(self) -> int:
+        """Sequences of a training batch that come from this host."""
+        return self.batch_size // max(self.hosts, 1)
+
+    @property
+    def host_seed(self) -> int:
+        """The seed of what hosts do not have in common: environments, and the replay's samples."""
+        return self.seed + (self.host_index << 96)
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the whole run; `logdir` is that of this host."""
+        return self.logdir.parents[1] if self.hosts > 1 and self.host_index else self.logdir
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the agent's checkpoints are, those of all hosts."""
+        return self.run_dir / "ckpt" / "agent"
 
     @property
     def all_envs(self) -> int:
@@ -389,7 +444,7 @@ class RunConfig:
     @property
     def limiter_tolerance(self) -> int:
         """Sequences that learning may be ahead, and steps that acting may be, of `train_ratio`."""
-        return 4 * self.batch_size
+        return 4 * self.host_batch
 
     @cached_property
     def run_keys(self) -> Keys | RoleKey | None:

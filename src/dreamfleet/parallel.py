@@ -17,7 +17,7 @@ Each role may run anywhere: all it needs are its factories and a `RunConfig`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,13 +43,14 @@ from dreamfleet.roles.addresses import (
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
+from dreamfleet.roles.hosts import How, joined
 from dreamfleet.roles.invitations import Place, first_invitation, join_line, read_place, write_place
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.roles.runtime import Factory
+from dreamfleet.roles.runtime import Factory, sigterm_interrupts
 from dreamfleet.transport import Keys
 
 __all__ = [
@@ -125,6 +126,7 @@ def combined(
     try:
         with (
             launcher,
+            _one_of_several(run, supervisor, say),
             _joinable(run, place, on_machine_failure, say),
             Watcher(run.logdir) as watcher,
         ):
@@ -144,17 +146,17 @@ def combined(
                 raise raised[0]
     finally:
         remove_addresses(run.logdir, elsewhere=_elsewhere(run))
-        say(_saved(run.logdir))
+        say(_saved(run.checkpoints))
 
 
 def _elsewhere(run: RunConfig) -> tuple[RoleName, ...]:
     return ("replay",) if run.remote_replay else ()
 
 
-def _saved(logdir: Path) -> str:
+def _saved(folder: Path) -> str:
     """What a run that has ended can be resumed from, in a sentence."""
     try:
-        newest = Checkpoint(logdir / "ckpt" / "agent").load(parts=())
+        newest = Checkpoint(folder).load(parts=())
     except CheckpointError as error:
         return str(error)
     if newest is None:
@@ -186,6 +188,46 @@ def parallel_envs(
     name = "serial" if args.launcher == "serial" else "local"  # on this machine
     with find_launcher(name)(args.logdir) as launcher:
         Supervisor(workers, launcher, say=say).run()
+
+
+@contextmanager
+def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
+    """Be one of several hosts while the block runs, which ends on all of them together.
+
+    Raises:
+        FleetError: Another host was lost, or has failed.
+        KeyboardInterrupt: Another host was asked to stop.
+    """
+    with ExitStack() as stack:
+        with sigterm_interrupts():
+            member = stack.enter_context(joined(run, say))
+        if member is None:
+            yield
+            return
+
+        supervisor.on_failure = member.fail
+        # An agent that has not ended yet waits for that of a host that has.
+        member.watch(lambda _: supervisor.abandon("agent"))
+        how: How = "done"
+        error: BaseException | None = None
+        try:
+            yield
+        except KeyboardInterrupt as raised:
+            how, error = "stopped", raised
+        except Exception as raised:
+            how, error = "failed", raised
+        with sigterm_interrupts():
+            end = member.leave(how, str(error or ""))
+        if end.how == "failed" and end.host != run.host_index:
+            raise FleetError(
+                f"{end.sentence}. So the run has ended on all hosts: resume it when that one is "
+                f"back, or on those that are left with --hosts {run.hosts - 1}."
+            ) from error
+        if end.how == "stopped" and end.host != run.host_index:
+            say(f"{end.sentence}, so the run has ended on all hosts.")
+            raise KeyboardInterrupt from error
+        if error is not None:
+            raise error
 
 
 @contextmanager

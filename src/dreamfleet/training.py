@@ -43,6 +43,7 @@ from dreamfleet.resuming import (
     shortened,
     steps_made,
 )
+from dreamfleet.roles.hosts import this_host
 from dreamfleet.roles.profiling import how_to_look
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.spaces_file import write_spaces
@@ -163,6 +164,10 @@ def train(
     config = _config_of(config, env, preset, settings, trust, say)
     callbacks = Callbacks(on_log, on_episode, on_checkpoint)
     callbacks.check(config)
+    if config.launcher == "ray" and config.hosts != 1:
+        _train_on_nodes(config, env, callbacks, outputs, say)
+        return None
+    config = this_host(config)
     maker = _maker(config, env)
     with sigterm_interrupts():  # so that nothing is left behind
         found = preflight(config, partial(environment, config, maker), say)
@@ -191,6 +196,24 @@ def train(
         say(how_to_look(config))
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
+
+
+def _train_on_nodes(
+    config: RunConfig,
+    env: Task | None,
+    callbacks: Callbacks,
+    outputs: Sequence[MakeOutput],
+    say: Say,
+) -> None:
+    """Train on the nodes of a Ray cluster, each of which is a host."""
+    from dreamfleet.fleet.ray_hosts import run_hosts  # only who has Ray can
+
+    if callbacks != Callbacks() or outputs:
+        raise ConfigError(
+            "Hosts on a Ray cluster call no functions of this program: leave callbacks and outputs "
+            "that are classes out, or set hosts=1."
+        )
+    run_hosts(partial(train, env=env if callable(env) else None, display=None), config, say)
 
 
 def _keep_output(config: RunConfig, text: str) -> None:
@@ -295,9 +318,9 @@ def resume(logdir: Path | str, **arguments: Any) -> Evaluation | None:
 
 def _is_over(config: RunConfig, say: Say) -> bool:
     """Say what is resumed and what is changed in it; returns whether it has made its steps."""
-    if not holds_run(config.logdir):
+    step = steps_made(config.run_dir)
+    if not step and not holds_run(config.logdir):
         return False
-    step = steps_made(config.logdir)
     is_over = 0 < config.steps <= step
     if is_over:
         say(
@@ -306,8 +329,9 @@ def _is_over(config: RunConfig, say: Say) -> bool:
         )
     else:
         say(f"Resuming at step {step:,} with the settings that the run was last with")
-    for line in differences(read_config(config.logdir), config):
-        say(line)
+    if holds_run(config.logdir):  # or it is another one of its hosts
+        for line in differences(read_config(config.logdir), config):
+            say(line)
     return is_over
 
 

@@ -1,7 +1,11 @@
 import json
 import logging
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +17,7 @@ from dreamfleet.checkpoint import (
     CheckpointError,
     MissingPartError,
     read_checkpoint,
+    sliced,
 )
 
 DTYPES = [
@@ -252,10 +257,10 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_with_the_fix(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("dreamfleet.checkpoint._FORMAT", 2)
+    monkeypatch.setattr("dreamfleet.checkpoint._FORMAT", 3)
     path = Checkpoint(tmp_path).save({"agent": {}}, step=1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format 2, this version reads 1"):
+    with pytest.raises(CheckpointError, match="format 3, this version reads 2"):
         read_checkpoint(path)
 
 
@@ -310,3 +315,46 @@ def test_one_that_waits_for_its_score_is_kept_until_it_has_it(tmp_path: Path) ->
     ckpt.rate(unrated, math.nan)
     newest = ckpt.save({"agent": {}}, step=7)
     assert names(tmp_path) == [asked.name, newest.name]
+
+
+def test_hosts_write_one_checkpoint_in_parts(tmp_path: Path) -> None:
+    """Whoever reads it gets whole arrays, however many hosts have written it."""
+    whole = np.arange(24.0).reshape(2, 12)
+    hosts = 3
+    said: list[list[Any]] = []
+    ready = threading.Barrier(hosts)
+
+    def gather(host: int, mine: Any) -> list[Any]:
+        ready.wait()
+        if host == 0:
+            said.append([None] * hosts)
+        ready.wait()
+        said[-1][host] = mine
+        ready.wait()
+        return said[-1]
+
+    def save(host: int) -> Path:
+        mine = {sliced("split", 1, 4 * host): whole[:, 4 * host : 4 * host + 4]}
+        parts: dict[str, Any] = {"agent": {f"own/{host}": np.array(host), **mine}}
+        if host == 0:
+            parts["run"] = {"updates": 7}
+        return Checkpoint(tmp_path).save(
+            parts, step=100 + host, host=host, score=5.0 - host, gather=partial(gather, host)
+        )
+
+    with ThreadPoolExecutor(hosts) as pool:
+        (path,) = {done.result() for done in [pool.submit(save, host) for host in range(hosts)]}
+    found = Checkpoint(tmp_path).load()
+    assert found is not None
+    assert (found.path, found.step, found.score) == (path, 303, 5.0)
+    assert found.parts["run"] == {"updates": 7}
+    np.testing.assert_array_equal(found.parts["agent"].pop("split"), whole)
+    assert found.parts["agent"] == {"own/0": 0, "own/1": 1, "own/2": 2}
+    files = ["agent-1.safetensors", "agent-2.safetensors", "agent.safetensors"]
+    assert names(path) == [*files, "manifest.json", "run.safetensors"]
+    assert checkpoint.describe(path).bytes == sum(
+        file.stat().st_size for file in path.glob("*.safetensors")
+    )
+    flip(path / "agent-2.safetensors", 30)
+    with pytest.raises(CheckpointError, match=r"agent-2\.safetensors"):
+        read_checkpoint(path)

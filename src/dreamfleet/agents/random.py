@@ -90,6 +90,7 @@ class RandomType(AgentType[RandomConfig]):
 
     name = "random"
     config = RandomConfig
+    many_hosts = True  # it learns nothing, together or alone
 
     def make(
         self,

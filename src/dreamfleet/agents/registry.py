@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from dreamfleet.agents.api import Agent, Player
@@ -17,6 +17,7 @@ from dreamfleet.imports import load_object
 from dreamfleet.spaces import Space
 
 Config = TypeVar("Config")
+Gather = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 Spaces = Mapping[str, Space]
 
 BUILT_IN: Mapping[str, str] = {
@@ -91,6 +92,21 @@ class AgentType(ABC, Generic[Config]):
     def anywhere(self, config: Config) -> Config:
         """The settings without the devices and folders of the machine that trained."""
         return config
+
+    many_hosts: bool = False
+    """Whether agents of several hosts learn together."""
+
+    def join_hosts(self, index: int, count: int, gather: Gather, address: str) -> None:
+        """Called before the agent is made, in a process that learns together with those of other
+        hosts: `train`, `report`, `save` and `load` of all are called alike, each with its own rows
+        of a batch, and `save` may leave out what another host saves.
+
+        Args:
+            index: Which host this is, from 0.
+            count: How many there are.
+            gather: Takes a dict, and returns those of all hosts when all have called it.
+            address: Of host 0, as the others reach it.
+        """
 
     def process_environment(
         self,

@@ -64,7 +64,7 @@ def factories(
 def environment(config: RunConfig, env: Task | None, envid: int, attempt: int = 0) -> Any:
     """One of the run's environments, with a seed of its own; one that is built again after it has
     failed gets another seed, and plays other episodes."""
-    seed = env_seed(config.seed, envid)
+    seed = env_seed(config.host_seed, envid)
     if attempt:
         seed = env_seed(seed, attempt)
     return make_env(env or config.task, seed=seed, **config.env_options)
@@ -115,7 +115,7 @@ def replay(config: RunConfig, name: str, shard: int = 0) -> Replay:
         chunk=config.replay.chunk,
         online=config.replay.online,
         selector=make_selector(config.replay) if name == "replay" else None,
-        seed=config.seed + (shard << 64),
+        seed=config.host_seed + (shard << 64),
         max_bytes=None if most is None else math.ceil(most * held),
         mark_cut_short=True,
     )
@@ -136,7 +136,7 @@ def _share(config: RunConfig, name: str, shard: int) -> Fraction:
 def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
     """Batches of a buffer for training, reports or evaluation."""
     length = config.batch_length if mode == "train" else config.report_length
-    source = partial(buffer.sample, config.batch_size, mode)
+    source = partial(buffer.sample, config.host_batch, mode)
     return Stream(source, length, context=config.context)
 
 

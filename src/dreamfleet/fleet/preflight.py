@@ -231,6 +231,8 @@ def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None
     """An agent that cannot be made would fail until the fleet gives up."""
     agent = config.agent_type
     settings = config.settings_of(agent)
+    if config.hosts > 1 and not agent.many_hosts:
+        raise ConfigError(f"The agent {config.agent} learns on one host: set hosts=1.")
     agent.check(obs_space, act_space, settings)
     if config.replay.fractions.priority > 0 and not agent.sends_priority(settings):
         name = agent.priority_setting

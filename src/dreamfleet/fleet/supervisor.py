@@ -97,6 +97,8 @@ class Supervisor:
         on_signal: str = "Saving and ending; once more ends at once.",
     ) -> None:
         self._on_signal = on_signal
+        self.on_failure: Say = silent
+        """Told of the failure that ends the run, before all workers are stopped."""
         self._members = [_Member(worker, launcher) for worker in workers]
         self._launcher = launcher
         self._failures = Failures()
@@ -130,6 +132,9 @@ class Supervisor:
                 stopped = self._watch(tick, every)
                 self._look_at_notes()
                 failed = False
+            except FleetError as error:
+                self.on_failure(str(error))
+                raise
             finally:
                 self.ending = True
                 self._write_record()
@@ -141,6 +146,14 @@ class Supervisor:
     def stop(self, reason: str = "stop") -> None:
         """End the run in order; may be called from any thread and from signal handlers."""
         self._events.put(_Stop(reason))
+
+    def abandon(self, role: str) -> None:
+        """End the run, but kill the workers of a role, which cannot end in order; may be called
+        from any thread."""
+        self.stop("abandoned")  # first: so their end is no failure
+        for member in self._members:
+            if member.worker.role == role:
+                member.kill()
 
     def _watch(self, tick: Callable[[], None], every: float) -> str:
         """Handle events until the run is over; returns why it is."""

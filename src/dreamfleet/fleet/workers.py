@@ -55,7 +55,8 @@ def fleet_workers(
             act_and_learn,
             agent.process_environment(args.settings_of(agent), os.environ),
             args.resources.agent,
-            restart=policy,
+            # Others cannot go on without it, and would have to be started again with it.
+            restart=policy if args.hosts == 1 else RestartPolicy("stop"),
             ends_run=True,
             notes=notes_path(args, "agent"),
         )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
+from dreamfleet.agents.api import Agent
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.hosts import Hosts, hosts_of
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import (
@@ -40,14 +45,39 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
         make_agent: Returns the agent.
         args: The run.
     """
-    progress = Progress(args.steps)
+    # With several hosts all of them decide together when there are enough.
+    progress = Progress(args.steps if args.hosts == 1 else 0)
     stop_event(on_stop=progress.stop)
-    agent = unpack(make_agent)()
+    with hosts_of(args) as hosts:
+        if hosts.count > 1:
+            args.agent_type.join_hosts(
+                hosts.index, hosts.count, hosts.meeting("agent"), hosts.address
+            )
+        with _leaving_if_it_fails(hosts):
+            _act_and_learn(unpack(make_agent)(), args, progress, hosts)
+
+
+@contextmanager
+def _leaving_if_it_fails(hosts: Hosts) -> Iterator[None]:
+    """With several hosts, leave the process at once if the block fails: JAX would wait for the
+    others at its end, and they for this one."""
+    try:
+        yield
+    except Exception:
+        if hosts.count == 1 or threading.current_thread() is not threading.main_thread():
+            raise
+        traceback.print_exc()
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, hosts: Hosts) -> None:
     barrier = threading.Barrier(2)
 
-    def guarded(role: Callable[..., None]) -> None:
+    def guarded(role: Callable[..., None], *more: Any) -> None:
         try:
-            role(agent, barrier, args, progress)
+            role(agent, barrier, args, progress, *more)
         except threading.BrokenBarrierError:
             log.info("%s ends because the other thread failed.", role.__name__)
         except BaseException as error:
@@ -55,8 +85,8 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
             barrier.abort()
 
     actor, learner = (
-        threading.Thread(target=guarded, args=[role], name=role.__name__, daemon=True)
-        for role in (parallel_actor, parallel_learner)
+        threading.Thread(target=guarded, args=role, name=role[0].__name__, daemon=True)
+        for role in ((parallel_actor,), (parallel_learner, hosts))
     )
     actor.start()
     learner.start()
@@ -72,10 +102,12 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
     if not progress.acting:
         _leave_if_unprepared(progress)
     _wait_while(sending, progress, args)
+    progress.sent = True
     while learner.is_alive() and (not progress.prepared or progress.updates_left()):
         _leave_if_unprepared(progress)
         learner.join(_LOOK_SECONDS)
-    progress.end_learning()
+    if hosts.count == 1:  # several end together
+        progress.end_learning()
     learner.join()
     if progress.error is not None:
         raise progress.error

@@ -65,7 +65,7 @@ class Lead:
         sampleable: Callable[[], bool] = lambda: True,
     ) -> None:
         self._limiter, self._positions, self._stop = limiter, positions, stop
-        self._batch_size, self._window, self._sampleable = args.batch_size, args.window, sampleable
+        self._batch_size, self._window, self._sampleable = args.host_batch, args.window, sampleable
         self._shards = range(args.replay_shards)
         self._complete = threading.Event()
         self._waiting: dict[str, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import re
 import threading
 import time
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.agents.api import Agent, Flat, compile_policy, memory, save_later, trace
-from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.clock import GlobalClock, LocalClock
+from dreamfleet.checkpoint import Checkpoint, CheckpointError, Snapshot
+from dreamfleet.clock import GlobalClock, LocalClock, Round
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.formatting import readable
@@ -26,6 +27,7 @@ from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import BEGAN, policy_sizes
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.compile_times import CompileTimes
+from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.profiling import profile_folder
@@ -48,6 +50,7 @@ _STATE_SECONDS = 2.0
 _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _ROUND_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
+_BATCH_SECONDS = 0.1  # after which a host without a batch meets the others all the same
 _FLUSH_SECONDS = 10.0
 TURNS = "turns"
 """The part of a checkpoint that only a run has whose roles take turns; see `roles.serial`."""
@@ -58,7 +61,11 @@ _END_SECONDS = 20.0
 
 
 def parallel_learner(
-    agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
+    agent: Agent,
+    barrier: threading.Barrier,
+    args: RunConfig,
+    progress: Progress | None = None,
+    hosts: Hosts | None = None,
 ) -> None:
     """Restore, compile, release the actor, then train until learning is over, and save.
 
@@ -70,8 +77,10 @@ def parallel_learner(
         barrier: Releases the actor once the checkpoint is restored.
         args: Addresses, intervals, where checkpoints lie.
         progress: Shared with the actor; None if there is none.
+        hosts: Those that learn together; None if this is the only one.
     """
     progress = progress or Progress(args.steps)
+    hosts = hosts or Hosts()
     homes = Homes()
     with (
         replay_client(args, "learner-samples", LOOK_AHEAD, homes) as samples,
@@ -79,8 +88,8 @@ def parallel_learner(
         replay_client(args, "learner-updates", 4, homes) as updates,
         Client(find_server(args, "logger"), "learner-logger", 8, keys=args.run_keys) as logger,
     ):
-        saver = Saver(agent, args, progress, updates, logger)
-        learner = Learner(agent, args, progress, saver, reports, updates, logger)
+        saver = Saver(agent, args, progress, updates, logger, hosts)
+        learner = Learner(agent, args, progress, saver, reports, updates, logger, hosts=hosts)
         learner.restore()
         with ExitStack() as stack:
             parameters = None
@@ -146,10 +155,12 @@ class Saver:
         progress: Progress,
         replay: ReplayClient,
         logger: Client,
+        hosts: Hosts | None = None,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
-        self._checkpoint = Checkpoint(args.logdir / "ckpt" / "agent", keep=2)
+        self._hosts = hosts or Hosts()
+        self._checkpoint = Checkpoint(args.checkpoints, keep=2)
         self._position: dict[str, Any] = {}
         self._notes = Notes(notes_path(args, "agent"))
         self._round = 0  # the step at which the last round of evaluation began
@@ -161,11 +172,15 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self.updates = 0
+        self.offset = 0
+        """Several hosts: steps of the run that are not counted by the replay of any of them; below
+        0 for those that two have counted."""
 
     def restore(self) -> str:
         """Load the newest complete checkpoint of this run, or else what the run starts from;
         returns what was done."""
         self._connect_to_replay()
+        self._hosts.gather("ready", {})  # loading may be done by all devices together
         step = 0
         restored = "starting from scratch"
         snapshot = self._checkpoint.load()
@@ -181,10 +196,32 @@ class Saver:
         if self._args.offline:  # there are no environment steps: updates are counted
             self._position = self._replay.position().result()
         else:
-            self._position = self._replay.raise_position(step).result()
+            known = step if self._hosts.count == 1 else 0
+            self._position = self._replay.raise_position(known).result()
             step = int(self._position["steps"])
+        if self._hosts.count > 1:
+            self._count_together(step, snapshot)
         self._progress.restore(step)
         return restored
+
+    def _count_together(self, stored: int, snapshot: Snapshot | None) -> None:
+        """Several hosts: agree on the step of the run. It is that of the checkpoint, and what each
+        host has stored since. A host that was away then has nothing new."""
+        name = snapshot.path.name if snapshot else ""
+        before = snapshot.parts["run"].get(f"steps/{self._hosts.index}", stored) if snapshot else 0
+        said = self._hosts.gather(
+            "restore", {"name": name, "stored": stored, "new": max(0, stored - before)}
+        )
+        if any(each["name"] != name for each in said):
+            names = ", ".join(each["name"] or "none" for each in said)
+            raise CheckpointError(
+                f"Hosts do not find the same checkpoint in {self._args.checkpoints} ({names}): "
+                "they need a directory that all of them share."
+            )
+        total = sum(each["new"] for each in said) + (snapshot.step if snapshot else 0)
+        self._progress.elsewhere = total - stored
+        if self._hosts.index == 0:
+            self.offset = total - sum(each["stored"] for each in said)
 
     def _start_from(self, path: Path) -> str:
         snapshot = find_checkpoint(path, ["agent"])
@@ -222,20 +259,26 @@ class Saver:
         return True
 
     def begin_round(self) -> None:
-        """Begin a round of evaluation if one is due: save a checkpoint that waits for its score.
+        """Begin a round of evaluation if one is due: save a checkpoint that waits for its score."""
+        if self.round_is_due():
+            self.save(pending=True, wait=False)
+
+    def round_is_due(self) -> bool:
+        """Whether a round of evaluation is to begin now; answered once for each.
 
         A round that is due while another one is under way begins as soon as that one has ended.
         """
         every = self._args.eval_every
         if not every or self._progress.step // every <= self._round // every:
-            return
+            return False
         if not self.round_may_begin() or self.in_round():
-            return
+            return False
         # Steps that are stored, as a checkpoint counts them: some are still on their way.
-        step = int(self._newest_position()["steps"])
-        if step // every > self._round // every:
-            self._round = step
-            self.save(pending=True, wait=False)
+        step = int(self._newest_position()["steps"]) + self._progress.elsewhere
+        if step // every <= self._round // every:
+            return False
+        self._round = step
+        return True
 
     def in_round(self) -> bool:
         """Whether a round is under way, or a checkpoint is being written that may begin one."""
@@ -256,17 +299,21 @@ class Saver:
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
         parts: dict[str, dict[str, Any]] = {
-            "run": {"updates": self.updates, "round": self._round},
-            "replay": position,
-            BLUEPRINT: Blueprint.of(self._agent, self._args).save(),
+            "run": {f"steps/{self._hosts.index}": step},
         }
+        score = None
+        if self._hosts.index == 0:  # the rest is the same on all hosts
+            parts["run"] |= {"updates": self.updates, "round": self._round}
+            parts["replay"] = position
+            parts[BLUEPRINT] = Blueprint.of(self._agent, self._args).save()
+            score = self._evaluation_score()
         if turns:
             parts[TURNS] = turns
-        score = self._evaluation_score()
         self.note_end()
         if wait:  # all steps are looked at: NaN in the last one is an error
             parts = {"agent": self._agent.save(), **parts}
         state = None if wait else save_later(self._agent)
+        step += self.offset
         self._writing = self._writer.submit(self._write, state, parts, step, score, pending)
         if wait:
             self.finish()
@@ -281,7 +328,15 @@ class Saver:
     ) -> None:
         if state is not None:
             parts = {"agent": state(), **parts}
-        self._checkpoint.save(parts, step=step, score=score, pending=pending)
+        hosts = self._hosts
+        self._checkpoint.save(
+            parts,
+            step=step,
+            score=score,
+            pending=pending,
+            host=hosts.index,
+            gather=hosts.meeting("checkpoint"),
+        )
         self._notes.progress()
 
     def finish(self, *, wait: bool = True) -> None:
@@ -342,9 +397,13 @@ class Learner:
         updates: ReplayClient,
         logger: Client,
         ahead: int = LOOK_AHEAD,
+        hosts: Hosts | None = None,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._saver, self._updates, self._logger = saver, updates, logger
+        self._hosts = hosts or Hosts()
+        self._said_steps = 0  # in the last round of several hosts
+        self._ending = self._stopping = self._too_little = False
         self.aggregate = Aggregate()
         """Metrics of the updates since the last ones were logged."""
         self._timer, self._usage = Timer(), Usage()
@@ -369,7 +428,7 @@ class Learner:
             self._show("learner/state", f"compiling the agent; {times.estimate(self._args)}")
             try:
                 self._agent.compile(
-                    batch_size=self._args.batch_size,
+                    batch_size=self._args.host_batch,
                     batch_length=self._args.batch_length,
                     report_length=self._args.report_length if self._args.report_every else None,
                     policy_batches=policy_sizes(self._args) if policy else (),
@@ -393,7 +452,7 @@ class Learner:
             if not self._asked:
                 self._asked = self._saver.updates + missing
                 self._show("learner/state", f"making the last {missing} updates (train_ratio)")
-            granted = self._updates.grant(missing * self._args.batch_size)
+            granted = self._updates.grant(missing * self._args.host_batch)
             if granted.wait(_STATE_SECONDS) and not granted.result():
                 return 0  # there is too little to train on
         except TransportError as error:  # the learner has ended just now, or the replay restarts
@@ -407,14 +466,19 @@ class Learner:
         args, progress = self._args, self._progress
         if args.offline or args.train_ratio <= 0 or progress.stopped or progress.error is not None:
             return 0
-        if not 0 < args.steps <= progress.step:  # it ended at its target score
-            return 0
         if self._asked:
             return max(0, self._asked - self._saver.updates)
-        asked = int(args.train_ratio * progress.step / (args.batch_size * args.batch_length))
-        limiter = limiter_for(args)
+        # Or it ended at its target score. With several hosts a round tells how many are asked for.
+        if not 0 < args.steps <= progress.step or self._hosts.count > 1:
+            return 0
+        return self._owed(progress.step)
+
+    def _owed(self, steps: int) -> int:
+        """The same for a number of steps."""
+        args, limiter = self._args, limiter_for(self._args)
+        asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
         held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt
-        most = int(held / args.batch_size) + LOOK_AHEAD
+        most = int(held / args.host_batch) + LOOK_AHEAD
         return max(0, min(asked - self._saver.updates, most))
 
     def _show(self, key: str, text: str, step: int | None = None) -> None:
@@ -429,38 +493,98 @@ class Learner:
             samples: For requests of training batches.
             parameters: Offers the parameters to actors in other processes, if there are any.
         """
-        args, timer = self._args, self._timer
-        should_log = GlobalClock(args.log_every)
-        should_report = GlobalClock(args.report_every)
-        should_save = GlobalClock(args.save_every)
-        stream = self._agent.stream(self._batches(samples))
+        args, timer, several = self._args, self._timer, self._hosts.count > 1
+        every = {"log": args.log_every, "report": args.report_every, "save": args.save_every}
+        clock = GlobalClock(every, self._hosts.meeting("round"))
+        batches = self._agent.stream(self._batches(samples))
+        if several:
+            batches = _looked_for(batches)
+        batch = None
         while True:
-            with timer.section("wait"):
-                batch = next(stream, None)
-            if batch is None or self._progress.learning_over:
+            if batch is None:
+                with timer.section("wait"):
+                    batch = next(batches, None)
+            if not several and (batch is None or self._progress.learning_over):
                 break
-            self.update(batch)
-            self._saver.note_end()
-            if parameters is not None:
-                parameters.publish()
-            if self._asked and self._saver.updates >= self._asked:
+            agreed = clock(ready=batch is not None, **self._said())
+            if several and self._hear(agreed):
                 break
-            if should_log():
+            if batch is not None and agreed.all("ready"):
+                self.update(batch)
+                batch = None
+                self._saver.note_end()
+                if parameters is not None:
+                    parameters.publish()
+                if not several and self._asked and self._saver.updates >= self._asked:
+                    break
+            if agreed.due("log"):
                 self.log()
-            if self._progress.stopped:
+            if self._stopping if several else self._progress.stopped:
                 continue  # the end is all that is waited for
-            if should_report():
+            if agreed.due("report"):
                 self.report()
-            if should_save() or self._saver.asked():
+            if agreed.due("save"):
                 with timer.section("save"):
                     self._saver.save(wait=False)
             self._saver.finish(wait=False)
-            self._saver.begin_round()
+            if agreed.due("round"):
+                self._saver.save(pending=True, wait=False)
+        if several:
+            self._progress.end_learning()
         self.process()
         self.end_trace()
         self.log()
         # A reply to a later call: the last metrics have arrived before the client is closed.
         self._logger.status().wait(_FLUSH_SECONDS)
+
+    def _said(self) -> dict[str, Any]:
+        """What the hosts decide from, as this one knows it."""
+        saver, progress = self._saver, self._progress
+        first, self._said_steps = self._hosts.index == 0, progress.own
+        return {
+            "save": first and saver.asked(),
+            "round": first and not self._asked and saver.round_is_due(),
+            "steps": self._said_steps + saver.offset,
+            "finished": progress.finished.is_set(),
+            "stop": progress.stopped or progress.error is not None,
+            "sent": progress.sent,
+            "too little": self._too_little,
+        }
+
+    def _hear(self, agreed: Round) -> bool:
+        """Several hosts: do what all of them do now; returns whether learning is over.
+
+        Nothing else than the round decides here, because all have to decide alike.
+        """
+        args, progress, total = self._args, self._progress, agreed.total("steps")
+        progress.elsewhere = total - self._said_steps
+        enough = 0 < args.steps <= total
+        if agreed.any("stop") or (self._ending and agreed.any("too little")):
+            self._stopping = True
+            progress.stop()
+        elif (enough or agreed.any("finished")) and not self._ending:
+            self._ending = True
+            if enough and args.train_ratio > 0:
+                # Hosts may have different numbers of environments.
+                owed = self._hosts.gather("owed", {"updates": self._owed(total)})
+                self._asked = self._saver.updates + max(each["updates"] for each in owed)
+            progress.finish()
+        made = self._stopping or self._saver.updates >= self._asked
+        if agreed.all("sent") and made:
+            return True
+        if progress.sent and not agreed.all("ready"):
+            # Others may have updates to make, and nothing is collected here any more.
+            self._too_little = not self._may_sample()
+        return False
+
+    def _may_sample(self) -> bool:
+        """Have the replay give one more batch; returns whether it can."""
+        try:
+            granted = self._updates.grant(self._args.host_batch)
+            return not granted.wait(_STATE_SECONDS) or bool(granted.result())
+        except TransportError as error:
+            log.debug("No batch was asked for: %s", error)
+            return True
 
     def _batches(self, samples: ReplayClient) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, until learning is over."""
@@ -481,7 +605,7 @@ class Learner:
             self._trace()
         with self._timer.section("train"):
             if self._carry is None:
-                self._carry = self._agent.init_train(self._args.batch_size)
+                self._carry = self._agent.init_train(self._args.host_batch)
             self._carry, outs, metrics = self._agent.train(self._carry, batch)
             self._saver.updates += 1
             if self._args.offline:
@@ -549,17 +673,42 @@ class Learner:
 
     def _report(self) -> None:
         for mode, stream in self._reports.items():
-            carry = self._agent.init_report(self._args.batch_size)
+            carry = self._agent.init_report(self._args.host_batch)
             aggregate = Aggregate()
             for _ in range(self._args.report_batches):
-                if (batch := stream.take()) is None:
+                batch = stream.take()
+                ready = batch is not None and not self._progress.stopped
+                said = self._hosts.gather("report", {"ready": ready})
+                if batch is None or not all(each["ready"] for each in said):
                     break
                 carry, metrics = self._agent.report(carry, batch)
                 aggregate.add(metrics)
-                if self._progress.stopped:
+                if self._progress.stopped and self._hosts.count == 1:
                     return
             if found := aggregate.result(prefix=mode):
                 self._logger.add(self._progress.step, _sendable(found))
+
+
+def _looked_for(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, and None for every moment in which there is none."""
+    found: queue.Queue[Any] = queue.Queue(1)
+    failed: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            for batch in batches:
+                found.put(batch)
+        except BaseException as error:
+            failed.append(error)
+
+    threading.Thread(target=look, name="learner-batches", daemon=True).start()
+    while True:
+        try:
+            yield found.get(timeout=_BATCH_SECONDS)
+        except queue.Empty:
+            if failed:
+                raise failed[0] from None
+            yield None
 
 
 class RemoteStream:

@@ -47,6 +47,10 @@ class Progress:
         """Environments that are there, as far as this process knows."""
         self.begun = False
         """Whether the environments that the run expects were there."""
+        self.sent = False
+        """Whether the actors have ended, and everything that they have is in the replay."""
+        self.elsewhere = 0
+        """Steps of other hosts, as far as this one has heard of them."""
         self._limit = steps
         self._lock = threading.Lock()
         self._step = 0
@@ -56,6 +60,11 @@ class Progress:
     @property
     def step(self) -> int:
         """Training environment steps, also those before the run was resumed."""
+        return self._step + self.elsewhere
+
+    @property
+    def own(self) -> int:
+        """Those of this host."""
         return self._step
 
     @property
@@ -63,7 +72,7 @@ class Progress:
         return self._learning_over
 
     def restore(self, step: int) -> None:
-        """Resume at a step; a run that has made all its steps finishes at once."""
+        """Resume at a step of this host; a run that has made all its steps finishes at once."""
         with self._lock:
             self._step = step
         self.advance(0)
@@ -72,7 +81,7 @@ class Progress:
         """Count steps, finish when there are enough, and return how many there are."""
         with self._lock:
             self._step += count
-            step = self._step
+            step = self.step
         if self._limit and step >= self._limit:
             self.finish()
         return step

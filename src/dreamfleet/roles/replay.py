@@ -253,7 +253,7 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
     return SamplesPerInsert(
         ratio=args.train_ratio / args.batch_length,
         tolerance=args.limiter_tolerance,
-        minsize=max(args.batch_size, args.envs) * args.window,
+        minsize=max(args.host_batch, args.envs) * args.window,
         # As much as the learner may be ahead: one that keeps up is exactly where it should be.
         debt=args.limiter_tolerance,
     )
@@ -432,7 +432,7 @@ class ReplayService:
         self, mode: str, fresh: int, drawn: list[int], everywhere: int
     ) -> dict[str, Any]:
         """The part of a batch that comes from this shard; empty if it holds nothing any more."""
-        most = self._args.batch_size
+        most = self._args.host_batch
         rules = 1 if mode == "eval" else len(used_fractions(self._args.replay))
         if len(drawn) != rules:
             raise ConfigError(f"A part of a batch has {rules} counts, not {len(drawn)}.")

@@ -72,7 +72,7 @@ class ShardedReplay:
         ]
         self._lead = self._clients[0]
         self._homes = homes or Homes()
-        self._rng = np.random.default_rng([args.seed, args.replay_shards])
+        self._rng = np.random.default_rng([args.host_seed, args.replay_shards])
         self._known: int | None = None  # samples, as the lead counts them
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, name)
@@ -173,7 +173,7 @@ class ShardedReplay:
         if mode == "train":
             self._wait_for_permission()
         parts: list[dict[str, Any]] = []
-        missing = self._args.batch_size
+        missing = self._args.host_batch
         while missing:
             splits = self._splits(missing, mode)
             if not splits and mode != "train":
@@ -199,7 +199,7 @@ class ShardedReplay:
             if known is None:
                 known = int(self._lead.call("position").result()["samples"])
             self._known = int(self._lead.call("permit", known).result())
-            if self._known == known + self._args.batch_size:
+            if self._known == known + self._args.host_batch:
                 return
 
     def _splits(self, count: int, mode: str) -> dict[int, Split]:

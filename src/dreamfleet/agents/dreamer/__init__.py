@@ -19,7 +19,7 @@ from dreamfleet.agents.dreamer.config import (
 )
 from dreamfleet.agents.dreamer.features import check_spaces, stored_space
 from dreamfleet.agents.dreamer.interfaces import check_networks
-from dreamfleet.agents.registry import AgentType
+from dreamfleet.agents.registry import AgentType, Gather
 from dreamfleet.spaces import Space
 
 if TYPE_CHECKING:
@@ -86,6 +86,13 @@ class DreamerType(AgentType[DreamerConfig]):
             shard_parameters=False, shard_over=0,
         )  # fmt: skip
         return DreamerPlayer(obs_space, act_space, replace(config, execution=execution), seed=seed)
+
+    many_hosts = True
+
+    def join_hosts(self, index: int, count: int, gather: Gather, address: str) -> None:
+        from dreamfleet.agents.dreamer.devices import join_hosts
+
+        join_hosts(index, count, gather, address)
 
     def check(
         self,

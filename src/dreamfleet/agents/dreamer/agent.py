@@ -33,7 +33,14 @@ from dreamfleet.agents.dreamer.player import ActingAgent
 from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program, TraceCache
 from dreamfleet.agents.dreamer.report import compose_video, report_step
 from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.agents.dreamer.saving import current_names, replace_leaves, select_matching, to_flat
+from dreamfleet.agents.dreamer.saving import (
+    current_names,
+    named_leaves,
+    own_share,
+    replace_leaves,
+    select_matching,
+    to_flat,
+)
 from dreamfleet.agents.errors import NonFiniteError
 from dreamfleet.spaces import Space, without_logs
 
@@ -76,7 +83,11 @@ class Dreamer(ActingAgent):
         self.context = config.execution.replay_context
         state = init_state(config, self.obs_space, self.act_space, seed)
         self._shardings = self._placement.parameters(state)
-        self._state: TrainState = jax.device_put(state, self._shardings)
+        self._state: TrainState = self._placement.put(state, self._shardings)
+        if host := jax.process_index():  # hosts act with random numbers of their own
+            self._action_seed = np.random.default_rng([seed, 1, host]).integers(
+                2**32, size=2, dtype=np.uint32
+            )
         self._unchecked: deque[_Step] = deque()
         self._failure: NonFiniteError | None = None
         self._build_programs()
@@ -146,9 +157,10 @@ class Dreamer(ActingAgent):
         self._updates += 1
         self._publisher.count(self._updates)
         due = self._publisher.published + self.config.execution.publish_every
-        if self._updates >= due and not self._publisher.busy:
+        # Several hosts publish at the same updates, however busy one of them is.
+        if self._updates >= due and (_several() or not self._publisher.busy):
             self._publisher.publish(self._snapshot())
-        return following, outs, metrics
+        return following, self._placement.own_rows(outs), metrics
 
     def settle(self) -> None:
         """Act with the parameters of the last update from now on; waits for them."""
@@ -165,7 +177,10 @@ class Dreamer(ActingAgent):
         if self._failure is not None:
             raise self._failure
         steps = self._unchecked
-        while steps and (len(steps) > unless_newest or steps[0].healthy.is_ready()):
+        # Several hosts look at the same updates, so that all of them stop at the same one.
+        while steps and (
+            len(steps) > unless_newest or (not _several() and steps[0].healthy.is_ready())
+        ):
             step = steps.popleft()
             if not bool(step.healthy):
                 self._failure = self._explain(step)
@@ -173,10 +188,12 @@ class Dreamer(ActingAgent):
 
     def _explain(self, step: _Step) -> NonFiniteError:
         """What was wrong with a step, with its batch written to a file."""
-        config = self.config
-        bad = nonfinite.first_bad_tensor(self._state, step.carry, step.batch, config)
+        config, batch = self.config, self._placement.own_rows(step.batch)
+        bad = "a loss or a gradient"  # of some host
+        if not _several():
+            bad = nonfinite.first_bad_tensor(self._state, step.carry, batch, config)
         folder = Path(config.execution.dump_dir or ".").expanduser()
-        dump = nonfinite.write_dump(folder, step.batch, bad, int(self._state.updates))
+        dump = nonfinite.write_dump(folder, batch, bad, int(self._state.updates))
         return NonFiniteError(
             f"Training stopped after {int(self._state.updates)} updates: {bad} holds NaN or "
             f"infinity. The parameters are those from before; the batch is in {dump}."
@@ -201,8 +218,11 @@ class Dreamer(ActingAgent):
         batch = self._on_devices(batch)
         following, metrics, frames = self._report_program(self._state, carry, batch)
         result: dict[str, Any] = {k: float(v) for k, v in jax.device_get(metrics).items()}
-        for name, prediction in jax.device_get(frames).items():
-            truth = np.asarray(batch[name])[: len(prediction), -prediction.shape[1] :]
+        # Frames are those of the first rows, which host 0 has.
+        for name, predicted in jax.device_get(frames).items() if not jax.process_index() else ():
+            truth = np.asarray(self._placement.own_rows(batch[name]))
+            prediction = predicted[: len(truth)]
+            truth = truth[: len(prediction), -prediction.shape[1] :]
             result[f"openloop/{name}"] = compose_video(truth, prediction)
         return following, result
 
@@ -276,22 +296,26 @@ class Dreamer(ActingAgent):
     # --- saving ----------------------------------------------------------------------------------
 
     def save(self) -> Flat:
-        """Parameters, optimizer, normalisers, random keys and counters."""
+        """Parameters, optimizer, normalisers, random keys and counters; with several hosts, the
+        part of them that is this one's."""
         self._check_health()
-        return self._flat()
+        if not _several():
+            return {**to_flat(self._state), **self._counters()}
+        mine: Flat = dict(own_share(self._state, jax.process_index(), jax.process_count()))
+        return {**mine, **({} if jax.process_index() else self._counters())}
 
     def save_later(self) -> Callable[[], Flat]:
         """What returns the state of now, called by another thread, while training goes on.
 
         Nobody waits for steps that are under way. On an accelerator the state is copied there if
-        there is room for it; otherwise this is `save`.
+        there is room for it; otherwise, and with several hosts, this is `save`.
         """
         self._check_health(unless_newest=_AHEAD)
         state, counters = self._state, self._counters()
+        if _several() or (self._donates and not has_room(state, self._placement.mesh)):
+            saved = self.save()
+            return lambda: saved
         if self._donates:
-            if not has_room(state, self._placement.mesh):
-                saved = self.save()
-                return lambda: saved
             copies = self._keep_program(state)
             state = jax.tree.unflatten(jax.tree.structure(state), copies)
 
@@ -301,9 +325,6 @@ class Dreamer(ActingAgent):
 
         return flat
 
-    def _flat(self) -> Flat:
-        return {**to_flat(self._state), **self._counters()}
-
     def _counters(self) -> Flat:
         return {
             "counters/updates": self._updates,
@@ -312,14 +333,22 @@ class Dreamer(ActingAgent):
         }
 
     def load(self, state: Mapping[str, Any], regex: str | None = None) -> None:
-        chosen = select_matching(self._flat(), current_names(state), regex)
+        there = {**named_leaves(self._state), **self._counters()}
+        chosen = select_matching(there, current_names(state), regex)
         self._updates = int(chosen.pop("counters/updates", np.asarray(self._updates)))
         self._actions = int(chosen.pop("counters/actions", np.asarray(self._actions)))
-        self._action_seed = chosen.pop("counters/action_seed", self._action_seed)
-        self._state = jax.device_put(replace_leaves(self._state, chosen), self._shardings)
+        action_seed = chosen.pop("counters/action_seed", self._action_seed)
+        if not jax.process_index():  # the others have their own
+            self._action_seed = action_seed
+        self._state = self._placement.put(replace_leaves(self._state, chosen), self._shardings)
         self._unchecked.clear()
         self._failure = None
         self._act_with(self._snapshot())
+
+
+def _several() -> bool:
+    """Whether several hosts learn together."""
+    return int(jax.process_count()) > 1
 
 
 def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:

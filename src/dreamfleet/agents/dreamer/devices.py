@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dreamfleet.agents.dreamer.config import ExecutionConfig
+from dreamfleet.agents.registry import Gather
 from dreamfleet.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,30 @@ AXIS, COPIES = "data", "copies"
 """Devices that share the parameters, if these are split, and groups of them with a copy each."""
 # Smaller tensors are not worth the communication that splitting them costs.
 _SHARD_FROM = 4096
+
+
+def join_hosts(index: int, count: int, gather: Gather, address: str) -> None:
+    """Make the devices of all hosts one set of devices, before anything else is done with JAX.
+
+    Nobody is watched here: who is lost is noticed, and told, by those who started this process.
+    """
+    port = 0
+    if index == 0:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+    port = gather({"port": port})[0]["port"]
+    host = f"[{address}]" if ":" in address else address
+    here = address in ("localhost", "127.0.0.1", "::1")
+    settings: Any = jax.config
+    settings.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"{host}:{port}",
+        count,
+        index,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=f"{host}:{port}" if here else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -41,12 +67,12 @@ class Placement:
     @classmethod
     def of(cls, config: ExecutionConfig, devices: Sequence[jax.Device] | None) -> Placement:
         there = list(devices) if devices else _devices(config.train_platform)
-        train = _numbered(there, config.train_devices, "train_devices") or there
+        train = _of_every_host(there, config.train_devices) or there
         others = _devices(config.policy_platform) if config.policy_platform else there
+        others = [each for each in others if each.process_index == jax.process_index()]
         named = _numbered(others, config.policy_devices, "policy_devices")
-        policy = (named or (others if config.policy_platform else train))[0]
-        if policy.process_index != jax.process_index():
-            policy = jax.local_devices(backend=policy.platform)[0]
+        mine = [each for each in train if each.process_index == jax.process_index()]
+        policy = (named or (others if config.policy_platform else mine))[0]
         chosen = bool(devices or config.train_devices)
         mesh = _mesh(train, config.shard_over)
         return cls(mesh, policy, config.shard_parameters, chosen)
@@ -108,12 +134,39 @@ class Placement:
         devices = list(self.mesh.devices.flat)[:fewer]
         return replace(self, mesh=_mesh(devices, math.gcd(fewer, self.mesh.shape[AXIS])))
 
+    def put(self, tree: Any, shardings: Any) -> Any:
+        """Values that every host has, on the training devices."""
+        if jax.process_count() == 1:
+            return jax.device_put(tree, shardings)
+
+        def put(value: Any, sharding: NamedSharding) -> jax.Array:
+            if isinstance(value, jax.Array) and not value.is_fully_addressable:
+                return value  # it is there already
+            host = np.asarray(value)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return jax.tree.map(put, tree, shardings)
+
     def put_batch(self, batch: Any) -> Any:
-        """The batch on the training devices, its rows split over them."""
+        """The rows of this host on its training devices, as a part of the batch of all hosts."""
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch)
         place: Any = jax.make_array_from_process_local_data
         return jax.tree.map(lambda x: place(self.batch, x), batch)
+
+    def own_rows(self, tree: Any) -> Any:
+        """The rows of this host, of arrays whose rows are split over all; waits for nothing."""
+        if jax.process_count() == 1:
+            return tree
+        local = Mesh(np.array(self.mesh.local_devices), (AXIS,))
+        sharding = NamedSharding(local, _spec(AXIS))
+
+        def rows(array: jax.Array) -> jax.Array:
+            parts = [shard.data for shard in array.addressable_shards]
+            shape = (sum(len(part) for part in parts), *array.shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+        return jax.tree.map(rows, tree)
 
 
 def _mesh(devices: Sequence[jax.Device], together: int) -> Mesh:
@@ -142,6 +195,18 @@ def _devices(platform: str) -> list[jax.Device]:
             f"There is no {platform!r} device here ({error}): use cpu, or install the JAX extra "
             "for it."
         ) from None
+
+
+def _of_every_host(devices: Sequence[jax.Device], numbers: Sequence[int]) -> list[jax.Device]:
+    """The devices with these numbers on their host, of all hosts."""
+    hosts = sorted({device.process_index for device in devices})
+    return [
+        device
+        for host in hosts
+        for device in _numbered(
+            [each for each in devices if each.process_index == host], numbers, "train_devices"
+        )
+    ]
 
 
 def _numbered(

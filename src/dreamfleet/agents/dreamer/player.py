@@ -139,6 +139,8 @@ class ActingAgent:
     def _bring(self, nets: ActingNetworks) -> ActingNetworks:
         """Parameters where `policy` uses them."""
         result: ActingNetworks
+        if jax.process_count() > 1:  # of what all hosts have, what is here
+            nets = jax.tree.map(lambda leaf: leaf.addressable_data(0), nets)
         if self._numpy:
             result = jax.device_get(nets)
         else:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.errors import StateMismatchError
+from dreamfleet.checkpoint import sliced
 
 Tree = TypeVar("Tree")
 
@@ -40,6 +41,25 @@ def to_flat(tree: Any) -> dict[str, NDArray[Any]]:
     result = {name: np.asarray(leaf) for name, leaf in named_leaves(jax.device_get(tree)).items()}
     for array in result.values():
         array.flags.writeable = False
+    return result
+
+
+def own_share(tree: Any, host: int, hosts: int) -> dict[str, NDArray[Any]]:
+    """What one of several hosts saves of a state: its slices of leaves that are split over hosts,
+    and every so manieth of the others, so that all have about as much."""
+    result, sizes = {}, [0] * hosts
+    for name, leaf in sorted(named_leaves(tree).items(), key=lambda each: -each[1].size):
+        if leaf.is_fully_replicated:
+            owner = sizes.index(min(sizes))
+            sizes[owner] += leaf.size
+            if owner == host:
+                result[name] = np.array(leaf)
+            continue
+        spec = leaf.sharding.spec
+        axis = next(number for number, each in enumerate(spec) if each is not None)
+        shards = {shard.index[axis].start or 0: shard.data for shard in leaf.addressable_shards}
+        parts = [np.asarray(shards[start]) for start in sorted(shards)]
+        result[sliced(name, axis, min(shards))] = np.concatenate(parts, axis)
     return result
 
 
@@ -85,7 +105,9 @@ def select_matching(
         if name not in state:
             problems.append(f"missing: {name}")
             continue
-        ours, theirs = np.asarray(expected[name]), np.asarray(state[name])
+        ours, theirs = expected[name], np.asarray(state[name])
+        if not isinstance(ours, jax.Array):  # one of several hosts may not have all of it
+            ours = np.asarray(ours)
         if ours.shape != theirs.shape:
             problems.append(f"shape of {name}: {theirs.shape} instead of {ours.shape}")
         elif ours.dtype != theirs.dtype:

@@ -58,6 +58,8 @@ class Worker:
     needed_at_end: bool = False
     """Whether those that are stopped before it cannot save without it: it is started again also
     while the run ends."""
+    apart: bool = False
+    """Whether it goes to another machine than its like, where a launcher has several."""
     notes: Path | None = None
     """Where it notes its progress and its failures; None if it does not."""
 

@@ -312,7 +312,7 @@ class RayLauncher:
                 command()
 
     def _host(self, worker: Worker) -> Any:
-        asks = worker.resources
+        asks, apart = worker.resources, worker.apart or worker.role == "env"
         options: dict[str, Any] = {"num_cpus": asks.cpu, "num_gpus": asks.gpu}
         if asks.memory:
             options["memory"] = asks.memory
@@ -321,7 +321,7 @@ class RayLauncher:
             .options(
                 max_concurrency=_THREADS,
                 resources=asks.custom,
-                scheduling_strategy="SPREAD" if worker.role == "env" else "DEFAULT",
+                scheduling_strategy="SPREAD" if apart else "DEFAULT",
                 **options,
             )
             .remote()
