@@ -30,7 +30,7 @@ NAVIGATION = {
 
 project = "Dreamfleet"
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "results/README.md"]
+include_patterns = ["[ACR][A-Z]*.md", "docs/**.md", "results/README.md"]
 exclude_patterns = [
     ".*", "build", "deploy", "dist", "examples", "locks", "runs", "site", "src", "tests",
 ]  # fmt: skip
