@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import zlib
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_a_damaged_word_of_the_journal_loses_no_step(
     with open_replay(directory) as replay:
         assert add(replay, made, BATCHES) > 0
         assert all_items(replay) == made.items(BATCHES + 1)
+
+
+@pytest.mark.parametrize("batches", [BATCHES, BATCHES - 1])
+@pytest.mark.parametrize("length", [1, 7, 8, 56, 80, 400])
+def test_a_journal_that_has_lost_its_end_loses_no_step(
+    tmp_path: Path, length: int, batches: int
+) -> None:
+    """Also if it has lost the newer one of two copies, with no sign of it but its size."""
+    write_history(tmp_path, batches)
+    made, before = history(), chunks(tmp_path)
+    os.truncate(tmp_path / "journal", length)
+    for _ in range(2):  # it is mended for good
+        with open_replay(tmp_path) as replay:
+            assert all_items(replay) == made.items(batches)
+        assert chunks(tmp_path) == before
+    with open_replay(tmp_path) as replay:
+        assert add(replay, made, batches) > 0
 
 
 @pytest.mark.parametrize("word", range(_RECORD_WORDS))

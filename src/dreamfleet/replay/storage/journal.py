@@ -73,11 +73,14 @@ class Journal:
     """The committed tick and the batches seen, in a mapped file or in memory."""
 
     def __init__(self, directory: Path | None) -> None:
-        self._map = mmap.mmap(-1, _SIZE) if directory is None else _open(directory / FILENAME)
+        path = directory / FILENAME if directory else None
+        # One that has lost its end may have lost the newest of what it knew.
+        cut_off = path is not None and path.exists() and path.stat().st_size < _SIZE
+        self._map = _open(path) if path else mmap.mmap(-1, _SIZE)
         # Stores of whole words: a word is never half written, wherever the process is killed.
         self._words = np.frombuffer(self._map, "<u8")
         header = _read_header(self._words)
-        self.is_new = header is None
+        self.is_new = header is None or cut_off
         """Whether there was none, or only a damaged one; until `begin`, also if killed before."""
         if self.is_new:
             self._refuse_other_version(directory)
@@ -101,7 +104,8 @@ class Journal:
 
     def _refuse_other_version(self, directory: Path | None) -> None:
         magic = int(self._words[_MAGIC_WORD])
-        if magic != _MAGIC and (magic ^ _MAGIC) & _ANY_VERSION == 0:
+        version = magic & ~_ANY_VERSION  # none in a file that was cut off there
+        if version and magic != _MAGIC and (magic ^ _MAGIC) & _ANY_VERSION == 0:
             raise ReplayError(
                 f"The replay in {directory} was written by another version of Dreamfleet: open "
                 "it with that version, or use a new directory."
