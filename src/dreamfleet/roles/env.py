@@ -25,6 +25,7 @@ from dreamfleet.roles.runtime import (
     close_when_stopped,
     stop_event,
     takes,
+    their_code,
     unpack,
 )
 from dreamfleet.spaces import RESET, without_reset
@@ -75,7 +76,8 @@ def parallel_env(
     ids = [envid] if isinstance(envid, int) else list(envid)
     stop = stop_event(exit_process=True)
     notes = Notes(notes_path(args, f"env-{ids[0]}"))
-    make = unpack(make_env)
+    with their_code:
+        make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
     envs = [RestartedEnv(make, each, args, notes, watchdog, in_run) for each in ids]
     for env in envs:
@@ -273,7 +275,8 @@ class RestartedEnv:
         self._watchdog.reset(now=True)
         self._notes.now("building", self._envid)
         try:
-            env = self._make(self._envid, **again)
+            with their_code:
+                env = self._make(self._envid, **again)
             self._reset_action = noop(without_reset(env.act_space))
             self._env = env
         except UnknownTaskError:
@@ -296,7 +299,8 @@ class RestartedEnv:
         self._notes.now("resetting" if reset else "stepping", self._envid)
         self._episode_steps = 0 if reset else self._episode_steps + 1
         try:
-            obs = self._env.step(self._reset_action if action is None else action)
+            with their_code:
+                obs = self._env.step(self._reset_action if action is None else action)
             last = bool(obs["is_last"])
         except NotFiniteError as error:
             self._not_finite(error, rebuild=reset)

@@ -69,7 +69,7 @@ FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 
 
 class StopSignal:
-    """Asks a role that runs as a thread to stop; a process is asked by a signal."""
+    """Asks a role to stop: a thread, or a process that has got a signal."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -115,7 +115,7 @@ _PATIENCE = 5.0
 _DUMP_SECONDS = 18.0
 
 _thread = _Thread()
-_process_stopped = threading.Event()
+_process_stopped = StopSignal()
 _stop_signal = signal.SIGTERM
 
 
@@ -132,6 +132,9 @@ class _Signals:
         self._functions: dict[int, Callable[[], None]] = {}
         self._to_exit: set[int] = set()
         self._reader, self._writer = -1, -1
+        self.leaving = False
+        """Whether a signal has come that leaves `their_code`."""
+        self.in_their_code = False
 
     def on(self, number: int, function: Callable[[], None], *, exit_process: bool = False) -> None:
         """Call a function at this signal.
@@ -139,7 +142,8 @@ class _Signals:
         Args:
             number: The signal.
             function: Called once.
-            exit_process: Raise SystemExit in the main thread, too.
+            exit_process: Raise SystemExit in the main thread, too, in `their_code`. Elsewhere it
+                might hold a lock, which would be left in a state that nobody expects.
         """
         self._functions[number] = function
         if exit_process:
@@ -160,7 +164,9 @@ class _Signals:
             os.write(self._writer, bytes([number]))
         if number in self._to_exit:
             self._to_exit.discard(number)  # what it ends must not be ended a second time
-            sys.exit(0)
+            self.leaving = True
+            if self.in_their_code:
+                sys.exit(0)
 
     def _run(self) -> None:
         while True:
@@ -179,6 +185,22 @@ class _Signals:
 
 
 _signals = _Signals()
+
+
+class _TheirCode:
+    """A block that calls somebody else's code, which may take any time: a process that is asked to
+    stop leaves it at once, if its `stop_event` says so."""
+
+    def __enter__(self) -> None:
+        _signals.in_their_code = True
+        if _signals.leaving:
+            sys.exit(0)
+
+    def __exit__(self, *error: object) -> None:
+        _signals.in_their_code = False
+
+
+their_code = _TheirCode()
 
 
 def obey_supervisor(ending: threading.Event) -> None:
@@ -207,7 +229,7 @@ def obey_supervisor(ending: threading.Event) -> None:
 
 def process_was_asked_to_stop() -> bool:
     """Whether this process received the signal that `stop_event` handles."""
-    return _process_stopped.is_set()
+    return _process_stopped.event.is_set()
 
 
 def stop_event(
@@ -218,8 +240,7 @@ def stop_event(
 
     Args:
         on_stop: Called when the event is set.
-        exit_process: Leave the process at once, because it may be busy in somebody else's code. A
-            thread cannot be left like that; see `close_when_stopped`.
+        exit_process: Leave `their_code` at once, by SystemExit. A thread cannot be left like that.
     """
     if _thread.signal is not None:
         if on_stop:
@@ -230,8 +251,8 @@ def stop_event(
         return event
 
     def stop() -> None:
-        _process_stopped.set()
         event.set()
+        _process_stopped.stop()
         if on_stop:
             on_stop()
         if _stop_signal == ORDER:
@@ -259,7 +280,5 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def close_when_stopped(client: Client) -> None:
-    """End a thread's wait for a reply with `Closed` when the role is asked to stop. In a process of
-    its own the signal does."""
-    if _thread.signal is not None:
-        _thread.signal.on_stop(partial(client.close, 0.0))
+    """End the wait for a reply with `Closed` when the role is asked to stop."""
+    (_thread.signal or _process_stopped).on_stop(partial(client.close, 0.0))

@@ -219,14 +219,28 @@ print("stopped", flush=True)
 """
 LEAVES = """
 import threading
-from dreamfleet.roles.runtime import obey_supervisor, stop_event
+from dreamfleet.roles.runtime import obey_supervisor, stop_event, their_code
 obey_supervisor(threading.Event())
 stop_event(exit_process=True)
 try:
-    print("waiting", flush=True)
-    threading.Event().wait()
+    with their_code:
+        print("waiting", flush=True)
+        threading.Event().wait()
 finally:
     print("stopped", flush=True)
+"""
+LEAVES_LATER = """
+import threading
+from dreamfleet.roles.runtime import obey_supervisor, stop_event, their_code
+obey_supervisor(threading.Event())
+stop = stop_event(exit_process=True)
+changed = threading.Condition()
+with changed:
+    print("waiting", flush=True)
+    while not stop.is_set():
+        changed.wait(0.01)
+with their_code:
+    print("not left", flush=True)
 """
 
 
@@ -254,6 +268,18 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_noticed(
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_process_is_left_in_their_code_only() -> None:
+    """Anywhere else, as in a wait with a lock, an exception would leave locks as nobody expects."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVES_LATER], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(ORDER)
+    assert process.communicate(timeout=60) == ("", None)
+    assert process.returncode == 0
 
 
 FORKS = """
