@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dreamfleet.audit import Findings
+from dreamfleet.chaos import faults
 from dreamfleet.chaos.accounts import Accounts, left_files
-from dreamfleet.chaos.faults import Outcome, Recovery
+from dreamfleet.chaos.faults import ChaosError, Injector, Outcome, Recovery
 from dreamfleet.chaos.hostile import attack
 from dreamfleet.chaos.network import PARTS, Message, Network, Part, _Frames, read_header
 from dreamfleet.chaos.report import Report
 from dreamfleet.chaos.schedule import Fault, schedule
+from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.transport import ArgumentError, Client, Keys, Server
 from dreamfleet.transport.codec import encode
@@ -225,6 +229,23 @@ def test_accounts_that_agree_have_no_problems() -> None:
 def test_accounts_that_do_not_agree_are_named(change: dict[str, Any], words: str) -> None:
     (problem,) = accounts(**change).problems(5)
     assert words in problem
+
+
+def test_where_workers_were_is_shown_if_a_fleet_does_not_recover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[str, int]] = []
+    fleet: Any = SimpleNamespace(
+        ended=False,
+        config=RunConfig(),
+        workers=lambda: {"agent": 1, "supervisor": 2},
+        signal=lambda *args: sent.append(args),
+    )
+    monkeypatch.setattr(faults, "_LONG", 0.0)
+    injector = Injector(fleet, Network(Path(), {}, Path()), None, 0)  # type: ignore[arg-type]
+    with pytest.raises(ChaosError, match="This did not come for 0 s: every worker to run"):
+        injector._await(lambda: False, "every worker to run")
+    assert sent == [("agent", signal.SIGABRT)]
 
 
 def test_files_that_are_left_are_named(tmp_path: Path) -> None:

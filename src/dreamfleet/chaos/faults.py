@@ -367,6 +367,9 @@ class Injector:
         if self._fleet.ended:
             raise ChaosError("The run has ended by itself.")
         if time.monotonic() > end:
+            workers = self._fleet.workers().keys() - {SUPERVISOR}
+            for name in workers if self._fleet.config.launcher != "serial" else ():
+                self._fleet.signal(name, signal.SIGABRT)  # so that its log shows where it was
             raise ChaosError(f"This did not come for {_LONG:.0f} s: {what}.")
 
 
