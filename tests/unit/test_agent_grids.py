@@ -87,12 +87,12 @@ def test_several_devices_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) 
             return {"problem": "4 devices are here"}
         parameters = {"nets/a": np.ones(4), "nets/b": np.full(2, 3.0)}
         if task.devices > 1:
-            parameters["nets/b"] = parameters["nets/b"] * 1.002
+            parameters["nets/b"] = parameters["nets/b"] + [0.03, 0.04]
         np.savez(Path(task.folder) / "parameters.npz", **parameters)  # type: ignore[arg-type]
         losses = [[1.0, 2.0], [1.0, 2.0 + 0.01 * (task.devices > 1)]]
         memory = {"parameters": 1e6, "optimizer": 2e6, "step": 9e6}
         return {
-            **DEVICE, "losses": losses, "step_seconds": 1.0 + 0.1 * (task.devices - 1),
+            **DEVICE, "losses": losses, "way": 10.0, "step_seconds": 1.0 + 0.1 * (task.devices - 1),
             "memory": memory, "collectives_in_imagination": 0, "collectives_in_loops": 3,
         }  # fmt: skip
 
@@ -107,11 +107,12 @@ def test_several_devices_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) 
     ]
     assert found[0]["losses_apart"] == found[0]["parameters_apart"] == 0.0
     assert found[1]["losses_apart"] == pytest.approx(0.005)
-    assert found[1]["parameters_apart"] == pytest.approx(0.002)
+    assert found[1]["parameters_apart"] == pytest.approx(0.005), "of the way that they have gone"
+    assert [found[0]["same"], found[1]["same"]] == [True, False]
     assert found[1]["times_one"] == pytest.approx(1.1)
     json.dumps(found)
     lines = [agent_devices.heading().splitlines()[0], *map(agent_devices.line, found)]
     assert len({line.count("|") for line in lines}) == 1
-    assert "| 2 | data parallel | 1,100 ms | 1.10 | 5.0e-03 | 2.0e-03 | 3.0 MB |" in lines[2]
+    assert "| 2 | data parallel | 1,100 ms | 1.10 | 5.0e-03 | 5.0e-03 | no | 3.0 MB |" in lines[2]
     assert "4 devices are here" in lines[-1]
     assert asdict(agent_devices.Task(1, ""))["updates"] == 20

@@ -51,7 +51,8 @@ def bench(
     batch = (4, 8) if quick else (16, 64)
     if devices:
         chosen = sizes_of(sizes or "1m")[0]
-        like = agent_devices.Task(1, "", chosen, *batch, updates=4 if quick else 20)
+        sizes_here = (8, 16) if quick else batch
+        like = agent_devices.Task(1, "", chosen, *sizes_here, quick=quick)
         _grid(agent_devices, agent_devices.run(agent_devices.counts_of(devices), like), json)
         return
     if sizes:
