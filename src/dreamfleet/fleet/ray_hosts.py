@@ -16,6 +16,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
 from dreamfleet.fleet.launchers.ray import RayLauncher, connect, nodes
 from dreamfleet.fleet.supervisor import Say, Supervisor
+from dreamfleet.roles.addresses import DirectoryBook, use_book
 from dreamfleet.roles.runtime import stop_event
 
 Run = Callable[[RunConfig], object]
@@ -62,6 +63,7 @@ def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
 
 def _host(run: Run, config: RunConfig) -> None:
     """What the process of a host runs. One that ends before host 0, which evaluates, waits."""
+    use_book(DirectoryBook())  # that of its own workers, in place of the line to the command
     over = stop_event(on_stop=lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         run(config)

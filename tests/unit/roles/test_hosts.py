@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
         except Exception as error:
             results[index] = error
 
-    threads = [threading.Thread(target=run, args=[index]) for index in range(len(calls))]
+    threads = [
+        threading.Thread(target=run, args=[index], daemon=True) for index in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -129,7 +132,8 @@ def test_all_hear_what_all_have_said() -> None:
 def test_a_host_that_is_not_heard_of_is_lost_and_named() -> None:
     time = Time()
     there = meeting(3, time)
-    waiting = threading.Thread(target=lambda: in_threads(lambda: there.gather("round/1", 0, {})))
+    wait = partial(in_threads, partial(there.gather, "round/1", 0, {}))
+    waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     for _ in range(int(hosts.LOST_SECONDS) - 1):
         time.now += 1
