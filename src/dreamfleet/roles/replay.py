@@ -484,10 +484,12 @@ class ReplayService:
         self._checkpoint.save(parts, step=self._positions.steps)
 
     def close(self) -> None:
-        self.save()
-        self.outbox.close()
-        for buffer in self._buffers.values():
-            buffer.close()
+        """Save, and let go of all files; also if nothing can be saved because the disk is full."""
+        with ExitStack() as stack:
+            for buffer in self._buffers.values():
+                stack.callback(buffer.close)
+            stack.callback(self.outbox.close)
+            self.save()
 
     @property
     def _tick(self) -> int:

@@ -101,7 +101,9 @@ def serial_fleet(
         stack.enter_context(server)
         publish_address(args, "logger", server.address)
         limiter = limiter_for(args)
-        train, evaluation = unpack(make_replay_train)(), unpack(make_replay_eval)()
+        # Closed whatever happens: the next attempt is made by the same process.
+        train = stack.enter_context(unpack(make_replay_train)())
+        evaluation = stack.enter_context(unpack(make_replay_eval)())
         service = ReplayService(train, evaluation, unpack(make_stream), limiter, args, stop)
         stack.callback(service.close)
         turns = Turns(unpack(make_agent)(), args, progress, service, limiter, train, logger, clock)

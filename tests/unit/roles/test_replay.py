@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
@@ -105,3 +106,21 @@ def test_a_call_of_which_two_replays_fail_is_told_from_the_first_time(tmp_path: 
     assert _is_new((), suspect)
     assert _is_new((), suspect), "nothing in it can be to blame"
     assert not _is_new(other, suspect)
+
+
+def test_what_cannot_be_saved_is_let_go_of_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A serial run tries again in the same process, when there is room on its disk."""
+    config = small_run(tmp_path, train_ratio=2.0)
+    service = open_service(config)
+    play(service, 0, 10)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(service._checkpoint, "save", full)
+    with pytest.raises(OSError, match="No space left") as kept:  # which holds the frames
+        service.close()
+    assert open_service(config).lead.position()["steps"] == 40
+    assert kept.value.errno == errno.ENOSPC
