@@ -352,7 +352,9 @@ class Membership:
 
 
 def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "").rstrip(".")[:300]
+    """How a host has failed, without the end of a log that nobody else has."""
+    line = next(iter(text.splitlines()), "").partition(". The end of ")[0]
+    return line.rstrip(".")[:300]
 
 
 @contextmanager
