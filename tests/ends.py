@@ -160,7 +160,8 @@ def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], l
     done = plan.moment == "finish" and code == 0
     expect(code == 130 or outside or done, f"exit code {code}", output)
     # The kill of this program may come to be known after the end has begun.
-    said = output.replace(f"{plan.victim} was killed by signal 9 when it was to stop", "")
+    own = f"{plan.victim or None} was killed by signal 9 when it was to stop"
+    said = output.replace(own, "")
     for words in ("Traceback", "did not stop", "was to stop", "ends without"):
         expect(words not in said, f"it says {words!r}", output)
     wait_until(lambda: not any(map(lives, processes)), "its processes to end")
