@@ -311,7 +311,9 @@ def test_a_state_is_kept_while_training_goes_on(fresh: Dreamer) -> None:
     carry = fresh.init_train(4)
     for _ in range(3):
         carry, _, _ = fresh.train(carry, batch)
-    now, later = fresh.save(), fresh.save_later()
+    # A copy: what nobody else holds may be overwritten.
+    now = {name: np.array(value) for name, value in fresh.save().items()}
+    later = fresh.save_later()
     for _ in range(2):
         carry, _, _ = fresh.train(carry, batch)
     kept, after = later(), fresh.save()
