@@ -38,7 +38,7 @@ SHORT: Groups = {
     "learning": ("train_ratio", "batch_size", "batch_length"),
     "starting from other runs": ("from_checkpoint", "prefill", "offline"),
     "processes": ("launcher", "envs", "eval_envs", "envs_per_process"),
-    "what is written and shown": ("outputs", "view", "profile"),
+    "what is written and shown": ("outputs", "view"),
 }
 """The options that most people need."""
 
