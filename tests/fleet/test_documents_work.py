@@ -101,8 +101,9 @@ def test_every_command_works(
 
 
 def serve(words: Sequence[str], where: Path) -> None:
-    """A server until it has said its address, then Ctrl-C."""
-    command = [sys.executable, "-m", "dreamfleet.cli", *words]
+    """A server until it has said its address, then Ctrl-C, which background jobs ignore."""
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
+    command = [*ignoring, sys.executable, "-m", "dreamfleet.cli", *words]
     with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline().startswith("http://127.0.0.1:")

@@ -202,7 +202,7 @@ class ShardKills(RuleBasedStateMachine):
     def open_lead(self) -> None:
         limits = Limits()
         self.limiter = AtOnce(limits.ratio, limits.tolerance, limits.minsize, limits.debt)
-        run: Any = SimpleNamespace(batch_size=BATCH, replay_shards=2, window=1)
+        run: Any = SimpleNamespace(host_batch=BATCH, replay_shards=2, window=1)
         self.first = Mortal(self.folder / "0", self.ticks[0], shards=2)
         self.lead = Lead(self.limiter, self.first, run, AT_ONCE)
         holdings = [Holding(self.first.own, self.sizes[0]), Holding(self.second.own, self.sizes[1])]

@@ -99,7 +99,10 @@ def serve(
             timeout_graceful_shutdown=1,
             ws_max_size=1 << 20,
         )
-        _Server(config, lambda: ready(address)).run(sockets=[listening])
+        server = _Server(config, lambda: ready(address))
+        server.run(sockets=[listening])
+    if server.should_exit:  # it was ended where Ctrl-C is ignored, as in a shell's background
+        raise KeyboardInterrupt
 
 
 class _Server(uvicorn.Server):

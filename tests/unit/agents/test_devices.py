@@ -70,8 +70,7 @@ def compare(sharded, copies=1):
         raise AssertionError("6 rows cannot split over 8 devices")
 
 compare(sharded=False)
-compare(sharded=True)
-compare(sharded=True, copies=2)
+compare(sharded=True, copies=2)  # groups that are fully sharded each; `bench agent` has one group
 
 # What would be found if it were there.
 def looped(x):
@@ -120,7 +119,7 @@ except ConfigError as error:
 
 
 def test_eight_devices_equal_one() -> None:
-    """Data-parallel and fully sharded."""
+    """Data-parallel, and with parameters that are split within groups."""
     source = PROGRAM.replace("TESTS", repr(str(Path(__file__).parents[2])))
     result = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=False
