@@ -23,7 +23,7 @@ train: setup ## set up, then train; options such as ARGS='--seed 1'
 	@$(BIN)/dreamfleet train $(ARGS)
 
 test: setup-dev lint types ## set up, then lint, types and tests
-	@$(BIN)/python -m pytest -n 4 --dist worksteal
+	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
 simulate: setup-dev ## histories of a run with faults of storage and network; ARGS='--minutes 10'
 	@$(BIN)/python tests/simulation.py $(ARGS)

@@ -55,7 +55,7 @@ class Proxy:
         self.connections = 0
         """Connections that were accepted so far."""
         self.bytes = {"up": 0, "down": 0}
-        """Bytes that were passed on so far."""
+        """Bytes that were passed on so far, or are about to be."""
         self._target = target
         self._links: set[_Link] = set()
         self._refusing = False
@@ -176,8 +176,8 @@ class Proxy:
                 await self._flow[way].wait()
                 if not data:
                     break
+                self.bytes[way] += len(data)  # first: what has arrived is counted
                 await link.send(way, data)
-                self.bytes[way] += len(data)
             link.end(way)
 
     async def _read(
