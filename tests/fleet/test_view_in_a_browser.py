@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_parts import CHROMIUM, chromium
 from dream_parts import small_run
 from view_parts import made_up_run, save_random_agent
 
 from dreamfleet.fleet.record import read_record
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 EVIL = "<script>window.evil=1</script>"  # a folder and a run in it
 EVIL_TEXT = "<script>window.evil=1</script><img src=x onerror=window.evil=1>${window.evil=1}`"
 PATIENCE = 180_000.0
@@ -136,15 +135,6 @@ def served(folder: Path) -> Iterator[str]:
     ) as server:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
-
-
-@contextmanager
-def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @contextmanager

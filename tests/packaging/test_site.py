@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,9 +15,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browser_parts import CHROMIUM, chromium
 from documents import PAGES, ROOT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PACKAGES = ("", ".agents", ".dream", ".envs", ".metrics", ".replay", ".transport")
 
 
@@ -142,15 +140,6 @@ def test_every_picture_is_in_the_gallery() -> None:
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     for picture in (ROOT / "docs" / "images").iterdir():
         assert f"(images/{picture.name})" in gallery
-
-
-@contextmanager
-def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 def a_person_reads_and_searches_it(browser: Any, site: Path, *, dark: bool, width: int) -> None:

@@ -38,8 +38,8 @@ UPDATES = 20
 LOSSES, PARAMETERS = 1e-3, 1e-2
 """How far several devices may be from one after all updates: of every loss, as a share of it or of
 one, and of all parameters together, as a share of the way that they have gone. Sums in another
-order round differently, and a rounding may tip a sample over, after which two runs rightly differ;
-with batches of 16 x 64 steps that happens within 20 updates."""
+order round differently, and a rounding may tip a sample over, after which two runs rightly
+differ."""
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
