@@ -239,6 +239,7 @@ with changed:
     print("waiting", flush=True)
     while not stop.is_set():
         changed.wait(0.01)
+print("not left in the wait", flush=True)
 with their_code:
     print("not left", flush=True)
 """
@@ -278,7 +279,7 @@ def test_a_process_is_left_in_their_code_only() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(ORDER)
-    assert process.communicate(timeout=60) == ("", None)
+    assert process.communicate(timeout=60) == ("not left in the wait\n", None)
     assert process.returncode == 0
 
 
