@@ -82,6 +82,7 @@ FILES = {
     "replay": ("replay", "ckpt/replay"),
     "logger": ("scores", "metrics", "ckpt/l"),
 }
+MAPPED = ("journal", "positions", "step")
 _ANSWERED = (SchemaError, BatchOrderError, ConfigError)
 
 
@@ -462,7 +463,9 @@ class World:
         files = tuple(f"{self.folder}/{name}" for role in self._ended for name in FILES[role])
         for entry in list(Path("/proc/self/fd").iterdir()):
             with suppress(OSError):
-                if str(entry.readlink()).startswith(files):
+                if (name := str(entry.readlink())).startswith(files):
+                    # A map closes its file when it is collected, by then perhaps another's file.
+                    assert not name.endswith(MAPPED), f"a killed process still holds {name}"
                     os.close(int(entry.name))
         self._ended.clear()
 
@@ -533,6 +536,7 @@ class World:
         self.checker.counts(service)
         position = service.lead.position()
         service.close()
+        del service
         self.parts["logger"].close()
         self.kill_all()
         self.checker.files(position["steps"])

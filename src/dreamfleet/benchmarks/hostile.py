@@ -211,18 +211,20 @@ class _Battle:
 class _Attacker:
     """A process that attacks whenever it is told to.
 
-    libzmq may abort a process whose connection is ended in the middle of a message, which is what
-    servers do to this one. Then another one attacks from the beginning of the round; what the dead
-    one has sent is not counted.
+    libzmq aborts a process that closes a socket in the very moment in which its connection is ended
+    in the middle of a message, which may happen to one that attacks. Then another one attacks from
+    the beginning of the round; what the dead one has sent in that round is not counted.
     """
 
     def __init__(self, targets: dict[str, str], keys: Keys, plan: Plan) -> None:
         self._what = targets, keys.secret.hex(), plan
+        self._rounds = 0
         self._start()
 
     def _start(self) -> None:
         self._channel, theirs = _spawn.Pipe()
-        self._process = _spawn.Process(target=_attack, args=(theirs, *self._what), daemon=True)
+        arguments = (theirs, *self._what, self._rounds)
+        self._process = _spawn.Process(target=_attack, args=arguments, daemon=True)
         self._process.start()
 
     def begin(self) -> None:
@@ -236,7 +238,9 @@ class _Attacker:
                 raise RuntimeError("The attacker has died.")
             self._start()
             self.begin()
-        return self._channel.poll(0) and self._channel.recv() == "done"
+        done = self._channel.poll(0) and self._channel.recv() == "done"
+        self._rounds += done
+        return done
 
     def sent(self) -> dict[str, int]:
         self._channel.send("tell")
@@ -250,13 +254,15 @@ class _Attacker:
         self._process.join()
 
 
-def _attack(channel: Any, targets: dict[str, str], secret: str, plan: Plan) -> None:
+def _attack(channel: Any, targets: dict[str, str], secret: str, plan: Plan, rounds: int) -> None:
     keys, sent = Keys.from_text(secret), Counter[str]()
     weapons = {name: _Weapons(name, target, keys, sent) for name, target in targets.items()}
     with ExitStack() as stack:
         for each in weapons.values():
             stack.callback(each.cease)
-        aim, fired = 0, list(weapons.values())
+        fired, aim = list(weapons.values()), rounds * (plan.messages // plan.rounds)
+        for each in fired:
+            each.fired = aim  # by those before this one
         while channel.recv() == "attack":
             aim += plan.messages // plan.rounds
             begin, before = time.monotonic(), [each.fired for each in fired]
@@ -306,11 +312,14 @@ class _Weapons:
         with (
             suppress(zmq.ZMQError),
             raw_socket(self._address, self._keys) as (peer, incarnation),
+            peer.get_monitor_socket(zmq.Event.DISCONNECTED) as ended,
         ):
             burst = [addressed(frames, incarnation) for frames in islice(self._messages, _BURST)]
             for frames in burst:
                 peer.send_multipart(frames, zmq.NOBLOCK)
                 self.fired += 1
+            # The server ends the connection. Closing it meanwhile could abort this process.
+            ended.poll(1000)
         with suppress(OSError, zmq.ZMQError):
             next(self._others)()
 
