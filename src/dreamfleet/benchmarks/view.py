@@ -30,6 +30,7 @@ from dreamfleet.metrics import read_jsonl
 
 _KEYS = 12
 _RATE = "actor/steps_per_second"
+_OPEN = (0, 1, 5)  # pages at once
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -94,7 +95,7 @@ def _opening(folder: Path, browser: Any, count: int, rows: int) -> Iterator[Row]
 
 
 def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator[Row]:
-    """Steps a second of one run, with and without an open page in turn."""
+    """Steps a second of one run, without an open page, with one and with five in turn."""
     seconds = 3.0 if quick else 20.0
     options = {
         "--task": "bundled:dummy",
@@ -117,27 +118,29 @@ def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator
             metrics = folder / "run" / "metrics.jsonl"
             while not (metrics.exists() and _rates(metrics)):
                 time.sleep(0.5)
-            rates: dict[bool, list[float]] = {False: [], True: []}
-            share = []
+            rates: dict[int, list[float]] = {count: [] for count in _OPEN}
+            shares: dict[int, list[float]] = {count: [] for count in _OPEN}
             site = address.partition("/?")[0]
             for _ in range(periods):
-                for opened in (False, True):
-                    page = None
-                    if opened:
-                        page = browser.new_page()
+                for count in _OPEN:
+                    pages = [browser.new_page() for _ in range(count)]
+                    for page in pages:
                         page.goto(address)
                         page.goto(f"{site}/run?run=run")
                         page.wait_for_selector(".chart canvas")
                     before, used = len(_rates(metrics)), _cpu(server)
                     time.sleep(seconds)
-                    rates[opened] += _rates(metrics)[before + 1 :]
-                    if page is not None:
-                        share.append((_cpu(server) - used) / seconds)
+                    rates[count] += _rates(metrics)[before + 1 :]
+                    shares[count].append((_cpu(server) - used) / seconds)
+                    for page in pages:
                         page.close()
-            fast, slow = (statistics.median(rates[opened]) for opened in (False, True))
+            alone, *others = (statistics.median(rates[count]) for count in _OPEN)
             note = "random agent, 8 environments; browser and server on the same machine"
-            yield compare("steps/s with an open page", slow, "steps/s", "no page", fast, note=note)
-            yield Row("the server's share", 100 * statistics.mean(share), "% of a core")
+            for count, rate in zip(_OPEN[1:], others, strict=True):
+                name = f"steps/s, open pages: {count}"
+                yield compare(name, rate, "steps/s", "no page", alone, note=note)
+                share = 100 * statistics.mean(shares[count])
+                yield Row(f"the server's share, open pages: {count}", share, "% of a core")
         finally:
             process.terminate()
 

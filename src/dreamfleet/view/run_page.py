@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from dreamfleet.view.reading import thinned
 from dreamfleet.view.runs import Run, Runs
 
 _REFRESH_SECONDS = 1.0
+_DRAW_SECONDS = 5.0  # drawing is most of what an open page costs
 _DOTS = 400
 _POINTS = 250
 
@@ -60,6 +62,7 @@ def show_run(runs: Runs, name: str) -> None:
 class _Overview:
     def __init__(self, runs: Runs, run: Run) -> None:
         self._runs, self._run = runs, run
+        self._draw_at = 0.0
         self._drawn_scores: object = None
         self._drawn_metrics: object = None
         self._score_chart: ui.echart | None = None
@@ -99,8 +102,13 @@ class _Overview:
         """Show what has changed."""
         self._runs.attend(self._run.name)
         self._show_head()
-        self._draw_scores()
-        self._draw_metrics()
+        due = time.monotonic() >= self._draw_at
+        if due or self._score_chart is None:
+            self._draw_scores()
+        if due or not self._charts:
+            self._draw_metrics()
+        if due:
+            self._draw_at = time.monotonic() + _DRAW_SECONDS
 
     def _show_head(self) -> None:
         row, status = self._run.row, self._run.status
