@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 from fleet_parts import left_behind, small_run
 
-from dreamfleet.benchmarks.hostile import Plan, measure
+from dreamfleet.benchmarks.hostile import Attacker, Plan, measure
 from dreamfleet.benchmarks.soak import KINDS, soak
 from dreamfleet.replay import ReplayConfig
+from dreamfleet.transport import Keys, Server
 
 MB_THAT_ARE_NO_GROWTH = 100
 
@@ -27,6 +31,20 @@ def test_a_fleet_goes_on_under_attack(tmp_path: Path) -> None:
     assert {"agent", "replay", "logger", "env-0", "env-4"} <= result.memory.keys()
     for before, after in result.memory.values():
         assert after - before < MB_THAT_ARE_NO_GROWTH
+
+
+def test_an_attacker_that_is_aborted_is_replaced_and_the_rounds_before_count() -> None:
+    keys = Keys.generate()
+    plan = Plan(messages=400, rate=1000, rounds=2)
+    server = Server("tcp://127.0.0.1:{auto}", keys=keys)
+    with server, Attacker({"server": server.address}, keys, plan) as attacker:
+        for abort in (False, True):
+            attacker.begin()
+            if abort:
+                os.kill(attacker.pid, signal.SIGABRT)
+            while not attacker.rests:
+                time.sleep(0.01)
+        assert attacker.sent()["malformed messages, at the server"] >= plan.messages
 
 
 def test_a_soak_looks_at_every_process(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ also on a machine whose speed drifts. It sends:
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import signal
 import socket
@@ -87,12 +88,17 @@ class Result:
     rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     memory: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Of every process, before and after, in MB."""
+    attacker: list[float] = field(default_factory=list)
+    """Processor time that the attacker itself takes, as a share of the machine's."""
     restarts: int = 0
 
     def rows(self) -> Iterator[Row]:
         peace, attack = (statistics.mean(self.rates[each]) for each in (False, True))
-        note = "the attacker's own processor time is in it"
+        own = statistics.mean(self.attacker)
+        note = f"the attacker itself takes {own:.0%} of the processors"
         yield compare("under attack", attack, "steps/s", "in peace", peace, note=note)
+        name = "the same, of what the attacker leaves"
+        yield compare(name, attack, "steps/s", "in peace", peace * (1 - own))
         for name, count in self.sent.items():
             yield Row(name, count, "sent")
         for name, (before, after) in self.memory.items():
@@ -167,7 +173,7 @@ class _Battle:
         while self._step() < 100:
             yield "starting"
         yield from self._wait(self._plan.warm_up)
-        attacker = self._stack.enter_context(_Attacker(found, self._keys, self._plan))
+        attacker = self._stack.enter_context(Attacker(found, self._keys, self._plan))
         before = self._memory()
         for _ in range(self._plan.rounds):
             yield from self._phase(attacker, attack=False)
@@ -178,7 +184,7 @@ class _Battle:
         record = read_record(self._config.logdir)
         self.result.restarts = sum(each.restarts for each in record.workers) if record else -1
 
-    def _phase(self, attacker: _Attacker, attack: bool) -> Iterator[str]:
+    def _phase(self, attacker: Attacker, attack: bool) -> Iterator[str]:
         begin, step = time.monotonic(), self._step()
         if attack:
             attacker.begin()
@@ -186,7 +192,10 @@ class _Battle:
                 yield "attack"
         else:
             yield from self._wait(self._plan.peace)
-        self.result.rates[attack].append((self._step() - step) / (time.monotonic() - begin))
+        seconds = time.monotonic() - begin
+        self.result.rates[attack].append((self._step() - step) / seconds)
+        if attack:
+            self.result.attacker.append(attacker.seconds / seconds / len(os.sched_getaffinity(0)))
 
     def _wait(self, seconds: float) -> Iterator[str]:
         end = time.monotonic() + seconds
@@ -208,7 +217,7 @@ class _Battle:
 # --- the attacker --------------------------------------------------------------------------------
 
 
-class _Attacker:
+class Attacker:
     """A process that attacks whenever it is told to.
 
     libzmq aborts a process that closes a socket in the very moment in which its connection is ended
@@ -219,6 +228,8 @@ class _Attacker:
     def __init__(self, targets: dict[str, str], keys: Keys, plan: Plan) -> None:
         self._what = targets, keys.secret.hex(), plan
         self._rounds = 0
+        self.seconds = 0.0
+        """Processor time of the last round."""
         self._start()
 
     def _start(self) -> None:
@@ -226,6 +237,10 @@ class _Attacker:
         arguments = (theirs, *self._what, self._rounds)
         self._process = _spawn.Process(target=_attack, args=arguments, daemon=True)
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
 
     def begin(self) -> None:
         self._channel.send("attack")
@@ -238,15 +253,17 @@ class _Attacker:
                 raise RuntimeError("The attacker has died.")
             self._start()
             self.begin()
-        done = self._channel.poll(0) and self._channel.recv() == "done"
-        self._rounds += done
-        return done
+        if not self._channel.poll(0):
+            return False
+        self.seconds = self._channel.recv()
+        self._rounds += 1
+        return True
 
     def sent(self) -> dict[str, int]:
         self._channel.send("tell")
         return dict(self._channel.recv())
 
-    def __enter__(self) -> _Attacker:
+    def __enter__(self) -> Attacker:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -265,7 +282,7 @@ def _attack(channel: Any, targets: dict[str, str], secret: str, plan: Plan, roun
             each.fired = aim  # by those before this one
         while channel.recv() == "attack":
             aim += plan.messages // plan.rounds
-            begin, before = time.monotonic(), [each.fired for each in fired]
+            used, begin, before = time.process_time(), time.monotonic(), [e.fired for e in fired]
             while min(each.fired for each in fired) < aim:
                 for each, start in zip(fired, before, strict=True):
                     # Not faster than the rate, and not more than was planned.
@@ -275,7 +292,7 @@ def _attack(channel: Any, targets: dict[str, str], secret: str, plan: Plan, roun
                 time.sleep(0.001)
             for each in fired:
                 each.cease()
-            channel.send("done")
+            channel.send(time.process_time() - used)
         for name, each in weapons.items():
             sent[f"malformed messages, at the {name}"] = each.fired
         channel.send(sent)
