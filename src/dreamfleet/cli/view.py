@@ -62,7 +62,7 @@ def page_beside(logdir: Path) -> Iterator[None]:
     _need_the_extra()
     logdir.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "dreamfleet.view", str(logdir)],
+        [sys.executable, "-m", "dreamfleet.view.app", str(logdir)],
         stdin=subprocess.PIPE,  # which ends when this process does
         stdout=subprocess.PIPE,
         text=True,

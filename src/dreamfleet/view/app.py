@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,28 +19,23 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.view import (
-    checkpoints_page,
-    dream_page,
-    fleet_page,
-    logs_page,
-    look_page,
-    media,
-    metrics_page,
-    run_page,
-    settings_page,
-    table_page,
-)
+from dreamfleet.view import dream_page, look_page, settings_page, table_page
+from dreamfleet.view.checkpoints_page import Checkpoints
+from dreamfleet.view.fleet_page import Fleet
 from dreamfleet.view.frame import add_style
 from dreamfleet.view.guard import Guard
+from dreamfleet.view.logs_page import Logs
+from dreamfleet.view.look_page import Look
+from dreamfleet.view.metrics_page import Metric, Metrics
+from dreamfleet.view.run_page import Overview
 from dreamfleet.view.runs import Runs
 
 PORT = 8765
 _PAGES = (
-    *(table_page, run_page, metrics_page, fleet_page, logs_page, checkpoints_page),
-    *(settings_page, look_page, dream_page, media),
+    *(table_page.add, Overview.add, Metrics.add, Metric.add, Fleet.add, Logs.add),
+    *(Checkpoints.add, settings_page.add, Look.add, look_page.add_media, dream_page.add),
 )
-"""Modules with a function `add`, each of which adds its page."""
+"""Functions that add a page each."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ class _Server(uvicorn.Server):
 def make_app(runs: Runs) -> FastAPI:
     """The pages, without a guard. Once in a process: the library keeps one list of pages."""
     add_style()
-    for page in _PAGES:
-        page.add(runs)
+    for add in _PAGES:
+        add(runs)
     app = FastAPI(openapi_url=None)
     ui.run_with(
         app,
@@ -152,3 +151,21 @@ def _listen(host: str, port: int | None) -> socket.socket:
 _FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="#0b6fb8">\
 <circle cx="16" cy="16" r="5"/><circle cx="6" cy="8" r="3"/><circle cx="26" cy="8" r="3"/>\
 <circle cx="6" cy="24" r="3"/><circle cx="26" cy="24" r="3"/></g></svg>"""
+
+
+# --- the page of `dreamfleet train --view` -------------------------------------------------------
+
+
+def _end_with_input() -> None:
+    """With the process that started this one."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _tell_parent(address: Address) -> None:
+    print(address.url, flush=True)  # noqa: T201 - read by the parent
+    threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), ready=_tell_parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +12,34 @@ from nicegui import events, ui
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
 from dreamfleet.view.acts import add_acts, start_evaluation
-from dreamfleet.view.frame import card, find_run, frame, keep_fresh
-from dreamfleet.view.inside import open_inside
-from dreamfleet.view.runs import Run, Runs
+from dreamfleet.view.frame import RunPage, card, columns
+from dreamfleet.view.reading import open_inside
+from dreamfleet.view.runs import Run
 
-_REFRESH_SECONDS = 3.0
 _MOST_EVALUATIONS = 500
 _EVALUATE = """<q-td :props="props"><q-btn flat dense no-caps label="Evaluate"
  @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
 
 
-def add(runs: Runs) -> None:
-    """Add the page."""
+class Checkpoints(RunPage):
+    """Two tables, and a button for each checkpoint."""
 
-    @ui.page("/checkpoints")
-    def page(run: str = "") -> None:
-        found = find_run(runs, run)
-        if found is not None:
-            _Checkpoints(runs, found)
+    path, seconds = "checkpoints", 3.0
 
-
-class _Checkpoints:
-    def __init__(self, runs: Runs, run: Run) -> None:
-        self._runs, self._run = runs, run
-        runs.attend(run.name)
-        with frame(runs, run, "checkpoints"):
-            with card("Checkpoints", "the newest two, the best one, and one that is evaluated"):
-                add_acts(run)
-                self._table = _table(
-                    {"name": "checkpoint", "step": "step", "score": "score", "saved": "saved"},
-                    {"size": "bytes", "note": ""},
-                )
-                self._table.columns = [
-                    *self._table.columns,
-                    {"name": "act", "label": "", "field": "act"},
-                ]
-                self._table.add_slot("body-cell-act", _EVALUATE)
-                self._table.on("evaluate", self._evaluate)
-            with card("Evaluations", "rounds while training, and at the end"):
-                self._evaluations = _table(
-                    {"step": "step", "mean": "mean return", "error": "standard error"},
-                    {"episodes": "episodes", "kind": "kind", "note": ""},
-                )
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
+    def build(self) -> None:
+        with card("Checkpoints", "the newest two, the best one, and one that is evaluated"):
+            add_acts(self._run)
+            names = ("step", "score", "saved", "size", "note", "act")
+            labels = {name: name for name in names} | {"size": "bytes", "note": "", "act": ""}
+            self._table = _table({"name": "checkpoint", **labels}, (*names[:3], "name", "act"))
+            self._table.add_slot("body-cell-act", _EVALUATE)
+            self._table.on("evaluate", self._evaluate)
+        with card("Evaluations", "rounds while training, and at the end"):
+            labels = {"step": "step", "mean": "mean return", "error": "standard error"}
+            more = {"episodes": "episodes", "kind": "kind", "note": ""}
+            self._evaluations = _table({**labels, **more}, labels)
 
     def refresh(self) -> None:
-        """Show what has changed."""
-        self._runs.attend(self._run.name)
         for table, rows in (
             (self._table, _checkpoints(self._run)),
             (self._evaluations, _evaluations(self._run)),
@@ -72,20 +54,10 @@ class _Checkpoints:
             ui.notify(start_evaluation(self._run, path) or "Ten episodes are played.")
 
 
-def _table(first: dict[str, str], second: dict[str, str]) -> ui.table:
-    columns: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "label": label,
-            "field": name,
-            "sortable": True,
-            "align": "left" if name in ("name", "kind", "note") else "right",
-            ":format": "v => typeof v === 'number' ? dreamfleet.short(v) : v",
-            **({"classes": "wide-only", "headerClasses": "wide-only"} if name in second else {}),
-        }
-        for name, label in {**first, **second}.items()
-    ]
-    table = ui.table(rows=[], columns=columns, row_key="name").classes("runs")
+def _table(labels: Mapping[str, str], phone: Collection[str]) -> ui.table:
+    numbers = labels.keys() - {"name", "kind", "note", "act"}
+    made = columns(labels, phone=phone, numbers=numbers)
+    table = ui.table(rows=[], columns=made, row_key="name").classes("runs")
     return table.props('flat :rows-per-page-options="[0]" hide-bottom binary-state-sort')
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import groupby
 
 import numpy as np
 from nicegui import ui
 
-from dreamfleet.fleet.status import RunStatus
+from dreamfleet.fleet.status import MachineStatus, RunStatus, WorkerStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.charts import COLORS, base, line
-from dreamfleet.view.frame import card, find_run, frame, keep_fresh, replace_options
-from dreamfleet.view.picture import fleet_picture
+from dreamfleet.view.frame import RunPage, card, draw
 from dreamfleet.view.run_page import newest
-from dreamfleet.view.runs import Happening, Run, Runs, Sample
+from dreamfleet.view.runs import Happening, Run, Sample
 
-_REFRESH_SECONDS = 1.0
 _DRAW_SECONDS = 3.0
 _TRAFFIC_SECONDS = 40.0
 _WAITS = 0.3
@@ -25,36 +26,23 @@ _SHOWN_EVENTS = 200
 _CHARTS = (("Processor", "cores", "cpu"), ("Memory", "bytes", "memory"), ("Disk", "bytes", "disk"))
 
 
-def add(runs: Runs) -> None:
-    """Add the page."""
+class Fleet(RunPage):
+    """A picture, a time line and charts."""
 
-    @ui.page("/fleet")
-    def page(run: str = "") -> None:
-        found = find_run(runs, run)
-        if found is not None:
-            _Fleet(runs, found)
+    path, seconds = "fleet", 1.0
 
-
-class _Fleet:
-    def __init__(self, runs: Runs, run: Run) -> None:
-        self._runs, self._run = runs, run
+    def build(self) -> None:
         self._drawn = 0.0
         self._charts: dict[str, ui.echart] = {}
-        runs.attend(run.name)
-        with frame(runs, run, "fleet"):
-            with card("Fleet"):
-                self._sentence = ui.label().classes("muted")
-                self._picture = ui.html().classes("picture")
-            with card("Restarts", "when a process failed, and when it was started again"):
-                self._line = ui.html().classes("picture")
-            self._grid = ui.element("div").classes("grid")
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
+        with card("Fleet"):
+            self._sentence = ui.label().classes("muted")
+            self._picture = ui.html().classes("picture")
+        with card("Restarts", "when a process failed, and when it was started again"):
+            self._line = ui.html().classes("picture")
+        self._grid = ui.element("div").classes("grid")
 
     def refresh(self) -> None:
-        """Show what has changed."""
-        run = self._run
-        self._runs.attend(run.name)
-        status = run.status
+        run, status = self._run, self._run.status
         if status is None:
             return
         self._sentence.text = who_waits(run, status)
@@ -75,11 +63,8 @@ class _Fleet:
             options["xAxis"]["axisLabel"]["showMinLabel"] = False  # it is no round number
             options["yAxis"]["min"] = 0
             options["series"] = [line(title, minutes, values, COLORS[number], areaStyle=_AREA)]
-            if title in self._charts:
-                replace_options(self._charts[title], options)
-            else:
-                with self._grid, card(title, f"{unit}, since this page was opened"):
-                    self._charts[title] = ui.echart(options).classes("chart low")
+            box = card(title, f"{unit}, since this page was opened", within=self._grid)
+            draw(self._charts, title, options, box, "chart low")
 
 
 _AREA = {"opacity": 0.12}
@@ -161,3 +146,154 @@ def time_line(happenings: Sequence[Happening], now: float) -> str:
 
 def _ago(now: float, then: float) -> str:
     return f"{clock(max(0.0, now - then))} ago"
+
+
+_WIDTH, _NODE, _ROW, _GAP = 940.0, 216.0, 92.0, 22.0
+_CELL, _CELLS_A_ROW, _MOST_CELLS = 13.0, 12, 240
+_ORDER = ("restarting", "starting", "ended", "running")
+_COLUMNS = {"env": 0, "eval": 0, "agent": 1, "actor": 1, "evaluator": 1, "replay": 2, "logger": 2}
+_LINKS = (("env", "agent"), ("agent", "replay"), ("agent", "logger"))
+
+
+@dataclass(frozen=True)
+class _Node:
+    role: str
+    title: str
+    workers: Sequence[WorkerStatus]
+    x: float
+    y: float
+    height: float
+
+    @property
+    def state(self) -> str:
+        return min((worker.state for worker in self.workers), key=_ORDER.index)
+
+
+def fleet_picture(status: RunStatus, traffic: Mapping[str, float], hurt: Collection[str]) -> str:
+    """The picture as SVG.
+
+    Args:
+        status: The run.
+        traffic: Bytes a second between the agent and a role.
+        hurt: Workers that have failed a moment ago, and are drawn as such.
+    """
+    nodes, bottom = _nodes(
+        replace(worker, state="restarting") if worker.name in hurt else worker
+        for worker in status.workers
+    )
+    machines, bottom = _joined(status.machines, bottom)
+    parts = [*_links(nodes, traffic), *map(_node, nodes), *machines]
+    height = bottom + 8
+    return (
+        f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" class="fleet" role="img" '
+        f'aria-label="the processes of the run">{"".join(parts)}</svg>'
+    )
+
+
+def _nodes(workers: Iterable[WorkerStatus]) -> tuple[list[_Node], float]:
+    """A box for each role, and each machine that has workers of it, in three columns."""
+    columns: dict[int, float] = {0: 4.0, 1: 4.0, 2: 4.0}
+    nodes = []
+    workers = list(workers)
+    several = len({worker.host for worker in workers if worker.host}) > 1
+    for (role, host), group in groupby(workers, key=lambda worker: (worker.role, worker.host)):
+        members = list(group)
+        column = _COLUMNS.get(role, 1)
+        rows = math.ceil(min(len(members), _MOST_CELLS) / _CELLS_A_ROW) if len(members) > 1 else 0
+        height = 62 + rows * _CELL
+        x = 4 + column * (_WIDTH - _NODE - 8) / 2
+        name = role if len(members) == 1 else f"{role} x {len(members)}"
+        title = f"{name} on {host}" if host and several else name
+        nodes.append(_Node(role, title, members, x, columns[column], height))
+        columns[column] += height + _GAP
+    return nodes, max(columns.values())
+
+
+def _node(node: _Node) -> str:
+    usages = [worker.usage for worker in node.workers if worker.usage is not None]
+    words = node.state
+    if usages:
+        cores = sum(usage.cpu for usage in usages)
+        words = f"{cores:.1f} cores · {readable(sum(usage.memory for usage in usages))}B"
+    restarts = sum(worker.restarts for worker in node.workers)
+    again = f" · {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+    cells = []
+    if len(node.workers) > 1:
+        for number, worker in enumerate(node.workers[:_MOST_CELLS]):
+            row, column = divmod(number, _CELLS_A_ROW)
+            x, y = node.x + 16 + column * _CELL, node.y + 50 + row * _CELL
+            cells.append(
+                f'<rect x="{x:g}" y="{y:g}" width="9" height="9" rx="2" '
+                f'class="cell {worker.state}">'
+                f"<title>{escape(_about(worker))}</title></rect>"
+            )
+    about = "\n".join(_about(worker) for worker in node.workers[:20])
+    return (
+        f'<g class="node {node.state}" data-role="{escape(node.role)}">'
+        f'<rect x="{node.x:g}" y="{node.y:g}" width="{_NODE:g}" height="{node.height:g}" rx="10" '
+        f'class="box"><title>{escape(about)}</title></rect>'
+        f'<circle cx="{node.x + 18:g}" cy="{node.y + 22:g}" r="4.5" class="light"/>'
+        f"{_text(node.x + 30, node.y + 27, node.title[:24], 'title')}"
+        f"{_text(node.x + 16, node.y + 44, words + again)}"
+        f"{''.join(cells)}</g>"
+    )
+
+
+def _text(x: float, y: float, words: str, kind: str = "words") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
+
+
+def _about(worker: WorkerStatus) -> str:
+    words = f"{worker.name}: {worker.state}"
+    if worker.pid is not None:
+        words += f", process {worker.pid}, for {clock(worker.seconds)}"
+    if worker.restarts:
+        words += f", {worker.restarts} restarts"
+    return f"{words}, last failure: {worker.error}" if worker.error else words
+
+
+def _links(nodes: Sequence[_Node], traffic: Mapping[str, float]) -> list[str]:
+    found = []
+    agent = next((node for node in nodes if node.role == "agent"), None)
+    if agent is None:
+        return []
+    for first, second in _LINKS:
+        other = first if second == "agent" else second
+        rate = traffic.get(other, 0.0)
+        for node in (node for node in nodes if node.role == other):
+            left, right = (node, agent) if node.x < agent.x else (agent, node)
+            x1, y1 = left.x + _NODE, left.y + min(30.0, left.height / 2)
+            x2, y2 = right.x, right.y + min(30.0, right.height / 2)
+            middle = (x1 + x2) / 2
+            width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
+            states = {node.state, agent.state}
+            kind = "" if states == {"running"} else "over" if states == {"ended"} else "cut"
+            words = f"{readable(round(rate))}B/s" if rate else ""
+            found.append(
+                f'<path d="M{x1:g},{y1:g} C{middle:g},{y1:g} {middle:g},{y2:g} {x2:g},{y2:g}" '
+                f'class="link {kind}" style="stroke-width:{width:.1f}"/>'
+                f"{_text(middle, (y1 + y2) / 2 - 7, words, 'words mid')}"
+            )
+    return found
+
+
+def _joined(machines: Sequence[MachineStatus], top: float) -> tuple[list[str], float]:
+    """Machines that have joined, below the others."""
+    shown = [machine for machine in machines if machine.state != "left"][:24]
+    parts = []
+    for number, machine in enumerate(shown):
+        row, column = divmod(number, 4)
+        x, y = 4 + column * (_WIDTH - 8) / 4, top + row * (_ROW - 20)
+        words = f"{machine.envs + machine.eval_envs} envs · {machine.steps_per_second:.0f} steps/s"
+        if machine.state == "away":
+            words = f"away for {clock(machine.silence)}"
+        parts.append(
+            f'<g class="node machine {machine.state}">'
+            f'<rect x="{x:g}" y="{y:g}" width="{(_WIDTH - 8) / 4 - 14:g}" height="56" rx="10" '
+            f'class="box"><title>{escape(machine.error or machine.name)}</title></rect>'
+            f'<circle cx="{x + 18:g}" cy="{y + 22:g}" r="4.5" class="light"/>'
+            f"{_text(x + 30, y + 27, machine.name[:22], 'title')}"
+            f"{_text(x + 16, y + 45, words)}</g>"
+        )
+    rows = math.ceil(len(shown) / 4)
+    return parts, top + rows * (_ROW - 20)

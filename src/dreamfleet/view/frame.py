@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import resources
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from nicegui import ui
@@ -74,9 +75,11 @@ def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def card(title: str = "", note: str = "") -> Iterator[ui.element]:
-    """A box with a title; what the block adds is inside."""
-    with ui.element("section").classes("card") as box:
+def card(
+    title: str = "", note: str = "", *, within: ui.element | None = None
+) -> Iterator[ui.element]:
+    """A box with a title, here or within something else; what the block adds is inside."""
+    with within or nullcontext(), ui.element("section").classes("card") as box:
         if title:
             with ui.element("div").classes("card-head"):
                 ui.label(title).classes("card-title")
@@ -93,11 +96,107 @@ def keep_fresh(refresh: Callable[[], object], seconds: float) -> None:
     ui.timer(seconds, refresh, immediate=False)
 
 
-def replace_options(chart: ui.echart, options: dict[str, Any]) -> None:
-    """Draw something else in a chart; where a person has zoomed to stays."""
-    chart.options.clear()
-    chart.options.update(options)
-    chart.update()
+class RunPage(ABC):
+    """A page about a run, for one viewer."""
+
+    path: ClassVar[str]
+    """A key of `RUN_PAGES`, and the address."""
+    seconds: ClassVar[float]
+    """Between two looks."""
+
+    def __init__(self, runs: Runs, run: Run) -> None:
+        self._runs, self._run = runs, run
+        runs.attend(run.name)
+        with frame(runs, run, self.path):
+            self.build()
+        keep_fresh(self._refresh, self.seconds)
+
+    @classmethod
+    def add(cls, runs: Runs) -> None:
+        """Add the page to the server."""
+
+        @ui.page(f"/{cls.path}")
+        def page(run: str = "") -> None:
+            if (found := find_run(runs, run)) is not None:
+                cls(runs, found)
+
+    @abstractmethod
+    def build(self) -> None:
+        """Add what is on the page."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Show what has changed."""
+
+    def _refresh(self) -> None:
+        self._runs.attend(self._run.name)
+        self.refresh()
+
+
+def draw(
+    charts: dict[str, ui.echart],
+    name: str,
+    options: dict[str, Any],
+    place: AbstractContextManager[object],
+    kind: str = "chart",
+) -> None:
+    """Draw a chart, which is made in its place the first time. Later it is changed, so that it
+    stays where a person has zoomed to."""
+    if name in charts:
+        charts[name].options.clear()
+        charts[name].options.update(options)
+        charts[name].update()
+    else:
+        with place:
+            charts[name] = ui.echart(options).classes(kind)
+
+
+def search_box(
+    hint: str, changed: Callable[[], object] | None = None, label: str = "search"
+) -> ui.input:
+    """Where a person types what to look for."""
+    box = ui.input(placeholder=hint, on_change=changed).classes("search")
+    return box.props(f'outlined dense clearable debounce="200" aria-label="{label}"')
+
+
+def columns(
+    labels: Mapping[str, str],
+    *,
+    phone: Collection[str],
+    numbers: Collection[str] = (),
+    formats: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Columns of a table.
+
+    Args:
+        labels: What stands above them, by name.
+        phone: Those that are also shown where there is little room.
+        numbers: Those that are aligned to the right, and shortened.
+        formats: Functions in JavaScript for some of them instead.
+    """
+    short = dict.fromkeys(numbers, "v => typeof v === 'number' ? dreamfleet.short(v) : v")
+    formatted = {**short, **(formats or {})}
+    return [
+        {
+            "name": name,
+            "label": label,
+            "field": name,
+            "sortable": True,
+            "align": "right" if name in numbers else "left",
+            "classes": f"col-{name}" if name in phone else f"col-{name} wide-only",
+            "headerClasses": "" if name in phone else "wide-only",
+            **({":format": formatted[name]} if name in formatted else {}),
+        }
+        for name, label in labels.items()
+    ]
+
+
+def smoothing_slider(changed: Callable[[], object]) -> ui.slider:
+    """How much curves are smoothed."""
+    with ui.element("label").classes("slider"):
+        ui.label("smoothing").classes("muted small")
+        slider = ui.slider(min=0, max=0.98, step=0.02, value=0)
+        return slider.props('dense aria-label="smoothing"').on("change", lambda: changed())
 
 
 def with_hint(text: str) -> str:

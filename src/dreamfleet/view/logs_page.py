@@ -8,11 +8,10 @@ from html import escape
 
 from nicegui import ui
 
-from dreamfleet.view.frame import card, find_run, frame, keep_fresh
-from dreamfleet.view.inside import list_inside, open_inside
-from dreamfleet.view.runs import Run, Runs
+from dreamfleet.view.frame import RunPage, card, search_box
+from dreamfleet.view.reading import list_inside, open_inside
+from dreamfleet.view.runs import Run
 
-_REFRESH_SECONDS = 1.5
 _TAIL_BYTES = 1 << 19
 _LINES = 400
 _LONGEST_LINE = 2000
@@ -21,42 +20,29 @@ _LEVEL = re.compile(rf"^\S+ \S+ ({'|'.join(_LEVELS)}) ")
 _ALL = "every process"
 
 
-def add(runs: Runs) -> None:
-    """Add the page."""
+class Logs(RunPage):
+    """Lines of the logs, the newest last."""
 
-    @ui.page("/logs")
-    def page(run: str = "") -> None:
-        found = find_run(runs, run)
-        if found is not None:
-            _Logs(runs, found)
+    path, seconds = "logs", 1.5
 
-
-class _Logs:
-    def __init__(self, runs: Runs, run: Run) -> None:
-        self._runs, self._run = runs, run
+    def build(self) -> None:
         self._shown: object = None
-        runs.attend(run.name)
-        with frame(runs, run, "logs"), card():
+        with card():
             with ui.element("div").classes("row-of wishes"):
                 self._which = ui.select([_ALL, *self._names()], value=_ALL, label="process")
                 self._which.props("outlined dense options-dense").classes("choice")
                 self._level = ui.select(["all", *_LEVELS[1:]], value="all", label="level")
                 self._level.props("outlined dense options-dense").classes("choice")
-                self._search = ui.input(placeholder="search")
-                self._search.props('outlined dense clearable debounce="200" aria-label="search"')
-                self._search.classes("search")
+                self._search = search_box("search", self.refresh)
                 self._count = ui.label().classes("muted small")
-            for wish in (self._which, self._level, self._search):
+            for wish in (self._which, self._level):
                 wish.on_value_change(self.refresh)
             self._text = ui.html().classes("log").props('tabindex="0" aria-label="log"')
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def _names(self) -> list[str]:
         return [entry.name for entry in list_inside(self._run.path, "logs")]
 
     def refresh(self) -> None:
-        """Show what has changed."""
-        self._runs.attend(self._run.name)
         names = self._names()
         if self._which.options != [_ALL, *names]:
             self._which.set_options([_ALL, *names])

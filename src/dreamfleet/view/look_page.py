@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
 import msgspec
 import numpy as np
-from nicegui import ui
+from fastapi import HTTPException, Request, Response
+from nicegui import app, ui
 
 from dreamfleet.view.acts import ASKED, PREDICTIONS, add_jobs, start_prediction
 from dreamfleet.view.charts import prediction_chart
-from dreamfleet.view.frame import card, find_run, frame, keep_fresh, link_to
-from dreamfleet.view.inside import open_inside
-from dreamfleet.view.media import videos
+from dreamfleet.view.frame import RunPage, card, link_to
 from dreamfleet.view.predict import Prediction
+from dreamfleet.view.reading import list_inside, open_inside
 from dreamfleet.view.runs import Run, Runs
 
-_REFRESH_SECONDS = 3.0
 _MOST_BYTES = 1 << 20
 _MEANING = (
     ("openloop", "truth, prediction and error; green frames were observed, red ones predicted"),
@@ -31,36 +31,24 @@ _MEANING = (
 )
 
 
-def add(runs: Runs) -> None:
-    """Add the page."""
+class Look(RunPage):
+    """A player for each kind of video, and predictions as curves."""
 
-    @ui.page("/look")
-    def page(run: str = "") -> None:
-        found = find_run(runs, run)
-        if found is not None:
-            _Look(runs, found)
+    path, seconds = "look", 3.0
 
-
-class _Look:
-    def __init__(self, runs: Runs, run: Run) -> None:
-        self._runs, self._run = runs, run
+    def build(self) -> None:
         self._players: dict[str, _Player] = {}
-        runs.attend(run.name)
-        with frame(runs, run, "look"):
-            with card("Look", "videos, and what the world model predicts of numbers"):
-                self._predict = ui.button("Predict an episode", on_click=self._start)
-                self._predict.props("outline dense no-caps").classes("act")
-                add_jobs(run)
-            self._none = ui.label(
-                "There are no videos yet. Evaluations leave one at their end; image tasks leave "
-                "episodes and predictions while they train."
-            ).classes("muted")
-            self._grid = ui.element("div").classes("grid")
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
+        with card("Look", "videos, and what the world model predicts of numbers"):
+            self._predict = ui.button("Predict an episode", on_click=self._start)
+            self._predict.props("outline dense no-caps").classes("act")
+            add_jobs(self._run)
+        self._none = ui.label(
+            "There are no videos yet. Evaluations leave one at their end; image tasks leave "
+            "episodes and predictions while they train."
+        ).classes("muted")
+        self._grid = ui.element("div").classes("grid")
 
     def refresh(self) -> None:
-        """Show what has changed."""
-        self._runs.attend(self._run.name)
         found = videos(self._run)
         self._none.set_visibility(not found)
         for key, files in found.items():
@@ -147,3 +135,52 @@ class _Curves(_Player):
                             f"{key} {value}", truth[:, value], predicted[:, value], found.observed
                         )
                         ui.echart(options).classes("chart low")
+
+
+_KINDS = {
+    "mp4": "video/mp4",
+    "gif": "image/gif",
+    "png": "image/png",
+    "json": "application/json",
+}
+_NAME = re.compile(r"(\d{1,15})\.(mp4|gif|png|json)")
+
+
+def add_media(runs: Runs) -> None:
+    """Add the address of videos and images."""
+
+    @app.get("/media")
+    def file(request: Request, run: str, key: str, name: str) -> Response:
+        found = runs.find(run)
+        match = _NAME.fullmatch(name)
+        if found is None or match is None:
+            raise HTTPException(404)
+        try:
+            with open_inside(found.path, "media", key, name) as opened:
+                content = opened.read()
+        except OSError:
+            raise HTTPException(404) from None
+        return _part(request, content, _KINDS[match[2]])
+
+
+def _part(request: Request, content: bytes, kind: str) -> Response:
+    """The content, or the part of it that a player asks for."""
+    headers = {"accept-ranges": "bytes", "cache-control": "private, max-age=3600"}
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+    if asked is None or int(asked[1]) >= len(content):
+        return Response(content, media_type=kind, headers=headers)
+    start = int(asked[1])
+    end = min(int(asked[2]) if asked[2] else len(content) - 1, len(content) - 1)
+    headers["content-range"] = f"bytes {start}-{end}/{len(content)}"
+    return Response(content[start : end + 1], 206, media_type=kind, headers=headers)
+
+
+def videos(run: Run) -> dict[str, list[tuple[int, str]]]:
+    """Steps and names of the files of each key, in order."""
+    found = {}
+    for folder in list_inside(run.path, "media"):
+        names = [entry.name for entry in list_inside(run.path, "media", folder.name)]
+        files = [(int(match[1]), name) for name in names if (match := _NAME.fullmatch(name))]
+        if files:
+            found[folder.name] = sorted(files)
+    return found

@@ -10,53 +10,39 @@ from nicegui import ui
 
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.glossary import entries, explain
-from dreamfleet.view.charts import curves_chart
-from dreamfleet.view.curves import smoothed
-from dreamfleet.view.frame import card, find_run, frame, keep_fresh, link_to, replace_options
+from dreamfleet.view.charts import curves_chart, smoothed
+from dreamfleet.view.frame import (
+    RunPage,
+    card,
+    draw,
+    find_run,
+    link_to,
+    search_box,
+    smoothing_slider,
+)
 from dreamfleet.view.reading import Floats, thinned
 from dreamfleet.view.runs import Run, Runs
 
-_REFRESH_SECONDS = 2.0
 _SPARK = (150.0, 34.0)
 _SPARK_POINTS = 60
 _POINTS = 1200
 _OTHERS = "Others"
 
 
-def add(runs: Runs) -> None:
-    """Add the pages."""
+class Metrics(RunPage):
+    """A tile for each metric."""
 
-    @ui.page("/metrics")
-    def every(run: str = "") -> None:
-        found = find_run(runs, run)
-        if found is not None:
-            _Metrics(runs, found)
+    path, seconds = "metrics", 2.0
 
-    @ui.page("/metric")
-    def one(run: str = "", key: str = "") -> None:
-        found = find_run(runs, run)
-        if found is not None:
-            _Metric(runs, found, key)
-
-
-class _Metrics:
-    def __init__(self, runs: Runs, run: Run) -> None:
-        self._runs, self._run = runs, run
+    def build(self) -> None:
         self._shown: object = None
         self._places: dict[str, ui.html] = {}
-        runs.attend(run.name)
-        with frame(runs, run, "metrics"):
-            with ui.element("div").classes("row-of"):
-                self._search = ui.input(placeholder="search names and meanings")
-                self._search.props('outlined dense clearable debounce="200" aria-label="search"')
-                self._search.classes("search").on_value_change(self.refresh)
-                self._count = ui.label().classes("muted small")
-            self._body = ui.element("div").classes("stack")
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
+        with ui.element("div").classes("row-of"):
+            self._search = search_box("search names and meanings", self.refresh)
+            self._count = ui.label().classes("muted small")
+        self._body = ui.element("div").classes("stack")
 
     def refresh(self) -> None:
-        """Show what has changed."""
-        self._runs.attend(self._run.name)
         words = (self._search.value or "").lower().split()
         shown = (self._run.metrics.rows, words)
         if shown == self._shown:
@@ -131,29 +117,35 @@ def spark(points: Floats) -> str:
     )
 
 
-class _Metric:
+class Metric(RunPage):
+    """One metric in large."""
+
+    path, seconds = "metrics", 2.0
+
     def __init__(self, runs: Runs, run: Run, key: str) -> None:
-        self._runs, self._run, self._key = runs, run, key
+        self._key = key
+        super().__init__(runs, run)
+
+    @classmethod
+    def add(cls, runs: Runs) -> None:
+        @ui.page("/metric")
+        def page(run: str = "", key: str = "") -> None:
+            if (found := find_run(runs, run)) is not None:
+                cls(runs, found, key)
+
+    def build(self) -> None:
         self._shown: object = None
-        self._chart: ui.echart | None = None
-        entry = explain(key)
-        runs.attend(run.name)
-        with frame(runs, run, "metrics"), card(key, entry.section if entry else ""):
+        self._charts: dict[str, ui.echart] = {}
+        entry = explain(self._key)
+        with card(self._key, entry.section if entry else ""):
             ui.label(re.sub("`", "", entry.sentence) if entry else "").classes("muted")
             with ui.element("div").classes("row-of wishes"):
-                with ui.element("label").classes("slider"):
-                    ui.label("smoothing").classes("muted small")
-                    self._smoothing = ui.slider(min=0, max=0.98, step=0.02, value=0)
-                    self._smoothing.props('dense aria-label="smoothing"')
-                    self._smoothing.on("change", lambda: self.refresh())
+                self._smoothing = smoothing_slider(self.refresh)
                 self._log = ui.switch("log", on_change=self.refresh).props("dense")
             self._place = ui.element("div")
             self._none = ui.label("This run has not logged it.").classes("muted")
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def refresh(self) -> None:
-        """Show what has changed."""
-        self._runs.attend(self._run.name)
         column = self._run.metrics.columns.get(self._key)
         weight, log = float(self._smoothing.value), bool(self._log.value)
         shown = (column.rows if column else 0, weight, log)
@@ -165,8 +157,4 @@ class _Metric:
             points = thinned(column.points, _POINTS).copy()
         points[:, 1] = smoothed(points[:, 1], weight)
         options = curves_chart([(self._key, points)], log=log)
-        if self._chart is None:
-            with self._place:
-                self._chart = ui.echart(options).classes("chart tall")
-        else:
-            replace_options(self._chart, options)
+        draw(self._charts, self._key, options, self._place, "chart tall")

@@ -1,4 +1,7 @@
-"""Files that grow, read once and thinned.
+"""Files of a run, and those that grow read once and thinned.
+
+Names come from a browser, and directories from anybody who may write a run. So every part of a path
+is opened by itself, below the one before, and none of them may be a link.
 
 A page shows a thousand points at most, so no more than a few thousand are kept of any metric,
 however long the run is: rows that lie next to each other are joined, with their mean, lowest and
@@ -9,15 +12,70 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.view.inside import open_inside
+
+@contextmanager
+def open_inside(folder: Path, *names: str) -> Iterator[BinaryIO]:
+    """A regular file below a folder, open for reading.
+
+    Args:
+        folder: A directory that is trusted to be the one that is meant.
+        names: What follows, one name a part.
+
+    Raises:
+        OSError: There is no such file, it is no regular file, or a link leads to it.
+    """
+    *folders, name = names
+    with _below(folder, folders) as directory:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(_plain(name), flags, dir_fd=directory)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FileNotFoundError(f"{name} is no regular file")
+        yield file
+
+
+def list_inside(folder: Path, *names: str) -> list[os.DirEntry[str]]:
+    """What a directory below a folder holds, in order; nothing if there is no such directory, or if
+    it is a link."""
+    try:
+        with _below(folder, names) as directory, os.scandir(directory) as entries:
+            return sorted(
+                (entry for entry in entries if not entry.is_symlink()), key=lambda e: e.name
+            )
+    except OSError:
+        return []
+
+
+@contextmanager
+def _below(folder: Path, names: tuple[str, ...] | list[str]) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    descriptor = os.open(folder, flags)
+    try:
+        for name in names:
+            following = os.open(_plain(name), flags | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = following
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _plain(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise FileNotFoundError(f"{name!r} is no name of a file")
+    return name
+
 
 Floats = NDArray[np.float64]
 
@@ -80,46 +138,61 @@ class Tail:
         return block[start:end]
 
 
-class _ScoreRow(msgspec.Struct):
-    step: float
-    score: float | None = msgspec.field(name="episode/score", default=None)
-    length: float | None = msgspec.field(name="episode/length", default=None)
-    time: float | None = None
+class _File:
+    """A file of JSON lines that grows; each row is taken in once."""
 
-
-class ScoreFile:
-    """`scores.jsonl`: when each training episode ended, and what it scored."""
-
-    def __init__(self, folder: Path) -> None:
-        self._tail = Tail(folder, "scores.jsonl")
-        self._decoder = msgspec.json.Decoder(_ScoreRow)
+    def __init__(self, folder: Path, name: str, row: Any) -> None:
+        self._tail = Tail(folder, name)
+        self._decoder = msgspec.json.Decoder(row)
+        self._seen = 0
         self._clear()
 
     def _clear(self) -> None:
-        self._seen = self._tail.replaced
-        self._columns = [array("d"), array("d"), array("d"), array("d")]
+        """Forget all rows: the file is another one."""
+        raise NotImplementedError
 
-    def __len__(self) -> int:
-        return len(self._columns[0])
+    def _take(self, rows: list[Any]) -> None:
+        """Take in the next rows."""
+        raise NotImplementedError
 
     @property
     def behind(self) -> bool:
         return self._tail.behind
 
     def read(self) -> bool:
-        """Read what is new; returns whether there was anything."""
+        """Read what is new, up to a few megabytes; returns whether there was anything."""
         block = self._tail.read()
         if self._tail.replaced != self._seen:
+            self._seen = self._tail.replaced
             self._clear()
-        rows = decode_lines(self._decoder, block)
-        nan = float("nan")
+        self._take(decode_lines(self._decoder, block))
+        return bool(block)
+
+
+class _ScoreRow(msgspec.Struct):
+    step: float
+    score: float | None = msgspec.field(name="episode/score", default=None)
+    time: float | None = None
+
+
+class ScoreFile(_File):
+    """`scores.jsonl`: when each training episode ended, and what it scored."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "scores.jsonl", _ScoreRow)
+
+    def _clear(self) -> None:
+        self._columns = [array("d"), array("d"), array("d")]
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def _take(self, rows: list[_ScoreRow]) -> None:
         for row in rows:
             if row.score is not None and math.isfinite(row.score + row.step):
                 self._columns[0].append(row.step)
                 self._columns[1].append(row.score)
-                self._columns[2].append(nan if row.time is None else row.time)
-                self._columns[3].append(nan if row.length is None else row.length)
-        return bool(block)
+                self._columns[2].append(math.nan if row.time is None else row.time)
 
     @property
     def step(self) -> Floats:
@@ -132,10 +205,6 @@ class ScoreFile:
     @property
     def time(self) -> Floats:
         return np.array(self._columns[2])
-
-    @property
-    def length(self) -> Floats:
-        return np.array(self._columns[3])
 
 
 class Thinned:
@@ -180,17 +249,14 @@ class Thinned:
         return np.concatenate([self._points, [last]])
 
 
-class MetricsFile:
+class MetricsFile(_File):
     """`metrics.jsonl`: every metric as a thinned column, and the newest text of those that are
     words."""
 
     def __init__(self, folder: Path) -> None:
-        self._tail = Tail(folder, "metrics.jsonl")
-        self._decoder = msgspec.json.Decoder(dict[str, Any])
-        self._clear()
+        super().__init__(folder, "metrics.jsonl", dict[str, Any])
 
     def _clear(self) -> None:
-        self._seen = self._tail.replaced
         self._keys: set[str] = set()
         self.columns: dict[str, Thinned] = {}
         self.texts: dict[str, str] = {}
@@ -199,21 +265,13 @@ class MetricsFile:
         self.rows = 0
 
     @property
-    def behind(self) -> bool:
-        return self._tail.behind
-
-    @property
     def share(self) -> float:
         """How much of the file was read, from 0 to 1."""
         return self._tail.offset / self._tail.size if self._tail.size else 1.0
 
-    def read(self) -> bool:
-        """Read what is new, up to a few megabytes; returns whether there was anything."""
-        block = self._tail.read()
-        if self._tail.replaced != self._seen:
-            self._clear()
+    def _take(self, rows: list[dict[str, Any]]) -> None:
         new: dict[str, list[tuple[float, float]]] = {}
-        for row in decode_lines(self._decoder, block):
+        for row in rows:
             step = finite(row.get("step"))
             if step is None:
                 continue
@@ -229,9 +287,8 @@ class MetricsFile:
                     self.newest[key] = None
                 elif isinstance(value, str):
                     self.texts[key] = value[:_LONGEST_TEXT]
-        for key, rows in new.items():
-            self.columns.setdefault(key, Thinned()).extend(rows)
-        return bool(block)
+        for key, points in new.items():
+            self.columns.setdefault(key, Thinned()).extend(points)
 
     def _has_room(self, key: str) -> bool:
         """Whether a metric is kept: a run that makes up names must not fill the memory."""

@@ -12,13 +12,11 @@ from nicegui import ui
 from dreamfleet.fleet.status import RunStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.acts import add_acts
-from dreamfleet.view.charts import COLORS, curves_chart, pairs, panel_chart
-from dreamfleet.view.curves import AXES, Wish, panels
-from dreamfleet.view.frame import card, find_run, frame, keep_fresh, replace_options
+from dreamfleet.view.charts import AXES, COLORS, Wish, curves_chart, pairs, panel_chart, panels
+from dreamfleet.view.frame import RunPage, card, draw
 from dreamfleet.view.reading import thinned
-from dreamfleet.view.runs import Run, Runs
+from dreamfleet.view.runs import Run
 
-_REFRESH_SECONDS = 1.0
 _DRAW_SECONDS = 5.0  # drawing is most of what an open page costs
 _DOTS = 400
 _POINTS = 250
@@ -44,43 +42,27 @@ _CHARTS = (
 )
 
 
-def add(runs: Runs) -> None:
-    """Add the page."""
+class Overview(RunPage):
+    """How far the run is, its scores, and curves."""
 
-    @ui.page("/run")
-    def page(run: str = "") -> None:
-        show_run(runs, run)
+    path, seconds = "run", 1.0
 
-
-def show_run(runs: Runs, name: str) -> None:
-    """The page of a run."""
-    found = find_run(runs, name)
-    if found is not None:
-        _Overview(runs, found)
-
-
-class _Overview:
-    def __init__(self, runs: Runs, run: Run) -> None:
-        self._runs, self._run = runs, run
+    def build(self) -> None:
         self._draw_at = 0.0
         self._drawn_scores: object = None
         self._drawn_metrics: object = None
-        self._score_chart: ui.echart | None = None
         self._charts: dict[str, ui.echart] = {}
         self._evaluation: float | None = None
-        runs.attend(run.name)
-        with frame(runs, run, "run"):
-            with card():
-                self._add_head()
-            with card("Score", "training episodes; diamonds are evaluations"):
-                with ui.element("div").classes("row-of wishes"):
-                    self._axis = ui.toggle(list(AXES), value="steps", on_change=self._draw_scores)
-                    self._axis.props("dense no-caps unelevated")
-                    self._log = ui.switch("log", on_change=self._draw_scores).props("dense")
-                self._score_place = ui.element("div")
-                self._no_score = ui.label("No episode has ended yet.").classes("muted")
-            self._grid = ui.element("div").classes("grid")
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
+        with card():
+            self._add_head()
+        with card("Score", "training episodes; diamonds are evaluations"):
+            with ui.element("div").classes("row-of wishes"):
+                self._axis = ui.toggle(list(AXES), value="steps", on_change=self._draw_scores)
+                self._axis.props("dense no-caps unelevated")
+                self._log = ui.switch("log", on_change=self._draw_scores).props("dense")
+            self._score_place = ui.element("div")
+            self._no_score = ui.label("No episode has ended yet.").classes("muted")
+        self._grid = ui.element("div").classes("grid")
 
     def _add_head(self) -> None:
         with ui.element("div").classes("row-of"):
@@ -99,13 +81,11 @@ class _Overview:
         self._values: dict[str, ui.label] = {}
 
     def refresh(self) -> None:
-        """Show what has changed."""
-        self._runs.attend(self._run.name)
         self._show_head()
         due = time.monotonic() >= self._draw_at
-        if due or self._score_chart is None:
+        if due or "score" not in self._charts:
             self._draw_scores()
-        if due or not self._charts:
+        if due or len(self._charts) < 2:
             self._draw_metrics()
         if due:
             self._draw_at = time.monotonic() + _DRAW_SECONDS
@@ -159,11 +139,7 @@ class _Overview:
                 "z": 5,
             }
         )
-        if self._score_chart is None:
-            with self._score_place:
-                self._score_chart = ui.echart(options).classes("chart tall score")
-        else:
-            replace_options(self._score_chart, options)
+        draw(self._charts, "score", options, self._score_place, "chart tall score")
 
     def _draw_metrics(self) -> None:
         run = self._run
@@ -179,11 +155,8 @@ class _Overview:
             curves = [(_short(key), thinned(columns[key], _POINTS)) for key in sorted(keys)[:8]]
             log = chart.log and all((points[:, 1] > 0).any() for _, points in curves)
             options = curves_chart(curves, log=log, tools=False)
-            if chart.title in self._charts:
-                replace_options(self._charts[chart.title], options)
-            else:
-                with self._grid, card(chart.title, chart.note):
-                    self._charts[chart.title] = ui.echart(options).classes("chart")
+            box = card(chart.title, chart.note, within=self._grid)
+            draw(self._charts, chart.title, options, box)
 
 
 def _dots(name: str, data: list[list[float | None]]) -> dict[str, Any]:

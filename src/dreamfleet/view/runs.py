@@ -28,8 +28,7 @@ from dreamfleet.fleet.status import RunStatus, Watcher, run_state
 from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES
-from dreamfleet.view.inside import open_inside
-from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, decode_lines, finite
+from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, decode_lines, finite, open_inside
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from nicegui import ui
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
-from dreamfleet.view.frame import card, find_run, frame
+from dreamfleet.view.frame import card, columns, find_run, frame, search_box
 from dreamfleet.view.runs import Run, Runs
 
 
@@ -16,8 +16,7 @@ def add(runs: Runs) -> None:
 
     @ui.page("/configuration")
     def page(run: str = "") -> None:
-        found = find_run(runs, run)
-        if found is None:
+        if (found := find_run(runs, run)) is None:
             return
         runs.attend(found.name)
         with frame(runs, found, "configuration"):
@@ -49,22 +48,9 @@ def _show(run: Run) -> None:
     ]
     rows.sort(key=lambda row: not row["preset"])
     with card("Configuration", f"next to the preset {name}; what differs is first"):
-        search = ui.input(placeholder="search names, values and meanings")
-        search.props('outlined dense clearable debounce="150" aria-label="search"')
-        search.classes("search finder")
-        columns = [
-            {"name": "setting", "label": "setting", "field": "setting", "align": "left"},
-            {"name": "value", "label": "value", "field": "value", "align": "left"},
-            {"name": "preset", "label": f"preset {name}", "field": "preset", "align": "left"},
-            {
-                "name": "sentence",
-                "label": "meaning",
-                "field": "sentence",
-                "align": "left",
-                "classes": "wide-only words",
-                "headerClasses": "wide-only",
-            },
-        ]
-        table = ui.table(rows=rows, columns=columns, row_key="setting").classes("runs settings")
+        search = search_box("search names, values and meanings").classes("finder")
+        labels = {"setting": "setting", "value": "value", "preset": f"preset {name}"}
+        shown = columns({**labels, "sentence": "meaning"}, phone=labels)
+        table = ui.table(rows=rows, columns=shown, row_key="setting").classes("runs settings")
         table.props('flat wrap-cells virtual-scroll :rows-per-page-options="[0]" hide-bottom')
         table.bind_filter_from(search, "value", lambda words: words or "")

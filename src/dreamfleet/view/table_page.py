@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from nicegui import ui
 
-from dreamfleet.view.charts import panel_chart
-from dreamfleet.view.curves import AXES, Wish, panels, to_csv
-from dreamfleet.view.frame import card, frame, keep_fresh, replace_options
-from dreamfleet.view.run_page import show_run
+from dreamfleet.view.charts import AXES, Wish, panel_chart, panels, to_csv
+from dreamfleet.view.frame import (
+    card,
+    columns,
+    draw,
+    find_run,
+    frame,
+    keep_fresh,
+    search_box,
+    smoothing_slider,
+)
+from dreamfleet.view.run_page import Overview
 from dreamfleet.view.runs import Run, Runs
 
 _REFRESH_SECONDS = 2.0
 _MOST_CHOSEN = 60
 _FIRST_CHOSEN = 8
 
-_COLUMNS: list[dict[str, Any]] = [
-    {"name": "name", "label": "run", "field": "name", "align": "left", "classes": "name"},
-    {"name": "task", "label": "task", "field": "task", "align": "left"},
-    {"name": "preset", "label": "preset", "field": "preset", "align": "left"},
-    {"name": "seed", "label": "seed", "field": "seed"},
-    {"name": "state", "label": "state", "field": "state", "align": "left"},
-    {"name": "step", "label": "step", "field": "step", ":format": "v => dreamfleet.short(v)"},
-    {"name": "score", "label": "score", "field": "score", ":format": "v => dreamfleet.short(v)"},
-    {"name": "rate", "label": "steps/s", "field": "rate", ":format": "v => dreamfleet.short(v)"},
-    {"name": "hours", "label": "time", "field": "hours", ":format": "v => dreamfleet.hours(v)"},
-    {"name": "machine", "label": "machine", "field": "machine", "align": "left"},
-]
-_ON_A_PHONE = {"name", "state", "score"}
+_NAMES = ("name", "task", "preset", "seed", "state", "step", "score", "rate", "hours", "machine")
+_LABELS = {**{name: name for name in _NAMES}, "name": "run", "rate": "steps/s", "hours": "time"}
 # Values of runs are text or attributes here, never markup.
 _NAME_CELL = """<q-td :props="props"><a :href="'/run?run=' + encodeURIComponent(props.row.name)"
  :title="props.row.name" @click.stop>{{ props.row.name }}</a></q-td>"""
@@ -42,10 +41,10 @@ def add(runs: Runs) -> None:
 
     @ui.page("/")
     def page() -> None:
-        if runs.alone:
-            show_run(runs, "")
-        else:
+        if not runs.alone:
             _Table(runs)
+        elif (found := find_run(runs, "")) is not None:
+            Overview(runs, found)
 
 
 class _Table:
@@ -67,26 +66,14 @@ class _Table:
         keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def _add_table(self) -> None:
-        columns = [
-            {
-                **column,
-                "sortable": True,
-                **(
-                    {}
-                    if column["name"] in _ON_A_PHONE
-                    else {"classes": "wide-only", "headerClasses": "wide-only"}
-                ),
-            }
-            for column in _COLUMNS
-        ]
+        numbers = ("seed", "step", "score", "rate", "hours")
+        formats = {"seed": "v => v", "hours": "v => dreamfleet.hours(v)"}
+        shown = columns(_LABELS, phone=("name", "state", "score"), numbers=numbers, formats=formats)
         with ui.element("div").classes("row-of finder"):
-            search = ui.input(placeholder="filter: words of any column").props(
-                'outlined dense clearable debounce="150" aria-label="filter"'
-            )
-            search.classes("search")
+            search = search_box("filter: words of any column", label="filter")
             self._count = ui.label().classes("muted small")
         self._table = ui.table(
-            rows=[], columns=columns, row_key="name", selection="multiple", on_select=self.draw
+            rows=[], columns=shown, row_key="name", selection="multiple", on_select=self.draw
         )
         self._table.classes("runs").props(
             'flat dense virtual-scroll :rows-per-page-options="[0]" binary-state-sort hide-bottom'
@@ -103,12 +90,7 @@ class _Table:
         with ui.element("div").classes("row-of wishes"):
             self._axis = ui.toggle(list(AXES), value="steps", on_change=self.draw)
             self._axis.props("dense no-caps unelevated")
-            with ui.element("label").classes("slider"):
-                ui.label("smoothing").classes("muted small")
-                self._smoothing = ui.slider(min=0, max=0.98, step=0.02, value=0)
-                self._smoothing.props('dense aria-label="smoothing"').on(
-                    "change", lambda: self.draw()
-                )
+            self._smoothing = smoothing_slider(self.draw)
             self._log = ui.switch("log", on_change=self.draw).props("dense")
             self._together = ui.switch("join seeds", value=True, on_change=self.draw).props("dense")
             self._published = ui.switch("published", value=True, on_change=self.draw).props("dense")
@@ -165,12 +147,13 @@ class _Table:
             self._charts.pop(task).parent_slot.parent.delete()  # type: ignore[union-attr]
         for panel in found:
             options = panel_chart(panel, wish, published=published, log=log)
-            if panel.task not in self._charts:
-                with self._places, ui.element("div"):
-                    ui.label(panel.task).classes("card-title")
-                    self._charts[panel.task] = ui.echart(options).classes("chart tall")
-            else:
-                replace_options(self._charts[panel.task], options)
+            draw(self._charts, panel.task, options, self._place(panel.task), "chart tall")
+
+    @contextmanager
+    def _place(self, task: str) -> Iterator[None]:
+        with self._places, ui.element("div"):
+            ui.label(task).classes("card-title")
+            yield
 
     def _csv(self) -> None:
         ui.download.content(to_csv(panels(self._chosen, self._wish), self._wish), "curves.csv")
@@ -194,15 +177,10 @@ def _difference_table(chosen: list[Run]) -> None:
         values = [str(each.get(key, "")) for each in flat]
         if len(set(values)) > 1 and key != "logdir":
             rows.append({"setting": key, **{f"run{n}": v for n, v in enumerate(values)}})
-    columns: list[dict[str, Any]] = [
-        {"name": "setting", "label": "setting", "field": "setting", "align": "left"}
-    ]
-    columns += [
-        {"name": f"run{n}", "label": run.name, "field": f"run{n}", "align": "left"}
-        for n, run in enumerate(chosen)
-    ]
+    labels = {"setting": "setting", **{f"run{n}": run.name for n, run in enumerate(chosen)}}
     if rows:
-        ui.table(rows=rows, columns=columns, row_key="setting").classes("runs").props("flat")
+        shown = columns(labels, phone=labels)
+        ui.table(rows=rows, columns=shown, row_key="setting").classes("runs").props("flat")
     else:
         ui.label("They have the same settings.").classes("muted")
 

@@ -15,9 +15,8 @@ from view_parts import made_up_run
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.status import MachineStatus, RunStatus, Usage, WorkerStatus
 from dreamfleet.metrics.glossary import explain
-from dreamfleet.view.charts import panel_chart
-from dreamfleet.view.curves import Wish, panels, smoothed, to_csv, training_hours
-from dreamfleet.view.picture import fleet_picture
+from dreamfleet.view.charts import Wish, panel_chart, panels, smoothed, to_csv, training_hours
+from dreamfleet.view.fleet_page import fleet_picture
 from dreamfleet.view.runs import Run
 
 EVIL = "<script>alert(1)</script>\"'`${x}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamfleet.view.inside import list_inside, open_inside
+from dreamfleet.view.reading import list_inside, open_inside
 
 
 @pytest.fixture
