@@ -4,6 +4,7 @@ for a quiet machine."""
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
 from dreamfleet.benchmarks import agent_devices, agent_sizes
+from dreamfleet.benchmarks.report import markdown
 from dreamfleet.cli import main
+from dreamfleet.cli.bench import _grid_line
 from dreamfleet.errors import ConfigError
 
 DEVICE = {
@@ -52,7 +55,7 @@ def test_a_line_for_each_size_also_for_one_that_did_not_fit(
     def measured(task: agent_sizes.Task) -> dict[str, Any]:
         return SIZED if task.size == "200m" else {"problem": "A training step needs 90.1 GB"}
 
-    monkeypatch.setattr(agent_sizes, "_in_process", measured)
+    monkeypatch.setattr(agent_sizes, "_found", measured)
     path = tmp_path / "sizes.json"
     words = ["--sizes", "200m,400m", "--dtype", "bfloat16", "--kind", "image", "--json", str(path)]
     assert main(["bench", "agent", *words]) == 0
@@ -71,12 +74,12 @@ def test_a_line_for_each_size_also_for_one_that_did_not_fit(
 
 def test_a_process_that_is_killed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     command = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    run = agent_sizes.subprocess.run
+    run = subprocess.run
 
     def killed(words: list[str], **options: Any) -> Any:
         return run([words[0], "-c", command], **options)
 
-    monkeypatch.setattr(agent_sizes.subprocess, "run", killed)
+    monkeypatch.setattr(subprocess, "run", killed)
     (found,) = agent_sizes.run([agent_sizes.Task("1m", "vector", "float32")])
     assert "too little memory" in found["problem"]
 
@@ -96,7 +99,7 @@ def test_several_devices_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) 
             "memory": memory, "collectives_in_imagination": 0, "collectives_in_loops": 3,
         }  # fmt: skip
 
-    monkeypatch.setattr(agent_devices, "_in_process", trained)
+    monkeypatch.setattr(agent_devices, "_found", trained)
     found = list(agent_devices.run((1, 2, 4, 8), agent_devices.Task(1, "")))
     modes = [(each["devices"], each["mode"]) for each in found]
     sharded = ["data parallel", "fully sharded"]
@@ -111,7 +114,7 @@ def test_several_devices_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) 
     assert [found[0]["same"], found[1]["same"]] == [True, False]
     assert found[1]["times_one"] == pytest.approx(1.1)
     json.dumps(found)
-    lines = [agent_devices.heading().splitlines()[0], *map(agent_devices.line, found)]
+    lines = [markdown(agent_devices.COLUMNS), *(_grid_line(agent_devices, each) for each in found)]
     assert len({line.count("|") for line in lines}) == 1
     assert "| 2 | data parallel | 1,100 ms | 1.10 | 5.0e-03 | 5.0e-03 | no | 3.0 MB |" in lines[2]
     assert "4 devices are here" in lines[-1]

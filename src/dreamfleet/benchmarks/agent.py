@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import resource
-import subprocess
+import statistics
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents import DreamerConfig, ExecutionConfig, find_agent, size_preset
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, in_process, timed
 from dreamfleet.spaces import Space
 
 _PEER = "reference, in matmuls of this machine"
@@ -74,8 +73,8 @@ def run(quick: bool) -> list[Row]:
             task = Task(kind, cache)
             if quick:
                 task = Task(kind, cache, "debug", 2, 4, 4, steps=2, calls=20)
-            cold = _in_process(task)
-            warm = _in_process(replace(task, steps=0))
+            cold = in_process(__name__, asdict(task))
+            warm = in_process(__name__, asdict(replace(task, steps=0)))
         unit = cold["matmul"] / _REFERENCE_MATMUL
 
         def faster(
@@ -109,15 +108,6 @@ def run(quick: bool) -> list[Row]:
             name = f"{kind}: policy while training, batch {batch}"
             rows.append(Row(name, middle, "ms", note=note))
     return rows
-
-
-def _in_process(task: Task) -> dict[str, Any]:
-    command = [sys.executable, "-m", "dreamfleet.benchmarks.agent", json.dumps(asdict(task))]
-    added = find_agent("dreamer").process_environment(DreamerConfig(), os.environ)
-    environment = {**os.environ, **added}
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return measured
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -218,16 +208,19 @@ def _while_training(
     thread.start()
     result = []
     for rows in _ROWS:
-        call, times = policy_caller(agent, obs, rows), []
+        call, taken = policy_caller(agent, obs, rows), []
         for _ in range(calls):
-            start = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - start))
+            taken += timed(call, 1)
             stop.wait(0.002)
-        result.append((float(np.median(times)), float(np.percentile(times, 99))))
+        result.append((1e3 * float(np.median(taken)), 1e3 * float(np.percentile(taken, 99))))
     stop.set()
     thread.join()
     return result
+
+
+def median(call: Callable[[], object], repeats: int) -> float:
+    """Milliseconds that a call takes."""
+    return 1e3 * statistics.median(timed(call, repeats))
 
 
 def _matmul() -> float:
@@ -237,16 +230,6 @@ def _matmul() -> float:
     product = jax.jit(lambda a: a @ a)
     product(x).block_until_ready()
     return median(lambda: product(x).block_until_ready(), 30)
-
-
-def median(function: Callable[[], object], repeats: int) -> float:
-    """Milliseconds that a call takes."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(1e3 * (time.perf_counter() - start))
-    return float(np.median(times))
 
 
 if __name__ == "__main__":

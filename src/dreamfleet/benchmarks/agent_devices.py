@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,8 @@ from dreamfleet.agents import (
 )
 from dreamfleet.benchmarks.agent import random_batch, spaces
 from dreamfleet.benchmarks.agent_sizes import described, this_device
-from dreamfleet.errors import ConfigError
+from dreamfleet.benchmarks.report import in_process
+from dreamfleet.errors import ConfigError, DreamfleetError
 
 MODES = ("data parallel", "fully sharded", "both")
 UPDATES = 20
@@ -83,7 +82,7 @@ def run(counts: Sequence[int], like: Task) -> Iterator[dict[str, Any]]:
         for mode in MODES[: 1 if count == 1 else 2 if count < 4 else 3]:
             with tempfile.TemporaryDirectory() as folder:
                 task = replace(like, devices=count, mode=mode, folder=folder)
-                found = {**asdict(task), **_in_process(task)}
+                found = {**asdict(task), **_found(task)}
                 if "problem" not in found:
                     found["parameters"] = dict(np.load(Path(folder) / "parameters.npz"))
             if not one:
@@ -91,17 +90,14 @@ def run(counts: Sequence[int], like: Task) -> Iterator[dict[str, Any]]:
             yield _compared(found, one)
 
 
-def _in_process(task: Task) -> dict[str, Any]:
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(task))]
-    added = find_agent("dreamer").process_environment(DreamerConfig(), os.environ)
-    environment = {**os.environ, **added, "JAX_NUM_CPU_DEVICES": str(task.devices)}
+def _found(task: Task) -> dict[str, Any]:
+    variables = {"JAX_NUM_CPU_DEVICES": str(task.devices)}
     if task.quick:
-        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-    if done.returncode:
-        return {"problem": f"its process ended with code {done.returncode}"}
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+        variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    try:
+        return dict(in_process(__name__, asdict(task), **variables))
+    except DreamfleetError as error:
+        return {"problem": str(error)}
 
 
 def _compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
@@ -211,47 +207,31 @@ def collectives_in_loops(text: str) -> dict[str, int]:
 
 # --- as a table ----------------------------------------------------------------------------------
 
-_COLUMNS = (
-    "devices", "how", "step", "times one device", "losses apart", "parameters apart",
-    "the same", "state on each", "step on each", "collectives in the imagination", "in all loops",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "devices": lambda found: str(found["devices"]),
+    "how": lambda found: found["mode"],
+    "step": lambda found: f"{1e3 * found['step_seconds']:,.0f} ms",
+    "times one device": lambda found: f"{found['times_one']:.2f}",
+    "losses apart": lambda found: f"{found['losses_apart']:.1e}",
+    "parameters apart": lambda found: f"{found['parameters_apart']:.1e}",
+    "the same": lambda found: "yes" if found["same"] else "no",
+    "state on each": lambda found: (
+        f"{(found['memory']['parameters'] + found['memory']['optimizer']) / 1e6:,.1f} MB"
+    ),
+    "step on each": lambda found: f"{found['memory']['step'] / 1e6:,.0f} MB",
+    "collectives in the imagination": lambda found: str(found["collectives_in_imagination"]),
+    "in all loops": lambda found: str(found["collectives_in_loops"]),
+}
+ASKED = 2
+"""Columns that are known of a task that has failed, too."""
 
 
 def where(found: dict[str, Any]) -> str:
-    """In a sentence, what was measured on what."""
-    if "device" not in found:
-        return f"{found['problem']}\n"
+    """In words, what was measured on what."""
     return (
         f"{described(found)}; size {found['size']}, float32, batches of {found['batch_size']} x "
-        f"{found['batch_length']} steps, {found['updates']} updates\n"
+        f"{found['batch_length']} steps, {found['updates']} updates"
     )
-
-
-def heading() -> str:
-    """The first lines of a table in Markdown."""
-    return f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}"
-
-
-def line(found: dict[str, Any]) -> str:
-    """A line of it."""
-    if "problem" in found:
-        rest = " |" * (len(_COLUMNS) - 3)
-        return f"| {found['devices']} | {found['mode']} | {found['problem']} |{rest}"
-    memory = found["memory"]
-    cells = (
-        str(found["devices"]),
-        found["mode"],
-        f"{1e3 * found['step_seconds']:,.0f} ms",
-        f"{found['times_one']:.2f}",
-        f"{found['losses_apart']:.1e}",
-        f"{found['parameters_apart']:.1e}",
-        "yes" if found["same"] else "no",
-        f"{(memory['parameters'] + memory['optimizer']) / 1e6:,.1f} MB",
-        f"{memory['step'] / 1e6:,.0f} MB",
-        str(found["collectives_in_imagination"]),
-        str(found["collectives_in_loops"]),
-    )
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +26,9 @@ from typing import Any, Literal
 from dreamfleet.agents import DreamerConfig, ExecutionConfig, find_agent, size_preset
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
 from dreamfleet.benchmarks.agent import learner_step, median, policy_caller, spaces
+from dreamfleet.benchmarks.report import in_process
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, DreamfleetError
 
 Kind = Literal["vector", "image"]
 Precision = Literal["float32", "bfloat16"]
@@ -67,21 +67,14 @@ def sizes_of(text: str) -> tuple[str, ...]:
 def run(tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
     """The figures of each size, as soon as they are there; a `problem` where there are none."""
     for task in tasks:
-        yield {**asdict(task), **_in_process(task)}
+        yield {**asdict(task), **_found(task)}
 
 
-def _in_process(task: Task) -> dict[str, Any]:
-    command = [sys.executable, "-m", "dreamfleet.benchmarks.agent_sizes", json.dumps(asdict(task))]
-    added = find_agent("dreamer").process_environment(DreamerConfig(), os.environ)
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **added}, check=False
-    )
-    if done.returncode < 0:
-        return {"problem": "its process was killed: there was probably too little memory"}
-    if not done.stdout.strip():
-        return {"problem": f"its process ended with code {done.returncode}"}
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+def _found(task: Task) -> dict[str, Any]:
+    try:
+        return dict(in_process(__name__, asdict(task)))
+    except DreamfleetError as error:
+        return {"problem": str(error)}
 
 
 def measure(task: Task, cache: str) -> dict[str, Any]:
@@ -222,13 +215,14 @@ def _peak_bytes() -> float:
 
 # --- as a table ----------------------------------------------------------------------------------
 
-_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "size": lambda found: found["size"],
     "step": lambda found: f"{1e3 * found['step_seconds']:,.0f} ms",
     "processor time": lambda found: f"{1e3 * found['step_processor_seconds']:,.0f} ms",
     "FLOP a step": lambda found: f"{found['flops'] / 1e12:,.3g} T",
     "utilisation": lambda found: f"{100 * found['utilisation']:.0f} %",
-    "policy, 1": lambda found: _milliseconds(found["policy_seconds"]["1"]),
-    "policy, 16": lambda found: _milliseconds(found["policy_seconds"]["16"]),
+    "policy, 1": lambda found: f"{1e3 * found['policy_seconds']['1']:,.1f} ms",
+    "policy, 16": lambda found: f"{1e3 * found['policy_seconds']['16']:,.1f} ms",
     "parameters and optimizer": lambda found: _gigabytes(
         found["memory"]["parameters"] + found["memory"]["optimizer"]
     ),
@@ -240,38 +234,20 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     "compiling": lambda found: f"{found['compile_seconds']:,.0f} s",
 }
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms"
+ASKED = 1
+"""Columns that are known of a task that has failed, too."""
 
 
 def _gigabytes(count: float) -> str:
     return f"{count / 1e9:,.2f} GB"
 
 
-def heading() -> str:
-    """The first lines of a table in Markdown."""
-    names = ["size", *_COLUMNS]
-    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
-
-
-def line(found: dict[str, Any]) -> str:
-    """A line of it."""
-    if "problem" in found:
-        return f"| {found['size']} | {found['problem']} |{' |' * (len(_COLUMNS) - 1)}"
-    cells = [found["size"], *(show(found) for show in _COLUMNS.values())]
-    return f"| {' | '.join(cells)} |"
-
-
 def where(found: dict[str, Any]) -> str:
-    """In a sentence, what was measured on what."""
-    if "device" not in found:
-        return f"{found['problem']}\n"
+    """In words, what was measured on what."""
     return (
         f"{described(found)}; {found['kind']}, {found['dtype']}, batches of "
         f"{found['batch_size']} x {found['batch_length']} steps, fastest matrix product "
-        f"{found['matmul_flops'] / 1e9:,.0f} GFLOP/s\n"
+        f"{found['matmul_flops'] / 1e9:,.0f} GFLOP/s"
     )
 
 

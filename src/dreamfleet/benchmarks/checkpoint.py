@@ -6,16 +6,14 @@ The peer is `numpy.savez` with a sync, which checks nothing and is not atomic.
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, timed
 from dreamfleet.checkpoint import Checkpoint
 
 
@@ -27,10 +25,10 @@ def run(quick: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
         checkpoint = Checkpoint(Path(folder) / "ours")
         plain = Path(folder) / "theirs.npz"
-        save = _median(lambda: checkpoint.save({"agent": state}, step=1), repeats)
-        save_plain = _median(lambda: _savez(plain, state), repeats)
-        load = _median(checkpoint.load, repeats)
-        load_plain = _median(lambda: dict(np.load(plain)), repeats)
+        save = median(timed(lambda: checkpoint.save({"agent": state}, step=1), repeats))
+        save_plain = median(timed(lambda: _savez(plain, state), repeats))
+        load = median(timed(checkpoint.load, repeats))
+        load_plain = median(timed(lambda: dict(np.load(plain)), repeats))
     return [
         compare("save", megabytes / save, "MB/s", "numpy.savez", megabytes / save_plain),
         compare("load", megabytes / load, "MB/s", "numpy.load", megabytes / load_plain),
@@ -42,12 +40,3 @@ def _savez(path: Path, state: dict[str, Any]) -> None:
         np.savez(file, **state)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _median(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

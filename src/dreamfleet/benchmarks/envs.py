@@ -10,12 +10,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import gymnasium
 import numpy as np
 
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, calls_per_second, compare
 from dreamfleet.envs import Env, MissingExtraError, make_env, noop, sample_action
 from dreamfleet.spaces import RESET
 
@@ -66,7 +65,7 @@ def _compare_with_gymnasium(name: str, seconds: float) -> Row:
         if terminated or truncated:
             bare.reset()
 
-    theirs = _calls_per_second(step, seconds)
+    theirs = calls_per_second(step, seconds)
     return compare(f"gym:{name}", ours, "steps/s", "gymnasium, bare", theirs)
 
 
@@ -81,18 +80,7 @@ def _steps_per_second(env: Env, seconds: float) -> float:
         obs = env.step({**actions[count % 64], RESET: obs["is_last"]})
         count += 1
 
-    return _calls_per_second(step, seconds)
-
-
-def _calls_per_second(call: Callable[[], None], seconds: float) -> float:
-    for _ in range(20):
-        call()
-    count, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        for _ in range(10):
-            call()
-        count += 10
-    return count / elapsed
+    return calls_per_second(step, seconds)
 
 
 def _process(repeats: int) -> list[Row]:

@@ -6,12 +6,9 @@ The figure that counts is the share of one core that episode statistics take fro
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 
-from dreamfleet.benchmarks.report import Row
+from dreamfleet.benchmarks.report import Row, calls_per_second
 from dreamfleet.metrics import Aggregate, EpisodeStats, Timer
 
 _STEPS_PER_SECOND = 8000
@@ -27,9 +24,9 @@ def run(quick: bool = False) -> list[Row]:
         with timer.section("x"):
             pass
 
-    rows.append(Row("timer section", 1e6 * _seconds_per_call(section, seconds), "us"))
+    rows.append(Row("timer section", 1e6 / calls_per_second(section, seconds), "us"))
     aggregate, metrics = Aggregate(), {f"loss/{n}": float(n) for n in range(40)}
-    cost = _seconds_per_call(lambda: aggregate.add(metrics), seconds)
+    cost = 1 / calls_per_second(lambda: aggregate.add(metrics), seconds)
     return [*rows, Row("aggregate 40 scalars", 1e6 * cost, "us")]
 
 
@@ -52,7 +49,7 @@ def _episodes(size: int, logs: int, seconds: float) -> Row:
         stats.add(envid, (first, last)[count % 100] if count % 100 < 2 else batch)
         count += 1
 
-    cost = _seconds_per_call(add, seconds)
+    cost = 1 / calls_per_second(add, seconds)
     share = cost * _STEPS_PER_SECOND / size
     return Row(
         f"episodes, batches of {size}, {logs} log keys",
@@ -60,12 +57,3 @@ def _episodes(size: int, logs: int, seconds: float) -> Row:
         "transitions/s",
         note=f"{share:.1%} of a core at {_STEPS_PER_SECOND:,} a second, recording one",
     )
-
-
-def _seconds_per_call(call: Callable[[], None], seconds: float) -> float:
-    count, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        for _ in range(100):
-            call()
-        count += 100
-    return elapsed / count

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dreamfleet.benchmarks.proxy import Proxy
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, rate_of
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import factories
 from dreamfleet.roles.env import parallel_env
@@ -87,20 +86,4 @@ def measure(delay: float, lanes: int, seconds: float) -> float:
         process = _spawn.Process(
             target=parallel_env, args=(make, list(range(_ENVS)), config), daemon=True
         )
-        process.start()
-        try:
-            _await(counter, _WARM_UP * _ENVS)
-            begin, before = time.perf_counter(), counter.steps
-            time.sleep(seconds)
-            return (counter.steps - before) / (time.perf_counter() - begin)
-        finally:
-            process.kill()
-            process.join()
-
-
-def _await(counter: _Counter, steps: int) -> None:
-    deadline = time.monotonic() + 120
-    while counter.steps < steps:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"Only {counter.steps} of {steps} steps came in two minutes.")
-        time.sleep(0.01)
+        return rate_of(lambda: counter.steps, [process], _WARM_UP * _ENVS, seconds)

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, timed
 from dreamfleet.replay import Fractions, Replay, ReplayConfig, Stream, make_selector
 
 REFERENCE_MEMCPY = 24.0
@@ -111,12 +110,12 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
             replay.sample(BATCH)
         repeats = 30 if quick else 300
         batches = Stream(partial(replay.sample, BATCH), LENGTH - 1, context=1)
-        sampled = median(_times(partial(next, batches), repeats))
+        sampled = median(timed(partial(next, batches), repeats))
         memcpy.measure()
         data = replay.sample(BATCH)
         keys = ("stepid", "dyn/deter", "dyn/stoch")
         states = {key: np.ascontiguousarray(data[key][:, 1:]) for key in keys}
-        updated = median(_times(partial(replay.update, states), repeats))
+        updated = median(timed(partial(replay.update, states), repeats))
         memcpy.measure()
         replay.close()
     size = sum(array.nbytes for array in data.values()) / 1e6
@@ -166,11 +165,11 @@ def _checksums(kind: str, quick: bool) -> list[Row]:
         for _ in range(rounds):
             for name, replay in replays.items():
                 insert = partial(replay.add_batch, batch, streams)
-                rates[name].append(BATCH * inserts / sum(_times(insert, inserts)))
+                rates[name].append(BATCH * inserts / sum(timed(insert, inserts)))
         for name, replay in replays.items():
             replay.close()
             with opened(name) as again:
-                times = _times(partial(again.sample, BATCH), 40 if quick else 400)
+                times = timed(partial(again.sample, BATCH), 40 if quick else 400)
                 firsts[name], laters[name] = times[:10], times[-len(times) // 4 :]
     note, peer = f"{rounds} x {inserts} inserts of {BATCH}, disk", "without checksums"
     with_rate, without_rate = median(rates["with"]), median(rates["without"])
@@ -213,13 +212,13 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
         memcpy.measure()
         for size, replay in replays.items():
             insert = partial(replay.add_batch, one, streams, "bench")
-            times["insert", size] += [_times(partial(insert, next(seq)), 1)[0] for _ in range(100)]
+            times["insert", size] += [timed(partial(insert, next(seq)), 1)[0] for _ in range(100)]
             # A prioritised replay is asked in turns, because each sample sets priorities to 0.
             for _ in range(20):
-                times["sample", size] += _times(partial(replay.sample, BATCH), 1)
+                times["sample", size] += timed(partial(replay.sample, BATCH), 1)
                 if prioritized:
                     update = {"stepid": replay.sample(BATCH)["stepid"], "priority": priorities}
-                    times["update", size] += _times(partial(replay.update, update), 1)
+                    times["update", size] += timed(partial(replay.update, update), 1)
     for replay in replays.values():
         replay.close()
     note = f"{large:,} items of {step_bytes} bytes a step, {memcpy.note}"
@@ -265,13 +264,3 @@ def _reopen(quick: bool) -> list[Row]:
         )
     note = f"{count:,} vector steps, open and first sample, {memcpy.note}"
     return [Row("reopen", float(done.stdout), "s", note=note)]
-
-
-def _times(action: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each of several runs."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return times

@@ -1,10 +1,20 @@
-"""The row every benchmark reports."""
+"""What all benchmarks share: the row that each reports, and how time is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
+
+from dreamfleet.errors import DreamfleetError
+
+_WARM_UP_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -42,3 +52,80 @@ def compare(
 def rows_to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Rows as what JSON can hold."""
     return [asdict(row) for row in rows]
+
+
+def timed(call: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of several calls."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def calls_per_second(call: Callable[[], object], seconds: float) -> float:
+    """How often something can be called, after it was a few times."""
+    for _ in range(20):
+        call()
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        for _ in range(10):
+            call()
+        count += 10
+    return count / elapsed
+
+
+def rate_of(
+    count: Callable[[], int], processes: Sequence[BaseProcess], warm_up: int, seconds: float
+) -> float:
+    """How fast something is counted that processes do, once it has come to the warm-up. They are
+    started here, and ended.
+
+    Raises:
+        DreamfleetError: It does not come to that.
+    """
+    for process in processes:
+        process.start()
+    try:
+        deadline = time.monotonic() + _WARM_UP_SECONDS
+        while count() < warm_up:
+            if time.monotonic() > deadline:
+                raise DreamfleetError(f"Only {count()} of {warm_up} warm-up steps came in time.")
+            time.sleep(0.01)
+        start, before = time.perf_counter(), count()
+        time.sleep(seconds)
+        return (count() - before) / (time.perf_counter() - start)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def in_process(module: str, task: Any, *, agent: str = "dreamer", **variables: str) -> Any:
+    """What a module prints as JSON when it is given a task, run in a process as that of an agent.
+
+    Raises:
+        DreamfleetError: The process has failed.
+    """
+    from dreamfleet.agents import find_agent  # processes of other benchmarks stay small
+
+    kind = find_agent(agent)
+    added = kind.process_environment(kind.default(), os.environ)
+    done = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(task)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **added, **variables},
+        check=False,
+    )
+    if done.returncode < 0:
+        raise DreamfleetError("its process was killed: there was probably too little memory")
+    if done.returncode:
+        raise DreamfleetError(f"its process ended with code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def markdown(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"

@@ -16,7 +16,6 @@ import itertools
 import os
 import resource
 import select
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ import zmq
 from numpy.typing import NDArray
 
 from dreamfleet.agents import find_agent
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, in_process
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop, sample_action
 from dreamfleet.errors import ConfigError, DreamfleetError
@@ -323,13 +322,7 @@ def _services(kind: str, agent: str, calls: int) -> Iterator[Row]:
 
 def _agent(kind: str, agent: str, updates: int) -> Iterator[Row]:
     """Policy calls and updates, in a process as that of an agent."""
-    kind_of_agent = find_agent(agent)
-    added = kind_of_agent.process_environment(kind_of_agent.default(), os.environ)
-    command = [sys.executable, "-m", __name__, dumps([kind, agent, updates])]
-    result = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **added}
-    )
-    for name, per, note, *spent in loads(result.stdout.splitlines()[-1]):
+    for name, per, note, *spent in in_process(__name__, [kind, agent, updates], agent=agent):
         yield from Spent(*spent).rows(f"{kind}/{name}", per, note)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, rate_of, timed
 from dreamfleet.transport import BatchServer, Client, Keys, Server
 
 BATCH = 4
@@ -72,29 +71,6 @@ def _portal_environment(address: str) -> None:
         client.act(obs).result()
 
 
-def _rate(counter: _Counter, processes: list[BaseProcess], seconds: float) -> float:
-    """Steps a second once everybody is up and running."""
-    for process in processes:
-        process.start()
-    try:
-        _await_steps(counter, 50 * len(processes))
-        start, steps = time.perf_counter(), counter.steps
-        time.sleep(seconds)
-        return (counter.steps - steps) / (time.perf_counter() - start)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _await_steps(counter: _Counter, steps: int) -> None:
-    deadline = time.monotonic() + 60
-    while counter.steps < steps:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"Only {counter.steps} of {steps} warm-up steps came in a minute.")
-        time.sleep(0.05)
-
-
 def measure_ours(
     address: str, keys: Keys | None, processes: int, envs: int, seconds: float
 ) -> float:
@@ -107,7 +83,7 @@ def measure_ours(
             _spawn.Process(target=_environments, args=(server.address, keys, envs), daemon=True)
             for _ in range(processes)
         ]
-        return _rate(counter, clients, seconds)
+        return rate_of(lambda: counter.steps, clients, 50 * processes, seconds)
 
 
 def measure_portal(processes: int, seconds: float) -> float:
@@ -124,7 +100,7 @@ def measure_portal(processes: int, seconds: float) -> float:
             _spawn.Process(target=_portal_environment, args=(f"localhost:{port}",), daemon=True)
             for _ in range(processes)
         ]
-        return _rate(counter, clients, seconds)
+        return rate_of(lambda: counter.steps, clients, 50 * processes, seconds)
     finally:
         server.close(timeout=1)
 
@@ -153,13 +129,8 @@ def _echo_process() -> Iterator[str]:
 def measure_latency(calls: int) -> tuple[float, float]:
     """Median and 99th percentile of one small call to another process, in milliseconds."""
     with _echo_process() as address, Client(address) as client:
-        for _ in range(calls // 10):
-            client.echo(0).result()
-        times = []
-        for number in range(calls):
-            start = time.perf_counter()
-            client.echo(number).result()
-            times.append(1000 * (time.perf_counter() - start))
+        timed(lambda: client.echo(0).result(), calls // 10)
+        times = [1000 * each for each in timed(lambda: client.echo(0).result(), calls)]
     return statistics.median(times), statistics.quantiles(times, n=100)[98]
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dreamfleet.benchmarks import agent_devices, agent_sizes
 from dreamfleet.benchmarks.agent_sizes import Kind, Precision, sizes_of
-from dreamfleet.benchmarks.report import Row, rows_to_json
+from dreamfleet.benchmarks.report import Row, markdown, rows_to_json
 from dreamfleet.cli.console import say, write
 from dreamfleet.errors import ConfigError
 
@@ -71,12 +71,21 @@ def _grid(module: Any, results: Iterable[dict[str, Any]], json: Path | None) -> 
     found: list[dict[str, Any]] = []
     for result in results:
         if not found:
-            say(module.where(result))
-            say(module.heading())
-        say(module.line(result))
+            say(f"{module.where(result) if 'device' in result else result['problem']}\n")
+            say(markdown(module.COLUMNS))
+            say(f"|{'---|' * len(module.COLUMNS)}")
+        say(_grid_line(module, result))
         found.append(result)
         if json:
             write(json, dumps(found, indent=2) + "\n")
+
+
+def _grid_line(module: Any, found: dict[str, Any]) -> str:
+    shown = list(module.COLUMNS.values())
+    if "problem" in found:
+        rest = [""] * (len(shown) - module.ASKED - 1)
+        return markdown([*(show(found) for show in shown[: module.ASKED]), found["problem"], *rest])
+    return markdown(show(found) for show in shown)
 
 
 def _table(title: str, rows: list[Row]) -> Table:
