@@ -11,7 +11,7 @@ import pytest
 from dreamfleet import estimate
 from dreamfleet.agents import DreamerConfig, size_preset
 from dreamfleet.benchmarks.agent import spaces
-from dreamfleet.benchmarks.agent_flops import flops, form_of_accelerators, train_step_flops
+from dreamfleet.benchmarks.lowering import flops, form_of_accelerators, train_step_flops
 from dreamfleet.config import RunConfig
 
 A, B = jax.ShapeDtypeStruct((3, 4), jnp.float32), jax.ShapeDtypeStruct((4, 5), jnp.float32)

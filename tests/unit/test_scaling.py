@@ -4,15 +4,18 @@ import json
 import math
 import re
 import resource
+import runpy
 from pathlib import Path
 
 import pytest
 from documents import ROOT
 
 from dreamfleet.benchmarks.scale import CONNECTIONS, actor_batch, allow_connections
-from dreamfleet.benchmarks.scaling_page import TABLES, fill, read_values
 from dreamfleet.cli import main
 from dreamfleet.errors import ConfigError
+
+_MADE = runpy.run_path(str(ROOT / "docs" / "scaling.py"))
+TABLES, fill, read_values = (_MADE[name] for name in ("TABLES", "fill", "read_values"))
 
 
 def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) -> None:

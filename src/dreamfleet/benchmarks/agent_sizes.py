@@ -1,7 +1,7 @@
 """What a training step and a policy call cost in each size, on whatever device is here.
 
 Every size is measured in a process of its own, so that memory is its own, and one that does not fit
-costs nothing but its row. FLOP utilisation is what the model needs (`agent_flops`) against the
+costs nothing but its row. FLOP utilisation is what the model needs (`lowering`) against the
 fastest matrix product of the same precision that was measured in the same process. On a processor
 both are taken by processor time, which other programs spoil little.
 """
@@ -100,7 +100,7 @@ def measure(task: Task, cache: str) -> dict[str, Any]:
     found = this_device()
     cores = found["device"]["cores"] if found["device"]["platform"] == "cpu" else 0
     peak = matmul_flops(task.dtype, cores)
-    from dreamfleet.benchmarks.agent_flops import train_step_flops
+    from dreamfleet.benchmarks.lowering import train_step_flops
 
     memory = agent.memory()
     needed = train_step_flops(config, obs, act, task.batch_size, task.batch_length)

@@ -6,7 +6,7 @@ where their own cost is asked for. Where many are asked for they are light clien
 process that speak the protocol, each a connection with an environment's number of its own, which
 repeat prepared observations and compute nothing.
 
-`python -m dreamfleet.benchmarks.scaling_page` makes the tables and the picture of `docs/scaling.md`
+`python docs/scaling.py` makes the tables and the picture of `docs/scaling.md`
 from the rows.
 """
 

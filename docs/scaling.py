@@ -1,8 +1,7 @@
 """The tables and the picture of `docs/scaling.md`, from what `dreamfleet bench scale` measured.
 
     dreamfleet bench scale --json docs/scaling.json
-    python -m dreamfleet.benchmarks.scaling_page docs/scaling.json docs/scaling.md \
-        docs/images/scaling.png
+    python docs/scaling.py docs/scaling.json docs/scaling.md docs/images/scaling.png
 
 A table stands in the page between `<!-- NAME -->` and `<!-- end -->`. The text around it is written
 by hand.
