@@ -9,19 +9,17 @@ by hand.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from dreamfleet.benchmarks.report import markdown
 from dreamfleet.benchmarks.scale import CONNECTIONS, TASKS
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import import_extra
 from dreamfleet.files import atomic_write
-from dreamfleet.plotting import COLORS
+from dreamfleet.plotting import COLORS, make_figure, plain_axis, save_figure
 from dreamfleet.replay.storage.store import MAX_SLOTS
 
 Values = Mapping[str, float]
@@ -244,8 +242,7 @@ TABLES: Mapping[str, Callable[[Values], str]] = {
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"{markdown(line)}\n" for line in (head, ["---"] * len(head), *rows))
 
 
 def _us(value: float) -> str:
@@ -277,8 +274,7 @@ def _lines() -> list[tuple[str, str]]:
 
 def draw(values: Values, out: Path) -> None:
     """Steps a second against environments."""
-    figure_module: Any = import_extra("matplotlib.figure", "Plots", "plot")
-    figure = figure_module.Figure(figsize=(7.2, 4.2), layout="constrained")
+    figure = make_figure(7.2, 4.2)
     axis = figure.subplots()
     names = {"random": "random agent", "dreamer": "DreamerV3's policy"}
     for number, (agent, kind) in enumerate(_lines()):
@@ -296,13 +292,9 @@ def draw(values: Values, out: Path) -> None:
     axis.set_title("One actor, replay and logger on", fontsize=11, loc="left", fontweight="bold")
     axis.set_xlabel("environments, each with a connection of its own")
     axis.set_ylabel("steps a second")
-    axis.grid(color="0.9", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    plain_axis(axis)
     axis.legend(fontsize=8, frameon=False, loc="upper left", handlelength=3.2)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format=out.suffix[1:])
-    atomic_write(out, picture.getvalue())
+    save_figure(figure, out)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -13,9 +13,11 @@ message is written for the person: it says what is wrong and what to do about it
 that escapes is a bug.
 """
 
+import difflib
 import importlib.util
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +36,12 @@ class MissingExtraError(DreamfleetError, ImportError):
 
 class MetricsError(DreamfleetError):
     """Scores that cannot be read, or videos that cannot be written."""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a sentence about a word that is none of the known ones."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def import_extra(module: str, purpose: str, extra: str, *, hint: str = "") -> ModuleType:

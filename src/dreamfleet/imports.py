@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, did_you_mean
 
 
 def load_object(path: str) -> object:
@@ -25,8 +24,7 @@ def load_object(path: str) -> object:
     try:
         found: object = attrgetter(name)(loaded)
     except AttributeError:
-        close = difflib.get_close_matches(name, vars(loaded), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "check the spelling."
+        hint = did_you_mean(name, vars(loaded), "check the spelling.")
         raise ConfigError(f"The module {module!r} has no {name!r}: {hint}") from None
     return found
 

@@ -149,19 +149,35 @@ def draw(panels: Sequence[Panel], out: Path) -> None:
     """Draw panels to a file that ends in .png, .svg or .pdf."""
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"out={out} is not valid: its name has to end in .png, .svg or .pdf.")
-    figure_module: Any = import_extra("matplotlib.figure", "Plots", "plot")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    # A figure of its own, without the package's global state and without a window.
-    figure = figure_module.Figure(figsize=(5.2 * columns, 3.7 * rows), layout="constrained")
+    figure = make_figure(5.2 * columns, 3.7 * rows)
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for axis, panel in zip(axes, panels, strict=False):
         _draw_panel(axis, panel)
     for axis in list(axes)[len(panels) :]:
         axis.set_visible(False)
+    save_figure(figure, out)
+
+
+def make_figure(width: float, height: float) -> Any:
+    """A figure of its own, without the package's global state and without a window."""
+    module: Any = import_extra("matplotlib.figure", "Plots", "plot")
+    return module.Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, out: Path, dpi: int = 150) -> None:
+    """Write a figure to a file, by whose end the format is known."""
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format=out.suffix[1:])
+    figure.savefig(picture, dpi=dpi, format=out.suffix[1:])
     atomic_write(out, picture.getvalue())
+
+
+def plain_axis(axis: Any) -> None:
+    """The look of all pictures: a faint grid, and no frame."""
+    axis.grid(color="0.9", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:
@@ -190,9 +206,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     axis.set_ylabel("episode return")
     axis.xaxis.set_major_formatter(lambda value, _: _short(value))
     axis.set_xlim(left=0)
-    axis.grid(color="0.9", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    plain_axis(axis)
     if len(panel.groups) > 1:
         # Several settings have long names, which would cover the curves.
         axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16))

@@ -7,7 +7,6 @@ others (`default`, `pixels`, `dmc_cpu`) are made for a few processor cores.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from dreamfleet.agents.dreamer.config import (
     size_preset,
 )
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, did_you_mean
 from dreamfleet.replay.config import ReplayConfig
 
 _PUBLISHED = RunConfig(
@@ -122,8 +121,7 @@ def preset(name: str) -> RunConfig:
     first, *sizes = name.split(",")
     for each in (first, *sizes):
         if each not in PRESETS:
-            close = difflib.get_close_matches(each, PRESETS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(PRESETS)}."
+            hint = did_you_mean(each, PRESETS, f"choose from {', '.join(PRESETS)}.")
             raise ConfigError(f"There is no preset {each!r}: {hint}")
     config = PRESETS[first]
     for size in sizes:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -33,7 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -214,8 +213,7 @@ def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Con
 
 def unknown_setting(path: str, known: Iterable[str]) -> ConfigError:
     """The error that there is no such setting; it names the one that was meant."""
-    close = difflib.get_close_matches(path, list(known), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "see docs/configuration.md."
+    hint = did_you_mean(path, known, "see docs/configuration.md.")
     return ConfigError(f"There is no setting {path!r}: {hint}")
 
 

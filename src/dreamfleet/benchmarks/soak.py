@@ -7,7 +7,6 @@ first one is for compiling and for filling the replay.
 
 from __future__ import annotations
 
-import io
 import os
 import statistics
 import time
@@ -22,10 +21,10 @@ from typing import Any
 from dreamfleet.callbacks import StopTraining
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import ConfigError, import_extra
+from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.record import read_record
-from dreamfleet.plotting import COLORS
+from dreamfleet.plotting import COLORS, make_figure, plain_axis, save_figure
 from dreamfleet.training import train
 
 KINDS = {"memory": "MB", "files": "", "sockets": "", "threads": ""}
@@ -161,8 +160,7 @@ def usage(pid: int) -> dict[str, float]:
 
 def draw(found: Soak, out: Path) -> None:
     """A panel for each kind, with a line for each process."""
-    figure_module: Any = import_extra("matplotlib.figure", "Plots", "plot")
-    figure = figure_module.Figure(figsize=(10.4, 7.0), layout="constrained")
+    figure = make_figure(10.4, 7.0)
     axes = figure.subplots(2, 2).flat
     for axis, (kind, unit) in zip(axes, KINDS.items(), strict=True):
         for number, (name, series) in enumerate(found.processes.items()):
@@ -175,9 +173,6 @@ def draw(found: Soak, out: Path) -> None:
         axis.set_xlabel("minutes")
         axis.set_ylim(bottom=0)
         axis.set_xlim(left=0)
-        axis.grid(color="0.9", linewidth=0.8)
-        axis.spines[["top", "right"]].set_visible(False)
+        plain_axis(axis)
     axes[0].legend(fontsize=8, frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
-    atomic_write(out, picture.getvalue())
+    save_figure(figure, out, dpi=110)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
 from collections import Counter
@@ -13,9 +12,8 @@ from typing import Any
 
 from dreamfleet.chaos.accounts import Accounts
 from dreamfleet.chaos.faults import Outcome
-from dreamfleet.errors import DreamfleetError, import_extra
-from dreamfleet.files import atomic_write
-from dreamfleet.plotting import COLORS
+from dreamfleet.errors import DreamfleetError
+from dreamfleet.plotting import COLORS, make_figure, plain_axis, save_figure
 
 MEDIAN_GOAL, WORST_GOAL, SPEED_GOAL, FAULTS_GOAL = 3.0, 10.0, 0.7, 200 / 30
 """Seconds of recovery, steps next to those of an undisturbed fleet, and faults a minute: what is to
@@ -193,14 +191,11 @@ class Report:
 
     def draw(self, out: Path) -> None:
         """Draw speed and faults over time, and recoveries by role."""
-        figure_module: Any = import_extra("matplotlib.figure", "Pictures", "plot")
-        figure = figure_module.Figure(figsize=(11, 6.4), layout="constrained")
+        figure = make_figure(11, 6.4)
         speed, faults = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1, 1)})
         self._draw_speed(speed)
         self._draw_recoveries(faults)
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=130, format=out.suffix[1:])
-        atomic_write(out, picture.getvalue())
+        save_figure(figure, out, dpi=130)
 
     def _draw_speed(self, axis: Any) -> None:
         times, rates = _rates(self.samples)
@@ -218,7 +213,7 @@ class Report:
         axis.set_title(
             f"{len(self.outcomes)} faults in {self.minutes:.1f} minutes", loc="left", fontsize=11
         )
-        _plain(axis)
+        plain_axis(axis)
 
     def _draw_recoveries(self, axis: Any) -> None:
         for number, role in enumerate(self.recovery):
@@ -244,7 +239,7 @@ class Report:
         if self.recovery:
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
             axis.legend(**place, fontsize=8, frameon=False, ncols=4)
-        _plain(axis)
+        plain_axis(axis)
 
 
 def _rates(
@@ -259,9 +254,3 @@ def _rates(
             rates.append((made - steps) / (at - begin))
             begin, steps = at, made
     return times, rates
-
-
-def _plain(axis: Any) -> None:
-    axis.grid(color="0.92", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)

@@ -32,7 +32,7 @@ from dreamfleet.envs.wrappers import (
     UnifyDtypes,
     Wrapper,
 )
-from dreamfleet.errors import ConfigError, MissingExtraError
+from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean
 from dreamfleet.imports import load_object
 
 SUITES: Mapping[str, str] = {
@@ -320,8 +320,7 @@ def check_name(owner: str, name: str, own: Collection[str]) -> None:
     if name in own:
         return
     known = sorted({*own, *GENERAL})
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
+    hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
     raise ConfigError(f"{owner} has no option {name!r}: {hint}")
 
 

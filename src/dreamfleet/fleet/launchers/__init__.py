@@ -10,7 +10,6 @@ through its published address (`dreamfleet.roles.addresses`), so a launcher need
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, did_you_mean
 from dreamfleet.resources import Resources
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -128,8 +127,7 @@ def find_launcher(name: str) -> type[Launcher]:
         ConfigError: There is none.
     """
     if name not in LAUNCHERS:
-        close = difflib.get_close_matches(name, LAUNCHERS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(LAUNCHERS)}."
+        hint = did_you_mean(name, LAUNCHERS, f"choose from {', '.join(LAUNCHERS)}.")
         raise ConfigError(f"There is no launcher {name!r}: {hint}")
     launcher: type[Launcher] = importlib.import_module(f"{__name__}.{name}").LAUNCHER
     return launcher
