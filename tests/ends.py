@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 import dreamfleet.cli.train  # noqa: F401 - each run is forked from here, and has it then
-from dreamfleet.audit import audit
+from dreamfleet.chaos.accounts import audit
 from dreamfleet.cli import main as dreamfleet_main
 from dreamfleet.cli.console import say
 from dreamfleet.fleet.record import read_record

@@ -15,14 +15,13 @@ from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.spaces import Space
 
 if typing.TYPE_CHECKING:
-    from dreamfleet.callbacks import StopTraining
     from dreamfleet.config import RunConfig
     from dreamfleet.dream import Dream
     from dreamfleet.envs import make_env
     from dreamfleet.evaluation import Evaluation, evaluate
     from dreamfleet.policy import Policy
     from dreamfleet.presets import preset
-    from dreamfleet.training import configure, resume, train
+    from dreamfleet.training import StopTraining, configure, resume, train
 
 __version__ = version("dreamfleet")
 
@@ -49,7 +48,7 @@ _LATER = {
     "Evaluation": "evaluation",
     "Policy": "policy",
     "RunConfig": "config",
-    "StopTraining": "callbacks",
+    "StopTraining": "training",
     "configure": "training",
     "evaluate": "evaluation",
     "make_env": "envs",

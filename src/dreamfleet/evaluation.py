@@ -29,7 +29,7 @@ from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
-from dreamfleet.envs.naming import Task, name_of
+from dreamfleet.envs.registry import Task, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher

@@ -38,7 +38,7 @@ from dreamfleet.spaces import (
 )
 
 if TYPE_CHECKING:
-    from dreamfleet.envs.naming import Task
+    from dreamfleet.envs.registry import Task
 
 Arrays = dict[str, NDArray[Any]]
 Spaces = Mapping[str, Space]
@@ -382,8 +382,7 @@ def maker_of_task(config: RunConfig, env: Task | None, *, trust: bool) -> Task:
         ConfigError: It is not part of this package, and nobody has named or trusted it.
     """
     # A policy that is only loaded needs no environments.
-    from dreamfleet.envs.naming import PROGRAM, maker_of, only_there
-    from dreamfleet.envs.registry import is_bundled
+    from dreamfleet.envs.registry import PROGRAM, is_bundled, maker_of, only_there
 
     if env is not None:
         return maker_of(env) if isinstance(env, str) else env

@@ -17,7 +17,7 @@ from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import CONFIG_FILE, OUTPUTS, RunConfig, read_config
 from dreamfleet.envs import is_bundled
-from dreamfleet.envs.naming import PROGRAM, only_there
+from dreamfleet.envs.registry import PROGRAM, only_there
 from dreamfleet.errors import ConfigError
 
 _MOST_SHOWN = 4

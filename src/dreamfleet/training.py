@@ -12,16 +12,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.callbacks import Callbacks, Follower, StopTraining
-from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
 from dreamfleet.envs import is_bundled
-from dreamfleet.envs.naming import PROGRAM, Task, is_shared, maker_of, name_of
+from dreamfleet.envs.registry import PROGRAM, Task, is_shared, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, play
 from dreamfleet.fleet.claim import claim_directory
@@ -31,6 +31,7 @@ from dreamfleet.fleet.record import record_evaluation
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import Played, append_evaluation, evaluation_metrics
 from dreamfleet.metrics.frames import find_encoder
+from dreamfleet.metrics.outputs import JsonlTail
 from dreamfleet.offline import find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
@@ -449,3 +450,67 @@ def _keep(say: Say, what: str, write: Callable[[], object]) -> None:
         reason = error.strerror if isinstance(error, OSError) else None
         say(f"{what} could not be written: {str(reason or error).rstrip('.')}.")
         log.debug("%s could not be written", what, exc_info=error)
+
+
+# --- callbacks -----------------------------------------------------------------------------------
+
+# They run in the process that called `train`, so they may use anything of the program: append to a
+# list, draw in a notebook, raise. What happened is read from the files that the run writes anyway,
+# so callbacks cost the fleet nothing, and a logger that is restarted neither repeats nor loses a
+# call.
+
+
+class StopTraining(Exception):
+    """Raise it in a callback to end a run as if its steps were over, with its evaluation."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What is called when; None for nothing.
+
+    Calls are made every `log_every` seconds and once more at the end, in the order of the files. An
+    exception ends the run in order, with a checkpoint, and is raised by `train`.
+    """
+
+    on_log: Callable[[int, dict[str, Any]], object] | None = None
+    """Called with the step and the metrics of each entry of `metrics.jsonl`: numbers and text."""
+    on_episode: Callable[[int, float, int], object] | None = None
+    """Called with the step, the score and the length of each training episode that has ended."""
+    on_checkpoint: Callable[[int, Path], object] | None = None
+    """Called with the step and the directory of the newest checkpoint."""
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse what would never be called.
+
+        Raises:
+            ConfigError: The run does not write what a callback is made from.
+        """
+        if self.on_log and "jsonl" not in config.outputs:
+            raise ConfigError("on_log is made from the output jsonl: add it to outputs.")
+
+
+class Follower:
+    """Calls callbacks for what a run writes from now on."""
+
+    def __init__(self, callbacks: Callbacks, logdir: Path) -> None:
+        self._callbacks = callbacks
+        self._metrics = JsonlTail(logdir / "metrics.jsonl", from_end=True)
+        self._scores = JsonlTail(logdir / "scores.jsonl", from_end=True)
+        self._checkpoints = Checkpoint(logdir / "ckpt" / "agent")
+        self._newest = self._checkpoints.latest()
+
+    def look(self) -> None:
+        """Make the calls for everything that is new."""
+        calls = self._callbacks
+        if calls.on_log:
+            for row in self._metrics.read():
+                step = row.pop("step")
+                calls.on_log(step, row)
+        if calls.on_episode:
+            for row in self._scores.read():
+                calls.on_episode(row["step"], row["episode/score"], row.get("episode/length", 0))
+        if calls.on_checkpoint:
+            newest = self._checkpoints.latest()
+            if newest is not None and newest != self._newest:
+                self._newest = newest
+                calls.on_checkpoint(step_of(newest), newest)

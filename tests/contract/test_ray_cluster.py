@@ -15,11 +15,10 @@ from launcher_parts import LONG
 from ray_parts import Nodes, ray_processes, tell
 
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.config import RunConfig
+from dreamfleet.config import Resources, RunConfig
 from dreamfleet.fleet.launchers import Worker, find_launcher
 from dreamfleet.fleet.record import WorkerRecord, read_record
 from dreamfleet.parallel import combined
-from dreamfleet.resources import Resources
 
 # Ray starts its processes by forking, of which JAX warns if it was imported before.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fleet_parts import rows, small_run
 
-from dreamfleet.audit import audit
+from dreamfleet.chaos.accounts import audit
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.roles.addresses import published_address, remove_addresses
 from dreamfleet.transport import Client, Disconnected, Keys

@@ -18,7 +18,7 @@ from typing import Any
 from fleet_parts import rows
 from network_parts import Machine, Network, machines
 
-from dreamfleet.audit import audit
+from dreamfleet.chaos.accounts import audit
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.roles.notes import read_notes
 

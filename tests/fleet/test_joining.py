@@ -18,7 +18,7 @@ import psutil
 import pytest
 from fleet_parts import fixed_address, rows
 
-from dreamfleet.audit import audit
+from dreamfleet.chaos.accounts import audit
 from dreamfleet.config import read_config
 from dreamfleet.fleet.status import MachineStatus, RunStatus, Watcher
 from dreamfleet.roles.addresses import published_address

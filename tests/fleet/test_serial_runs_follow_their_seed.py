@@ -15,7 +15,7 @@ from fleet_parts import rows, small_run, stored_steps
 from serial_parts import differences, play
 
 from dreamfleet.agents.api import AgentBase
-from dreamfleet.audit import audit
+from dreamfleet.chaos.accounts import audit
 from dreamfleet.envs import make_env
 from dreamfleet.replay import ReplayConfig
 from dreamfleet.replay.config import Fractions

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dreamfleet.audit import Findings, audit, audit_steps
+from dreamfleet.chaos.accounts import Findings, audit, audit_steps
 from dreamfleet.envs import make_env
 from dreamfleet.replay import Replay
 

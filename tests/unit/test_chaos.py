@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dreamfleet.audit import Findings
 from dreamfleet.chaos import faults
-from dreamfleet.chaos.accounts import Accounts, left_files
+from dreamfleet.chaos.accounts import Accounts, Findings, left_files
 from dreamfleet.chaos.faults import ChaosError, Injector, Outcome, Recovery
 from dreamfleet.chaos.hostile import attack
 from dreamfleet.chaos.network import PARTS, Message, Network, Part, _Frames, read_header

@@ -36,7 +36,6 @@ import zmq
 
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.benchmarks.soak import usage
-from dreamfleet.callbacks import StopTraining
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.record import read_record
@@ -44,6 +43,7 @@ from dreamfleet.parallel import combined
 from dreamfleet.replay import ReplayConfig
 from dreamfleet.roles.addresses import published_address
 from dreamfleet.roles.invitations import read_place
+from dreamfleet.training import StopTraining
 from dreamfleet.transport import Client, Keys, wire
 from dreamfleet.transport.address import parse
 from dreamfleet.transport.codec import ARRAY, DICT, TUPLE, encode

@@ -18,14 +18,13 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.callbacks import StopTraining
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.record import read_record
 from dreamfleet.plotting import COLORS, make_figure, plain_axis, save_figure
-from dreamfleet.training import train
+from dreamfleet.training import StopTraining, train
 
 KINDS = {"memory": "MB", "files": "", "sockets": "", "threads": ""}
 """What is looked at, with its unit. Memory is what belongs to a process alone: pages of mapped

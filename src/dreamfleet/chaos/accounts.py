@@ -1,17 +1,146 @@
-"""What a run has left behind when it is over: every stored step, and whether all counts agree."""
+"""What a run has left behind when it is over: every stored step, and whether all counts agree.
+
+The environments are `bundled:audit`, whose observations say where they come from. So the replay's
+files tell which steps are missing, twice there, joined to others that they do not follow, or
+stored with an action that was not the one taken.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.audit import Findings, audit
+import numpy as np
+from numpy.typing import NDArray
+
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
+from dreamfleet.envs.bundled import Audit
 from dreamfleet.metrics import read_jsonl
+from dreamfleet.replay import Replay
 from dreamfleet.roles.replay import limiter_for
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an audit has found, in steps."""
+
+    rows: int = 0
+    environments: int = 0
+    lives: int = 0
+    """Instances of environments: one that is built again has another life."""
+    cut_short: int = 0
+    """Episodes that are shorter than the longest, and after which there is another one."""
+    finished: int = 0
+    """Episodes that are as long as the longest."""
+    damaged: int = 0
+    """Steps whose checksum does not fit."""
+    doubled: int = 0
+    lost: int = 0
+    """Steps that are missing between others of their episode."""
+    lost_ends: int = 0
+    """Steps at the end of an episode that the agent has answered, and that are not stored. A killed
+    agent may take those along that the replay had not acknowledged."""
+    spliced: int = 0
+    """Steps that are stored behind one that they do not follow."""
+    wrong_actions: int = 0
+    """Steps that are stored with another action than the environment took."""
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """What must not be, without what is not there."""
+        names = ("damaged", "doubled", "lost", "lost_ends", "spliced", "wrong_actions")
+        return {name: count for name in names if (count := getattr(self, name))}
+
+
+def audit(directories: Iterable[Path]) -> Findings:
+    """Audit all steps of a run.
+
+    Args:
+        directories: Of its replay, such as `run/replay`; several if it has shards. Nobody may have
+            them open, and nothing may have been evicted from them.
+    """
+    parts = [_read(directory) for directory in directories]
+    chains, offset = [], 0
+    for part in parts:
+        chains.append(part["chain"] + offset)
+        offset += int(part["chain"].max(initial=-1)) + 1
+    steps = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    return audit_steps({**steps, "chain": np.concatenate(chains)})
+
+
+def _read(directory: Path) -> dict[str, NDArray[Any]]:
+    """All steps of a replay in the order in which it acknowledged them, and the chain of each."""
+    with Replay(1, 1 << 23, directory) as replay:
+        table = replay._table
+        if table is None:
+            empty = {"record": np.zeros((0, len(Audit.FIELDS)), np.float32)}
+            flags = {key: np.zeros(0, np.int64) for key in ("is_first", "is_last", "action")}
+            return {**empty, **flags, "chain": np.zeros(0, np.int64)}
+        numbers = np.arange(table.items.low, table.items.high)
+        slots, indices = table.items.starts(numbers)
+        pieces = table.store.pieces(slots, indices, 1)
+        stored = table.store.gather(pieces, len(numbers), 1)
+        steps = {
+            key: np.array(stored[key])[:, 0] for key in ("record", "is_first", "is_last", "action")
+        }
+        return {**steps, "chain": table.chains.owners()[slots]}
+
+
+def audit_steps(steps: dict[str, NDArray[Any]]) -> Findings:
+    """Audit steps in the order in which they were stored.
+
+    Args:
+        steps: `record`, `is_first`, `is_last`, `action`, and the `chain` of each: steps of a chain
+            are stored one behind the other.
+    """
+    record = steps["record"].astype(np.int64)
+    order = np.argsort(steps["chain"], kind="stable")
+    record, chain = record[order], steps["chain"][order]
+    first, last, action = (steps[key][order] for key in ("is_first", "is_last", "action"))
+    environment, life, episode, step, taken, before, _ = record.T
+    damaged = sum(Audit.checksum(row[:-1]) != row[-1] for row in record.tolist())
+
+    follows = chain[1:] == chain[:-1]  # the row before it in the same chain
+    own = (environment[1:] == environment[:-1]) & follows
+    same = (life[1:] == life[:-1]) & (episode[1:] == episode[:-1]) & own
+    goes_on = same & (step[1:] == step[:-1] + 1) & ~first[1:].astype(bool)
+    # The ids of a machine that has left may be another's, which begins an episode.
+    begins = follows & (step[1:] == 0) & first[1:].astype(bool)
+    ended = last[:-1].astype(bool)  # the replay marks episodes that were cut short, too
+    spliced = np.sum(follows & ~(goes_on | (begins & ended)))
+    spliced += np.sum(first.astype(bool) != (step == 0))
+
+    # What is stored of each episode, and how long it was as the next one tells.
+    keys = np.stack([environment, life, episode], 1)
+    episodes, where = np.unique(keys, axis=0, return_inverse=True)
+    where = where.reshape(-1)
+    rows = np.unique(np.stack([where, step], 1), axis=0)
+    length = np.zeros(len(episodes), np.int64)
+    np.maximum.at(length, where, step + 1)
+    stored = {tuple(key): n for key, n in zip(episodes.tolist(), length.tolist(), strict=True)}
+    answered = {
+        (env, own_life, number - 1): count
+        for (env, own_life, number), count in zip(keys.tolist(), before.tolist(), strict=True)
+        if number > 0
+    }
+    return Findings(
+        rows=len(record),
+        environments=len(np.unique(environment)),
+        lives=len(np.unique(keys[:, :2], axis=0)),
+        cut_short=sum(count < max(answered.values()) for count in answered.values()),
+        finished=int(np.sum(length == length.max(initial=0))),
+        damaged=damaged,
+        doubled=len(record) - len(rows),
+        lost=int(length.sum()) - len(rows),
+        lost_ends=sum(max(0, count - stored.get(key, 0)) for key, count in answered.items()),
+        spliced=int(spliced),
+        wrong_actions=int(np.sum(goes_on & (taken[1:] != action[:-1]))),
+    )
+
 
 _RATIO = 0.02  # of the samples that were due, by which they may be off
 

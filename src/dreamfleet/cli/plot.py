@@ -11,8 +11,7 @@ from rich.table import Table
 
 from dreamfleet.cli.console import say
 from dreamfleet.formatting import readable
-from dreamfleet.metrics.curves import final_score
-from dreamfleet.plotting import Panel, draw, read_panels
+from dreamfleet.plotting import Panel, draw, final_score, read_panels
 
 
 def plot(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import Arrays
 from dreamfleet.envs import Wrapper, env_seed, make_visible_env, noop
 from dreamfleet.envs.images import side_by_side
-from dreamfleet.envs.naming import Task
+from dreamfleet.envs.registry import Task
 from dreamfleet.errors import ConfigError, DreamfleetError, MissingExtraError
 from dreamfleet.policy import Blueprint, maker_of_task
 from dreamfleet.replay.reading import StoredEpisode

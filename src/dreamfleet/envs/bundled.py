@@ -295,7 +295,7 @@ class Audit(EpisodicEnv):
     `FIELDS` the environment (its seed), the life (drawn again by each instance, also one with the
     same seed), the episode of this life and the step of this episode (from 0), the last action (-1
     at the start of an episode), the steps of the episode before, and a checksum of all of these.
-    `dreamfleet.audit` reads them back.
+    `dreamfleet.chaos.accounts` reads them back.
     """
 
     FIELDS = ("environment", "life", "episode", "step", "action", "before", "checksum")

@@ -18,7 +18,7 @@ from typing import Any, cast
 from dreamfleet.agents.api import Player
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
-from dreamfleet.envs.naming import Task
+from dreamfleet.envs.registry import Task
 from dreamfleet.imports import load_object
 from dreamfleet.metrics import (
     JsonlOutput,

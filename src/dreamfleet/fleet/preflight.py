@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import OUTPUTS, RunConfig, read_config
-from dreamfleet.envs.naming import same_task
+from dreamfleet.envs.registry import same_task
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.estimate import (
     PROCESS_BYTES,

@@ -14,7 +14,6 @@ same as the one that started the run:
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -42,6 +41,7 @@ from dreamfleet.fleet.record import (
 )
 from dreamfleet.fleet.stall import hanging, late_after, restarting, why_waiting
 from dreamfleet.formatting import clock, readable
+from dreamfleet.metrics.outputs import JsonlTail, last_rows
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.logger import RECENT_EPISODES
 from dreamfleet.roles.machines import MachineRecord, MachineState, read_machines
@@ -662,27 +662,18 @@ class _ConfigReader:
 
 
 class _ScoresReader:
-    """The scores of a file that grows; each line is read once."""
+    """The scores of a file that grows."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._rows = JsonlTail(path)
         self._scores: list[float] = []
         self.last_step = 0
 
     def read(self) -> list[float]:
-        if not self._path.is_file():
-            return self._scores
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                with suppress(ValueError, KeyError, TypeError, OverflowError):
-                    row = json.loads(line)
-                    self.last_step = int(row["step"])
-                    self._scores.append(float(row["episode/score"]))
+        for row in self._rows.read():
+            with suppress(ValueError, KeyError, TypeError, OverflowError):
+                self.last_step = int(row["step"])
+                self._scores.append(float(row["episode/score"]))
         return self._scores
 
 
@@ -690,14 +681,12 @@ def _last_logged_step(path: Path) -> int:
     """Of the last complete line; 0 if there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
+            rows = last_rows(file, _TAIL_BYTES)
     except FileNotFoundError:
         return 0
-    for line in reversed(lines):
+    for row in reversed(rows):
         with suppress(ValueError, KeyError, TypeError, OverflowError):
-            if line.endswith(b"\n"):
-                return int(json.loads(line)["step"])
+            return int(row["step"])
     return 0
 
 

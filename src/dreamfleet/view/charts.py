@@ -17,8 +17,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from dreamfleet.errors import MetricsError
-from dreamfleet.metrics.curves import Curve, PublishedCurve, Scores, read_evaluations
-from dreamfleet.plotting import Panel, action_repeat, panels_of
+from dreamfleet.plotting import (
+    Curve,
+    Panel,
+    PublishedCurve,
+    Scores,
+    action_repeat,
+    panels_of,
+    read_evaluations,
+)
 from dreamfleet.plotting import Run as PlottedRun
 from dreamfleet.view.reading import Floats
 from dreamfleet.view.runs import Run

@@ -6,7 +6,6 @@ while a page is open. Pages show what it has found.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -25,6 +24,7 @@ from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
+from dreamfleet.metrics.outputs import last_rows
 from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES
@@ -104,7 +104,7 @@ class Happening(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_HAPPENINGS = msgspec.json.Decoder(Happening)
+_HAPPENINGS, _ROWS = msgspec.json.Decoder(Happening), msgspec.json.Decoder(dict[str, Any])
 
 
 class Run:
@@ -440,31 +440,20 @@ def _last_rows(path: Path, name: str) -> list[dict[str, Any]]:
     """The last complete rows of a file."""
     try:
         with open_inside(path, name) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
+            return last_rows(file, _TAIL_BYTES)
     except OSError:
         return []
-    return [row for line in lines if line.endswith(b"\n") and (row := _decoded(line))]
 
 
 def _first_row(path: Path, name: str) -> dict[str, Any]:
     with suppress(OSError), open_inside(path, name) as file:
-        return _decoded(file.readline(_TAIL_BYTES))
+        return next(iter(decode_lines(_ROWS, file.readline(_TAIL_BYTES))), {})
     return {}
 
 
 def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
     """The numbers under a key; rows may hold anything."""
     return [number for row in rows if (number := finite(row.get(key))) is not None]
-
-
-def _decoded(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def closest_preset(config: RunConfig) -> str:

@@ -14,7 +14,7 @@ import pytest
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, UnknownTaskError, make_env
 from dreamfleet.envs.bundled import Dummy
-from dreamfleet.envs.naming import maker_of, name_of, same_task
+from dreamfleet.envs.registry import maker_of, name_of, same_task
 
 
 class Maker:

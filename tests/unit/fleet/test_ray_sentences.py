@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fleet_parts import small_run
 
+from dreamfleet.config import Resources
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.launchers import Worker
-from dreamfleet.resources import Resources
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'dreamfleet[ray]'")
 

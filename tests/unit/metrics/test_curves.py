@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dreamfleet import plotting
 from dreamfleet.envs import MissingExtraError, tasks
-from dreamfleet.metrics import MetricsError, curves
-from dreamfleet.metrics.curves import (
+from dreamfleet.metrics import MetricsError
+from dreamfleet.plotting import (
     Scores,
     bin_width,
     combine,
@@ -92,4 +93,4 @@ def test_published_tasks_are_tasks(suite: str) -> None:
     except MissingExtraError as error:
         pytest.skip(str(error))
     published = {task for task in known if published_curve(task)}
-    assert len(published) == len(curves._table()["suites"][suite]["tasks"]) > 0
+    assert len(published) == len(plotting._table()["suites"][suite]["tasks"]) > 0

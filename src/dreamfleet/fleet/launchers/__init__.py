@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from dreamfleet.config import RunConfig
+from dreamfleet.config import Resources, RunConfig
 from dreamfleet.errors import ConfigError, did_you_mean
-from dreamfleet.resources import Resources
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables for processes whose numpy work is small: a pool of threads in each would fight over the

@@ -2,7 +2,14 @@
 `Output`) in a module of its own."""
 
 from dreamfleet.metrics.outputs.base import Kind, Output, Outputs, kind_of
-from dreamfleet.metrics.outputs.jsonl import JsonlFile, JsonlOutput, ScoresFile, read_jsonl
+from dreamfleet.metrics.outputs.jsonl import (
+    JsonlFile,
+    JsonlOutput,
+    JsonlTail,
+    ScoresFile,
+    last_rows,
+    read_jsonl,
+)
 from dreamfleet.metrics.outputs.media import MediaOutput
 from dreamfleet.metrics.outputs.tensorboard import TensorBoardOutput
 from dreamfleet.metrics.outputs.wandb import WandbOutput
@@ -10,6 +17,7 @@ from dreamfleet.metrics.outputs.wandb import WandbOutput
 __all__ = [
     "JsonlFile",
     "JsonlOutput",
+    "JsonlTail",
     "Kind",
     "MediaOutput",
     "Output",
@@ -18,5 +26,6 @@ __all__ = [
     "TensorBoardOutput",
     "WandbOutput",
     "kind_of",
+    "last_rows",
     "read_jsonl",
 ]

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -48,14 +48,8 @@ class JsonlFile:
 
     def tail(self) -> list[dict[str, Any]]:
         """The last rows, some thousands of them."""
-        size = os.fstat(self._fd).st_size
-        start = max(0, size - _LONG_TAIL)
-        lines = os.pread(self._fd, size - start, start).splitlines()[1 if start else 0 :]
-        rows = []
-        for line in lines:
-            with suppress(ValueError):
-                rows.append(json.loads(line))
-        return [row for row in rows if isinstance(row, dict)]
+        with self._path.open("rb") as file:
+            return last_rows(file, _LONG_TAIL)
 
     def flush(self) -> None:
         os.fsync(self._fd)
@@ -98,6 +92,46 @@ def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
                 yield row
             else:
                 log.warning("%s line %d is damaged and was skipped", path, number)
+
+
+class JsonlTail:
+    """Rows of a file that grows; each is read once, when its line is complete.
+
+    Args:
+        path: The file, which may be made later.
+        from_end: Leave out what is there now.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The rows that are new. Damaged ones are left out."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield from _row(line)
+
+
+def last_rows(file: BinaryIO, most: int) -> list[dict[str, Any]]:
+    """The rows that the last bytes of a file hold, at most so many; damaged ones are left out."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - most))
+    lines = file.read().splitlines(keepends=True)[1 if size > most else 0 :]
+    return [row for line in lines if line.endswith(b"\n") for row in _row(line)]
+
+
+def _row(line: bytes) -> Iterator[dict[str, Any]]:
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict):
+            yield row
 
 
 class JsonlOutput:
