@@ -12,11 +12,6 @@ def atomic_write(path: Path, content: str | bytes, *, mode: int = 0o644) -> None
 
     The directory is made if it is missing, and fsynced too, so that the new name survives a power
     cut. Concurrent writers do not disturb each other; the last one wins.
-
-    Args:
-        path: The file.
-        content: Text is written as UTF-8.
-        mode: Permissions of the file.
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)

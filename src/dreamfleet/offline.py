@@ -119,11 +119,6 @@ class AdoptedReplay(Replay):
     What that agent stored with its steps is left out, and what this agent stores with its steps is
     zero, as at the start of an episode. Priorities are kept; updates of what is stored only if both
     agents store the same.
-
-    Args:
-        blueprint: What the checkpoint of the run that collected the steps says.
-        config: This run.
-        *args, **options: Those of `Replay`.
     """
 
     def __init__(self, blueprint: Blueprint, config: RunConfig, *args: Any, **options: Any) -> None:

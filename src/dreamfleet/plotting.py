@@ -148,12 +148,8 @@ class PublishedCurve:
 
 
 def published_curve(task: str, options: Mapping[str, Any] | None = None) -> PublishedCurve | None:
-    """The published curve of DreamerV3 for a task, if there is one.
-
-    Args:
-        task: Such as dmc:walker_walk.
-        options: Those of the environment; pixels instead of states is another task.
-    """
+    """The published curve of DreamerV3 for a task, if there is one. Pixels instead of states are
+    another task."""
     if (options or {}).get("obs", "state") != "state" and task.startswith("dmc:"):
         return None
     prefix, _, name = task.partition(":")

@@ -171,11 +171,8 @@ class Positions:
             return missing
 
     def import_steps(self, import_all: Callable[[], int]) -> None:
-        """Let steps of other runs be copied into the replay, without counting them.
-
-        Args:
-            import_all: Copies them, and returns the replay's tick afterwards.
-        """
+        """Let steps of other runs be copied into the replay, without counting them; `import_all`
+        returns the tick afterwards."""
         self._store(_IMPORTING, 1)
         self._tick = import_all()
         self._end_import(self.own)
@@ -187,10 +184,6 @@ class Positions:
 
         The start is the step that fills the replay to `minsize`. When steps were lost or copied in,
         or the settings have changed, the difference is forgiven down to what the limiter tolerates.
-
-        Args:
-            limiter: Its settings.
-            size: Steps in the replay now, in all its shards, from wherever they came.
         """
         if limiter.ratio <= 0:  # no limit
             return -limiter.debt

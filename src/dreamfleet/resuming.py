@@ -52,15 +52,7 @@ def resumed(logdir: Path, changes: Mapping[str, Any], *, trust: bool = False) ->
 def with_changes(
     before: RunConfig, changes: Mapping[str, Any], *, trust: bool, source: Path, name: bool = True
 ) -> RunConfig:
-    """Settings that were read from a file, some of them changed.
-
-    Args:
-        before: What was read.
-        changes: Values by path.
-        trust: Import code outside of this package that the file names.
-        source: For messages.
-        name: Whether the person may name that code instead.
-    """
+    """Settings that were read from a file, some of them changed."""
     given = dict(changes)
     if "env_options" in given:
         given["env_options"] = {**before.env_options, **given["env_options"]}
@@ -137,14 +129,8 @@ def _cluster_here(given: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_code(
     source: Path, code: Iterable[tuple[str, str]], given: Mapping[str, Any], name: bool = True
 ) -> None:
-    """Refuse code that a file names and the person does not.
-
-    Args:
-        source: The file or directory, for messages.
-        code: Settings and their values that stand for code outside of this package.
-        given: What the person says.
-        name: Whether the person may name that code instead of trusting the file.
-    """
+    """Refuse code that a file names and the person does not, by settings and values. Without `name`
+    it has to be trusted: naming it again does not help."""
     missing = [(path, value) for path, value in code if path not in given]
     if not missing:
         return

@@ -57,13 +57,7 @@ def require(condition: bool, message: str) -> None:
 
 
 class SettingError(ConfigError):
-    """A value that a setting cannot have.
-
-    Args:
-        path: The setting.
-        value: What it was given.
-        range: What it takes, in words.
-    """
+    """A value that a setting cannot have."""
 
     def __init__(self, path: str, value: Any, range: str) -> None:  # noqa: A002 - the word for it
         super().__init__(f"{path}={value} is not valid: use {range}.")

@@ -124,12 +124,8 @@ def _config(folder: str, kind: str, agent: str, envs: int, **settings: Any) -> R
 
 class Roles:
     """Workers of a run, without a supervisor. The agent has an actor and no learner, which would
-    share its processor time; further actors act with parameters of their own.
-
-    Args:
-        config: The run.
-        names: Beginnings of the names of those that are started.
-    """
+    share its processor time; further actors act with parameters of their own. Started are those
+    whose names begin with one of `names`."""
 
     def __init__(self, config: RunConfig, *names: str) -> None:
         self._launcher = LocalLauncher(config.logdir)
@@ -369,11 +365,8 @@ def _repeat(call: Callable[[], Any], count: int) -> Spent:
 
 
 def allow_connections(count: int, limits: tuple[int, int] | None = None) -> None:
-    """Let this process, and those that it starts, open enough files for so many connections.
-
-    Args:
-        count: Connections.
-        limits: Soft and hard limit of open files; None asks the machine.
+    """Let this process, and those that it starts, open enough files for so many connections. Tests
+    give other `limits`, a soft and a hard one, than the machine has.
 
     Raises:
         ConfigError: The machine does not allow it.
@@ -391,13 +384,7 @@ def allow_connections(count: int, limits: tuple[int, int] | None = None) -> None
 
 class LightClients:
     """Connections to actors, each with one environment that shows the same episode for ever.
-
-    Args:
-        addresses: Where the actors listen; environment n calls number n modulo their count.
-        kind: What the environments show.
-        count: How many connections.
-        keys: The run key.
-    """
+    Environment n calls actor n modulo the number of addresses."""
 
     def __init__(
         self, addresses: Sequence[str], kind: str, count: int, keys: Keys | RoleKey | None = None

@@ -168,12 +168,8 @@ class Accounts:
     """Episodes that the logger has written."""
 
     def problems(self, unacknowledged: int) -> list[str]:
-        """What is not as it should be, a sentence each.
-
-        Args:
-            unacknowledged: Steps that killed agents may have taken along: the replay had not
-                acknowledged them.
-        """
+        """What is not as it should be, a sentence each. Killed agents may have taken along so many
+        steps that the replay had not acknowledged."""
         found = dict(self.findings.faults)
         taken = found.pop("lost_ends", 0)
         problems = [f"{count} stored steps are {name}." for name, count in found.items()]
@@ -202,12 +198,7 @@ class Accounts:
 
 
 def settle(config: RunConfig, restarts: int) -> Accounts:
-    """Read the accounts of a run that has ended.
-
-    Args:
-        config: The run.
-        restarts: How often its replay was started again.
-    """
+    """The accounts of a run that has ended, and whose replay was started again so often."""
     found = audit(_directories(config, "replay"))
     evaluated = [path for path in _directories(config, "eval_replay") if path.exists()]
     snapshot = Checkpoint(config.logdir / "ckpt" / "agent").load()

@@ -25,12 +25,7 @@ _DETACH = 2
 
 
 class Disk:
-    """The disk of a run. A context manager.
-
-    Args:
-        folder: Where the run is; does not exist yet.
-        size: Bytes of the file system.
-    """
+    """The disk of a run. A context manager."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size

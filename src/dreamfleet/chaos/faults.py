@@ -64,14 +64,7 @@ class Outcome:
 
 
 class Injector:
-    """Does faults to a fleet, one after the other.
-
-    Args:
-        fleet: Runs.
-        network: Its connections; without lines if workers are threads of one process.
-        disk: Where the run is.
-        seed: Decides what an attack sends.
-    """
+    """Does faults to a fleet, one after the other."""
 
     def __init__(self, fleet: Fleet, network: Network, disk: Disk, seed: int) -> None:
         self._fleet, self._network, self._disk = fleet, network, disk

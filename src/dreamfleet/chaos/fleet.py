@@ -44,13 +44,7 @@ _GONE_SECONDS = 10.0
 
 
 class Fleet:
-    """A run whose supervisor is another process, which may be killed and started again.
-
-    Args:
-        config: The run.
-        addresses: Of the proxies, by server; none if workers are threads of one process.
-        folder: For its temporary files.
-    """
+    """A run whose supervisor is another process, which may be killed and started again."""
 
     def __init__(self, config: RunConfig, addresses: Mapping[str, str], folder: Path) -> None:
         self.config = config
@@ -197,12 +191,7 @@ def _say(line: str) -> None:
 
 
 class BehindProxies:
-    """A launcher whose workers find servers through proxies; everything else is another's.
-
-    Args:
-        addresses: Of the proxies, by server.
-        logdir, args: Of the launcher that the settings name.
-    """
+    """A launcher whose workers find servers through proxies; everything else is another's."""
 
     def __init__(self, addresses: Mapping[str, str], logdir: Path, args: RunConfig) -> None:
         self._addresses = addresses
@@ -236,13 +225,8 @@ def _run(addresses: Mapping[str, str], worker: Worker) -> None:
 
 @dataclass(frozen=True)
 class _ProxyBook:
-    """An address book in which servers are where their proxies listen.
-
-    Args:
-        inner: Where servers publish their own addresses.
-        addresses: Of the proxies.
-        worker: Whose process this is. A server looks for its own predecessor.
-    """
+    """An address book in which servers are where their proxies listen. A server, which looks for
+    its own predecessor, finds that one."""
 
     inner: AddressBook
     addresses: Mapping[str, str]

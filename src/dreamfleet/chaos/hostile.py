@@ -26,14 +26,7 @@ _READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
 def attack(rng: random.Random, address: str, methods: Sequence[str], keys: Keys | None) -> Attack:
-    """Send a server what it has to refuse.
-
-    Args:
-        rng: Decides what.
-        address: Where it listens.
-        methods: Names of its methods.
-        keys: The run key, if the server asks for one.
-    """
+    """Send a server what it has to refuse."""
     result = Attack()
     for _ in range(_CONNECTIONS):
         result.sent += _send_bytes(address, rng.choice(_STRANGERS)(rng))

@@ -57,13 +57,7 @@ class Loss:
 
 
 class Line:
-    """The connections to one server, through a proxy.
-
-    Args:
-        name: The server.
-        logdir: Where it publishes its address.
-        listen: Where clients connect: a machine or a socket file.
-    """
+    """The connections to one server, through a proxy."""
 
     def __init__(self, name: str, logdir: Path, listen: str | Path) -> None:
         self.name = name
@@ -84,13 +78,7 @@ class Line:
         return min(times, default=None)
 
     def lose(self, method: str, part: Part, kill: Callable[[], object]) -> Loss:
-        """Lose a part of the next call of a method, with its connection.
-
-        Args:
-            method: Which.
-            part: What of it.
-            kill: Kills the server.
-        """
+        """Lose a part of the next call of a method, with its connection."""
         self._loss = Loss(method, part, kill)
         return self._loss
 
@@ -222,13 +210,7 @@ def _read_int(data: bytes, place: int) -> tuple[int, int]:
 
 @dataclass
 class Network:
-    """All connections of a fleet. A context manager, which closes them.
-
-    Args:
-        logdir: Where servers publish their addresses.
-        servers: Their names, and whether each listens at a port.
-        folder: For socket files.
-    """
+    """All connections of a fleet. A context manager, which closes them."""
 
     logdir: Path
     servers: Mapping[str, bool]

@@ -52,14 +52,7 @@ class Fault:
 def schedule(
     seed: int, workers: Sequence[str], servers: Sequence[str], *, threads: bool = False
 ) -> Iterator[Fault]:
-    """Faults without an end.
-
-    Args:
-        seed: Decides which, and in which order.
-        workers: Names of the fleet's processes.
-        servers: Names of those that others call.
-        threads: Whether the workers are threads of one process, which signals cannot tell apart.
-    """
+    """Faults without an end. Signals cannot tell workers apart that are threads of one process."""
     rng = random.Random(seed)
     while True:
         deck = list(_whole_fleet(servers, rng))

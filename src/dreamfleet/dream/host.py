@@ -134,12 +134,7 @@ def main() -> None:
 
 
 class DreamHost:
-    """Starts the process when it is needed, and speaks with it; for any thread.
-
-    Args:
-        most: Sessions at the same time.
-        idle: Seconds without a call after which a session is closed.
-    """
+    """Starts the process when it is needed, and speaks with it; for any thread."""
 
     def __init__(self, most: int = MOST_SESSIONS, idle: float = IDLE_SECONDS) -> None:
         self._most, self._idle = most, idle

@@ -44,12 +44,7 @@ class _Branch:
 
 
 class Session:
-    """A dream that is played.
-
-    Args:
-        dream: Loaded; several sessions may share it, because each plays a branch of it.
-        trust: Import the environment that the checkpoint names, if it is not part of this package.
-    """
+    """A dream that is played."""
 
     def __init__(self, dream: Dream, *, trust: bool = False) -> None:
         self._loaded = dream
@@ -107,13 +102,8 @@ class Session:
         }
 
     def start(self, episode: int | None, observe: int, seed: int) -> Plain:
-        """Start from an episode of the replay, or from a fresh one of the real environment.
-
-        Args:
-            episode: Its place in what `describe` said; None for a fresh one.
-            observe: How many of its steps are observed.
-            seed: Of the dream, and of a fresh episode.
-        """
+        """Start from an episode of the replay, or from a fresh one of the real environment. An
+        episode is named by its place in what `describe` said; None is a fresh one."""
         dream = self.dream
         dream.seed = seed
         self._branches, self._current = [_Branch(dream)], 0
@@ -147,10 +137,6 @@ class Session:
 
         After going back, the same action goes forth again, and another one branches off: what was
         imagined before is kept as a branch of its own.
-
-        Args:
-            who: Who chooses the action.
-            action: What you choose.
         """
         dream = self.dream
         number = dream.now.number

@@ -66,12 +66,7 @@ class EnvCrashedError(EnvError, RuntimeError):
 
 
 class NotFiniteError(SpaceError):
-    """A reward or an observation with NaN or infinity.
-
-    Args:
-        message: What is wrong, and the fix.
-        key: The key of the observation.
-    """
+    """A reward or an observation with NaN or infinity."""
 
     def __init__(self, message: str, key: str) -> None:
         super().__init__(message)

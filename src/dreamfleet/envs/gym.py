@@ -63,11 +63,6 @@ _OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask")
 class GymTranslation:
     """Between the spaces of Gymnasium and ours.
 
-    Args:
-        observation_space: Gymnasium's.
-        action_space: Gymnasium's.
-        image_layout: The option of that name.
-
     Raises:
         SpaceError: A space that no agent here can take.
         ConfigError: The option does not fit.
@@ -226,15 +221,7 @@ class GymEnv(EpisodicEnv):
 
 class GymPlayer:
     """A policy for one Gymnasium environment: called with an observation of that environment, it
-    returns an action. It keeps the carry of the episode itself.
-
-    Args:
-        policy: Called with an observation and a state, returns an action and the next state.
-        obs_space: The observations that the policy was trained on.
-        env: Its spaces are used; it is not stepped.
-        action_bounds: The option of that name that the policy was trained with.
-        image_layout: The option of that name that the policy was trained with.
-    """
+    returns an action. It keeps the carry of the episode itself."""
 
     def __init__(
         self,

@@ -398,12 +398,6 @@ def _suggestions(task: str) -> str:
 def check_option(name: str, value: Any, kind: Any, *, least: int | None = None) -> None:
     """Refuse a value of the wrong type.
 
-    Args:
-        name: The option's.
-        value: What was given.
-        kind: The annotation of the parameter it is for.
-        least: The smallest whole number.
-
     Raises:
         ConfigError: The message says what fits.
     """

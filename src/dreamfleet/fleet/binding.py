@@ -74,14 +74,8 @@ def understand(text: str, here: Addresses | None = None) -> Binding:
 def choose_port(
     listen: str, wanted: int, taken: Collection[int] = (), *, only: bool = False, count: int = 1
 ) -> int:
-    """A free port: the wanted one, or else the next.
-
-    Args:
-        listen: Where it has to be free.
-        wanted: The first one that is tried.
-        taken: Ports that others are about to take.
-        only: Whether no other one will do.
-        count: How many that follow each other have to be free.
+    """A free port: the wanted one, or else the next. With `only` no other one will do. Of several,
+    which follow each other, it is the first.
 
     Raises:
         ConfigError: It is not free.

@@ -45,10 +45,6 @@ _KILL_SECONDS = 2.0
 def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> Iterator[None]:
     """Make this process the only supervisor in this directory, until the block ends.
 
-    Args:
-        logdir: The directory of a run.
-        say: Takes lines for the person.
-
     Raises:
         ConfigError: Another process runs a fleet in this directory, or nothing can be written to
             it.

@@ -121,13 +121,7 @@ class Lease:
 
 
 class Leases:
-    """Which ids belong to which machine. Not thread-safe.
-
-    Args:
-        most_train: Training environments that may be there at once.
-        most_eval: The same of evaluation.
-        clock: Seconds, rising.
-    """
+    """Which ids belong to which machine. Not thread-safe."""
 
     def __init__(
         self,
@@ -281,13 +275,7 @@ def _digest(token: str) -> str:
 
 
 class Coordinator:
-    """Serves machines that join, until the block ends.
-
-    Args:
-        run: The run, with the addresses of its roles.
-        address: Where to listen.
-        on_failure: Told the sentence of a machine whose failure ends the run.
-    """
+    """Serves machines that join, until the block ends."""
 
     def __init__(
         self, run: RunConfig, address: str, on_failure: Callable[[str], None] = log.error

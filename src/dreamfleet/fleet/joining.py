@@ -108,13 +108,6 @@ class _Lease(_Answer, frozen=True, kw_only=True):
 def join(url: str, wish: Wish, *, logdir: Path | None, patience: float, say: Say) -> None:
     """Serve a run with environments of this machine until it is over, or until Ctrl-C.
 
-    Args:
-        url: The address and key of the run, as it printed them.
-        wish: What this machine offers.
-        logdir: Where logs are kept; None for a directory that is removed at the end.
-        patience: Seconds to wait for a run that does not answer any more.
-        say: Takes lines for the person.
-
     Raises:
         ConfigError: What was typed cannot work.
         JoinError: The run cannot be reached, or does not want this machine.
@@ -313,15 +306,7 @@ class _Machine:
 
 
 class _Link:
-    """Tells the coordinator every second that this machine is there, on a thread of its own.
-
-    Args:
-        machine: Whose link it is.
-        client: The connection to the coordinator.
-        lease: What the coordinator has given.
-        notes: What the environment workers note.
-        stop: Ends the environments.
-    """
+    """Tells the coordinator every second that this machine is there, on a thread of its own."""
 
     def __init__(
         self,
@@ -437,14 +422,8 @@ def _counted(lease: _Lease) -> str:
 def publish_addresses(
     book: DirectoryBook, place: Path, coordinator: Address, addresses: Mapping[str, str]
 ) -> None:
-    """Keep where the run's roles listen, as far as they are servers that a machine may call.
-
-    Args:
-        book: Where environments look them up.
-        place: Whose directory is this machine's.
-        coordinator: Its host stands in for the host `*`.
-        addresses: What the coordinator said.
-    """
+    """Keep where the run's roles listen, as far as they are servers that a machine may call. The
+    coordinator's host stands in for the host `*`."""
     for name, text in addresses.items():
         if not _ROLE.fullmatch(name):
             continue

@@ -43,11 +43,6 @@ def look_at_environments(
     """Make an environment, and one more if processes will hold several, and close them.
 
     No more than needed: somebody's environment may be slow to start, or a thing there is one of.
-
-    Args:
-        make_env: Called with the number of an environment.
-        both: Whether to make one more.
-        tell: Told before each call of it.
     """
     count, me = 2 if both else 1, psutil.Process()
     taken = [me.memory_info().rss]
@@ -71,12 +66,6 @@ def look_at_environments(
 
 def look_apart(make_env: Callable[[int], Any], *, both: bool, timeout: float, say: Say) -> Look:
     """The same in a process of its own.
-
-    Args:
-        make_env: Called with the number of an environment.
-        both: Whether to make one more.
-        timeout: Seconds that a call may take; 0 for no timeout.
-        say: Takes lines for the person: how long it takes, and tracebacks.
 
     Raises:
         ConfigError: `make_env` cannot be sent there.

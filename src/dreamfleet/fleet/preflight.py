@@ -280,14 +280,8 @@ def _kind(space: Space | None) -> str:
 def check_memory(
     config: RunConfig, env_bytes: float, further_bytes: float, available: int | None = None
 ) -> None:
-    """Environments that do not fit would be ended by the machine one after the other.
-
-    Args:
-        config: How many there are, and in how many processes.
-        env_bytes: Of the first environment of a process, with the code that it loads.
-        further_bytes: Of every other one.
-        available: Memory there is; None to ask the machine.
-    """
+    """Environments that do not fit would be ended by the machine one after the other. The first one
+    of a process takes more than others: the code that it loads."""
     processes = sum(name.startswith("env-") for name in worker_names(config))
     if not processes:
         return
@@ -305,14 +299,7 @@ def check_memory(
 def check_disk(
     config: RunConfig, obs_space: Spaces, act_space: Spaces, free: int | None = None
 ) -> None:
-    """A replay that fills the disk would end the run in the middle.
-
-    Args:
-        config: How many steps are collected, and how many are kept.
-        obs_space: What a step holds,
-        act_space: and what else.
-        free: Bytes there are; None to ask the machine.
-    """
+    """A replay that fills the disk would end the run in the middle."""
     there = _nearest(config.logdir)
     room = shutil.disk_usage(there).free if free is None else free
     if config.remote_replay:
@@ -342,12 +329,7 @@ def check_disk(
 
 
 def check_addresses(replay: int = 0, limit: int | None = None) -> None:
-    """A process that is refused address space fails in the middle of whatever it does.
-
-    Args:
-        replay: Bytes that a replay maps.
-        limit: Bytes that a process may map; None to ask the machine.
-    """
+    """A process that is refused address space fails in the middle of whatever it does."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
     needed = replay + _ADDRESSES_BESIDE
     if 0 <= allowed < needed:

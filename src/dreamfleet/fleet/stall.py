@@ -49,13 +49,7 @@ def why_waiting(
 
 
 def hanging(noted: Iterable[Noted], env_timeout: float, now: float) -> str:
-    """Environments that take long right now, since when, and what follows; empty if none does.
-
-    Args:
-        noted: What environment workers have noted.
-        env_timeout: The run's setting.
-        now: Unix time.
-    """
+    """Environments that take long right now, since when, and what follows; empty if none does."""
     what_follows = (
         f"after {env_timeout:g} s (env_timeout) its process is ended and started again"
         if env_timeout

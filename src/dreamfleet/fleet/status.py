@@ -348,11 +348,7 @@ def _forecast(status: RunStatus) -> str:
 
 
 class Watcher:
-    """Looks at a run again and again.
-
-    Args:
-        logdir: The run's directory; the run may be started later.
-    """
+    """Looks at a run again and again."""
 
     def __init__(self, logdir: Path) -> None:
         self._logdir = logdir
@@ -527,12 +523,7 @@ def _anybody(machines: Sequence[MachineStatus]) -> bool:
 
 
 def run_state(record: FleetRecord | None, responding: bool = False) -> RunState:
-    """What a record says of a run, and whether its supervisor lives.
-
-    Args:
-        record: The run's; None if there is none.
-        responding: Whether the logger responds.
-    """
+    """What a record says of a run, and whether its supervisor lives."""
     if record is None:
         return "ended"
     if record.state in ("ended", "failed") or supervisor_process(record) is not None:

@@ -115,10 +115,6 @@ class Supervisor:
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
         """Start everything and return when the run is over and every worker has ended.
 
-        Args:
-            tick: Called every so often, to show progress.
-            every: Seconds between two ticks.
-
         Raises:
             FleetError: A worker failed, and the run ended because of it.
             KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
@@ -506,13 +502,8 @@ class Failures:
 
     def add(self, name: str, error: str, policy: RestartPolicy, progress: int = 0) -> float:
         """Seconds until the worker that failed is started again: none after a first failure, and
-        doubling with each further one without progress.
-
-        Args:
-            name: The worker.
-            error: How it failed.
-            policy: How often it may.
-            progress: A number that is larger than at its last failure if it has made progress.
+        doubling with each further one without progress. Progress is a number that is larger than at
+        its last failure if it has made some.
 
         Raises:
             FleetError: It has failed too often; shows the first error of any worker that is not

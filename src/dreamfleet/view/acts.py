@@ -63,15 +63,7 @@ def ask_to_save(run: Run) -> str:
 
 
 class Job:
-    """Something that is done to a checkpoint by a process of its own.
-
-    Args:
-        run: The run.
-        name: What it is called.
-        module: What the process runs, and with which words.
-        step: Of the checkpoint.
-        episodes: How many it plays; 0 for none.
-    """
+    """Something that is done to a checkpoint by a process of its own."""
 
     def __init__(
         self, run: Run, name: str, module: Sequence[str], step: int, episodes: int
@@ -196,12 +188,7 @@ def add_acts(run: Run) -> None:
 
 
 def add_jobs(run: Run, also: Callable[[], object] = lambda: None) -> None:
-    """How far is what was started for a run.
-
-    Args:
-        run: The run.
-        also: Called when its state has changed.
-    """
+    """How far is what was started for a run."""
     place = ui.element("div").classes("jobs")
 
     def refresh() -> None:

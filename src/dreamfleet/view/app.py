@@ -76,13 +76,6 @@ def serve(
 ) -> None:
     """Serve pages about the runs in a folder, until Ctrl-C.
 
-    Args:
-        folder: A run, or a folder of runs.
-        host: The address to listen on.
-        port: None for 8765, or another one if that is taken.
-        trust: Import code outside of this package that runs name, where a page needs it.
-        ready: Told the address once the server listens.
-
     Raises:
         ConfigError: The address cannot be listened on.
     """

@@ -170,13 +170,7 @@ class _Node:
 
 
 def fleet_picture(status: RunStatus, traffic: Mapping[str, float], hurt: Collection[str]) -> str:
-    """The picture as SVG.
-
-    Args:
-        status: The run.
-        traffic: Bytes a second between the agent and a role.
-        hurt: Workers that have failed a moment ago, and are drawn as such.
-    """
+    """The picture as SVG."""
     nodes, bottom = _nodes(
         replace(worker, state="restarting") if worker.name in hurt else worker
         for worker in status.workers

@@ -43,13 +43,7 @@ def link_to(page: str, run: Run) -> str:
 
 @contextmanager
 def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
-    """A page: the head, then what the block adds.
-
-    Args:
-        runs: All of them.
-        run: The one that the page is about.
-        page: Its path, a key of `RUN_PAGES`.
-    """
+    """A page: the head, then what the block adds."""
     ui.page_title(f"{run.name} · dreamfleet" if run else "dreamfleet")
     with ui.element("header").classes("head"):
         ui.link("", "/").classes("mark").props('aria-label="all runs"')

@@ -45,14 +45,8 @@ padding: 0 1em; color: #667085"><h1 style="font-size: 1.2em; color: #0b6fb8">dre
 
 
 class Guard:
-    """Lets requests through to an app, or refuses them.
-
-    Args:
-        app: What is guarded.
-        token: The secret.
-        host: The address that is listened on.
-        port: Its port; the cookie is named after it, because browsers do not tell ports apart.
-    """
+    """Lets requests through to an app, or refuses them. The cookie is named after the port, because
+    browsers do not tell ports apart."""
 
     def __init__(self, app: Asgi, token: str, host: str, port: int) -> None:
         self.app, self._token = app, token

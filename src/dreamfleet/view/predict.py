@@ -38,10 +38,6 @@ class Prediction(msgspec.Struct, frozen=True):
 def predict(path: Path, *, trust: bool = False) -> Prediction:
     """Predict an episode of the run's replay with a checkpoint.
 
-    Args:
-        path: The checkpoint.
-        trust: Import code outside of this package that it names.
-
     Raises:
         ConfigError: There is no stored episode, or the agent has no world model.
     """

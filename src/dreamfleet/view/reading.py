@@ -26,11 +26,8 @@ from numpy.typing import NDArray
 
 @contextmanager
 def open_inside(folder: Path, *names: str) -> Iterator[BinaryIO]:
-    """A regular file below a folder, open for reading.
-
-    Args:
-        folder: A directory that is trusted to be the one that is meant.
-        names: What follows, one name a part.
+    """A regular file below a folder, open for reading. The folder is the one that is
+    meant, and each part of what follows is a name.
 
     Raises:
         OSError: There is no such file, it is no regular file, or a link leads to it.
@@ -89,12 +86,7 @@ _LONGEST_TEXT = 500
 
 
 class Tail:
-    """Complete lines of a file that grows; each is read once.
-
-    Args:
-        folder: The run's directory.
-        names: The file below it.
-    """
+    """Complete lines of a file that grows; each is read once."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self._folder, self._names = folder, names

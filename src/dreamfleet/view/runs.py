@@ -108,13 +108,7 @@ _HAPPENINGS, _ROWS = msgspec.json.Decoder(Happening), msgspec.json.Decoder(dict[
 
 
 class Run:
-    """One run: its row in the table, and what an open page needs beyond that.
-
-    Args:
-        name: Its path below the folder.
-        path: Its directory.
-        trust: Whether code outside of this package that it names may be imported.
-    """
+    """One run: its row in the table, and what an open page needs beyond that."""
 
     def __init__(self, name: str, path: Path, *, trust: bool = False) -> None:
         self.name, self.path, self.trust = name, path, trust
@@ -242,12 +236,7 @@ class Run:
 
 
 class Runs:
-    """All runs below a folder, or the one run that it is.
-
-    Args:
-        root: The folder.
-        trust: Whether code outside of this package that runs name may be imported.
-    """
+    """All runs below a folder, or the one run that it is."""
 
     def __init__(self, root: Path, *, trust: bool = False) -> None:
         self.root, self._trust = root.resolve(), trust
@@ -286,12 +275,7 @@ class Runs:
         return self._runs.get(name)
 
     def attend(self, name: str = "", *, drawn: Sequence[str] = ()) -> None:
-        """A page is open.
-
-        Args:
-            name: The run that it shows; empty for the table.
-            drawn: Runs whose scores it draws.
-        """
+        """A page is open: that of a run, or the table, which draws the scores of some runs."""
         now = time.monotonic()
         new = now - self._attention.get(name, 0.0) > _ATTENTION_SECONDS
         new |= any(each not in self._drawn for each in drawn)

@@ -88,15 +88,7 @@ class LocalLauncher:
 
 
 class LocalWorker:
-    """A process that runs a worker's function.
-
-    Args:
-        worker: What it is.
-        payload: Its function, pickled.
-        log_file: Where its output goes.
-        pass_fds: Files that it gets.
-        before_stop: Called before it is asked to stop.
-    """
+    """A process that runs a worker's function."""
 
     error = None  # a process leaves only its output
 

@@ -514,11 +514,7 @@ def _without_function(worker: Worker) -> Worker:
 
 def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
     """Connect this process to a cluster, or start one; returns what ends that. A program that is
-    connected stays so.
-
-    Args:
-        args: The run.
-        needed: What its workers ask for in all: a cluster of our own has at least as much.
+    connected stays so. A cluster of our own has at least what is needed.
 
     Raises:
         ConfigError: There is none at this address, or it does not fit.

@@ -95,12 +95,7 @@ def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 class JsonlTail:
-    """Rows of a file that grows; each is read once, when its line is complete.
-
-    Args:
-        path: The file, which may be made later.
-        from_end: Leave out what is there now.
-    """
+    """Rows of a file that grows; each is read once, when its line is complete."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
