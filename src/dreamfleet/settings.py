@@ -299,7 +299,8 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin is tuple:
-        return f"a list, each entry {describe(inner[0])}" if inner else "a list"
+        many = "a list" if ... in inner or not inner else f"{len(inner)} values"
+        return f"{many}, each entry {describe(inner[0])}" if inner else many
     if origin is dict or kind is dict:
         return "NAME=VALUE pairs"
     if dataclasses.is_dataclass(kind):

@@ -20,12 +20,9 @@ import importlib.util
 import inspect
 import re
 import sys
-import typing
 from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from typing import Any, Protocol, cast
-
-import msgspec
 
 from dreamfleet.envs.base import Env, EnvError, UnknownTaskError
 from dreamfleet.envs.wrappers import (
@@ -41,6 +38,7 @@ from dreamfleet.envs.wrappers import (
 )
 from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean
 from dreamfleet.imports import load_object
+from dreamfleet.settings import Count, CountOrZero, convert
 
 PROGRAM = "__main__:"
 """How the names of tasks start that only one program has."""
@@ -154,9 +152,9 @@ SUITES: Mapping[str, str] = {
 _GYM_ID = re.compile(r":.*-v\d+$")
 
 GENERAL: Mapping[str, Any] = {
-    "repeat": int | None,
-    "time_limit": int,
-    "size": tuple[int, int] | None,
+    "repeat": Count | None,
+    "time_limit": CountOrZero,
+    "size": tuple[Count, Count] | None,
     "image_layout": str | dict[str, str] | None,
     "action_bounds": Bounds | dict[str, Bounds] | None,
 }
@@ -215,11 +213,9 @@ def make_env(
         ConfigError: The task has no such option, or its value cannot work.
         SpaceError: The environment's spaces cannot be used.
     """
-    given = {"repeat": repeat, "time_limit": time_limit, "size": size}
-    for name, value in given.items():
-        check_option(name, value, GENERAL[name], least=int(name in ("repeat", "size")))
-    check_option("image_layout", image_layout, GENERAL["image_layout"])
-    check_option("action_bounds", action_bounds, GENERAL["action_bounds"])
+    given = (repeat, time_limit, size, image_layout, action_bounds)
+    for (name, kind), value in zip(GENERAL.items(), given, strict=True):
+        convert(name, value, kind)
     make = _constructor(task) if isinstance(task, str) else task
     # Options are checked by our own annotations; those of other packages may mean anything.
     ours = isinstance(task, str) and _in_suite(task)
@@ -241,7 +237,7 @@ def make_env(
         if not anything:
             check_name(str(task), name, accepted.keys() - {"seed"})
         if ours and name in accepted:
-            check_option(name, value, accepted[name].annotation)
+            convert(name, value, accepted[name].annotation)
     # The environments of suites are native, seeded, and have their images as agents take them.
     adapted = None if ours else functools.partial(adapt, image_layout=image_layout)
     env = _build(task, make, options, adapted, seed)
@@ -395,21 +391,6 @@ def _suggestions(task: str) -> str:
     return f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
 
 
-def check_option(name: str, value: Any, kind: Any, *, least: int | None = None) -> None:
-    """Refuse a value of the wrong type.
-
-    Raises:
-        ConfigError: The message says what fits.
-    """
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        raise ConfigError(f"{name}={value} does not fit: {_fitting(kind)}.") from None
-    numbers = value if isinstance(value, (tuple, list)) else (value,)
-    if least is not None and any(number is not None and number < least for number in numbers):
-        raise ConfigError(f"{name} is too small: it has to be at least {least}.")
-
-
 def check_name(owner: str, name: str, own: Collection[str]) -> None:
     """Refuse an option that the task does not have, and suggest a similar one.
 
@@ -421,17 +402,3 @@ def check_name(owner: str, name: str, own: Collection[str]) -> None:
     known = sorted({*own, *GENERAL})
     hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
     raise ConfigError(f"{owner} has no option {name!r}: {hint}")
-
-
-def _fitting(kind: Any) -> str:
-    """The values that fit, in words."""
-    inner = [each for each in typing.get_args(kind) if each is not type(None)]
-    if typing.get_origin(kind) is typing.Literal:
-        return f"choose from {', '.join(map(str, inner))}"
-    if typing.get_origin(kind) is tuple:
-        what = "whole numbers, such as [64,64]" if int in inner else "numbers, such as [-2,2]"
-        return f"it is {len(inner)} {what}"
-    if inner:
-        return _fitting(inner[0])
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return f"it is {words.get(kind, kind)}"

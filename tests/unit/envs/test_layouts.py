@@ -187,7 +187,7 @@ def test_what_may_be_several_things_is_asked_for(
         ((64, 64, 3), "hhw", "is no layout"),
         ((64, 64, 3), {"image": "hw"}, r"names 2 axes, and observation 'vector' has shape \(64"),
         ((64, 64, 3), {"eye": "hwc"}, "names an observation 'eye', and there is only vector"),
-        ((64, 64, 3), 3, "image_layout=3 does not fit"),
+        ((64, 64, 3), 3, "image_layout=3 is not valid"),
     ],
 )
 def test_wrong_answers_are_refused(shape: tuple, layout: Any, words: str) -> None:

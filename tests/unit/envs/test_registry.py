@@ -247,18 +247,18 @@ def test_a_missing_extra_is_one_sentence_with_the_command(
         ({"lenght": 5}, "no option 'lenght': did you mean 'length'"),
         ({"time_limt": 5}, "did you mean 'time_limit'"),
         ({"xyz": 1}, "no option 'xyz': it has .*length"),
-        ({"repeat": 0}, "repeat is too small: it has to be at least 1"),
-        ({"time_limit": -1}, "time_limit is too small"),
-        ({"time_limit": "x"}, "time_limit=x does not fit: it is a whole number"),
-        ({"repeat": 1.5}, "repeat=1.5 does not fit"),
-        ({"size": 32}, r"size=32 does not fit: it is 2 whole numbers, such as \[64,64\]"),
-        ({"size": (8, 0)}, "size is too small"),
-        ({"length": "long"}, "length=long does not fit: it is a whole number"),
+        ({"repeat": 0}, "repeat=0 is not valid: use a whole number, at least 1"),
+        ({"time_limit": -1}, "time_limit=-1 is not valid: use a whole number, at least 0"),
+        ({"time_limit": "x"}, "time_limit=x is not valid: use a whole number"),
+        ({"repeat": 1.5}, "repeat=1.5 is not valid"),
+        ({"size": 32}, "size=32 is not valid: use 2 values, each entry a whole number, at least 1"),
+        ({"size": (8, 0)}, r"size=\[8, 0\] is not valid"),
+        ({"length": "long"}, "length=long is not valid: use a whole number"),
         ({"task": "gym:CartPole-v1", "hats": 3}, "'hats': it has .*max_episode_steps, obs, .*siz"),
         ({"task": "gym:CartPole-v1", "rendr": True}, "did you mean 'render'"),
-        ({"task": "gym:CartPole-v1", "obs": "pixel"}, "choose from state, pixels, both"),
-        ({"task": "gym:CartPole-v1", "render": "yes"}, "it is true or false"),
-        ({"task": "gym:CartPole-v1", "size": "big"}, "size=big does not fit"),
+        ({"task": "gym:CartPole-v1", "obs": "pixel"}, "use one of state, pixels, both"),
+        ({"task": "gym:CartPole-v1", "render": "yes"}, "use true or false"),
+        ({"task": "gym:CartPole-v1", "size": "big"}, "size=big is not valid"),
     ],
 )
 def test_wrong_options_are_refused(options: dict, words: str) -> None:
@@ -269,9 +269,9 @@ def test_wrong_options_are_refused(options: dict, words: str) -> None:
 @pytest.mark.parametrize(
     ("task", "option", "words"),
     [
-        ("minigrid:Empty-5x5-v0", {"obs": "state"}, "choose from pixels, symbols"),
-        ("atari:pong", {"lives": "life"}, "choose from unused, episode, reset"),
-        ("dmc:walker_walk", {"camera": "side"}, "camera=side does not fit"),
+        ("minigrid:Empty-5x5-v0", {"obs": "state"}, "use one of pixels, symbols"),
+        ("atari:pong", {"lives": "life"}, "use one of unused, episode, reset"),
+        ("dmc:walker_walk", {"camera": "side"}, "camera=side is not valid"),
     ],
 )
 def test_suites_refuse_wrong_values(task: str, option: dict, words: str) -> None:

@@ -123,8 +123,8 @@ def test_some_missing_bounds_are_counted() -> None:
         (-INF, (2, -2), r"action_bounds=\[2, -2\] leaves nothing of action 'push'"),
         (-INF, (float("nan"), 1), "leaves nothing"),
         (-INF, (7, 9), "leaves nothing"),
-        (-INF, 3, r"action_bounds=3 does not fit: it is 2 numbers, such as \[-2,2\]"),
-        (-INF, {"push": "far"}, "does not fit"),
+        (-INF, 3, "action_bounds=3 is not valid: use 2 values, each entry a number"),
+        (-INF, {"push": "far"}, "is not valid"),
     ],
 )
 def test_wrong_bounds_of_actions_are_refused(low: float, bounds: Any, words: str) -> None:
