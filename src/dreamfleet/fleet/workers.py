@@ -6,12 +6,13 @@ Whoever starts them (`dreamfleet.fleet.launchers`) needs nothing else, and they 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.launchers import ONE_THREAD, RestartPolicy, Worker
+from dreamfleet.fleet.launchers import ONE_THREAD, RestartPolicy, Role, Worker
 from dreamfleet.roles.addresses import server_name
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
@@ -41,51 +42,23 @@ def fleet_workers(
 ) -> list[Worker]:
     """The workers of a run on the machine that starts it, in the order in which they are stopped:
     a worker may need those after it until its own end."""
-    policy, agent = restart_policy(args), args.agent_type
+    agent = args.agent_type
     buffers, envs = (make_replay_train, make_replay_eval), (make_env_train, make_env_eval)
     act_and_learn = partial(parallel_agent, make_agent, args)
     if in_turns := takes_turns(args):
         act_and_learn = partial(
             serial_fleet, make_agent, *buffers, *envs, make_stream, make_logger, args
         )
-    workers = [
-        Worker(
-            "agent",
-            "agent",
-            act_and_learn,
-            agent.process_environment(args.settings_of(agent), os.environ),
-            args.resources.agent,
-            # Others cannot go on without it, and would have to be started again with it.
-            restart=policy if args.hosts == 1 else RestartPolicy("stop"),
-            ends_run=True,
-            notes=notes_path(args, "agent"),
-        )
-    ]
+    variables = agent.process_environment(args.settings_of(agent), os.environ)
+    acting = _worker("agent", act_and_learn, args, variables, ends_run=True)
+    if args.hosts > 1:  # others cannot go on without it, and would have to be started with it
+        acting = replace(acting, restart=RestartPolicy("stop"))
+    workers = [acting]
     for index in range(1, args.actors):
-        name = server_name("actor", index)
-        workers.append(
-            Worker(
-                name,
-                "actor",
-                partial(parallel_remote_actor, make_agent, index, args),
-                {**ONE_THREAD, **_NO_GPU},
-                args.resources.actor,
-                restart=policy,
-                notes=notes_path(args, name),
-            )
-        )
+        act = partial(parallel_remote_actor, make_agent, index, args)
+        workers.append(_worker(server_name("actor", index), act, args, {**ONE_THREAD, **_NO_GPU}))
     if args.eval_every:
-        workers.append(
-            Worker(
-                "evaluator",
-                "evaluator",
-                partial(parallel_evaluator, args),
-                _NO_GPU,
-                args.resources.evaluator,
-                restart=policy,
-                notes=notes_path(args, "evaluator"),
-            )
-        )
+        workers.append(_worker("evaluator", partial(parallel_evaluator, args), args, _NO_GPU))
     if in_turns:  # the agent's worker is all of the others
         workers += env_workers(*envs, args, range(args.actor_envs, args.all_envs))
         return _profiled(workers, args)
@@ -94,26 +67,31 @@ def fleet_workers(
     if not args.remote_replay:
         for shard in range(args.replay_shards):
             replay = partial(parallel_replay, *buffers, make_stream, args, shard)
-            name, asks = server_name("replay", shard), args.resources.replay
-            notes = notes_path(args, name)
-            workers.append(
-                Worker(
-                    *(name, "replay", replay, ONE_THREAD, asks, policy),
-                    needed_at_end=True,
-                    notes=notes,
-                )
-            )
+            workers.append(_worker(server_name("replay", shard), replay, args, needed_at_end=True))
     logger = partial(parallel_logger, make_logger, args)
-    notes = notes_path(args, "logger")
-    asks = args.resources.logger
-    workers.append(
-        Worker(
-            *("logger", "logger", logger, ONE_THREAD, asks, policy),
-            needed_at_end=True,
-            notes=notes,
-        )
-    )
+    workers.append(_worker("logger", logger, args, needed_at_end=True))
     return _profiled(workers, args)
+
+
+def _worker(
+    name: str,
+    function: Callable[[], Any],
+    args: RunConfig,
+    variables: Mapping[str, str] = ONE_THREAD,
+    **more: Any,
+) -> Worker:
+    """A worker of a run; the first part of its name is its role."""
+    role: Role = name.partition("-")[0]  # type: ignore[assignment]
+    return Worker(
+        name,
+        role,
+        function,
+        variables,
+        getattr(args.resources, role),
+        RestartPolicy(args.on_failure, args.max_restarts),
+        notes=notes_path(args, name),
+        **more,
+    )
 
 
 def _profiled(workers: list[Worker], args: RunConfig) -> list[Worker]:
@@ -153,11 +131,7 @@ def joined_workers(
         actors = 1 if is_eval and args.eval_every else args.actors  # or the evaluator
         for mine in groups_of(ids, args.envs_per_process, actors):
             function = partial(parallel_env, make, mine, args, is_eval)
-            policy, name = restart_policy(args), f"env-{mine[0]}"
-            notes, asks = notes_path(args, name), args.resources.env
-            workers.append(
-                Worker(name, "env", function, ONE_THREAD, asks, restart=policy, notes=notes)
-            )
+            workers.append(_worker(f"env-{mine[0]}", function, args))
     return workers
 
 
@@ -181,8 +155,3 @@ def worker_names(args: RunConfig) -> list[str]:
 
     parts = (nothing,) * 7
     return [worker.name for worker in fleet_workers(*parts, args)]
-
-
-def restart_policy(args: RunConfig) -> RestartPolicy:
-    """What the run says about workers that fail."""
-    return RestartPolicy(args.on_failure, args.max_restarts)
