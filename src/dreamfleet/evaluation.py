@@ -435,7 +435,7 @@ class _Recorded(Wrapper):
             try:
                 self._record(self._writer, obs)
             except Exception as error:
-                self._writer.__exit__(type(error), error, None)
+                self._writer.__exit__(error)
                 self._writer = None
                 text = str(error) if isinstance(error, DreamfleetError) else repr(error)
                 self._recording.done(text)
@@ -461,7 +461,7 @@ class _Recorded(Wrapper):
         if writer is None:
             return
         try:
-            writer.__exit__(None, None, None)
+            writer.__exit__()
             self._recording.done()
         except Exception as error:
             text = str(error) if isinstance(error, DreamfleetError) else repr(error)

@@ -31,7 +31,7 @@ from dreamfleet.fleet.record import record_evaluation
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import Played, append_evaluation, evaluation_metrics
 from dreamfleet.metrics.frames import find_encoder
-from dreamfleet.metrics.outputs import JsonlTail
+from dreamfleet.metrics.outputs.jsonl import JsonlTail
 from dreamfleet.offline import find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy

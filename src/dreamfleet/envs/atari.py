@@ -65,7 +65,6 @@ class Atari(EpisodicEnv):
         self._gray = gray
         self._noops = noops
         self._lives_mode = lives
-        self._pooling = pooling
         self._limit = frames
         self._clip = clip_reward
         self._lives = 0

@@ -22,14 +22,15 @@ class Wrapper:
 
     def __init__(self, env: Env) -> None:
         self.env = env
+        self._obs_space, self._act_space = env.obs_space, env.act_space
 
     @property
     def obs_space(self) -> Spaces:
-        return self.env.obs_space
+        return self._obs_space
 
     @property
     def act_space(self) -> Spaces:
-        return self.env.act_space
+        return self._act_space
 
     @property
     def notes(self) -> list[str]:
@@ -79,10 +80,6 @@ class NormalizeActions(Wrapper):
             key: Space(space.dtype, space.shape, -1, 1) if key in self._native else space
             for key, space in env.act_space.items()
         }
-
-    @property
-    def act_space(self) -> Spaces:
-        return self._act_space
 
     @property
     def notes(self) -> list[str]:
@@ -199,14 +196,6 @@ class UnifyDtypes(Wrapper):
             if space.dtype != self._act_space[key].dtype
         }
 
-    @property
-    def obs_space(self) -> Spaces:
-        return self._obs_space
-
-    @property
-    def act_space(self) -> Spaces:
-        return self._act_space
-
     def step(self, action: Mapping[str, Any]) -> Arrays:
         if self._act_dtypes:
             cast = {key: np.asarray(action[key], kind) for key, kind in self._act_dtypes.items()}
@@ -304,10 +293,6 @@ class ArrangeImages(Wrapper):
         return bool(self._readers or any(self._notes))
 
     @property
-    def obs_space(self) -> Spaces:
-        return self._obs_space
-
-    @property
     def notes(self) -> list[str]:
         return [*super().notes, *filter(None, self._notes)]
 
@@ -331,10 +316,6 @@ class ResizeImages(Wrapper):
             key: Space(np.uint8, (*size, space.shape[2])) if key in self._keys else space
             for key, space in env.obs_space.items()
         }
-
-    @property
-    def obs_space(self) -> Spaces:
-        return self._obs_space
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         obs = self.env.step(action)

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from dreamfleet.files import atomic_write
-from dreamfleet.metrics.outputs import JsonlFile
+from dreamfleet.metrics.outputs.jsonl import JsonlFile
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from dreamfleet.fleet.record import (
 )
 from dreamfleet.fleet.stall import hanging, late_after, restarting, why_waiting
 from dreamfleet.formatting import clock, readable
-from dreamfleet.metrics.outputs import JsonlTail, last_rows
+from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.logger import RECENT_EPISODES
 from dreamfleet.roles.machines import MachineRecord, MachineState, read_machines

@@ -3,17 +3,11 @@
 from dreamfleet.errors import MetricsError
 from dreamfleet.metrics.aggregate import Aggregate
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
-from dreamfleet.metrics.outputs import (
-    JsonlOutput,
-    MediaOutput,
-    Output,
-    Outputs,
-    ScoresFile,
-    TensorBoardOutput,
-    WandbOutput,
-    kind_of,
-    read_jsonl,
-)
+from dreamfleet.metrics.outputs.base import Output, Outputs, kind_of
+from dreamfleet.metrics.outputs.jsonl import JsonlOutput, ScoresFile, read_jsonl
+from dreamfleet.metrics.outputs.media import MediaOutput
+from dreamfleet.metrics.outputs.tensorboard import TensorBoardOutput
+from dreamfleet.metrics.outputs.wandb import WandbOutput
 from dreamfleet.metrics.timing import Timer, Usage
 
 __all__ = [

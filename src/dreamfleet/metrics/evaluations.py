@@ -11,7 +11,7 @@ import numpy as np
 
 from dreamfleet.metrics.aggregate import Aggregate
 from dreamfleet.metrics.episodes import Episode
-from dreamfleet.metrics.outputs import JsonlFile
+from dreamfleet.metrics.outputs.jsonl import JsonlFile
 
 PREFIX = "eval"
 """Names of metrics of evaluation episodes start with it."""

@@ -12,7 +12,6 @@ import math
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -150,20 +149,15 @@ class Mp4Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Complete the file. After an error, or without a frame, there is none."""
-        process = self._process
+        process, failed = self._process, any(error)
         if process is None:
             return
-        if error is not None:
+        if failed:
             process.kill()
         _, errors = process.communicate()
-        if error is not None:
+        if failed:
             self._part.unlink(missing_ok=True)
         elif process.returncode:
             raise self._failure(errors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import psutil
 
@@ -31,12 +30,7 @@ class _Section:
     def __enter__(self) -> None:
         self._start = self._timer.clock()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._timer.add(self._name, self._timer.clock() - self._start)
 
 

@@ -24,7 +24,7 @@ from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
-from dreamfleet.metrics.outputs import last_rows
+from dreamfleet.metrics.outputs.jsonl import last_rows
 from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES

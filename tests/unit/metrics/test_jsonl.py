@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamfleet.metrics import JsonlOutput, ScoresFile, read_jsonl
-from dreamfleet.metrics.outputs import JsonlFile
+from dreamfleet.metrics import JsonlFile, JsonlOutput, ScoresFile, read_jsonl
 
 
 def test_rows_hold_the_step_scalars_and_text(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_a_damaged_line_is_reported_and_skipped(
 
 WRITER = """
 import sys
-from dreamfleet.metrics.outputs import JsonlFile
+from dreamfleet.metrics.outputs.jsonl import JsonlFile
 file = JsonlFile(sys.argv[1])
 n = 0
 while True:
