@@ -54,6 +54,12 @@ log = logging.getLogger(__name__)
 RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed", "unknown"]
 
 _UNDER_WAY = ("running", "ending", "evaluating")
+_TOLD = (
+    *("state", "responding", "message", "waiting", "hanging", "env_failures", "start", "step"),
+    *("share", "seconds", "seconds_left", "score", "eval_score", "steps_per_second", "updates"),
+    *("updates_per_second", "replay_ratio", "supervisor"),
+)
+"""What `to_json` has by the same name."""
 
 _RATE_SECONDS = 30.0
 _ACTOR_RATE = r"actor(-\d+)?/steps_per_second$"
@@ -250,27 +256,10 @@ class RunStatus:
         plain = {
             "task": self.config.task,
             "logdir": str(self.config.logdir),
-            "state": self.state,
-            "responding": self.responding,
-            "message": self.message,
-            "waiting": self.waiting,
-            "hanging": self.hanging,
-            "env_failures": self.env_failures,
-            "start": self.start,
-            "step": self.step,
+            **{name: getattr(self, name) for name in _TOLD},
             "steps": self.config.steps,
-            "share": self.share,
-            "seconds": self.seconds,
-            "seconds_left": self.seconds_left,
-            "score": self.score,
             "best_score": max(self.scores, default=None),
-            "eval_score": self.eval_score,
             "episodes": len(self.scores),
-            "steps_per_second": self.steps_per_second,
-            "updates": self.updates,
-            "updates_per_second": self.updates_per_second,
-            "replay_ratio": self.replay_ratio,
-            "supervisor": self.supervisor,
             "workers": [asdict(worker) for worker in self.workers],
             "machines": [asdict(machine) for machine in self.machines],
             "metrics": dict(self.metrics),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,11 @@ class Evaluation:
         return float(np.std(self.returns, ddof=1) / np.sqrt(len(self.returns)))
 
     def record(self) -> dict[str, Any]:
-        """Everything, for a file."""
-        return {
-            "task": self.task,
-            "step": self.step,
-            "protocol": self.protocol,
-            "seed": self.seed,
-            "episodes": len(self.returns),
-            "mean": self.mean,
-            "standard_error": self.standard_error,
-            "returns": self.returns,
-            "lengths": self.lengths,
-            "cut_short": self.cut_short,
-            "max_steps": self.max_steps,
-            "failed": self.failed,
-            "error": self.error,
-            "partial": self.partial,
-        }
+        """Everything, for a file; whether there is a video is none of its business."""
+        fields = {name: value for name, value in asdict(self).items() if name != "video_error"}
+        error = self.standard_error
+        means = {"episodes": len(self.returns), "mean": self.mean, "standard_error": error}
+        return {**fields, **means}
 
     def summary(self) -> str:
         """The mean, in words."""
