@@ -40,7 +40,7 @@ from dreamfleet.files import atomic_rename, atomic_write, fsync
 
 log = logging.getLogger(__name__)
 
-State = Mapping[str, Any]
+FlatState = Mapping[str, Any]
 Gather = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 Which = Literal["latest", "best"]
 
@@ -72,12 +72,12 @@ class Snapshot:
     parts: dict[str, dict[str, Any]]
 
 
-def above(name: str, state: State) -> dict[str, Any]:
+def above(name: str, state: FlatState) -> dict[str, Any]:
     """The state as a part of a larger one, in which it has this name."""
     return {f"{name}/{key}": value for key, value in state.items()}
 
 
-def below(state: State, name: str) -> dict[str, Any]:
+def below(state: FlatState, name: str) -> dict[str, Any]:
     """The part of a state that has this name; empty if there is none."""
     start = f"{name}/"
     return {key.removeprefix(start): v for key, v in state.items() if key.startswith(start)}
@@ -102,7 +102,7 @@ class Checkpoint:
 
     def save(
         self,
-        parts: Mapping[str, State],
+        parts: Mapping[str, FlatState],
         step: int,
         score: float | None = None,
         *,
@@ -299,7 +299,7 @@ def _files(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part, *part.get("others", [])]
 
 
-def _write_part(folder: Path, name: str, state: State, suffix: str = "") -> dict[str, Any]:
+def _write_part(folder: Path, name: str, state: FlatState, suffix: str = "") -> dict[str, Any]:
     if not _PART.fullmatch(name):
         raise CheckpointError(f"{name!r} cannot name a part: use letters, digits, - and _.")
     arrays: dict[str, np.ndarray[Any, Any]] = {}

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from dreamfleet.fleet.record import WorkerState
 from dreamfleet.fleet.stall import some_of
-from dreamfleet.fleet.status import MachineStatus, RunStatus, Usage, Watcher, WorkerStatus
+from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, Watcher, WorkerStatus
 from dreamfleet.fleet.supervisor import Say, silent
 from dreamfleet.formatting import clock, readable
 from dreamfleet.roles.machines import MachineState
@@ -291,7 +291,7 @@ def _machine_words(machine: MachineStatus) -> str:
     return f"left {clock(machine.seconds)} ago"
 
 
-def _usage(usages: Sequence[Usage]) -> tuple[str, str]:
+def _usage(usages: Sequence[ProcessUsage]) -> tuple[str, str]:
     if not usages:
         return "", ""
     memory = readable(sum(usage.memory for usage in usages))

@@ -107,7 +107,7 @@ TRIES: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineCheck:
     """One thing that was checked."""
 
     what: str
@@ -116,42 +116,42 @@ class Finding:
     fix: str = ""
 
 
-def inspect_machine(logdir: Path = Path("runs")) -> Iterator[Finding]:
+def inspect_machine(logdir: Path = Path("runs")) -> Iterator[MachineCheck]:
     """Check Python, JAX, memory, sockets, limits, rendering, extras and the disk for runs."""
     for check in CHECKS:
         yield from check()
     yield from disk(logdir)
 
 
-def python() -> Iterator[Finding]:
+def python() -> Iterator[MachineCheck]:
     """Interpreter and package."""
-    yield Finding("Python", "untried", f"{platform.python_version()} in {sys.prefix}")
-    yield Finding("Dreamfleet", "untried", importlib.metadata.version("dreamfleet"))
+    yield MachineCheck("Python", "untried", f"{platform.python_version()} in {sys.prefix}")
+    yield MachineCheck("Dreamfleet", "untried", importlib.metadata.version("dreamfleet"))
 
 
-def jax() -> Iterator[Finding]:
+def jax() -> Iterator[MachineCheck]:
     """Devices, and a function compiled for them, in a process of its own: a broken driver may hang
     or crash."""
     done = _run([sys.executable, "-c", _COMPILE])
     if isinstance(done, str):
         fix = "Reinstall it (pip install --force-reinstall jax), or set JAX_PLATFORMS=cpu."
-        yield Finding("JAX", "problem", done, fix)
+        yield MachineCheck("JAX", "problem", done, fix)
         return
     found = done.stdout.strip().splitlines()[-1]
     gpu = shutil.which("nvidia-smi") is not None
     if gpu and "cpu" in found and "gpu" not in found:
         fix = f"There is a GPU that JAX does not use: {install_command('cuda')}"
-        yield Finding("JAX", "problem", found, fix)
+        yield MachineCheck("JAX", "problem", found, fix)
     else:
-        yield Finding("JAX", "fine", found)
+        yield MachineCheck("JAX", "fine", found)
 
 
-def processor_and_memory() -> Iterator[Finding]:
+def processor_and_memory() -> Iterator[MachineCheck]:
     """Cores, memory, and whether they are enough."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0]
     busy = cores is not None and load > cores
-    yield Finding(
+    yield MachineCheck(
         "processor",
         "hint" if busy else "untried",
         f"{cores} cores, load {load:.1f}",
@@ -160,12 +160,14 @@ def processor_and_memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     found = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB free"
     if memory.available < _LITTLE_MEMORY:
-        yield Finding("memory", "hint", found, "Close other programs, or use few environments.")
+        yield MachineCheck(
+            "memory", "hint", found, "Close other programs, or use few environments."
+        )
     else:
-        yield Finding("memory", "untried", found)
+        yield MachineCheck("memory", "untried", found)
 
 
-def disk(logdir: Path) -> Iterator[Finding]:
+def disk(logdir: Path) -> Iterator[MachineCheck]:
     """Room where runs will be kept, and whether they can be written there."""
     there = logdir.absolute()
     while not there.exists():
@@ -179,15 +181,19 @@ def disk(logdir: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
     except OSError as error:
         fix = "Choose a --logdir that can be written to."
-        yield Finding("disk", "problem", f"{there} cannot be written to: {error.strerror}", fix)
+        yield MachineCheck(
+            "disk", "problem", f"{there} cannot be written to: {error.strerror}", fix
+        )
         return
     if free < _LITTLE_DISK:
-        yield Finding("disk", "hint", found, "Images fill a replay quickly: lower replay.capacity.")
+        yield MachineCheck(
+            "disk", "hint", found, "Images fill a replay quickly: lower replay.capacity."
+        )
     else:
-        yield Finding("disk", "fine", found)
+        yield MachineCheck("disk", "fine", found)
 
 
-def sockets() -> Iterator[Finding]:
+def sockets() -> Iterator[MachineCheck]:
     """A call to ourselves, over a socket file and over a port."""
     for what, address in (("socket files", "ipc://{auto}"), ("ports", "tcp://127.0.0.1:{auto}")):
         try:
@@ -197,61 +203,63 @@ def sockets() -> Iterator[Finding]:
                 assert client.double(21).result(5.0) == 42
         except (DreamfleetError, OSError) as error:
             fix = "Look for a firewall, or set TMPDIR to a short path that you may write to."
-            yield Finding(what, "problem", f"no call gets through: {error}", fix)
+            yield MachineCheck(what, "problem", f"no call gets through: {error}", fix)
         else:
-            yield Finding(what, "fine", "calls get through")
+            yield MachineCheck(what, "fine", "calls get through")
 
 
-def limits() -> Iterator[Finding]:
+def limits() -> Iterator[MachineCheck]:
     """Limits of this shell that a fleet may reach."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < _FEW_FILES:
         fix = "Run 'ulimit -n 4096' in this shell first, if there are to be many environments."
-        yield Finding("open files", "hint", f"{files} at most", fix)
+        yield MachineCheck("open files", "hint", f"{files} at most", fix)
     else:
-        yield Finding("open files", "untried", f"{files} at most" if files >= 0 else "no limit")
+        yield MachineCheck(
+            "open files", "untried", f"{files} at most" if files >= 0 else "no limit"
+        )
 
 
-def rendering() -> Iterator[Finding]:
+def rendering() -> Iterator[MachineCheck]:
     """A frame of dm_control, drawn in a process of its own: a broken driver may crash it."""
     if not _installed("dm-control"):
         return
     done = _run([sys.executable, "-c", _DRAW])
     if not isinstance(done, str):
         renderer = done.stdout.strip().splitlines()[-1]
-        yield Finding("rendering", "fine", f"dm_control draws with {renderer}")
+        yield MachineCheck("rendering", "fine", f"dm_control draws with {renderer}")
         return
     fix = "Install EGL (apt install libegl1) or OSMesa (apt install libosmesa6), or use obs=state."
     if chosen := os.environ.get("MUJOCO_GL"):
         fix = f"MUJOCO_GL={chosen} does not work here: unset it, or set it to egl or osmesa."
     elif os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         fix = "The screen that DISPLAY names cannot be drawn on: set MUJOCO_GL to egl or osmesa."
-    yield Finding("rendering", "hint", f"dm_control can show no pixels here: {done}", fix)
+    yield MachineCheck("rendering", "hint", f"dm_control can show no pixels here: {done}", fix)
 
 
-def extras() -> Iterator[Finding]:
+def extras() -> Iterator[MachineCheck]:
     """The optional parts of the package: which are there, and whether they work."""
     names = importlib.metadata.metadata("dreamfleet").get_all("Provides-Extra") or []
     for extra in (name for name in names if name not in _NOT_LISTED):
         what, needed = f"extra {extra}", list(dict.fromkeys(_packages("dreamfleet", extra)))
         if not all(map(_installed, needed)):
-            yield Finding(what, "absent", f"not installed: {install_command(extra)}")
+            yield MachineCheck(what, "absent", f"not installed: {install_command(extra)}")
             continue
         versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in needed)
         if extra not in TRIES:
-            yield Finding(what, "untried", f"{versions}, not tried")
+            yield MachineCheck(what, "untried", f"{versions}, not tried")
             continue
         made, program = TRIES[extra]
         done = _run([sys.executable, "-c", program])
         if isinstance(done, str):
             fix = "It is installed but does not work; try to install it again: "
             fix += install_command(extra)
-            yield Finding(what, "hint", f"{versions}: {done}", fix)
+            yield MachineCheck(what, "hint", f"{versions}: {done}", fix)
         else:
-            yield Finding(what, "fine", f"{versions}: {made}")
+            yield MachineCheck(what, "fine", f"{versions}: {made}")
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[], Iterator[MachineCheck]], ...] = (
     python,
     jax,
     processor_and_memory,

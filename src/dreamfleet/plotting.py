@@ -184,7 +184,7 @@ COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
 
 
 @dataclass(frozen=True)
-class Run:
+class PlottedRun:
     """The configuration and the scores of one run."""
 
     config: RunConfig
@@ -202,7 +202,7 @@ class Group:
     """Runs that differ in nothing but their seed."""
 
     label: str
-    runs: list[Run]
+    runs: list[PlottedRun]
     curve: Curve
 
 
@@ -238,10 +238,10 @@ def read_panels(
     return panels_of([_read(logdir, evaluations) for logdir in logdirs], bins)
 
 
-def _read(logdir: Path, evaluations: bool) -> Run:
+def _read(logdir: Path, evaluations: bool) -> PlottedRun:
     config = read_config(logdir)
     read = read_evaluations if evaluations else read_scores
-    return Run(config, read(logdir, action_repeat(config)))
+    return PlottedRun(config, read(logdir, action_repeat(config)))
 
 
 def action_repeat(config: RunConfig) -> int:
@@ -250,13 +250,13 @@ def action_repeat(config: RunConfig) -> int:
     return _REPEATS.get(config.task.partition(":")[0], 1) if given is None else int(given)
 
 
-def panels_of(runs: Sequence[Run], bins: int) -> list[Panel]:
+def panels_of(runs: Sequence[PlottedRun], bins: int) -> list[Panel]:
     """A panel for each task of runs that were read."""
     panels = []
     for task in dict.fromkeys(run.config.task for run in runs):
         mine = [run for run in runs if run.config.task == task]
         width = bin_width(max(float(run.scores.at[-1]) for run in mine), bins)
-        groups: dict[str, list[Run]] = {}
+        groups: dict[str, list[PlottedRun]] = {}
         for run in mine:
             groups.setdefault(json.dumps(run.setting, sort_keys=True), []).append(run)
         different = _differences([group[0].setting for group in groups.values()])
@@ -275,7 +275,7 @@ def _differences(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({json.dumps(s.get(key)) for s in settings}) > 1]
 
 
-def _label(run: Run, different: Sequence[str]) -> str:
+def _label(run: PlottedRun, different: Sequence[str]) -> str:
     """What tells this setting from the others, in one line; where that is too much for a line, the
     directory tells it."""
     setting = run.setting

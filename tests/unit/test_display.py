@@ -21,12 +21,12 @@ from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
-from dreamfleet.fleet.status import MachineStatus, RunStatus, Usage, WorkerStatus
+from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
 
 
 def worker(name: str, memory: int = 41_000_000, cpu: float = 0.1, **changes: Any) -> WorkerStatus:
-    usage = Usage(cpu, memory)
+    usage = ProcessUsage(cpu, memory)
     made = WorkerStatus(name, name.split("-")[0], "running", 7, "here", 131, 0, "", usage)
     return replace(made, **changes)
 
@@ -56,7 +56,7 @@ STATUS = RunStatus(
     seconds_left=59,
     waiting="",
     workers=WORKERS,
-    supervisor=Usage(0.02, 58_000_000),
+    supervisor=ProcessUsage(0.02, 58_000_000),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dreamfleet.cli.console import say
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.joining import Wish
+from dreamfleet.fleet.joining import Offer
 from dreamfleet.fleet.joining import join as join_run
 from dreamfleet.roles.invitations import find_url
 from dreamfleet.settings import Count, CountOrZero, ZeroOrMore
@@ -46,5 +46,5 @@ def join(
     if not count + eval_envs:
         raise ConfigError("A machine joins with one environment at least: --envs 1.")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    wish = Wish(count, eval_envs, envs_per_process, task, trust)
-    join_run(find_url(url), wish, logdir=logdir, patience=patience, say=say)
+    offer = Offer(count, eval_envs, envs_per_process, task, trust)
+    join_run(find_url(url), offer, logdir=logdir, patience=patience, say=say)

@@ -40,12 +40,12 @@ def view(
             to dream with them and to evaluate them.
     """
     _need_the_extra()
-    from dreamfleet.view.app import Address, is_loopback, serve
+    from dreamfleet.view.app import PageAddress, is_loopback, serve
 
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder}: name one that holds runs, or a run.")
 
-    def ready(address: Address) -> None:
+    def ready(address: PageAddress) -> None:
         say(address.url)
         if not is_loopback(host):
             say("Whoever has this address can see and end the runs. It is not encrypted.")

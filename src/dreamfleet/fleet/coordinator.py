@@ -97,7 +97,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     envs_per_process: Annotated[int, Meta(ge=1, le=MOST_ENVS)]
 
 
-class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a machine is doing."""
 
     steps: Number = 0
@@ -174,7 +174,7 @@ class Leases:
         self._leases[machine.holder] = lease
         return token, lease
 
-    def beat(self, token: str, report: Report) -> Lease | None:
+    def beat(self, token: str, report: MachineReport) -> Lease | None:
         """A sign of life; None if the machine has lost its ids."""
         self.expire()
         lease = self._leases.get(_digest(token))
@@ -224,7 +224,7 @@ class Leases:
     def _state(self, lease: Lease, now: float) -> MachineState:
         return "away" if now - lease.heard > _AWAY_SECONDS else lease.machine.state
 
-    def _take(self, lease: Lease, report: Report, now: float) -> None:
+    def _take(self, lease: Lease, report: MachineReport, now: float) -> None:
         steps = lease.steps
         if steps and report.steps < steps[-1][1]:  # it has started again
             steps.clear()
@@ -378,7 +378,7 @@ class Coordinator:
 
     def beat(self, token: Any, report: Any) -> dict[str, Any]:
         """A sign of life, and how the machine is doing."""
-        proof, told = _checked(token, Name), _checked(report, Report)
+        proof, told = _checked(token, Name), _checked(report, MachineReport)
         with self._lock:
             lease = self._leases.beat(proof, told)
             if self._over and lease is not None:

@@ -69,7 +69,7 @@ class JoinError(DreamfleetError):
 
 
 @dataclass(frozen=True)
-class Wish:
+class Offer:
     """What this machine offers."""
 
     envs: int = 1
@@ -105,7 +105,7 @@ class _Lease(_Answer, frozen=True, kw_only=True):
     generation: int
 
 
-def join(url: str, wish: Wish, *, logdir: Path | None, patience: float, say: Say) -> None:
+def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: Say) -> None:
     """Serve a run with environments of this machine until it is over, or until Ctrl-C.
 
     Raises:
@@ -117,7 +117,7 @@ def join(url: str, wish: Wish, *, logdir: Path | None, patience: float, say: Say
     with sigterm_interrupts(), _place(logdir) as place:
         keys.save(place / _KEY)
         _probe(address)
-        machine = _Machine(address, wish, place, patience, say)
+        machine = _Machine(address, offer, place, patience, say)
         try:
             with Client(address.text, "join", keys=keys, patience=_CONNECT_SECONDS) as client:
                 machine.serve(client)
@@ -131,9 +131,9 @@ class _Machine:
     """This machine's part of a run."""
 
     def __init__(
-        self, address: Address, wish: Wish, place: Path, patience: float, say: Say
+        self, address: Address, offer: Offer, place: Path, patience: float, say: Say
     ) -> None:
-        self._address, self._wish, self._place = address, wish, place
+        self._address, self._offer, self._place = address, offer, place
         self._patience, self._say = patience, say
         self._book = DirectoryBook()
         self._looked = ""  # the description whose environment was made here once
@@ -166,8 +166,8 @@ class _Machine:
                 asked = {
                     "version": __version__,
                     "host": socket.gethostname()[:90] or "machine",
-                    "envs": self._wish.envs,
-                    "eval_envs": self._wish.eval_envs,
+                    "envs": self._offer.envs,
+                    "eval_envs": self._offer.eval_envs,
                     "envs_per_process": config.envs_per_process,
                 }
                 return described, self._ask(client, _Lease, "join", asked)
@@ -216,17 +216,17 @@ class _Machine:
             config,
             logdir=self._place,
             keys=str(self._place / _KEY),
-            envs_per_process=self._wish.envs_per_process or config.envs_per_process,
+            envs_per_process=self._offer.envs_per_process or config.envs_per_process,
             # They are found in this machine's address book.
             actor_addr=_LOOKED_UP,
             evaluator_addr=_LOOKED_UP,
         )
 
     def _check_task(self, task: str) -> None:
-        named = self._wish.task
+        named = self._offer.task
         if named is not None and named != task:
             raise ConfigError(f"The run's task is {task}, not {named}: say --task {task}.")
-        if not is_bundled(task) and named is None and not self._wish.trust:
+        if not is_bundled(task) and named is None and not self._offer.trust:
             raise ConfigError(
                 f"The run's task is {task}, which is not part of Dreamfleet, and another machine "
                 f"does not choose code that is imported here: say --task {task}, or --trust."
@@ -236,7 +236,7 @@ class _Machine:
         """Make an environment once, so that one that does not work here is told before it joins."""
         if self._looked == described.digest:
             return
-        together = min(config.envs_per_process, max(self._wish.envs, self._wish.eval_envs))
+        together = min(config.envs_per_process, max(self._offer.envs, self._offer.eval_envs))
         try:
             look = look_apart(
                 partial(environment, config, None),

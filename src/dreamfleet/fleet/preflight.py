@@ -52,7 +52,7 @@ _FILES_BESIDE = 100
 _ADDRESSES_BESIDE = 2_000_000_000  # of libraries and threads
 
 
-class Findings(NamedTuple):
+class Prospects(NamedTuple):
     """What is known of a run before it starts."""
 
     spaces: tuple[Spaces, Spaces]
@@ -68,7 +68,7 @@ def preflight(
     config: RunConfig,
     make_env: Callable[[int], Any] | None = None,
     say: Callable[[str], None] = log.info,
-) -> Findings:
+) -> Prospects:
     """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
 
     Args:
@@ -101,7 +101,7 @@ def preflight(
         spaces = blueprint.obs_space, blueprint.act_space
         check_agent(config, *spaces)
         notes = [forecast(config, *spaces), *memory_warnings(config, *spaces)]
-        return Findings(spaces, notes if on_this_machine else [])
+        return Prospects(spaces, notes if on_this_machine else [])
     look = _look(config, make_env or partial(environment, config, None), say)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
@@ -119,7 +119,7 @@ def preflight(
         further = config.all_envs - processes
         each = (processes * look.bytes + further * look.further_bytes) / config.all_envs
         notes += [forecast(config, *spaces, each), *warnings(config, *spaces)]
-    return Findings((look.obs_space, look.act_space), notes, look.output)
+    return Prospects((look.obs_space, look.act_space), notes, look.output)
 
 
 def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str], None]) -> Look:

@@ -71,7 +71,7 @@ _TAIL_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """What a process uses."""
 
     cpu: float
@@ -94,7 +94,7 @@ class WorkerStatus:
     restarts: int
     error: str
     """Why it last failed."""
-    usage: Usage | None
+    usage: ProcessUsage | None
     """None if it has no process of its own on this machine."""
 
 
@@ -141,7 +141,7 @@ class RunStatus:
     waiting: str
     """Why the run stands still, one sentence without a period; empty if it does not."""
     workers: tuple[WorkerStatus, ...]
-    supervisor: Usage | None
+    supervisor: ProcessUsage | None
     """What the supervisor's process uses, with the workers that are its threads."""
     hanging: str = ""
     """Environments that take long right now, while others may go on; empty if none does."""
@@ -472,7 +472,7 @@ class Watcher:
             for worker in record.workers
         )
 
-    def _usage(self, pid: int | None, host: str) -> Usage | None:
+    def _usage(self, pid: int | None, host: str) -> ProcessUsage | None:
         if pid is None or host != socket.gethostname():
             return None
         try:
@@ -480,7 +480,7 @@ class Watcher:
             process = self._processes.get(pid)
             if process is None or not process.is_running():
                 process = self._processes[pid] = psutil.Process(pid)
-            return Usage(process.cpu_percent() / 100, process.memory_info().rss)
+            return ProcessUsage(process.cpu_percent() / 100, process.memory_info().rss)
         except (psutil.Error, ValueError, OverflowError):
             self._processes.pop(pid, None)
             return None

@@ -20,26 +20,27 @@ from nicegui import ui
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.view import dream_page, look_page, settings_page, table_page
-from dreamfleet.view.checkpoints_page import Checkpoints
-from dreamfleet.view.fleet_page import Fleet
+from dreamfleet.view.checkpoints_page import CheckpointsPage
+from dreamfleet.view.fleet_page import FleetPage
 from dreamfleet.view.frame import add_style
 from dreamfleet.view.guard import Guard
-from dreamfleet.view.logs_page import Logs
-from dreamfleet.view.look_page import Look
-from dreamfleet.view.metrics_page import Metric, Metrics
-from dreamfleet.view.run_page import Overview
+from dreamfleet.view.logs_page import LogsPage
+from dreamfleet.view.look_page import LookPage
+from dreamfleet.view.metrics_page import MetricPage, MetricsPage
+from dreamfleet.view.run_page import OverviewPage
 from dreamfleet.view.runs import Runs
 
 PORT = 8765
+_RUN_PAGES = (OverviewPage, MetricsPage, MetricPage, FleetPage, LogsPage, CheckpointsPage, LookPage)
 _PAGES = (
-    *(table_page.add, Overview.add, Metrics.add, Metric.add, Fleet.add, Logs.add),
-    *(Checkpoints.add, settings_page.add, Look.add, look_page.add_media, dream_page.add),
+    *(page.add for page in _RUN_PAGES),
+    *(table_page.add, settings_page.add, look_page.add_media, dream_page.add),
 )
 """Functions that add a page each."""
 
 
 @dataclass(frozen=True)
-class Address:
+class PageAddress:
     """Where a server listens, and what opens it."""
 
     host: str
@@ -72,7 +73,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     trust: bool = False,
-    ready: Callable[[Address], None],
+    ready: Callable[[PageAddress], None],
 ) -> None:
     """Serve pages about the runs in a folder, until Ctrl-C.
 
@@ -80,7 +81,7 @@ def serve(
         ConfigError: The address cannot be listened on.
     """
     listening = _listen(host, port)
-    address = Address(host, listening.getsockname()[1], secrets.token_urlsafe(24))
+    address = PageAddress(host, listening.getsockname()[1], secrets.token_urlsafe(24))
     with Runs(folder, trust=trust) as runs, listening:
         guarded = Guard(make_app(runs), address.token, host, address.port)
         config = uvicorn.Config(
@@ -155,7 +156,7 @@ def _end_with_input() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _tell_parent(address: Address) -> None:
+def _tell_parent(address: PageAddress) -> None:
     print(address.url, flush=True)  # noqa: T201 - read by the parent
     threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
 

@@ -20,13 +20,13 @@ from dreamfleet.errors import MetricsError
 from dreamfleet.plotting import (
     Curve,
     Panel,
+    PlottedRun,
     PublishedCurve,
     Scores,
     action_repeat,
     panels_of,
     read_evaluations,
 )
-from dreamfleet.plotting import Run as PlottedRun
 from dreamfleet.view.reading import Floats
 from dreamfleet.view.runs import Run
 
@@ -37,7 +37,7 @@ _LONGEST_PAUSE = 900.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class CurveOptions:
     """How curves are drawn."""
 
     axis: Axis = "steps"
@@ -49,7 +49,7 @@ class Wish:
     bins: int = 60
 
 
-def panels(runs: Sequence[Run], wish: Wish) -> list[Panel]:
+def panels(runs: Sequence[Run], wish: CurveOptions) -> list[Panel]:
     """A panel for each task of the runs that have scores."""
     plotted = []
     for run in runs:
@@ -126,7 +126,7 @@ def smooth(curve: Curve, weight: float) -> Curve:
     return replace(curve, mean=mean, low=low, high=high)
 
 
-def to_csv(found: Sequence[Panel], wish: Wish) -> str:
+def to_csv(found: Sequence[Panel], wish: CurveOptions) -> str:
     """The curves as they are drawn, a line a point."""
     out = io.StringIO()
     writer = csv.writer(out)
@@ -283,7 +283,7 @@ def _digits(value: float) -> float:
     return float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
 
 
-def panel_chart(panel: Panel, wish: Wish, *, published: bool, log: bool) -> dict[str, Any]:
+def panel_chart(panel: Panel, wish: CurveOptions, *, published: bool, log: bool) -> dict[str, Any]:
     """The curves of one task."""
     options = base(wish.axis, log=log)
     series: list[dict[str, Any]] = []

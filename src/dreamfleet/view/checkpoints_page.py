@@ -21,7 +21,7 @@ _EVALUATE = """<q-td :props="props"><q-btn flat dense no-caps label="Evaluate"
  @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
 
 
-class Checkpoints(RunPage):
+class CheckpointsPage(RunPage):
     """Two tables, and a button for each checkpoint."""
 
     path, seconds = "checkpoints", 3.0

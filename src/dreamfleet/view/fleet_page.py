@@ -26,7 +26,7 @@ _SHOWN_EVENTS = 200
 _CHARTS = (("Processor", "cores", "cpu"), ("Memory", "bytes", "memory"), ("Disk", "bytes", "disk"))
 
 
-class Fleet(RunPage):
+class FleetPage(RunPage):
     """A picture, a time line and charts."""
 
     path, seconds = "fleet", 1.0

@@ -20,7 +20,7 @@ _LEVEL = re.compile(rf"^\S+ \S+ ({'|'.join(_LEVELS)}) ")
 _ALL = "every process"
 
 
-class Logs(RunPage):
+class LogsPage(RunPage):
     """Lines of the logs, the newest last."""
 
     path, seconds = "logs", 1.5

@@ -31,7 +31,7 @@ _MEANING = (
 )
 
 
-class Look(RunPage):
+class LookPage(RunPage):
     """A player for each kind of video, and predictions as curves."""
 
     path, seconds = "look", 3.0

@@ -29,7 +29,7 @@ _POINTS = 1200
 _OTHERS = "Others"
 
 
-class Metrics(RunPage):
+class MetricsPage(RunPage):
     """A tile for each metric."""
 
     path, seconds = "metrics", 2.0
@@ -117,7 +117,7 @@ def spark(points: Floats) -> str:
     )
 
 
-class Metric(RunPage):
+class MetricPage(RunPage):
     """One metric in large."""
 
     path, seconds = "metrics", 2.0

@@ -12,7 +12,15 @@ from nicegui import ui
 from dreamfleet.fleet.status import RunStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.acts import add_acts
-from dreamfleet.view.charts import AXES, COLORS, Wish, curves_chart, pairs, panel_chart, panels
+from dreamfleet.view.charts import (
+    AXES,
+    COLORS,
+    CurveOptions,
+    curves_chart,
+    pairs,
+    panel_chart,
+    panels,
+)
 from dreamfleet.view.frame import RunPage, card, draw
 from dreamfleet.view.reading import thinned
 from dreamfleet.view.runs import Run
@@ -42,7 +50,7 @@ _CHARTS = (
 )
 
 
-class Overview(RunPage):
+class OverviewPage(RunPage):
     """How far the run is, its scores, and curves."""
 
     path, seconds = "run", 1.0
@@ -113,7 +121,7 @@ class Overview(RunPage):
             self._values[name].text = value
 
     def _draw_scores(self) -> None:
-        wish = Wish(axis=self._axis.value)
+        wish = CurveOptions(axis=self._axis.value)
         log = bool(self._log.value)
         drawn = (len(self._run.scores), wish, log, self._run.row.state)
         if drawn == self._drawn_scores:
@@ -127,7 +135,7 @@ class Overview(RunPage):
         scores = found[0].groups[0].runs[0].scores
         dots = thinned(np.stack([scores.at, scores.score], 1), _DOTS)
         options["series"].insert(0, _dots("episodes", pairs(dots[:, 0], dots[:, 1], log=log)))
-        evaluated = panels([self._run], Wish(axis=wish.axis, evaluations=True))
+        evaluated = panels([self._run], CurveOptions(axis=wish.axis, evaluations=True))
         points = evaluated[0].groups[0].runs[0].scores if evaluated else None
         self._evaluation = float(points.score[-1]) if points else None
         options["series"].append(

@@ -9,7 +9,7 @@ from typing import Any
 
 from nicegui import ui
 
-from dreamfleet.view.charts import AXES, Wish, panel_chart, panels, to_csv
+from dreamfleet.view.charts import AXES, CurveOptions, panel_chart, panels, to_csv
 from dreamfleet.view.frame import (
     card,
     columns,
@@ -20,7 +20,7 @@ from dreamfleet.view.frame import (
     search_box,
     smoothing_slider,
 )
-from dreamfleet.view.run_page import Overview
+from dreamfleet.view.run_page import OverviewPage
 from dreamfleet.view.runs import Run, Runs
 
 _REFRESH_SECONDS = 2.0
@@ -44,7 +44,7 @@ def add(runs: Runs) -> None:
         if not runs.alone:
             _Table(runs)
         elif (found := find_run(runs, "")) is not None:
-            Overview(runs, found)
+            OverviewPage(runs, found)
 
 
 class _Table:
@@ -112,8 +112,8 @@ class _Table:
         return [run for name in names if (run := self._runs.find(str(name))) is not None]
 
     @property
-    def _wish(self) -> Wish:
-        return Wish(
+    def _wish(self) -> CurveOptions:
+        return CurveOptions(
             axis=self._axis.value,
             smoothing=float(self._smoothing.value),
             together=bool(self._together.value),

@@ -17,10 +17,10 @@ import pytest
 from dreamfleet import machine
 from dreamfleet.cli import main
 from dreamfleet.errors import install_command
-from dreamfleet.machine import Finding, disk, extras, jax, limits, rendering, sockets
+from dreamfleet.machine import MachineCheck, disk, extras, jax, limits, rendering, sockets
 
 
-def only(findings: object) -> Finding:
+def only(findings: object) -> MachineCheck:
     (finding,) = findings  # type: ignore[misc]
     return finding
 

@@ -18,8 +18,8 @@ from dreamfleet.fleet.coordinator import (
     Asked,
     Coordinator,
     Leases,
+    MachineReport,
     Refused,
-    Report,
     addresses,
     metrics,
 )
@@ -63,12 +63,12 @@ def test_a_machine_that_was_cut_off_keeps_its_ids_and_one_that_vanished_loses_th
     gone, _ = leases.join(asks(1, host="gone"), CALLER)
     clock.now += LEASE_SECONDS - 1
     assert [each.state for each in leases.machines()] == ["away", "away"]
-    found = leases.beat(cut, Report())
+    found = leases.beat(cut, MachineReport())
     assert found is not None
     assert found.machine.envs == (JOINED,)
     clock.now += 2
     assert [(m.name, m.state) for m in leases.machines()] == [("cut", "joined"), ("gone", "left")]
-    assert leases.beat(gone, Report()) is None
+    assert leases.beat(gone, MachineReport()) is None
     _, new = leases.join(asks(1), CALLER)
     assert new.machine.envs == (JOINED + 1,)
     # A machine ends its own environments before others may get their ids.
@@ -81,12 +81,12 @@ def test_steps_a_second_are_those_of_the_last_while() -> None:
     token, _ = leases.join(asks(1), CALLER)
     for second in range(60):
         clock.now = 100.0 + second
-        lease = leases.beat(token, Report(steps=10 * second if second < 30 else 40 * second))
+        lease = leases.beat(token, MachineReport(steps=10 * second if second < 30 else 40 * second))
     assert lease is not None
     assert lease.machine.steps_per_second == pytest.approx(40.0)
     assert metrics(leases.machines())["machines/steps_per_second"] == pytest.approx(40.0)
     assert metrics(leases.machines())["machines/environments"] == 1
-    leases.beat(token, Report(steps=3))  # its processes were started again
+    leases.beat(token, MachineReport(steps=3))  # its processes were started again
     assert lease.machine.steps_per_second == 0
 
 
@@ -99,11 +99,11 @@ def test_ids_survive_a_resume_of_the_run(tmp_path: Path) -> None:
     assert token not in (tmp_path / "machines.json").read_text()
     after = Leases()
     after.restore(read_machines(tmp_path))
-    found = after.beat(token, Report())
+    found = after.beat(token, MachineReport())
     assert found is not None
     assert found.machine.envs == lease.machine.envs
     assert after.join(asks(1), CALLER)[1].machine.envs == (JOINED + 2,)
-    assert after.beat(left, Report()) is None
+    assert after.beat(left, MachineReport()) is None
     # Environments that get the same ids after it play other episodes.
     assert Leases().join(asks(2), CALLER)[1].generation != lease.generation
 
@@ -113,8 +113,8 @@ def test_the_revoked_lose_their_ids() -> None:
     token, _ = leases.join(asks(2), CALLER)
     other, _ = leases.join(asks(2), CALLER._replace(name="laptop"))
     leases.revoke({"first"})
-    assert leases.beat(token, Report()) is None
-    assert leases.beat(other, Report()) is not None
+    assert leases.beat(token, MachineReport()) is None
+    assert leases.beat(other, MachineReport()) is not None
     assert "revoked" in leases.machines()[-1].error
 
 

@@ -24,7 +24,7 @@ from dreamfleet.envs import make_env
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import joining
 from dreamfleet.fleet.coordinator import Coordinator
-from dreamfleet.fleet.joining import JoinError, Wish, join, publish_addresses
+from dreamfleet.fleet.joining import JoinError, Offer, join, publish_addresses
 from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.roles.invitations import Place, first_invitation, revoke, url
 from dreamfleet.roles.spaces_file import write_spaces
@@ -56,8 +56,8 @@ def listening(folder: Path, **changes: Any) -> tuple[Coordinator, str]:
 
 def joined(line: str, **changes: Any) -> list[str]:
     said: list[str] = []
-    wish = Wish(**{key: changes.pop(key) for key in list(changes) if key != "logdir"})
-    join(line, wish, logdir=changes.get("logdir"), patience=LONG, say=said.append)
+    offer = Offer(**{key: changes.pop(key) for key in list(changes) if key != "logdir"})
+    join(line, offer, logdir=changes.get("logdir"), patience=LONG, say=said.append)
     return said
 
 
@@ -118,9 +118,9 @@ def test_code_that_the_run_names_is_named_again(tmp_path: Path) -> None:
             joined(line)
         with pytest.raises(ConfigError, match="is no_such_module:make, not mine:make"):
             joined(line, task="mine:make")
-        for wish in ({"task": "no_such_module:make"}, {"trust": True}):
+        for offer in ({"task": "no_such_module:make"}, {"trust": True}):
             with pytest.raises(JoinError) as error:
-                joined(line, **wish)
+                joined(line, **offer)
             assert "cannot be made here" in str(error.value)
             assert "There is no module 'no_such_module'" in str(error.value)
             assert "in the directory that holds its module" in str(error.value)
@@ -163,7 +163,7 @@ def test_a_machine_that_lost_its_ids_gets_others_and_ends_with_the_run(tmp_path:
     ended = threading.Event()
 
     def run() -> None:
-        join(line, Wish(2), logdir=tmp_path / "here", patience=LONG, say=said.append)
+        join(line, Offer(2), logdir=tmp_path / "here", patience=LONG, say=said.append)
         ended.set()
 
     def machines() -> list[Any]:
@@ -200,7 +200,7 @@ def test_a_revoked_machine_is_told_so_and_nothing_else(
 
     def run() -> None:
         try:
-            join(line, Wish(1), logdir=None, patience=LONG, say=said.append)
+            join(line, Offer(1), logdir=None, patience=LONG, say=said.append)
         except JoinError as error:
             ended.append(str(error))
 
@@ -241,7 +241,7 @@ def test_a_machine_that_hears_nothing_ends_its_environments_and_comes_back(
 
     def run() -> None:
         try:
-            join(line, Wish(1), logdir=tmp_path / "here", patience=patience, say=said.append)
+            join(line, Offer(1), logdir=tmp_path / "here", patience=patience, say=said.append)
             ended.append(None)
         except JoinError as error:
             ended.append(error)

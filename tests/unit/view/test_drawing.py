@@ -13,9 +13,16 @@ import pytest
 from view_parts import made_up_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.status import MachineStatus, RunStatus, Usage, WorkerStatus
+from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, WorkerStatus
 from dreamfleet.metrics.glossary import explain
-from dreamfleet.view.charts import Wish, panel_chart, panels, smoothed, to_csv, training_hours
+from dreamfleet.view.charts import (
+    CurveOptions,
+    panel_chart,
+    panels,
+    smoothed,
+    to_csv,
+    training_hours,
+)
 from dreamfleet.view.fleet_page import fleet_picture
 from dreamfleet.view.runs import Run
 
@@ -32,11 +39,11 @@ def a_run(path: Path, **settings: Any) -> Run:
 def test_seeds_of_a_setting_are_one_curve_and_others_their_own(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / f"s{n}", seed=n, episodes=30 + n) for n in range(3)]
     runs.append(a_run(tmp_path / "other", batch_size=9))
-    (panel,) = panels(runs, Wish())
+    (panel,) = panels(runs, CurveOptions())
     assert [group.curve.runs for group in panel.groups] == [3, 1]
-    (apart,) = panels(runs, Wish(together=False))
+    (apart,) = panels(runs, CurveOptions(together=False))
     assert [group.curve.runs for group in apart.groups] == [1, 1, 1, 1]
-    options = panel_chart(panel, Wish(), published=True, log=False)
+    options = panel_chart(panel, CurveOptions(), published=True, log=False)
     assert len(options["legend"]["data"]) == 2
     assert "3 seeds" in options["legend"]["data"][0]
     shown = {series["name"] for series in options["series"]}
@@ -45,7 +52,9 @@ def test_seeds_of_a_setting_are_one_curve_and_others_their_own(tmp_path: Path) -
 
 def test_axes(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a", task="dmc:walker_walk", env_options={"repeat": 2})
-    ends = {axis: panels([run], Wish(axis=axis))[0].end for axis in ("steps", "frames", "hours")}
+    ends = {
+        axis: panels([run], CurveOptions(axis=axis))[0].end for axis in ("steps", "frames", "hours")
+    }
     assert ends["steps"] == 300
     assert ends["frames"] == 600
     assert ends["hours"] == pytest.approx(29 * 5 / 3600)
@@ -55,7 +64,7 @@ def test_published_curves_where_there_are_any(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a", task="dmc:walker_walk", env_options={"repeat": 2})
     first: dict[str, float] = {}
     for axis, count in (("frames", 1), ("steps", 1), ("hours", 0)):
-        wish = Wish(axis=axis)  # type: ignore[arg-type]
+        wish = CurveOptions(axis=axis)  # type: ignore[arg-type]
         options = panel_chart(panels([run], wish)[0], wish, published=True, log=False)
         assert sum("published" in name for name in options["legend"]["data"]) == count
         for series in options["series"]:
@@ -77,8 +86,8 @@ def test_smoothing_starts_without_a_pull_to_zero() -> None:
 
 
 def test_a_logarithmic_axis_leaves_gaps(tmp_path: Path) -> None:
-    (panel,) = panels([a_run(tmp_path / "a")], Wish())  # whose first score is 0
-    options = panel_chart(panel, Wish(), published=False, log=True)
+    (panel,) = panels([a_run(tmp_path / "a")], CurveOptions())  # whose first score is 0
+    options = panel_chart(panel, CurveOptions(), published=False, log=True)
     values = [point[1] for point in options["series"][-1]["data"]]
     assert None in values
     assert options["yAxis"]["type"] == "log"
@@ -86,7 +95,7 @@ def test_a_logarithmic_axis_leaves_gaps(tmp_path: Path) -> None:
 
 def test_csv_holds_the_curves_and_no_formula(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / "a", seed=1), a_run(tmp_path / "b", task="=1+1")]
-    rows = list(csv.DictReader(to_csv(panels(runs, Wish()), Wish()).splitlines()))
+    rows = list(csv.DictReader(to_csv(panels(runs, CurveOptions()), CurveOptions()).splitlines()))
     assert {row["task"] for row in rows} == {"gym:CartPole-v1", "'=1+1"}
     assert max(float(row["steps"]) for row in rows) == 300
 
@@ -104,13 +113,15 @@ def keys_of(value: Any) -> Iterator[str]:
 def test_no_run_chooses_code_that_a_chart_runs(tmp_path: Path) -> None:
     """The library runs what stands under a key that starts with a colon."""
     run = a_run(tmp_path / ":formatter", task=":alert(1)")
-    options = panel_chart(panels([run], Wish())[0], Wish(), published=True, log=False)
+    options = panel_chart(
+        panels([run], CurveOptions())[0], CurveOptions(), published=True, log=False
+    )
     assert {key for key in keys_of(options) if key.startswith(":")} == {":formatter", ":width"}
 
 
 def worker(name: str, **more: Any) -> WorkerStatus:
     role = name.partition("-")[0]
-    plain = WorkerStatus(name, role, "running", 7, "", 60.0, 0, "", Usage(0.5, 10**8))
+    plain = WorkerStatus(name, role, "running", 7, "", 60.0, 0, "", ProcessUsage(0.5, 10**8))
     return replace(plain, **more)
 
 
