@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
@@ -22,7 +22,7 @@ from dreamfleet.view.runs import Happening, Run, Sample
 _DRAW_SECONDS = 3.0
 _TRAFFIC_SECONDS = 40.0
 _WAITS = 0.3
-_SHOWN_EVENTS = 200
+_SHOWN_EVENTS = 6
 _CHARTS = (("Processor", "cores", "cpu"), ("Memory", "bytes", "memory"), ("Disk", "bytes", "disk"))
 
 
@@ -36,9 +36,10 @@ class FleetPage(RunPage):
         self._charts: dict[str, ui.echart] = {}
         with card("Fleet"):
             self._sentence = ui.label().classes("muted")
-            self._picture = ui.html().classes("picture")
+            self._pictures = self._add_pictures()
         with card("Restarts", "when a process failed, and when it was started again"):
-            self._line = ui.html().classes("picture")
+            self._lines = self._add_pictures()
+            self._events = ui.html()
         self._grid = ui.element("div").classes("grid")
 
     def refresh(self) -> None:
@@ -46,13 +47,23 @@ class FleetPage(RunPage):
         if status is None:
             return
         self._sentence.text = who_waits(run, status)
-        self._picture.content = fleet_picture(status, traffic(list(run.samples)), run.hurt)
         with run.lock:
             happenings = list(run.happenings)
-        self._line.content = time_line(happenings, time.time())
+        rates, now = traffic(list(run.samples)), time.time()
+        for narrow in (False, True):
+            self._pictures[narrow].content = fleet_picture(status, rates, run.hurt, narrow=narrow)
+            self._lines[narrow].content = time_line(happenings, now, narrow=narrow)
+        self._events.content = events(happenings, now)
         if time.monotonic() - self._drawn > _DRAW_SECONDS and len(run.samples) > 1:
             self._drawn = time.monotonic()
             self._draw(list(run.samples))
+
+    def _add_pictures(self) -> dict[bool, ui.html]:
+        """A wide one, and one for a phone, of which one is shown."""
+        return {
+            narrow: ui.html().classes(f"picture {'narrow-only' if narrow else 'wide-only'}")
+            for narrow in (False, True)
+        }
 
     def _draw(self, samples: Sequence[Sample]) -> None:
         minutes = (np.array([each.time for each in samples]) - samples[-1].time) / 60
@@ -99,18 +110,16 @@ def traffic(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def time_line(happenings: Sequence[Happening], now: float) -> str:
-    """Failures and starts, a row for each worker, and the last of them in words."""
-    if not happenings:
-        return '<div class="muted">No process has failed.</div>'
+def time_line(happenings: Sequence[Happening], now: float, *, narrow: bool = False) -> str:
+    """Failures and starts, a row for each worker."""
     names = list(dict.fromkeys(each.worker for each in happenings))[:24]
-    start = min(each.time for each in happenings)
+    start = min((each.time for each in happenings), default=now)
     span = max(now - start, 1.0)
-    left, width, row = 120.0, 800.0, 20.0
+    left, width, row = (92.0, 200.0, 20.0) if narrow else (120.0, 800.0, 20.0)
     parts = []
     for number, name in enumerate(names):
         y = 14 + number * row
-        parts.append(f'<text x="0" y="{y + 4:g}" class="words">{escape(name[:18])}</text>')
+        parts.append(_text(0, y + 4, name[: int(left / 6.6)]))
         parts.append(f'<path d="M{left:g},{y:g} h{width:g}" class="axis"/>')
         down: float | None = None
         for each in [*(e for e in happenings if e.worker == name), Happening(now, name, "now")]:
@@ -126,33 +135,38 @@ def time_line(happenings: Sequence[Happening], now: float) -> str:
                 parts.append(f'<path d="M{down:.1f},{y:g} H{x:.1f}" class="down"/>')
                 down = None
     height = 14 + len(names) * row + 16
-    ends = (
-        f'<text x="{left:g}" y="{height - 2:g}" class="words">{escape(_ago(now, start))}</text>'
-        f'<text x="{left + width:g}" y="{height - 2:g}" class="words end">now</text>'
-    )
+    parts += [_text(left, height - 2, _ago(now, start))]
+    parts += [_text(left + width, height - 2, "now", "words end")]
+    return _svg(parts, left + width + 8, height, "restarts") if names else ""
+
+
+def events(happenings: Sequence[Happening], now: float) -> str:
+    """The last failures in words."""
     failures = [each for each in happenings if each.event == "failed"]
+    if not happenings:
+        return '<div class="muted">No process has failed.</div>'
     words = "".join(
         f"<li><b>{escape(each.worker)}</b> {escape(_ago(now, each.time))}: "
         f"{escape(each.error or 'ended')}</li>"
-        for each in failures[: -_SHOWN_EVENTS - 1 : -1][:6]
+        for each in failures[: -_SHOWN_EVENTS - 1 : -1]
     )
     count = f"{readable(len(failures))} failures"
-    return (
-        f'<svg viewBox="0 0 940 {height:g}" class="fleet" role="img" aria-label="restarts">'
-        f'{"".join(parts)}{ends}</svg><div class="small muted">{count}</div>'
-        f'<ul class="events">{words}</ul>'
-    )
+    return f'<div class="small muted">{count}</div><ul class="events">{words}</ul>'
 
 
 def _ago(now: float, then: float) -> str:
     return f"{clock(max(0.0, now - then))} ago"
 
 
-_WIDTH, _NODE, _ROW, _GAP = 940.0, 216.0, 92.0, 22.0
+# --- machines, processes and links ---------------------------------------------------------------
+
+# Colour says how a process is, and the width of a link how much goes over it. On a phone processes
+# stand below each other, without links. All text is escaped.
+
+_WIDTH, _NODE, _PHONE, _ROW, _GAP = 940.0, 216.0, 300.0, 72.0, 22.0
 _CELL, _CELLS_A_ROW, _MOST_CELLS = 13.0, 12, 240
 _ORDER = ("restarting", "starting", "ended", "running")
 _COLUMNS = {"env": 0, "eval": 0, "agent": 1, "actor": 1, "evaluator": 1, "replay": 2, "logger": 2}
-_LINKS = (("env", "agent"), ("agent", "replay"), ("agent", "logger"))
 
 
 @dataclass(frozen=True)
@@ -169,67 +183,89 @@ class _Node:
         return min((worker.state for worker in self.workers), key=_ORDER.index)
 
 
-def fleet_picture(status: RunStatus, traffic: Mapping[str, float], hurt: Collection[str]) -> str:
-    """The picture as SVG."""
-    nodes, bottom = _nodes(
+def fleet_picture(
+    status: RunStatus, rates: Mapping[str, float], hurt: Collection[str], *, narrow: bool = False
+) -> str:
+    """The picture as SVG, with bytes a second between the agent and other roles. Workers are hurt
+    that have failed a moment ago."""
+    workers = [
         replace(worker, state="restarting") if worker.name in hurt else worker
         for worker in status.workers
-    )
-    machines, bottom = _joined(status.machines, bottom)
-    parts = [*_links(nodes, traffic), *map(_node, nodes), *machines]
-    height = bottom + 8
+    ]
+    nodes, bottom = _nodes(workers, narrow)
+    machines, bottom = _joined(status.machines, bottom, 1 if narrow else 4)
+    links = [] if narrow else _links(nodes, rates)
+    parts = [*links, *(_node(node, rates if narrow else {}) for node in nodes), *machines]
+    width = _PHONE if narrow else _WIDTH
+    return _svg(parts, width, bottom + 8, "the processes of the run")
+
+
+def _svg(parts: Sequence[str], width: float, height: float, label: str) -> str:
     return (
-        f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" class="fleet" role="img" '
-        f'aria-label="the processes of the run">{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 {width:g} {height:g}" class="fleet" role="img" aria-label="{label}">'
+        f"{''.join(parts)}</svg>"
     )
 
 
-def _nodes(workers: Iterable[WorkerStatus]) -> tuple[list[_Node], float]:
-    """A box for each role, and each machine that has workers of it, in three columns."""
-    columns: dict[int, float] = {0: 4.0, 1: 4.0, 2: 4.0}
+def _nodes(workers: Sequence[WorkerStatus], narrow: bool) -> tuple[list[_Node], float]:
+    """A box for each role, and each machine that has workers of it, in three columns or in one."""
+    bottoms: dict[int, float] = {0: 4.0, 1: 4.0, 2: 4.0}
     nodes = []
-    workers = list(workers)
     several = len({worker.host for worker in workers if worker.host}) > 1
     for (role, host), group in groupby(workers, key=lambda worker: (worker.role, worker.host)):
         members = list(group)
-        column = _COLUMNS.get(role, 1)
+        column = 0 if narrow else _COLUMNS.get(role, 1)
         rows = math.ceil(min(len(members), _MOST_CELLS) / _CELLS_A_ROW) if len(members) > 1 else 0
         height = 62 + rows * _CELL
-        x = 4 + column * (_WIDTH - _NODE - 8) / 2
+        x = (_PHONE - _NODE) / 2 if narrow else 4 + column * (_WIDTH - _NODE - 8) / 2
         name = role if len(members) == 1 else f"{role} x {len(members)}"
         title = f"{name} on {host}" if host and several else name
-        nodes.append(_Node(role, title, members, x, columns[column], height))
-        columns[column] += height + _GAP
-    return nodes, max(columns.values())
+        nodes.append(_Node(role, title, members, x, bottoms[column], height))
+        bottoms[column] += height + (10 if narrow else _GAP)
+    return nodes, max(bottoms.values())
 
 
-def _node(node: _Node) -> str:
+def _node(node: _Node, rates: Mapping[str, float]) -> str:
     usages = [worker.usage for worker in node.workers if worker.usage is not None]
-    words = node.state
+    words = [node.state]
     if usages:
-        cores = sum(usage.cpu for usage in usages)
-        words = f"{cores:.1f} cores · {readable(sum(usage.memory for usage in usages))}B"
-    restarts = sum(worker.restarts for worker in node.workers)
-    again = f" · {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+        memory = readable(sum(usage.memory for usage in usages))
+        words = [f"{sum(usage.cpu for usage in usages):.1f} cores", f"{memory}B"]
+    if restarts := sum(worker.restarts for worker in node.workers):
+        words.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+    if rate := rates.get(node.role):
+        words.append(f"{readable(round(rate))}B/s")
     cells = []
-    if len(node.workers) > 1:
-        for number, worker in enumerate(node.workers[:_MOST_CELLS]):
-            row, column = divmod(number, _CELLS_A_ROW)
-            x, y = node.x + 16 + column * _CELL, node.y + 50 + row * _CELL
-            cells.append(
-                f'<rect x="{x:g}" y="{y:g}" width="9" height="9" rx="2" '
-                f'class="cell {worker.state}">'
-                f"<title>{escape(_about(worker))}</title></rect>"
-            )
+    for number, worker in enumerate(node.workers[:_MOST_CELLS] if len(node.workers) > 1 else ()):
+        row, column = divmod(number, _CELLS_A_ROW)
+        x, y = node.x + 16 + column * _CELL, node.y + 50 + row * _CELL
+        cells.append(
+            f'<rect x="{x:g}" y="{y:g}" width="9" height="9" rx="2" class="cell {worker.state}">'
+            f"<title>{escape(_about(worker))}</title></rect>"
+        )
     about = "\n".join(_about(worker) for worker in node.workers[:20])
+    said = (node.title, " · ".join(words), about)
+    size, inside = (_NODE, node.height), "".join(cells)
+    return _box(node.x, node.y, size, node.state, node.role, said, inside)
+
+
+def _box(
+    x: float,
+    y: float,
+    size: tuple[float, float],
+    state: str,
+    role: str,
+    said: tuple[str, str, str],
+    inside: str = "",
+) -> str:
+    """A box with a light, a title, words, and what is told of it."""
+    title, words, about = said
     return (
-        f'<g class="node {node.state}" data-role="{escape(node.role)}">'
-        f'<rect x="{node.x:g}" y="{node.y:g}" width="{_NODE:g}" height="{node.height:g}" rx="10" '
-        f'class="box"><title>{escape(about)}</title></rect>'
-        f'<circle cx="{node.x + 18:g}" cy="{node.y + 22:g}" r="4.5" class="light"/>'
-        f"{_text(node.x + 30, node.y + 27, node.title[:24], 'title')}"
-        f"{_text(node.x + 16, node.y + 44, words + again)}"
-        f"{''.join(cells)}</g>"
+        f'<g class="node {state}" data-role="{escape(role)}"><rect x="{x:g}" y="{y:g}" '
+        f'width="{size[0]:g}" height="{size[1]:g}" rx="10" class="box">'
+        f"<title>{escape(about)}</title></rect>"
+        f'<circle cx="{x + 18:g}" cy="{y + 22:g}" r="4.5" class="light"/>'
+        f"{_text(x + 30, y + 27, title[:24], 'title')}{_text(x + 16, y + 44, words)}{inside}</g>"
     )
 
 
@@ -246,14 +282,13 @@ def _about(worker: WorkerStatus) -> str:
     return f"{words}, last failure: {worker.error}" if worker.error else words
 
 
-def _links(nodes: Sequence[_Node], traffic: Mapping[str, float]) -> list[str]:
+def _links(nodes: Sequence[_Node], rates: Mapping[str, float]) -> list[str]:
     found = []
     agent = next((node for node in nodes if node.role == "agent"), None)
     if agent is None:
         return []
-    for first, second in _LINKS:
-        other = first if second == "agent" else second
-        rate = traffic.get(other, 0.0)
+    for other in ("env", "replay", "logger"):
+        rate = rates.get(other, 0.0)
         for node in (node for node in nodes if node.role == other):
             left, right = (node, agent) if node.x < agent.x else (agent, node)
             x1, y1 = left.x + _NODE, left.y + min(30.0, left.height / 2)
@@ -271,23 +306,17 @@ def _links(nodes: Sequence[_Node], traffic: Mapping[str, float]) -> list[str]:
     return found
 
 
-def _joined(machines: Sequence[MachineStatus], top: float) -> tuple[list[str], float]:
+def _joined(machines: Sequence[MachineStatus], top: float, columns: int) -> tuple[list[str], float]:
     """Machines that have joined, below the others."""
     shown = [machine for machine in machines if machine.state != "left"][:24]
+    width = (_PHONE if columns == 1 else _WIDTH) - 8
     parts = []
     for number, machine in enumerate(shown):
-        row, column = divmod(number, 4)
-        x, y = 4 + column * (_WIDTH - 8) / 4, top + row * (_ROW - 20)
+        row, column = divmod(number, columns)
+        x, y = 4 + column * width / columns, top + row * _ROW
         words = f"{machine.envs + machine.eval_envs} envs · {machine.steps_per_second:.0f} steps/s"
         if machine.state == "away":
             words = f"away for {clock(machine.silence)}"
-        parts.append(
-            f'<g class="node machine {machine.state}">'
-            f'<rect x="{x:g}" y="{y:g}" width="{(_WIDTH - 8) / 4 - 14:g}" height="56" rx="10" '
-            f'class="box"><title>{escape(machine.error or machine.name)}</title></rect>'
-            f'<circle cx="{x + 18:g}" cy="{y + 22:g}" r="4.5" class="light"/>'
-            f"{_text(x + 30, y + 27, machine.name[:22], 'title')}"
-            f"{_text(x + 16, y + 45, words)}</g>"
-        )
-    rows = math.ceil(len(shown) / 4)
-    return parts, top + rows * (_ROW - 20)
+        said = (machine.name, words, machine.error or machine.name)
+        parts.append(_box(x, y, (width / columns - 14, 56.0), machine.state, "machine", said))
+    return parts, top + math.ceil(len(shown) / columns) * _ROW
