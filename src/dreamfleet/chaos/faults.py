@@ -148,7 +148,7 @@ class Injector:
         for name in names:
             self._hit.add(name)
             self.ended[_role(name)] += number != signal.SIGSTOP
-            self._await(partial(self._runs, name), f"{name} to run")
+            self._await(partial(self._fleet.pid, name), f"{name} to run")
             if pid := self._fleet.signal(name, number):
                 pids[name] = self._pids[name] = pid
         return pids
@@ -249,7 +249,7 @@ class Injector:
             ),
             key=lambda each: self._turns[each[0].name, *each[1:]],
         )
-        worker = _worker(line.name)
+        worker = "agent" if line.name in ("actor", "learner") else line.name
         loss = line.lose(method, part, lambda: self._fleet.signal(worker, signal.SIGKILL))
         # What is called seldom is called by an agent that saves, or by one that starts.
         if not loss.happened.wait(self._fleet.config.save_every + 1):
@@ -307,9 +307,6 @@ class Injector:
 
     # --- recovery --------------------------------------------------------------------------------
 
-    def _runs(self, name: str) -> bool:
-        return self._fleet.pid(name) is not None
-
     def _works(self, name: str, before: int) -> bool:
         return self._work(name) > before
 
@@ -350,7 +347,7 @@ class Injector:
 
         self._await(all_run, "every worker to run")
 
-    def _await(self, condition: Callable[[], bool], what: str) -> None:
+    def _await(self, condition: Callable[[], object], what: str) -> None:
         end = time.monotonic() + _LONG
         while not condition():
             self._check(end, what)
@@ -372,10 +369,6 @@ def _role(worker: str) -> str:
 
 def _server(worker: str) -> str:
     return "actor" if worker == "agent" else worker
-
-
-def _worker(server: str) -> str:
-    return "agent" if server in ("actor", "learner") else server
 
 
 def _is_gone(pid: int) -> bool:

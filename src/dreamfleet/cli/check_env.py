@@ -75,18 +75,17 @@ def check(person: Person, request: dict[str, Any]) -> str:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in request["options"].items()
     }
-    make = partial(_make, make_env, task, options)
 
     def visible(seed: int) -> Any:
         # What renders without being asked is not made once more: it may be slow to make.
         wanted = renders_on_request(task)
-        return _make(make_visible_env, task, options, seed) if wanted else None
+        return make_visible_env(task, seed=seed, **options) if wanted else None
 
     me, taken = psutil.Process(), [0]
 
     def measured(seed: int) -> Any:
         before = me.memory_info().rss
-        env = make(seed)
+        env = make_env(task, seed=seed, **options)
         taken.append(me.memory_info().rss - before)
         return env
 
@@ -110,7 +109,7 @@ def check(person: Person, request: dict[str, Any]) -> str:
         say(f"frames         {len(result.frames)} in {sheet}")
     for title, findings in (("problem", result.problems), ("hint", result.hints)):
         for finding in findings:
-            say(f"{title:<8}{_sentence(finding)}")
+            say(f"{title:<8}{finding.what} {finding.fix}".rstrip())
             if finding.trace:
                 say(indent(finding.trace, "        "))
     if result.problems:
@@ -118,10 +117,6 @@ def check(person: Person, request: dict[str, Any]) -> str:
         raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
     _suggest(say, task, options, result, env_bytes=max(taken))
     return f"{task} is fine." if not result.hints else f"{task} can be used."
-
-
-def _make(how: Callable[..., Any], task: str, options: dict[str, Any], seed: int) -> Any:
-    return how(task, seed=seed, **options)
 
 
 def _agent(result: Diagnosis) -> Iterator[Finding]:
@@ -196,10 +191,6 @@ def _suggest(
         f"{free / 1e9:.0f} GB free\n"
     )
     say(f"{found.command()}\n")
-
-
-def _sentence(finding: Finding) -> str:
-    return f"{finding.what} {finding.fix}".strip()
 
 
 def _small(frame: Any) -> Any:

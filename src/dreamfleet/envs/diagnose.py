@@ -120,7 +120,8 @@ def diagnose(
     except (ConfigError, UnknownTaskError, MissingExtraError):
         raise
     except (EnvError, SpaceError) as error:
-        result.problems.append(Finding(str(error), "", _cause(error)))
+        cause = own_traceback(error.__cause__) if error.__cause__ else ""
+        result.problems.append(Finding(str(error), "", cause))
         return result
     except (Exception, SystemExit) as error:
         result.problems.append(_raised(error, *last, result))
@@ -154,11 +155,6 @@ def own_traceback(error: BaseException) -> str:
         frame = frame.tb_next
     lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
     return "".join(lines).rstrip()
-
-
-def _cause(error: BaseException) -> str:
-    """The traceback of the exception that made us refuse the environment, if there was one."""
-    return own_traceback(error.__cause__) if error.__cause__ else ""
 
 
 def _play(

@@ -46,7 +46,6 @@ from dreamfleet.roles.episodes import MOST_JOINED
 from dreamfleet.roles.invitations import ROLE, hooks_of, invited
 from dreamfleet.roles.machines import (
     MachineRecord,
-    MachineState,
     read_machines,
     write_machines,
 )
@@ -212,17 +211,11 @@ class Leases:
     def machines(self) -> list[MachineRecord]:
         """Everybody who is there, or was a while ago."""
         self.expire()
-        now = self._clock()
-        return [
-            *(replace(lease.machine, state=self._state(lease, now)) for lease in self._in_order()),
-            *self._left,
-        ]
-
-    def _in_order(self) -> list[Lease]:
-        return sorted(self._leases.values(), key=lambda lease: lease.machine.joined)
-
-    def _state(self, lease: Lease, now: float) -> MachineState:
-        return "away" if now - lease.heard > _AWAY_SECONDS else lease.machine.state
+        now, there = self._clock(), []
+        for lease in sorted(self._leases.values(), key=lambda lease: lease.machine.joined):
+            away = now - lease.heard > _AWAY_SECONDS
+            there.append(replace(lease.machine, state="away") if away else lease.machine)
+        return [*there, *self._left]
 
     def _take(self, lease: Lease, report: MachineReport, now: float) -> None:
         steps = lease.steps

@@ -419,7 +419,7 @@ class Watcher:
         if self._logger is None:
             if not _can_ask(config, record):
                 return {}, False
-            self._logger = _LoggerQuestions(_logger_client(config))
+            self._logger = _LoggerQuestions(config)
         if record is not None and record.state in ("evaluating", "ended", "failed"):
             # The logger has ended.
             return self._logger.metrics, False
@@ -440,7 +440,8 @@ class Watcher:
             if state.startswith("making"):
                 return f"the run has made all its steps, and the learner is {state}"
             return "the run has made all its steps and is being saved"
-        if status.config.bind and status.config.remote_envs and not _anybody(status.machines):
+        anybody = any(each.state != "left" for each in status.machines)
+        if status.config.bind and status.config.remote_envs and not anybody:
             return (
                 "no machine has joined: 'dreamfleet invite "
                 f"{status.config.logdir}' shows what to type there"
@@ -507,10 +508,6 @@ def _machines(
     )
 
 
-def _anybody(machines: Sequence[MachineStatus]) -> bool:
-    return any(each.state != "left" for each in machines)
-
-
 def run_state(record: FleetRecord | None, responding: bool = False) -> RunState:
     """What a record says of a run, and whether its supervisor lives."""
     if record is None:
@@ -528,15 +525,11 @@ def _can_ask(config: RunConfig, record: FleetRecord | None) -> bool:
     return inside or parse(config.logger_addr).kind != "inproc"
 
 
-def _logger_client(config: RunConfig) -> Client:
-    return Client(find_server(config, "logger"), "watcher", keys=config.run_keys)
-
-
 class _LoggerQuestions:
     """Asks the logger how the run is doing, without waiting for long."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, config: RunConfig) -> None:
+        self._client = Client(find_server(config, "logger"), "watcher", keys=config.run_keys)
         self._question: Future | None = None
         self._asked = 0.0
         self.metrics: dict[str, Any] = {}

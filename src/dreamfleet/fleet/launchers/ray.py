@@ -440,7 +440,8 @@ class RayWorker:
         if self._place is None:
             self._place = _placed(worker, actor.place.remote(self._mark), self._patience)
         known, number = self._book.join(actor)
-        plain = _without_function(worker)
+        # What it runs travels pickled.
+        plain = Worker(worker.name, worker.role, int, dict(worker.environment))
         started = actor.start.remote(
             plain, self._payload, sys.path, self._log_file, self._keys, known, number
         )
@@ -502,11 +503,6 @@ class _Book:
     def leave(self, actor: Any) -> None:
         with self._lock:
             self._actors = [each for each in self._actors if each is not actor]
-
-
-def _without_function(worker: Worker) -> Worker:
-    """A worker as Ray sends it; what it runs travels pickled."""
-    return Worker(worker.name, worker.role, int, dict(worker.environment))
 
 
 # --- the cluster ---------------------------------------------------------------------------------
