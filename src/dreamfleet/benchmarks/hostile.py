@@ -20,7 +20,6 @@ import socket
 import statistics
 import struct
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from dreamfleet.benchmarks.proxy import Proxy, Way
 from dreamfleet.benchmarks.report import Row, compare
 from dreamfleet.benchmarks.soak import usage
 from dreamfleet.config import RunConfig
@@ -404,44 +404,20 @@ class _Weapons:
             self._stuck.append(stack.pop_all())
 
 
-class Tap:
+class Tap(Proxy):
     """Passes connections on, keeps what clients send, and stops in the middle if it is told to."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.sent = bytearray()
         self.most = 1 << 62
-        """Bytes of clients that are passed on."""
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
+        """Bytes of clients after which nothing more is passed on; the piece that they are in is."""
+        super().__init__(f"tcp://{target[0]}:{target[1]}", tap=lambda: self._see)
 
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
-                for way in (self._up, self._down):
-                    threading.Thread(target=way, args=(client, server), daemon=True).start()
-
-    def _up(self, client: socket.socket, server: socket.socket) -> None:
-        with suppress(OSError):
-            while data := client.recv(65536):
-                passed = data[: max(0, self.most - len(self.sent))]
-                self.sent += passed
-                server.sendall(passed)
-            server.shutdown(socket.SHUT_RDWR)
-
-    def _down(self, client: socket.socket, server: socket.socket) -> None:
-        with client, server, suppress(OSError):
-            while data := server.recv(65536):
-                client.sendall(data)
-            client.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Listen no more; a connection ends when one of its sides does."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+    def _see(self, way: Way, data: bytes) -> None:
+        if way == "up":
+            self.sent += data
+            if len(self.sent) >= self.most:
+                self._flow[way].clear()
 
 
 @contextmanager
