@@ -71,7 +71,7 @@ def check_env(
 def check(person: Person, request: dict[str, Any]) -> str:
     """What `check_env` does, in a process of its own."""
     say, task = person.say, request["task"]
-    options = {
+    options: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in request["options"].items()
     }
