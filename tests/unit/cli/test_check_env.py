@@ -346,7 +346,7 @@ Current thread 0x2 (most recent call first):
         (["bundled:catch", "--options", "balls"], "NAME=VALUE"),
         (["bundled:catch", "--steps", "0"], "at least 1"),
         (["gym:CartPole-v1", "--options", "hats=3"], "no option 'hats': it has"),
-        (["gym:CartPole-v1", "--options", "size=32"], "size=32 does not fit"),
+        (["gym:CartPole-v1", "--options", "size=32"], "size=32 is not valid"),
         (["bundled:catch", "--steps", "20", "--sheet", "."], ". cannot be written: Is a directory"),
     ],
 )

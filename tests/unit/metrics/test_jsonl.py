@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamfleet.metrics import JsonlFile, JsonlOutput, ScoresFile, read_jsonl
+from dreamfleet.metrics import JsonlOutput, ScoresFile, read_jsonl
+from dreamfleet.metrics.outputs.jsonl import JsonlFile
 
 
 def test_rows_hold_the_step_scalars_and_text(tmp_path: Path) -> None:
