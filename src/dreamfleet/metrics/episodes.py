@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,14 +107,7 @@ class EpisodeStats:
 
         An environment may occur several times in a batch; its rows are taken in order.
         """
-        ids: list[int] = envid.tolist()
-        if len(set(ids)) == len(ids):
-            episodes = self._add_unique(ids, transitions)
-        else:
-            episodes = []
-            for rows in _rounds(ids):
-                part = {key: value[rows] for key, value in transitions.items()}
-                episodes += self._add_unique([ids[row] for row in rows], part)
+        episodes = self._follow(envid.tolist(), transitions) if len(envid) else []
         if self._timeout and (now := self._clock()) >= self._next_expiry:
             self._next_expiry = now + _EXPIRE_EVERY
             self.expire()
@@ -161,62 +154,99 @@ class EpisodeStats:
         for name, value in zip(_COUNTS, state["counts"].tolist(), strict=True):
             setattr(self, name, value)
 
-    def _add_unique(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
-        slots = self._envs.slots(ids)
-        first = np.asarray(batch["is_first"], bool)
-        reward = np.asarray(batch["reward"], np.float64)
+    def _follow(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
         sums, peaks = self._log_values(batch)
-        if first.any():
-            self._start(slots[first])
-        again = ~first
-        self._changes[slots] += again & (np.abs(reward - self._reward[slots]) >= _SAME_REWARD)
-        self._reward[slots] = reward
-        self._score[slots] += reward
-        self._steps[slots] += again
+        slots = self._envs.slots(ids)
+        # The rows of an environment next to each other, in their order.
+        order = np.argsort(slots, kind="stable")
+        slots = slots[order]
+        first = np.asarray(batch["is_first"], bool)[order]
+        last = np.asarray(batch["is_last"], bool)[order]
+        reward = np.asarray(batch["reward"], np.float64)[order]
+        follows = np.zeros(len(ids), bool)  # a row of the same environment
+        follows[1:] = slots[1:] == slots[:-1]
+        before = self._reward[slots]
+        np.copyto(before[1:], reward[:-1], where=follows[1:])
+        changed = ~first & (np.abs(reward - before) >= _SAME_REWARD)
+        # A part is the rows of one episode. The first part of an environment may go on with the
+        # episode that the batches before have begun.
+        at_start = first | ~follows
+        at_start[1:] |= last[:-1]
+        starts = np.flatnonzero(at_start)
+        ends = np.append(starts[1:], len(ids)) - 1
+        place, begins = slots[starts], first[starts]
+        continued = ~begins & ~follows[starts]
+        running = begins | (continued & self._running[place])
+        ended = running & last[ends]
+        left = running & ~ended
+        was_running = self._running[place]
+        np.copyto(was_running[1:], left[:-1], where=follows[starts[1:]])
+        self.abandoned += int(np.count_nonzero(begins & was_running))
+
+        def total(values: NDArray[Any], so_far: NDArray[Any]) -> NDArray[Any]:
+            return np.add.reduceat(values, starts, -1) + np.where(continued, so_far[..., place], 0)
+
+        score = total(reward, self._score)
+        steps = total((~first).astype(np.int64), self._steps)
+        changes = total(changed.astype(np.int64), self._changes)
+        # Where an environment has several parts the last one stays, because numpy assigns in order.
+        self._running[place] = left
+        self._score[place], self._steps[place], self._changes[place] = score, steps, changes
+        self._reward[place] = reward[ends]
         if self._log_keys:
-            self._log_sum[:, slots] += sums
-            self._log_max[:, slots] = np.maximum(self._log_max[:, slots], peaks)
-        if self._video is not None and self._video in ids:
-            row = ids.index(self._video)
-            self._record(row, bool(first[row]), batch)
-        ended = np.flatnonzero(np.asarray(batch["is_last"], bool) & self._running[slots])
-        return [self._finish(ids[row], int(slots[row])) for row in ended]
+            sums = total(sums[:, order], self._log_sum)
+            known = np.where(continued, self._log_max[:, place], -np.inf)
+            peaks = np.maximum(np.maximum.reduceat(peaks[:, order], starts, -1), known)
+            self._log_sum[:, place], self._log_max[:, place] = sums, peaks
+        videos = self._record(ids, batch) if self._video in ids else {}
+        episodes: dict[int, Episode] = {}  # by the row they end with
+        for part in np.flatnonzero(ended).tolist():
+            row, count = int(order[ends[part]]), int(steps[part])
+            episodes[row] = Episode(
+                ids[row],
+                float(score[part]),
+                count,
+                float(changes[part]) / count if count else 0.0,
+                self._logs(sums[:, part], peaks[:, part], count),
+                videos.get(row, {}),
+            )
+        self.finished += len(episodes)
+        return [episodes[row] for row in sorted(episodes)]
 
-    def _start(self, slots: NDArray[np.intp]) -> None:
-        self.abandoned += int(self._running[slots].sum())
-        self._running[slots] = True
-        self._score[slots] = 0
-        self._steps[slots] = 0
-        self._changes[slots] = 0
-        self._log_sum[:, slots] = 0
-        self._log_max[:, slots] = -np.inf
-
-    def _finish(self, envid: int, slot: int) -> Episode:
-        self._running[slot] = False
-        self.finished += 1
-        steps = int(self._steps[slot])
+    def _logs(
+        self, sums: NDArray[np.float64], peaks: NDArray[np.float64], steps: int
+    ) -> dict[str, float]:
         logs = {}
-        for row, key in enumerate(self._log_keys):
-            if self._log_max[row, slot] == -np.inf:
+        for key, total, peak in zip(self._log_keys, sums.tolist(), peaks.tolist(), strict=True):
+            if peak == -np.inf:
                 continue  # this environment does not have the key
-            name, total = key.removeprefix(LOG_PREFIX), float(self._log_sum[row, slot])
+            name = key.removeprefix(LOG_PREFIX)
             logs[f"{name}/avg"] = total / (steps + 1)
-            logs[f"{name}/max"] = float(self._log_max[row, slot])
+            logs[f"{name}/max"] = peak
             logs[f"{name}/sum"] = total
-        video = {}
-        if envid == self._video:
-            video = {key: np.stack(frames) for key, frames in self._frames.items()}
-            self._frames = {}
-        rate = float(self._changes[slot]) / steps if steps else 0.0
-        return Episode(envid, float(self._score[slot]), steps, rate, logs, video)
+        return logs
 
-    def _record(self, row: int, first: bool, batch: Mapping[str, NDArray[Any]]) -> None:
-        if first:
-            images = (key for key, v in batch.items() if is_frame(v.dtype, v.shape[1:]))
-            self._frames = {key: [] for key in images}
-        for key, frames in self._frames.items():
-            if len(frames) < self._most_frames:
-                frames.append(batch[key][row].copy())
+    def _record(
+        self, ids: list[int], batch: Mapping[str, NDArray[Any]]
+    ) -> dict[int, dict[str, NDArray[np.uint8]]]:
+        """Take the frames of the environment that is recorded; the videos that are complete, by the
+        row they end with."""
+        images = [key for key, value in batch.items() if is_frame(value.dtype, value.shape[1:])]
+        if not images and not self._frames:
+            return {}
+        videos = {}
+        for row, envid in enumerate(ids):
+            if envid != self._video:
+                continue
+            if batch["is_first"][row]:
+                self._frames = {key: [] for key in images}
+            for key, frames in self._frames.items():
+                if len(frames) < self._most_frames:
+                    frames.append(batch[key][row].copy())
+            if batch["is_last"][row]:
+                videos[row] = {key: np.stack(frames) for key, frames in self._frames.items()}
+                self._frames = {}
+        return videos
 
     def _log_values(
         self, batch: Mapping[str, NDArray[Any]]
@@ -224,7 +254,8 @@ class EpisodeStats:
         """What to add to the sums and what to compare with the maxima, a row for each key."""
         keys = tuple(k for k, v in batch.items() if k.startswith(LOG_PREFIX) and v.ndim == 1)
         if keys == self._log_keys:
-            values = np.array([batch[key] for key in keys], np.float64)
+            rows = [batch[key] for key in keys]
+            values = np.array(rows, np.float64).reshape(len(keys), len(batch["reward"]))
             return values, values
         self._adopt_log_keys(keys)
         size = len(batch["reward"])
@@ -256,17 +287,3 @@ def _padded(array: NDArray[Any], size: int, value: float = 0) -> NDArray[Any]:
     """An array with a longer last axis."""
     more = np.full((*array.shape[:-1], size - array.shape[-1]), value, array.dtype)
     return np.concatenate([array, more], axis=-1)
-
-
-def _rounds(ids: list[int]) -> Iterator[list[int]]:
-    """Groups of rows without a repeated id; the rows of an environment stay in order."""
-    rest = list(range(len(ids)))
-    while rest:
-        taken: set[int] = set()
-        now: list[int] = []
-        later: list[int] = []
-        for row in rest:
-            (later if ids[row] in taken else now).append(row)
-            taken.add(ids[row])
-        yield now
-        rest = later
