@@ -303,10 +303,10 @@ class Actor:
             raise ActorFailed(f"The policy failed: {error!r}.") from error
 
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
-        envids, is_eval = obs.pop("envid"), obs.pop("is_eval")
-        self._failures.note(envids, obs.pop("failures"))
-        evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         inputs = without_logs(obs)
+        envids, is_eval = inputs.pop("envid"), inputs.pop("is_eval")
+        self._failures.note(envids, inputs.pop("failures"))
+        evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         with self._policy_lock:
             # An episode that began before this actor started has no carry: it is reset and not
             # stored.

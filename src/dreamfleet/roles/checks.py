@@ -303,25 +303,27 @@ class ObservationCheck:
     def __call__(self, origin: Origin, request: Request) -> None:
         # Requests that are alike have the same signature, so that only values are left to look at.
         plan = self._plans.get(id(request.signature)) or self._make_plan(request)
-        leaves = request.leaves
         for index, key, low, high in plan.single:
-            if not low <= leaves[index].item() <= high:
-                _refuse(key, leaves[index], low, high)
+            value = request.leaf(index)
+            if not low <= value.item() <= high:
+                _refuse(key, value, low, high)
         for index, key, low, high, most in plan.floats:
             # One product of all values is far quicker than a look at each. It is large, or NaN, if
             # one of them is.
-            if not (most and vdot(leaves[index], leaves[index]) <= most):
-                _refuse(key, leaves[index], low, high)
+            value = request.leaf(index)
+            if not (most and vdot(value, value) <= most):
+                _refuse(key, value, low, high)
         for index, key, low, high in plan.ranges:
-            if leaves[index].min() < low or leaves[index].max() > high:
-                _refuse(key, leaves[index], low, high)
+            value = request.leaf(index)
+            if value.min() < low or value.max() > high:
+                _refuse(key, value, low, high)
         # Last, because nothing may be taken by a request that is refused. The environments of a
         # process do not change from step to step.
-        envids = leaves[plan.envid]
+        envids = request.leaf(plan.envid)
         if not self._owners.is_known(origin.peer, envids):
             caller = origin.caller
             self._check_envs(envids, bool(caller.name))
-            self._owners.claim(caller, envids, leaves[plan.is_first])
+            self._owners.claim(caller, envids, request.leaf(plan.is_first))
 
     def _make_plan(self, request: Request) -> _Plan:
         """Check all of a request but its values.

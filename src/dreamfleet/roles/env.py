@@ -29,7 +29,7 @@ from dreamfleet.roles.runtime import (
     unpack,
 )
 from dreamfleet.spaces import RESET, without_reset
-from dreamfleet.transport import Client, Closed, Disconnected, Future, Occupied, RemoteError
+from dreamfleet.transport import Block, Client, Closed, Disconnected, Future, Occupied, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -382,8 +382,9 @@ class ObservationBlock:
         self._fixed = {
             "envid": np.array(ids, np.int64),
             "is_eval": np.full(len(ids), is_eval),
+            "failures": np.zeros(len(ids), np.int64),
         }
-        self._failures = np.zeros(len(ids), np.int64)
+        self._block: Block | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
 
     def fill(
@@ -394,19 +395,20 @@ class ObservationBlock:
         present = [row for row, obs in enumerate(observations) if obs is not None]
         if not present:
             return None
-        if not self._arrays:
+        if self._block is None:
             first = {k: np.asarray(v) for k, v in (observations[present[0]] or {}).items()}
             size = len(observations)
-            self._arrays = {k: np.zeros((size, *v.shape), v.dtype) for k, v in first.items()}
+            arrays = {k: np.zeros((size, *v.shape), v.dtype) for k, v in first.items()}
+            self._block = Block({**self._fixed, **arrays})
+            self._arrays = {key: self._block[key] for key in arrays}
         for row, obs in enumerate(observations):
             if obs is not None:
                 for key, array in self._arrays.items():
                     array[row] = obs[key]
-        self._failures[:] = failures
-        block = {**self._fixed, "failures": self._failures, **self._arrays}
+        self._block["failures"][:] = failures
         if len(present) == len(observations):
-            return block
-        return {key: value[present] for key, value in block.items()}
+            return self._block
+        return {key: value[present] for key, value in self._block.items()}
 
 
 class Watchdog:

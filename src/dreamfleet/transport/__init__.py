@@ -8,6 +8,7 @@ bytes, then `server` and `client`.
 from dreamfleet.transport.address import resolve
 from dreamfleet.transport.batching import BatchServer
 from dreamfleet.transport.client import Client, Future
+from dreamfleet.transport.codec import Block
 from dreamfleet.transport.errors import (
     AddressError,
     AddressUnknown,
@@ -31,6 +32,7 @@ __all__ = [
     "AddressUnknown",
     "ArgumentError",
     "BatchServer",
+    "Block",
     "Caller",
     "Client",
     "Closed",

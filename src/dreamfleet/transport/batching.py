@@ -23,11 +23,13 @@ from dreamfleet.transport.codec import (
     PLAIN,
     SCALAR,
     TUPLE,
+    Buffer,
     Encoded,
     Plain,
     Schema,
     assemble,
-    check_sizes,
+    check_data,
+    decode_leaf,
     decode_leaves,
     encode,
     parse_schema,
@@ -56,13 +58,23 @@ class Request:
     rows: int  # 0: one item without a leading axis
     schema: Schema
     plain: list[Plain]
-    leaves: list[Any]
+    blob: bytes
+    frames: list[Buffer]
     signature: Signature  # the same object for requests that are alike
     arrived: float
 
     @property
     def items(self) -> int:
         return self.rows or 1
+
+    def leaf(self, index: int) -> Any:
+        """One of the array-like leaves."""
+        return decode_leaf(self.schema.leaves[index], self.blob, self.frames)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All of them."""
+        return decode_leaves(self.schema, self.blob, self.frames)
 
     @property
     def args(self) -> Any:
@@ -327,17 +339,16 @@ class BatchServer(BaseServer):
     def _on_call(self, origin: Origin, header: wire.Header, frames: list[Any]) -> None:
         batcher: _Batcher = self._method(header.method, origin.identity.role)
         schema = parse_schema(header.schema)
-        check_sizes(schema, header.plain, header.blob, frames)
-        signature = signature_of(schema, header.plain, header.rows)
-        leaves = decode_leaves(schema, header.blob, frames)
+        check_data(schema, header.plain, header.blob, frames)
         request = Request(
             origin.peer,
             header.id,
             header.rows,
             schema,
             header.plain,
-            leaves,
-            signature,
+            header.blob,
+            frames,
+            signature_of(schema, header.plain, header.rows),
             time.monotonic(),
         )
         if batcher.check:
@@ -496,13 +507,33 @@ def run_batch(workfn: WorkFn, requests: Sequence[Request]) -> tuple[Any, Any]:
         RemoteError: The function returned something else than results and info.
     """
     schema = requests[0].schema
-    columns = zip(*(r.leaves for r in requests), strict=True)
-    leaves = [_concatenate(column, requests) for column in columns]
+    if len(requests) > 1 and all(r.schema is schema for r in requests):
+        leaves = _stack(requests)
+    else:
+        columns = zip(*(r.leaves for r in requests), strict=True)
+        leaves = [_concatenate(column, requests) for column in columns]
     plain = [np.asarray(column) for column in zip(*(r.plain for r in requests), strict=True)]
     answer: Any = workfn(*assemble(schema, plain, leaves))
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise RemoteError("A batched function returns two things: the results, and any info.")
     return answer[0], answer[1]
+
+
+def _stack(requests: Sequence[Request]) -> list[NDArray[Any]]:
+    """The leaves of requests that have the same schema: their blobs, one below the other, are
+    looked at as columns."""
+    schema, count, rows = requests[0].schema, len(requests), requests[0].rows
+    joined = np.frombuffer(b"".join([r.blob for r in requests]), np.uint8)
+    blobs = joined.reshape(count, schema.blob_size)
+    leaves = []
+    for index, leaf in enumerate(schema.leaves):
+        if leaf.frame >= 0 or not leaf.count:
+            leaves.append(_concatenate([r.leaf(index) for r in requests], requests))
+        else:
+            column = blobs[:, leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype)
+            shape = (count * rows, *leaf.shape[1:]) if rows else (count, *leaf.shape)
+            leaves.append(column.reshape(shape))
+    return leaves
 
 
 def _concatenate(column: Sequence[Any], requests: Sequence[Request]) -> NDArray[Any]:
@@ -524,6 +555,10 @@ def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
     """
     total = sum(r.items for r in requests)
     _check_rows(result, total, ())
+    first = requests[0]
+    alike = len(requests) > 1 and first.rows and all(r.rows == first.rows for r in requests)
+    if alike and (equal := _equal_shares(result, first.rows, len(requests))):
+        return equal
     shares = []
     row = 0
     for request in requests:
@@ -531,6 +566,23 @@ def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
         shares.append(encode(_cut(result, cut, _number_kind(request))))
         row += request.items
     return shares
+
+
+def _equal_shares(result: Any, rows: int, count: int) -> list[Encoded] | None:
+    """The shares of so many requests with as many rows each, if the result is a dict of arrays and
+    shares are small: described once, and cut from one piece."""
+    if type(result) is not dict or not all(type(v) is np.ndarray for v in result.values()):
+        return None
+    share = encode({key: value[:rows] for key, value in result.items()})
+    schema = parse_schema(share.schema)
+    if share.frames or any(result[leaf.path[0]].dtype != leaf.dtype for leaf in schema.leaves):
+        return None
+    blobs = np.zeros((count, schema.blob_size), np.uint8)
+    for leaf in schema.leaves:
+        if leaf.count:
+            column = np.ascontiguousarray(result[leaf.path[0]]).reshape(count, -1)
+            blobs[:, leaf.offset : leaf.offset + leaf.nbytes] = column.view(np.uint8)
+    return [Encoded(share.schema, [], blob.tobytes(), []) for blob in blobs]
 
 
 def _number_kind(request: Request) -> int:

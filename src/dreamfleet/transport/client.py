@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.codec import Encoded, encode
+from dreamfleet.transport.codec import Block, Encoded, encode
 from dreamfleet.transport.connection import Connection, Event, Lost, Message, Welcome
 from dreamfleet.transport.errors import (
     Closed,
@@ -192,7 +192,8 @@ class Client:
 
     def call_block(self, method: str, /, *args: Any) -> Future:
         """Send one call that holds a block of items for a `BatchServer`: every leaf is an array
-        with the same leading axis k, and so is every leaf of the answer."""
+        with the same leading axis k, and so is every leaf of the answer. The only argument may be a
+        `Block`, which takes less time."""
         rows = _rows(args)
         if not rows:
             raise TransportError(
@@ -293,7 +294,8 @@ class Client:
     # --- sending ---------------------------------------------------------------------------------
 
     def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
-        value = encode(args).snapshot()
+        block = args[0] if len(args) == 1 and type(args[0]) is Block else None
+        value = block.encoded() if block is not None else encode(args).snapshot()
         wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value is refused here and now
         self._read_events()
         deadline = self._deadline(None)

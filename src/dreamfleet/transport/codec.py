@@ -236,6 +236,7 @@ class Leaf:
     count: int
     nbytes: int
     offset: int  # into the blob, or -1 for a frame of its own
+    frame: int  # its number, or -1 for a place in the blob
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,10 @@ class Schema:
     plain_paths: tuple[tuple[str, ...], ...]
     blob_size: int
     frame_sizes: tuple[int, ...]
+    bools: tuple[Leaf, ...]
+    never_set: int
+    """The bits of the blob, as one number, that are 0 because a bool is 0 or 1; 0 if the blob is
+    too large for that."""
 
 
 _unpack = msgspec.msgpack.Decoder().decode
@@ -284,7 +289,20 @@ def _parse(data: bytes) -> Schema:
         tuple(parser.plain_paths),
         parser.blob_size,
         tuple(parser.frame_sizes),
+        *_find_bools(parser),
     )
+
+
+def _find_bools(parser: _Parser) -> tuple[tuple[Leaf, ...], int]:
+    """The leaves of bools that are looked at one by one, and the bits of all the others."""
+    bools = [leaf for leaf in parser.leaves if leaf.dtype is _BOOL and leaf.count]
+    if parser.blob_size > SMALL:
+        return tuple(bools), 0
+    bits = bytearray(parser.blob_size)
+    for leaf in bools:
+        if leaf.frame < 0:
+            bits[leaf.offset : leaf.offset + leaf.nbytes] = leaf.nbytes * b"\xfe"
+    return tuple(leaf for leaf in bools if leaf.frame >= 0), int.from_bytes(bits, "little")
 
 
 class _Parser:
@@ -345,25 +363,49 @@ class _Parser:
         shape: tuple[int, ...],
         count: int,
     ) -> None:
-        nbytes, offset = count * dtype.itemsize, -1
+        nbytes, offset, frame = count * dtype.itemsize, -1, -1
         if nbytes <= SMALL:
             offset = self.blob_size
             self.blob_size += nbytes + -nbytes % ALIGN
         else:
+            frame = len(self.frame_sizes)
             self.frame_sizes.append(nbytes)
-        self.leaves.append(Leaf(kind, path, dtype, shape, count, nbytes, offset))
+        self.leaves.append(Leaf(kind, path, dtype, shape, count, nbytes, offset, frame))
+
+
+class Block(dict[str, NDArray[Any]]):
+    """Arrays that are filled, and sent as the only argument of a call, again and again. What they
+    look like is described once, and the small ones lie in the blob already. Keys stay as they are.
+
+    Args:
+        arrays: What they look like, with a leading axis that all of them share.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        first = encode((dict(arrays),))
+        schema = parse_schema(first.schema)
+        self._schema, self._blob = first.schema, bytearray(first.blob)
+        self._frames = [bytearray(frame) for frame in first.frames]
+        super().__init__(
+            (leaf.path[1], _array(leaf, self._blob, self._frames)) for leaf in schema.leaves
+        )
+
+    def encoded(self) -> Encoded:
+        """What `encode` returns for a tuple with this block, as a snapshot."""
+        frames: list[Buffer] = [bytes(frame) for frame in self._frames]
+        return Encoded(self._schema, [], bytes(self._blob), frames)
 
 
 # --- decoding ------------------------------------------------------------------------------------
 
 
-def check_sizes(
+def check_data(
     schema: Schema, plain: Sequence[Plain], blob: Buffer, frames: Sequence[Buffer]
 ) -> None:
     """Compare what came with what the schema announces.
 
     Raises:
-        MessageError: The lengths differ.
+        MessageError: The lengths differ, or a bool is neither 0 nor 1.
     """
     if (
         len(plain) != len(schema.plain_paths)
@@ -371,42 +413,48 @@ def check_sizes(
         or tuple(map(len, frames)) != schema.frame_sizes
     ):
         raise MessageError("The data of a message does not have the size its schema announces.")
+    odd = schema.never_set and int.from_bytes(blob, "little") & schema.never_set
+    if odd or any(_bytes(leaf, blob, frames).strip(b"\0\1") for leaf in schema.bools):
+        # numpy counts and combines others wrongly.
+        raise MessageError("A bool in a message is neither 0 nor 1.")
 
 
 def decode_leaves(schema: Schema, blob: Buffer, frames: Sequence[Buffer]) -> list[Any]:
-    """The array-like leaves of a message whose sizes were checked, in the schema's order.
+    """The array-like leaves of a message whose data was checked, in the schema's order.
 
     Raises:
-        MessageError: A text is not valid, or a bool is neither 0 nor 1.
+        MessageError: A text is not valid.
     """
-    leaves: list[Any] = []
-    rest = iter(frames)
-    for leaf in schema.leaves:
-        source, offset = (blob, leaf.offset) if leaf.offset >= 0 else (next(rest), 0)
-        if leaf.kind == ARRAY:
-            leaves.append(_view(source, leaf, offset))
-        elif leaf.kind == SCALAR:
-            leaves.append(_view(source, leaf, offset)[()])
-        elif leaf.kind == BYTES:
-            leaves.append(bytes(source[offset : offset + leaf.nbytes]))
-        else:
-            try:
-                leaves.append(str(source, "utf-8"))
-            except UnicodeDecodeError:
-                raise MessageError("A text in a message is not valid UTF-8.") from None
-    return leaves
+    return [decode_leaf(leaf, blob, frames) for leaf in schema.leaves]
 
 
-def _view(source: Buffer, leaf: Leaf, offset: int) -> NDArray[Any]:
+def decode_leaf(leaf: Leaf, blob: Buffer, frames: Sequence[Buffer]) -> Any:
+    """One of them."""
+    if leaf.kind == ARRAY or leaf.kind == SCALAR:
+        array = _array(leaf, blob, frames)
+        if leaf.frame >= 0:
+            array.flags.writeable = False  # those in the blob are bytes, which cannot be written
+        return array if leaf.kind == ARRAY else array[()]
+    if leaf.kind == BYTES:
+        return _bytes(leaf, blob, frames)
+    try:
+        return str(frames[leaf.frame], "utf-8")
+    except UnicodeDecodeError:
+        raise MessageError("A text in a message is not valid UTF-8.") from None
+
+
+def _bytes(leaf: Leaf, blob: Buffer, frames: Sequence[Buffer]) -> bytes:
+    if leaf.frame >= 0:
+        return bytes(frames[leaf.frame])
+    return bytes(blob[leaf.offset : leaf.offset + leaf.nbytes])
+
+
+def _array(leaf: Leaf, blob: Any, frames: Sequence[Any]) -> NDArray[Any]:
     if leaf.count == 0:
         return np.empty(leaf.shape, leaf.dtype)
-    if leaf.dtype is _BOOL and bytes(source[offset : offset + leaf.nbytes]).strip(b"\0\1"):
-        # numpy counts and combines others wrongly.
-        raise MessageError("A bool in a message is neither 0 nor 1.")
-    array: NDArray[Any] = np.ndarray(leaf.shape, leaf.dtype, source, offset)
-    if array.flags.writeable:
-        array.flags.writeable = False
-    return array
+    if leaf.frame >= 0:
+        return np.ndarray(leaf.shape, leaf.dtype, frames[leaf.frame])
+    return np.ndarray(leaf.shape, leaf.dtype, blob, leaf.offset)
 
 
 def assemble(schema: Schema, plain: Sequence[Any], leaves: Sequence[Any]) -> Any:
@@ -421,7 +469,7 @@ def decode(schema: bytes, plain: Sequence[Plain], blob: Buffer, frames: Sequence
         MessageError: The message is not one that `encode` makes.
     """
     parsed = parse_schema(schema)
-    check_sizes(parsed, plain, blob, frames)
+    check_data(parsed, plain, blob, frames)
     leaves = decode_leaves(parsed, blob, frames) if parsed.leaves else ()
     return assemble(parsed, plain, leaves)
 

@@ -43,7 +43,7 @@ from dreamfleet.transport import (
     wire,
 )
 from dreamfleet.transport.batching import Request, signature_of
-from dreamfleet.transport.codec import decode_leaves, encode, parse_schema
+from dreamfleet.transport.codec import encode, parse_schema
 
 SPACES = {
     "image": Space(np.uint8, (4, 4, 3)),
@@ -207,11 +207,11 @@ def test_without_spaces_the_first_observation_says_what_they_are(run: RunConfig)
 
 def request_of(obs: dict[str, Any]) -> Request:
     """A block of two observations, as it comes out of a message."""
-    value = encode((obs,))
+    value = encode((obs,)).snapshot()
     schema = parse_schema(value.schema)
-    leaves = decode_leaves(schema, value.blob, [bytes(frame) for frame in value.frames])
     signature = signature_of(schema, value.plain, 2)
-    return Request(b"peer", 1, 2, schema, value.plain, leaves, signature, 0.0)
+    parts = (value.plain, value.blob, value.frames)
+    return Request(b"peer", 1, 2, schema, *parts, signature, 0.0)
 
 
 def test_what_was_fine_before_is_looked_at_again(run: RunConfig) -> None:
