@@ -133,7 +133,6 @@ def _binned(run: Scores, ends: Floats, width: float) -> Floats:
 class PublishedCurve:
     """Mean and standard deviation over seeds of the episode score, by environment frames."""
 
-    suite: str
     seeds: int
     frames: Floats
     mean: Floats
@@ -160,7 +159,7 @@ def published_curve(task: str, options: Mapping[str, Any] | None = None) -> Publ
     every = _table()["every"]
     frames = entry["first"] + every * np.arange(len(entry["mean"]), dtype=np.float64)
     mean, std = (np.array(entry[key], np.float64) for key in ("mean", "std"))
-    return PublishedCurve(suite["name"], entry["seeds"], frames, mean, std)
+    return PublishedCurve(entry["seeds"], frames, mean, std)
 
 
 @cache

@@ -47,7 +47,7 @@ class Session:
     """A dream that is played."""
 
     def __init__(self, dream: Dream, *, trust: bool = False) -> None:
-        self._loaded = dream
+        self._loaded = dream  # which others find by a weak reference, as long as it is played
         self._branches = [_Branch(dream.branch())]
         self._current = 0
         self._episodes: list[StoredEpisode] = []

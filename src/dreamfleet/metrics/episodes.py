@@ -274,16 +274,12 @@ class EpisodeStats:
             self._log_max = np.concatenate([self._log_max, np.full(room, -np.inf)])
 
     def _grow(self, size: int) -> None:
-        self._running = _padded(self._running, size)
-        self._score = _padded(self._score, size)
-        self._steps = _padded(self._steps, size)
-        self._reward = _padded(self._reward, size)
-        self._changes = _padded(self._changes, size)
-        self._log_sum = _padded(self._log_sum, size)
-        self._log_max = _padded(self._log_max, size, -np.inf)
+        for name in _ROWS:
+            array, nothing = getattr(self, f"_{name}"), -np.inf if name == "log_max" else 0
+            setattr(self, f"_{name}", _padded(array, size, nothing))
 
 
-def _padded(array: NDArray[Any], size: int, value: float = 0) -> NDArray[Any]:
+def _padded(array: NDArray[Any], size: int, value: float) -> NDArray[Any]:
     """An array with a longer last axis."""
     more = np.full((*array.shape[:-1], size - array.shape[-1]), value, array.dtype)
     return np.concatenate([array, more], axis=-1)

@@ -151,14 +151,13 @@ class _File:
     def behind(self) -> bool:
         return self._tail.behind
 
-    def read(self) -> bool:
-        """Read what is new, up to a few megabytes; returns whether there was anything."""
+    def read(self) -> None:
+        """Read what is new, up to a few megabytes."""
         block = self._tail.read()
         if self._tail.replaced != self._seen:
             self._seen = self._tail.replaced
             self._clear()
         self._take(decode_lines(self._decoder, block))
-        return bool(block)
 
 
 class _ScoreRow(msgspec.Struct):

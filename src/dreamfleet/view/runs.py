@@ -90,7 +90,6 @@ class Sample:
     """Bytes, of all its processes."""
     disk: float
     """Bytes of the replay."""
-    steps_per_second: float
     traffic: dict[str, float]
     """Bytes so far between the agent and a role."""
 
@@ -117,8 +116,6 @@ class Run:
         self.status: RunStatus | None = None
         self.samples: deque[Sample] = deque(maxlen=_SAMPLES)
         self.happenings: deque[Happening] = deque(maxlen=_EVENTS)
-        self.version = 0
-        """Changes when there is something new to show."""
         self.lock = threading.Lock()
         """Held while files are read."""
         self._signature: object = None
@@ -148,7 +145,6 @@ class Run:
             self.config = None
             self._config_written = signature[0]
         self._signature = signature
-        before = self.row
         try:
             if self.config is None:
                 if (self.path / CONFIG_FILE).is_symlink():
@@ -159,7 +155,6 @@ class Run:
                 self.row = _with_status(self.row, self.status)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             self.row = Row(self.name, problem=str(error), changed=max(signature) / 1e9)
-        self.version += self.row != before
 
     def look(self, patience: float) -> None:
         """Ask what it is doing."""
@@ -178,20 +173,16 @@ class Run:
         self.status = status
         self.row = _with_status(self.row, status)
         self._note(status)
-        self.version += 1
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
         self._used = time.monotonic()
         with self.lock:
-            found = self.scores.read()
-            behind = self.scores.behind
+            self.scores.read()
             if metrics:
-                found |= self.metrics.read()
-                behind |= self.metrics.behind
+                self.metrics.read()
                 self._read_events()
-        self.version += found
-        return behind
+            return self.scores.behind or (metrics and self.metrics.behind)
 
     def _read_events(self) -> None:
         self.hurt = {name: left - 1 for name, left in self.hurt.items() if left > 1}
@@ -226,7 +217,6 @@ class Run:
                     sum(usage.cpu for usage in usages),
                     float(sum(usage.memory for usage in usages)),
                     float(status.metrics.get("replay/disk_bytes") or 0.0),
-                    status.steps_per_second,
                     {
                         role: sum(float(status.metrics.get(key) or 0.0) for key in keys)
                         for role, keys in _TRAFFIC.items()
