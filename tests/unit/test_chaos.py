@@ -152,7 +152,7 @@ FILLING = """
 import sys
 from pathlib import Path
 import psutil
-from dreamfleet.chaos.disk import Disk
+from dreamfleet.chaos.faults import Disk
 
 if sys.argv[2] == "limit":
     Disk._mount = lambda self: False

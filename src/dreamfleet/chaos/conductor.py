@@ -17,8 +17,7 @@ from typing import Any, Self
 
 from dreamfleet.agents.dreamer.config import DreamerConfig, size_preset
 from dreamfleet.chaos.accounts import Accounts, left_files, settle
-from dreamfleet.chaos.disk import Disk
-from dreamfleet.chaos.faults import ChaosError, Injector, Outcome
+from dreamfleet.chaos.faults import ChaosError, Disk, Injector, Outcome
 from dreamfleet.chaos.fleet import Fleet
 from dreamfleet.chaos.network import Network
 from dreamfleet.chaos.report import Report
