@@ -391,8 +391,8 @@ _DETACH = 2
 
 
 class Disk:
-    """A disk that can be filled: a small file system of the run's own, where the machine allows one.
-    A context manager.
+    """A disk that can be filled, a context manager: a small file system of the run's own, where the
+    machine allows one.
 
     It is a tmpfs in a mount namespace of this process, so nobody else sees it and it is gone with
     the process. It is filled by making it as small as what it holds. Without the privilege to

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.view import dream_page, look_page, settings_page, table_page
+from dreamfleet.view import dream_page, look_page, table_page
 from dreamfleet.view.checkpoints_page import CheckpointsPage
 from dreamfleet.view.fleet_page import FleetPage
 from dreamfleet.view.frame import add_style
@@ -29,12 +29,16 @@ from dreamfleet.view.look_page import LookPage
 from dreamfleet.view.metrics_page import MetricPage, MetricsPage
 from dreamfleet.view.run_page import OverviewPage
 from dreamfleet.view.runs import Runs
+from dreamfleet.view.settings_page import SettingsPage
 
 PORT = 8765
-_RUN_PAGES = (OverviewPage, MetricsPage, MetricPage, FleetPage, LogsPage, CheckpointsPage, LookPage)
+_RUN_PAGES = (
+    *(OverviewPage, MetricsPage, MetricPage, FleetPage, LogsPage),
+    *(CheckpointsPage, SettingsPage, LookPage),
+)
 _PAGES = (
     *(page.add for page in _RUN_PAGES),
-    *(table_page.add, settings_page.add, look_page.add_media, dream_page.add),
+    *(table_page.add, look_page.add_media, dream_page.add),
 )
 """Functions that add a page each."""
 

@@ -95,15 +95,16 @@ class RunPage(ABC):
 
     path: ClassVar[str]
     """A key of `RUN_PAGES`, and the address."""
-    seconds: ClassVar[float]
-    """Between two looks."""
+    seconds: ClassVar[float] = 0.0
+    """Between two looks; 0 for a page that does not change."""
 
     def __init__(self, runs: Runs, run: Run) -> None:
         self._runs, self._run = runs, run
         runs.attend(run.name)
         with frame(runs, run, self.path):
             self.build()
-        keep_fresh(self._refresh, self.seconds)
+        if self.seconds:
+            keep_fresh(self._refresh, self.seconds)
 
     @classmethod
     def add(cls, runs: Runs) -> None:
@@ -118,8 +119,7 @@ class RunPage(ABC):
     def build(self) -> None:
         """Add what is on the page."""
 
-    @abstractmethod
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027 - a page need not change
         """Show what has changed."""
 
     def _refresh(self) -> None:

@@ -7,33 +7,28 @@ from nicegui import ui
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
-from dreamfleet.view.frame import card, columns, find_run, frame, search_box
-from dreamfleet.view.runs import Run, Runs
+from dreamfleet.view.frame import RunPage, card, columns, search_box
+from dreamfleet.view.runs import Run
 
 
-def add(runs: Runs) -> None:
-    """Add the page."""
+class SettingsPage(RunPage):
+    """A table of all settings."""
 
-    @ui.page("/configuration")
-    def page(run: str = "") -> None:
-        if (found := find_run(runs, run)) is None:
+    path = "configuration"
+
+    def build(self) -> None:
+        if self._run.config is not None:
+            _show(self._run, self._run.config)
             return
-        runs.attend(found.name)
-        with frame(runs, found, "configuration"):
-            if found.config is None:
-                with card("The configuration cannot be read"):
-                    ui.label(found.row.problem).classes("muted")
-            else:
-                _show(found)
+        with card("The configuration cannot be read"):
+            ui.label(self._run.row.problem).classes("muted")
 
 
-def _show(run: Run) -> None:
-    assert run.config is not None
-    flat = run.config.flat()
+def _show(run: Run, config: RunConfig) -> None:
     name = run.row.preset.partition(" ")[0]
     theirs = PRESETS[name].flat() if name in PRESETS else {}
     # A file does not choose code that is imported.
-    known = run.config if run.config.agent in BUILT_IN else RunConfig()
+    known = config if config.agent in BUILT_IN else RunConfig()
     sentences = {setting.path: setting.sentence for setting in known.settings()}
     rows = [
         {
@@ -44,7 +39,7 @@ def _show(run: Run) -> None:
             else "",
             "sentence": sentences.get(key, ""),
         }
-        for key, value in flat.items()
+        for key, value in config.flat().items()
     ]
     rows.sort(key=lambda row: not row["preset"])
     with card("Configuration", f"next to the preset {name}; what differs is first"):
