@@ -218,10 +218,11 @@ def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterato
             how, error = "failed", raised
         with sigterm_interrupts():
             end = member.leave(how, str(error or ""))
-        if end.how == "failed" and end.host != run.host_index:
+        if end.how == "failed" and (error is None or end.host != run.host_index):
+            fewer = max(each for each in range(1, run.hosts) if run.batch_size % each == 0)
             raise FleetError(
                 f"{end.sentence}. So the run has ended on all hosts: resume it when that one is "
-                f"back, or on those that are left with --hosts {run.hosts - 1}."
+                f"back, or on those that are left with --hosts {fewer}."
             ) from error
         if end.how == "stopped" and end.host != run.host_index:
             say(f"{end.sentence}, so the run has ended on all hosts.")

@@ -361,6 +361,7 @@ class _Member:
         self.env_failures = self.noted().failures  # those before this supervisor are known
         self._launcher = launcher
         self._running: RunningWorker | None = None
+        self._killed = False  # because it cannot end in order
         self._started = 0.0
 
     @property
@@ -398,6 +399,7 @@ class _Member:
             self._running.terminate()
 
     def kill(self) -> None:
+        self._killed = True
         if self._running:
             self._running.kill()
 
@@ -415,7 +417,7 @@ class _Member:
         code = self._running.wait(0) if self._running else 0
         # A process that has not got so far that it could be asked is ended by the signal, or by
         # that of a scheduler.
-        if code in (0, STOPPED, -ORDER, -signal.SIGTERM) or code is None:
+        if code in (0, STOPPED, -ORDER, -signal.SIGTERM) or code is None or self._killed:
             return ""
         return self.describe_exit(code)
 

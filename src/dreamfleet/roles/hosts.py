@@ -119,6 +119,12 @@ def _place_file(config: RunConfig) -> Path:
     return config.run_dir / "hosts" / "address"
 
 
+def _token_file(config: RunConfig) -> Path:
+    """Holds what this host entered with, for its agent: an agent of an earlier start, which was
+    stopped and goes on, has another one."""
+    return config.run_dir / "hosts" / f"token-{config.host_index}"
+
+
 def _keys_file(config: RunConfig) -> Path:
     return Path(config.keys) if config.keys else config.run_dir / "keys"
 
@@ -184,11 +190,13 @@ class Meeting:
             self._hosts[index].heard = self._now()
             return "", [each for each in range(self._count) if each not in self._hosts]
 
-    def beat(self, index: int, how: How = "", why: str = "") -> tuple[list[Any], bool]:
+    def beat(self, index: int, token: str, how: How = "", why: str = "") -> tuple[list[Any], bool]:
         """A host is there, or leaves. Returns how the run ends, if that is known, and whether all
         hosts have left."""
         with self._changed:
-            host = self._hosts[index]
+            host = self._hosts.get(index)
+            if host is None or host.token != token:
+                return [*End("failed", _too_late(index), index)], True
             host.heard = self._now()
             if how and not host.how:
                 host.how, host.why = how, why
@@ -209,9 +217,14 @@ class Meeting:
                 if index
             )
 
-    def gather(self, key: str, index: int, said: dict[str, Any]) -> list[dict[str, Any]]:
+    def gather(
+        self, key: str, index: int, token: str, said: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         """What all hosts say under this key, once all have said it."""
         with self._changed:
+            host = self._hosts.get(index)
+            if host is None or host.token != token:
+                raise HostError(_too_late(index))
             room = self._rooms.setdefault(key, {})
             room.setdefault(index, said)
             self._changed.notify_all()
@@ -260,6 +273,11 @@ class Meeting:
         return self._end
 
 
+def _too_late(index: int) -> str:
+    """What a host is told that was stopped for a while, and comes back to another run."""
+    return f"Host {index} was away for so long that the run has been resumed without it"
+
+
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any], index: int) -> str:
     """Why a host cannot learn together with host 0; empty if it can."""
     for name in sorted({*first, *other}):
@@ -284,16 +302,15 @@ class Membership:
     """This host's place among the others, as its supervisor has it.
 
     Args:
-        index: Which host it is.
         address: Of host 0, for messages.
-        beat: The meeting's `beat`.
+        beat: The meeting's `beat` of this host.
         meeting: The meeting itself, on host 0.
     """
 
     def __init__(
-        self, index: int, address: str, beat: Callable[..., Any], meeting: Meeting | None = None
+        self, address: str, beat: Callable[[How, str], Any], meeting: Meeting | None = None
     ) -> None:
-        self._index, self._address, self._ask, self._meeting = index, address, beat, meeting
+        self._address, self._ask, self._meeting = address, beat, meeting
         self._heard = time.monotonic()
         self._end = End("")
         self._over = threading.Event()
@@ -336,7 +353,7 @@ class Membership:
         """Say that this host is there, or how it leaves; returns whether all have left."""
         with self._lock:
             try:
-                end, over = self._ask(self._index, how, _first_line(why))
+                end, over = self._ask(how, _first_line(why))
             except TransportError:
                 if self._lost() and not self._end.how and how in ("", "failed"):
                     self._end = End("failed", f"Host 0 ({self._address}) was lost: {_SILENCE}", 0)
@@ -371,7 +388,7 @@ def joined(config: RunConfig, say: Say) -> Iterator[Membership | None]:
     if config.host_index == 0:
         with _served(config) as meeting:
             _enter(config, token, meeting.enter, say)
-            yield Membership(0, "", meeting.beat, meeting)
+            yield Membership("", partial(meeting.beat, 0, token), meeting)
         return
     _wait_for_keys(config, say)
     keys = load_key(_keys_file(config))
@@ -381,7 +398,8 @@ def joined(config: RunConfig, say: Say) -> Iterator[Membership | None]:
             return client.call(method, *args).result(_CALL_SECONDS)
 
         _enter(config, token, partial(ask, "enter"), say)
-        yield Membership(config.host_index, parse(_place(config)).host, partial(ask, "beat"))
+        beat = partial(ask, "beat", config.host_index, token)
+        yield Membership(parse(_place(config)).host, beat)
 
 
 @contextmanager
@@ -445,6 +463,7 @@ def _enter(config: RunConfig, token: str, enter: Callable[..., Any], say: Say) -
             said = line
             say(said)
         time.sleep(BEAT_SECONDS / 4)
+    atomic_write(_token_file(config), token)
     say(f"All {config.hosts} hosts are there; this is host {config.host_index}")
 
 
@@ -455,9 +474,14 @@ class Hosts:
     """The hosts of a run, as the agent of one of them knows them."""
 
     def __init__(
-        self, count: int = 1, index: int = 0, address: str = "", client: Client | None = None
+        self,
+        count: int = 1,
+        index: int = 0,
+        address: str = "",
+        client: Client | None = None,
+        token: str = "",
     ) -> None:
-        self.count, self.index = count, index
+        self.count, self.index, self._token = count, index, token
         self.address = address
         """Of host 0, as the others reach it."""
         self._client = client
@@ -468,7 +492,8 @@ class Hosts:
         if self._client is None:
             return [said]
         number = self._meetings[name] = self._meetings.get(name, 0) + 1
-        found: list[Said] = self._client.gather(f"{name}/{number}", self.index, dict(said)).result()
+        key = f"{name}/{number}"
+        found: list[Said] = self._client.gather(key, self.index, self._token, dict(said)).result()
         return found
 
     def meeting(self, name: str) -> Gather:
@@ -483,5 +508,6 @@ def hosts_of(config: RunConfig) -> Iterator[Hosts]:
         yield Hosts()
         return
     keys, address = load_key(_keys_file(config)), parse(_place(config))
+    token = _token_file(config).read_text()
     with Client(address.text, "agent-hosts", keys=keys, patience=LOST_SECONDS) as client:
-        yield Hosts(config.hosts, config.host_index, address.host, client)
+        yield Hosts(config.hosts, config.host_index, address.host, client, token)

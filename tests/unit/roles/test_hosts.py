@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dreamfleet import parallel
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.launchers.local import LocalLauncher
+from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.roles import hosts
 from dreamfleet.roles.hosts import End, Meeting, Membership, this_host
 from dreamfleet.transport import Disconnected
@@ -122,54 +126,69 @@ def test_all_hear_what_all_have_said() -> None:
     there = meeting(3, Time())
     for number in range(100):  # more than are kept
         key = f"round/{number}"
-        calls = [lambda i=i, key=key: there.gather(key, i, {"host": i}) for i in range(3)]
+        calls = [partial(there.gather, key, i, f"token{i}", {"host": i}) for i in range(3)]
         assert in_threads(*calls) == [[{"host": 0}, {"host": 1}, {"host": 2}]] * 3
     # A call that is repeated, because its answer was lost.
-    assert there.gather("round/99", 1, {"host": 1})[2] == {"host": 2}
+    assert there.gather("round/99", 1, "token1", {"host": 1})[2] == {"host": 2}
     assert len(there._rooms) <= hosts._KEPT + 1
 
 
 def test_a_host_that_is_not_heard_of_is_lost_and_named() -> None:
     time = Time()
     there = meeting(3, time)
-    wait = partial(in_threads, partial(there.gather, "round/1", 0, {}))
+    wait = partial(in_threads, partial(there.gather, "round/1", 0, "token0", {}))
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     for _ in range(int(hosts.LOST_SECONDS) - 1):
         time.now += 1
-        assert there.beat(0) == there.beat(2) == ([*End("")], False)
+        assert there.beat(0, "token0") == there.beat(2, "token2") == ([*End("")], False)
     # The others fail because of it, which is not what the run ends because of.
-    there.beat(2, "failed", "agent ended with code 1")
-    assert there.beat(0)[0] == [*End("")]
+    there.beat(2, "token2", "failed", "agent ended with code 1")
+    assert there.beat(0, "token0")[0] == [*End("")]
     time.now += 2
-    (how, sentence, host), over = there.beat(0)
+    (how, sentence, host), over = there.beat(0, "token0")
     assert (how, host, over) == ("failed", 1, False)
     assert sentence == f"Host 1 (node1) was lost: {hosts._SILENCE}"
-    assert there.beat(2)[0] == [how, sentence, host]
+    assert there.beat(2, "token2")[0] == [how, sentence, host]
     waiting.join(60)
     assert not waiting.is_alive(), "nobody waits for a host that is lost"
-    assert there.beat(0, "done")[1], "the lost one has left, too"
+    assert there.beat(0, "token0", "done")[1], "the lost one has left, too"
 
 
 def test_the_host_that_failed_first_is_named_once_everybody_was_heard_of() -> None:
     time = Time()
     there = meeting(2, time)
-    there.beat(1, "failed", "agent was killed by signal 9")
-    there.beat(0, "", "")
-    assert there.beat(0)[0] == [*End("")], "host 0 may be lost for all that is known"
+    there.beat(1, "token1", "failed", "agent was killed by signal 9")
+    there.beat(0, "token0", "", "")
+    assert there.beat(0, "token0")[0] == [*End("")], "host 0 may be lost for all that is known"
     time.now += hosts.BEAT_SECONDS + 0.5
-    assert there.beat(0)[0][:2] == [
+    assert there.beat(0, "token0")[0][:2] == [
         "failed",
         "Host 1 (node1) has failed: agent was killed by signal 9",
     ]
 
 
+def test_a_host_that_was_stopped_for_long_does_not_take_part_in_the_run_that_was_resumed() -> None:
+    there = meeting(2, Time())
+    for earlier in (partial(there.beat, 1, "earlier"), partial(there.beat, 2, "token2")):
+        (how, sentence, host), over = earlier("failed", "its agent ended with code 1")
+        assert (how, over) == ("failed", True)
+        assert sentence.startswith(f"Host {host} was away for so long")
+    with pytest.raises(hosts.HostError, match="Host 1 was away for so long"):
+        there.gather("round/1", 1, "earlier", {})
+    assert there.beat(0, "token0") == ([*End("")], False)
+    assert not there._rooms
+
+
 def test_a_host_that_is_asked_to_stop_ends_the_run_on_all() -> None:
     there = meeting(2, Time())
-    assert there.beat(1, "stopped") == (["stopped", "Host 1 (node1) was asked to stop", 1], False)
-    assert there.beat(0, "done")[1]
+    assert there.beat(1, "token1", "stopped") == (
+        ["stopped", "Host 1 (node1) was asked to stop", 1],
+        False,
+    )
+    assert there.beat(0, "token0", "done")[1]
     assert not there.told()
-    assert there.beat(1)[1]
+    assert there.beat(1, "token1")[1]
     assert there.told()
 
 
@@ -183,7 +202,7 @@ def test_a_host_that_hears_nothing_of_host_0_names_it(monkeypatch: pytest.Monkey
         time.now += 1
         raise Disconnected("nobody is there")
 
-    member = Membership(1, "10.0.0.1:9000", beat)
+    member = Membership("10.0.0.1:9000", beat)
     member.watch(lambda end: (ends.append(end), heard.set()))
     assert heard.wait(120)
     assert ends == [End("failed", f"Host 0 (10.0.0.1:9000) was lost: {hosts._SILENCE}", 0)]
@@ -201,4 +220,27 @@ def test_a_host_that_has_done_its_work_does_not_mind_that_host_0_has_gone(
         time.now += 1
         raise Disconnected("nobody is there")
 
-    assert Membership(1, "10.0.0.1:9000", beat).leave("done") == End("")
+    assert Membership("10.0.0.1:9000", beat).leave("done") == End("")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_host_that_is_lost_ends_the_run_with_an_error_on_all_and_those_left_can_share_a_batch(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on itself, if it comes back while it is told of: without its agent there is no error."""
+    end = End("failed", "Host 1 (node1) was lost", 1)
+
+    class Member:
+        def watch(self, on_end: object) -> None: ...
+
+        def fail(self, why: str) -> None: ...
+
+        def leave(self, *_: str) -> End:
+            return end
+
+    monkeypatch.setattr(parallel, "joined", lambda *_: nullcontext(Member()))
+    run = RunConfig(hosts=4, host_index=index, batch_size=16)
+    supervisor = Supervisor([], LocalLauncher(Path()))
+    words = r"Host 1 \(node1\) was lost\..* those that are left with --hosts 2\."
+    with pytest.raises(FleetError, match=words), parallel._one_of_several(run, supervisor, print):
+        pass
