@@ -296,7 +296,6 @@ class Client:
     def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
         block = args[0] if len(args) == 1 and type(args[0]) is Block else None
         value = block.encoded() if block is not None else encode(args).snapshot()
-        wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value is refused here and now
         self._read_events()
         deadline = self._deadline(None)
         while True:
@@ -304,6 +303,7 @@ class Client:
                 self._check()
                 if len(self._pending) < self._maxinflight:
                     return self._enqueue(Future(self, method), value, rows)
+            wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value does not wait
             if not self._progress(lambda: len(self._pending) < self._maxinflight, deadline):
                 raise Timeout(
                     f"{len(self._pending)} calls of {self.name} are unanswered by {self._server}, "
@@ -311,12 +311,15 @@ class Client:
                 )
 
     def _enqueue(self, future: Future, value: Encoded, rows: int) -> Future:
-        self._number += 1
+        number, welcome = self._number + 1, self._welcome
+        to = welcome.incarnation if welcome else 0
+        frames = wire.pack(wire.CALL, number, value, to, future.method, rows)  # unless too large
+        self._number = number
         future.request = _Request(value, rows, time.monotonic())
-        self._pending[self._number] = future
+        self._pending[number] = future
         self._counts["requests"] += 1
-        if self._welcome:
-            self._send(self._number, future, self._welcome)
+        if to:
+            self._send_frames(number, future.request, frames, to)
         else:
             self._send_later()
         return future
@@ -351,17 +354,14 @@ class Client:
 
     def _send(self, number: int, future: Future, welcome: Welcome) -> None:
         request: _Request = future.request
-        frames = wire.pack(
-            wire.CALL,
-            number,
-            request.value,
-            welcome.incarnation,
-            future.method,
-            request.rows,
-        )
-        request.sent_to, request.sent_at = welcome.incarnation, time.monotonic()
+        to = welcome.incarnation
+        frames = wire.pack(wire.CALL, number, request.value, to, future.method, request.rows)
+        self._send_frames(number, request, frames, to)
+
+    def _send_frames(self, number: int, request: _Request, frames: list[Any], to: int) -> None:
+        request.sent_to, request.sent_at = to, time.monotonic()
         self._counts["bytes_out"] += sum(map(len, frames))
-        self._connection.send(frames)
+        self._connection.send(frames, number)
         if self._receiving and self._connection.readable:
             # A send may swallow the signal of a message that came meanwhile.
             self._waker.wake()

@@ -24,6 +24,7 @@ from dreamfleet.transport.address import Address, endpoints, parse
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.errors import AddressError, AddressUnknown, MessageError
 from dreamfleet.transport.security import Keys, RoleKey
+from dreamfleet.transport.shortcut import Shortcut
 from dreamfleet.transport.wire import Waker
 
 
@@ -35,6 +36,7 @@ class Welcome(msgspec.Struct, frozen=True):
     incarnation: int
     limit: int
     repeatable: frozenset[str]
+    shortcut: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,11 @@ class Connection:
 
     def _open(self, address: Address | None) -> None:
         self._address = address
+        self._shortcut: Shortcut | None = None
+        self._shortcut_descriptor = -1
+        self._packets = False  # there may be some to read
+        self._messages = True  # libzmq may have some; its descriptor only tells of changes
+        self._by_libzmq: set[int] = set()  # calls that went there and have no answer
         # One context, and so one I/O thread of libzmq, serves all clients of a process.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
@@ -190,7 +197,13 @@ class Connection:
                 raise AddressError(f"{text}.") from None
             self.problem = text
 
-    def send(self, frames: list[Any]) -> None:
+    def send(self, frames: list[Any], call: int = 0) -> None:
+        """Send a message: a call with this number, or a greeting."""
+        if call and self._shortcut and not self._by_libzmq and self._shortcut.send(frames):
+            return
+        if call and self._shortcut:
+            self._by_libzmq.add(call)
+        self._messages = True  # because sending may swallow the signal of one that came
         wire.send(self._socket, frames)
 
     def greet(self) -> None:
@@ -210,6 +223,10 @@ class Connection:
     def _poll(self, milliseconds: float | None) -> bool:
         ready = self._poller.poll(milliseconds)
         for descriptor, _ in ready:
+            if descriptor == self._shortcut_descriptor:
+                self._packets = True
+                continue
+            self._messages = True
             if descriptor == self._waker.fileno():
                 self._waker.clear()
             elif descriptor == self._monitor_descriptor:
@@ -226,12 +243,18 @@ class Connection:
         if not self.events:
             if self._monitor_ready:
                 self._read_monitor()  # it may send, so it comes before the look at the socket
-            if not self.events and (message := wire.receive(self._socket)):
-                self._read(message)
+            if not self.events and self._shortcut and self._packets:
+                self._read_packet(self._shortcut)
+            if not self.events and self._messages:
+                if message := wire.receive(self._socket):
+                    self._read(message)
+                else:
+                    self._messages = False
             if self._retry_at <= time.monotonic():
                 self._retry()
 
     def close(self, linger: int | None = None) -> None:
+        self._end_shortcut()
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close(linger)
@@ -242,13 +265,42 @@ class Connection:
         try:
             header = wire.unpack(message[0])
             if header.kind == wire.WELCOME:
-                self.events.append(self._welcome(header, frames))
+                welcome = self._welcome(header, frames)
+                self.events.append(welcome)
+                if not self._greeted:
+                    self._open_shortcut(welcome.shortcut)
                 self._greeted = True
                 self._retry_at, self._pause = _FOREVER, _FIRST_RETRY
             else:
+                self._by_libzmq.discard(header.id)
                 self.events.append(Message(header, frames))
         except MessageError as problem:
             self.events.append(problem)
+
+    def _open_shortcut(self, token: str) -> None:
+        if token and self._address and self._address.kind != "tcp":
+            self._shortcut = Shortcut.open(self._address.path, token)
+        if self._shortcut:
+            self._shortcut_descriptor = self._shortcut.fileno()
+            self._poller.register(self._shortcut_descriptor, select.POLLIN)
+
+    def _end_shortcut(self) -> None:
+        if self._shortcut:
+            self._poller.unregister(self._shortcut_descriptor)
+            self._shortcut_descriptor = -1
+            self._shortcut.close()
+            self._shortcut = None
+
+    def _read_packet(self, shortcut: Shortcut) -> None:
+        message = shortcut.receive()
+        if message is not None:
+            if shortcut.ready:
+                self._read(message or [b""])
+            shortcut.ready = True
+            return
+        self._packets = False
+        if shortcut.ended:
+            self._end_shortcut()
 
     def _welcome(self, header: wire.Header, frames: list[Any]) -> Welcome:
         try:
@@ -294,8 +346,12 @@ class Connection:
         self._retry_at = min(self._retry_at, time.monotonic() + self._pause)
 
     def _lose(self) -> None:
+        # What the server had answered before it went still counts.
+        while self._shortcut and (packet := self._shortcut.receive()) is not None:
+            if self._shortcut.ready:
+                self._read(packet or [b""])
         while message := wire.receive(self._socket):
-            self._read(message)  # what the server had answered before it went still counts
+            self._read(message)
         self.problem = "the connection was lost"
         self._greeted = False
         self._away_since = time.monotonic()

@@ -23,6 +23,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -52,6 +53,7 @@ from dreamfleet.transport.security import (
     Keys,
     Revoked,
 )
+from dreamfleet.transport.shortcut import Shortcuts
 from dreamfleet.transport.wire import Waker
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ _LONGEST_TEXT = 100_000  # characters of an error; the last ones say most
 _READER_STOPS = 5.0  # seconds, far more than it takes
 _QUICK = 0.001  # seconds; a job that takes less is over before another thread is up to read
 _MOST_READ = 256  # messages before those who wait for the lock have their turn
+_MOST_PACKETS = 16  # before it is libzmq's turn, whoever sends
 _BREATH = 0.0001  # seconds
 _LOOK_SECONDS = 1.0  # between two looks at what is revoked
 _MOST_REMEMBERED = 4096  # connections whose faults are counted
@@ -434,6 +437,11 @@ class Loop:
             self._guard, self._guard_at = Guard(self._address.port), -_FOREVER
             self._part_cost = wire.CURVE_PART_COST if self._authenticator else wire.PART_COST
         self._file = file_identity(self._address)
+        self._shortcuts: Shortcuts[Origin] | None = None
+        self._packets = 0  # read in a row, at most
+        if self._address.kind != "tcp":
+            with suppress(OSError, AttributeError):  # where there are no such sockets
+                self._shortcuts = Shortcuts(self._address.path)
         sockets = [self._socket]
         if self._authenticator:
             sockets.append(self._authenticator.socket)
@@ -441,10 +449,19 @@ class Loop:
         self._poller.register(self._waker.fileno(), select.POLLIN)
         for socket in sockets:
             self._poller.register(socket.fileno(), select.POLLIN)
+        if self._shortcuts:
+            self._poller.register(self._shortcuts.fileno(), select.POLLIN)
         # Also for a server that is forgotten before it is started: its context waits for ever for
         # sockets that nobody closes.
         self._release = weakref.finalize(
-            self, _release, self._address, self._file, sockets, self._waker, self._context
+            self,
+            _release,
+            self._address,
+            self._file,
+            sockets,
+            self._waker,
+            self._context,
+            self._shortcuts,
         )
         self._release.atexit = False
 
@@ -553,12 +570,14 @@ class Loop:
     def _send(self, peer: Peer, frames: list[Any]) -> None:
         if self._released:
             return
-        try:
-            wire.send(self._socket, [peer, *frames])
-        except zmq.ZMQError:
-            # The client has disconnected, or does not read its answers. Nobody else is affected.
-            self.counts["undelivered"] += 1
-            return
+        if not (self._shortcuts and self._shortcuts.send(peer, frames)):
+            try:
+                wire.send(self._socket, [peer, *frames])
+            except zmq.ZMQError:
+                # The client has disconnected, or does not read its answers. Nobody else is
+                # affected.
+                self.counts["undelivered"] += 1
+                return
         self.counts["bytes_out"] += sum(map(len, frames))
 
     # --- taking turns at reading -----------------------------------------------------------------
@@ -641,30 +660,42 @@ class Loop:
         for _ in range(_MOST_READ):
             if self._ready:
                 return False
+            self._packets = (self._packets + 1) % _MOST_PACKETS
+            if self._packets and self._shortcuts and (packet := self._shortcuts.receive()):
+                self._take(*packet)
+                continue
             frame, frames = wire.receive_from(self._socket)
             if frame is None:
+                if self._shortcuts and not self._packets:
+                    continue
                 return False
-            size = sum(map(len, frames))
-            self.counts["bytes_in"] += size
             if self._guard:
                 descriptor = wire.descriptor(frame)
-                size += self._part_cost * len(frames)
+                size = sum(map(len, frames)) + self._part_cost * len(frames)
                 self._read_by[descriptor] = self._read_by.get(descriptor, 0) + size
             origin = self._origin(frame)
-            if self._unwelcome(origin):
-                # What it had sent until then still comes.
-                if self._ended.get(origin.peer) != (descriptor := origin.descriptor):
-                    self._hang_up(origin.peer, descriptor, origin.address)
-                continue
-            try:
-                self._handle(origin, frames)
-            except TransportError as problem:
-                self._refuse(origin.peer, problem)
-            except Exception as problem:
-                # Not meant to happen, and no reason to stop serving everyone else.
-                log.exception("%s: a message could not be handled.", self.name)
-                self._refuse(origin.peer, problem)
+            if self._shortcuts:
+                for earlier in self._shortcuts.receive_from(origin.peer):
+                    self._take(origin, earlier)
+            self._take(origin, frames)
         return True
+
+    def _take(self, origin: Origin, frames: list[Any]) -> None:
+        """Take a message, whatever it is."""
+        self.counts["bytes_in"] += sum(map(len, frames))
+        if self._unwelcome(origin):
+            # What it had sent until then still comes.
+            if self._ended.get(origin.peer) != (descriptor := origin.descriptor):
+                self._hang_up(origin.peer, descriptor, origin.address)
+            return
+        try:
+            self._handle(origin, frames)
+        except TransportError as problem:
+            self._refuse(origin.peer, problem)
+        except Exception as problem:
+            # Not meant to happen, and no reason to stop serving everyone else.
+            log.exception("%s: a message could not be handled.", self.name)
+            self._refuse(origin.peer, problem)
 
     def _origin(self, frame: zmq.Frame) -> Origin:
         """Who a message is from. What its key stands for was found out when it connected."""
@@ -687,7 +718,7 @@ class Loop:
             raise MessageError("An empty message, or one of too many frames.")
         header = wire.unpack(frames[0])
         if header.kind == wire.HELLO:
-            welcome = encode(self._welcome(origin.identity.role))
+            welcome = encode(self._welcome(origin))
             self._send(peer, wire.pack(wire.WELCOME, 0, welcome))
             return
         if header.kind != wire.CALL or header.id <= 0 or header.rows < 0:
@@ -741,6 +772,8 @@ class Loop:
         return True
 
     def _hang_up(self, peer: Peer, descriptor: int, address: str) -> None:
+        if self._shortcuts:
+            self._shortcuts.drop(peer)
         if self.connected(peer):
             self.counts["ended"] += 1
             wire.hang_up(descriptor, address)
@@ -776,13 +809,14 @@ class Loop:
                 self._hang_up(peer, descriptor, address)
                 del self._invited[peer]
 
-    def _welcome(self, role: str) -> dict[str, Any]:
+    def _welcome(self, origin: Origin) -> dict[str, Any]:
         return {
             "protocol": wire.PROTOCOL,
             "name": self.name,
             "incarnation": self._incarnation,
             "limit": wire.MAX_INFLIGHT,
-            "repeatable": self._repeatable(role),
+            "repeatable": self._repeatable(origin.identity.role),
+            "shortcut": self._shortcuts.offer(origin.peer, origin) if self._shortcuts else "",
         }
 
 
@@ -792,8 +826,11 @@ def _release(
     sockets: list[zmq.Socket[bytes]],
     waker: Waker,
     context: zmq.Context[zmq.Socket[bytes]],
+    shortcuts: Shortcuts[Origin] | None,
 ) -> None:
     """Give back everything that a server holds."""
+    if shortcuts:
+        shortcuts.close()
     clean_up(address, file)  # while the address is still ours
     for socket in sockets:
         socket.close()
