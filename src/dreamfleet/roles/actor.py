@@ -47,7 +47,7 @@ from dreamfleet.transport.errors import Timeout
 
 log = logging.getLogger(__name__)
 
-_GATHER_SECONDS = 0.01
+_GATHER_SECONDS = 0.025
 _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _LOGGED_IN_FLIGHT = 8  # the same to the logger
