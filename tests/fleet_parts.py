@@ -69,7 +69,7 @@ def small_run(logdir: Path, **changes: Any) -> RunConfig:
         "report_length": 4,
         "train_ratio": 1.0,
         "replay": ReplayConfig(chunk=64),
-        "log_every": 0.5,
+        "log_every": 0.1,
         "on_failure": "stop",
     }
     return RunConfig(**{**settings, **changes})

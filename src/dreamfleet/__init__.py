@@ -9,7 +9,6 @@ Most names are looked up on first use, so that processes which need few of them 
 
 import typing
 from importlib import import_module
-from importlib.metadata import version
 
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.spaces import Space
@@ -23,7 +22,7 @@ if typing.TYPE_CHECKING:
     from dreamfleet.presets import preset
     from dreamfleet.training import StopTraining, configure, resume, train
 
-__version__ = version("dreamfleet")
+    __version__: str
 
 __all__ = [
     "ConfigError",
@@ -59,7 +58,11 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    if name == "__version__":
+        value: object = import_module("importlib.metadata").version("dreamfleet")
+    elif name in _LATER:
+        value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -48,6 +49,7 @@ def test_the_glossary_knows_what_a_run_logs(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("dreamfleet")), "train", "--preset", "debug"]
     command += ["--logdir", str(tmp_path), "--steps", "0", "--train-ratio", "8", "--log-every"]
     command += ["0.2", "--eval-envs", "1", "--report-every", "0.05"]
+    command += ["--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"]]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
     )

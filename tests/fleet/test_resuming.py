@@ -11,6 +11,7 @@ from dreamfleet.cli import main
 from dreamfleet.config import read_config
 
 FIRST = ["--task", "bundled:dummy", "--agent", "random", "--batch-size", "2", "--batch-length", "4",
+         "--env-options", "size=[8,8]",
          "--envs", "3", "--envs-per-process", "3", "--seed", "7", "--steps", "100", "--log-every",
          "0.5", "--train-ratio", "1", "--eval-episodes", "0", "--on-failure", "stop",
          "--launcher", "serial"]  # fmt: skip

@@ -19,7 +19,8 @@ from dreamfleet.checkpoint import Checkpoint
 
 COMMAND = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
 DUMMY = [*COMMAND, "--task", "bundled:dummy", "--agent", "random", "--steps", "0", "--envs", "2",
-         "--envs-per-process", "1", "--log-every", "0.5"]  # fmt: skip
+         "--envs-per-process", "1", "--env-options", "size=[8,8]", "--log-every",
+         "0.1"]  # fmt: skip
 
 
 ROLES = {f"dreamfleet {name}" for name in ("agent", "env-0", "env-1", "replay", "logger")}
@@ -120,6 +121,7 @@ def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:
     for limit in (100, 150):
         command = [*COMMAND, "--preset", "debug", "--logdir", str(tmp_path), "--steps", str(limit)]
         command += ["--train-ratio", "8", "--eval-episodes", "2"]
+        command += ["--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"]]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Evaluation: mean score" in done.stdout

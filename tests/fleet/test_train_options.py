@@ -24,7 +24,7 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     command = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
     command += ["--launcher", "serial", "--task", "bundled:dummy", "--agent", "random"]
     command += ["--steps", "0", "--target-score", "10", "--eval-episodes", "2", "--envs", "2"]
-    command += ["--logdir", str(tmp_path), "--log-every", "0.2"]
+    command += ["--logdir", str(tmp_path), "--log-every", "0.2", "--env-options", "size=[8,8]"]
     command += ["--outputs", "jsonl", "tensorboard"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

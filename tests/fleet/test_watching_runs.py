@@ -26,7 +26,8 @@ from dreamfleet.transport import resolve
 
 COMMAND = [str(Path(sys.executable).with_name("dreamfleet")), "train"]
 DUMMY = [*COMMAND, "--task", "bundled:dummy", "--agent", "random", "--envs", "2",
-         "--envs-per-process", "1", "--log-every", "0.5"]  # fmt: skip
+         "--envs-per-process", "1", "--env-options", "size=[8,8]", "--log-every",
+         "0.1"]  # fmt: skip
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 

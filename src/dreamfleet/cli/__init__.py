@@ -13,7 +13,6 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from dreamfleet import __version__
 from dreamfleet.cli.arguments import call, function_options, help_of, summary_of
 from dreamfleet.cli.console import complain, say
 from dreamfleet.errors import DreamfleetError
@@ -78,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(_usage())
         return 0
     if name == "--version":
+        from dreamfleet import __version__
+
         say(f"dreamfleet {__version__}")
         return 0
     if name not in COMMANDS:

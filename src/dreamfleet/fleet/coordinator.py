@@ -30,7 +30,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
-from dreamfleet import __version__
+import dreamfleet
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.errors import DreamfleetError
@@ -326,7 +326,7 @@ class Coordinator:
     def describe(self, version: Any) -> dict[str, Any]:
         """What the run is, for a machine with this version of Dreamfleet."""
         _check_version(_checked(version, Name))
-        return {"version": __version__, **self._description, **self._now()}
+        return {"version": dreamfleet.__version__, **self._description, **self._now()}
 
     def join(self, caller: Caller, asked: Any) -> dict[str, Any]:
         """Ids for the environments of a machine."""
@@ -489,10 +489,10 @@ def _description(run: RunConfig) -> dict[str, Any]:
 
 
 def _check_version(version: str) -> None:
-    if version != __version__:
+    if version != dreamfleet.__version__:
         raise Refused(
-            f"The run has Dreamfleet {__version__} and this machine {version}: install "
-            f"{__version__} here (pip install dreamfleet=={__version__})."
+            f"The run has Dreamfleet {dreamfleet.__version__} and this machine {version}: install "
+            f"{dreamfleet.__version__} here (pip install dreamfleet=={dreamfleet.__version__})."
         )
 
 

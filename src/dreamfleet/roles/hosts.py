@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dreamfleet import __version__
 from dreamfleet.clock import Gather, Said
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError
@@ -291,6 +290,8 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any], index: int) 
 
 def _shared_settings(config: RunConfig) -> dict[str, Any]:
     """What has to be the same on all hosts, as texts."""
+    from dreamfleet import __version__  # every agent imports this file
+
     shared = {name: str(v) for name, v in config.flat().items() if not _OF_A_HOST.fullmatch(name)}
     return {**shared, "version": __version__}
 

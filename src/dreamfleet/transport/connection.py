@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dreamfleet.transport import wire
 from dreamfleet.transport.address import Address, endpoints, parse
@@ -318,9 +318,11 @@ class Connection:
         self._monitor_ready = False
         while True:
             try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+                # Its first two bytes; zmq.utils.monitor would import asyncio to say so.
+                message = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
             except zmq.Again:
                 return
+            event = int.from_bytes(message[:2], sys.byteorder)
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.problem = "it takes connections but does not greet"
                 self.greet()

@@ -53,30 +53,38 @@ def test_imagination_and_replay_meet_at_the_last_states(monkeypatch: pytest.Monk
         "is_terminal": jnp.asarray(rng.random((BATCH, TIME)) < 0.5),
     }
     settings = LossConfig(imag_last=STARTS, imag_length=3)
-    key, range_ = jax.random.key(0), ReturnRange.initial()
-    losses.actor_critic_losses(nets, critic, state, obs, range_, settings, key)
-
     last = jax.tree.map(lambda x: x[:, -STARTS:], state)
-    start = seen["imagine of"][2]
+
+    @jax.jit  # each operation alone would take longer to compile
+    def meet(nets: Any, critic: Any, state: State, obs: Any, key: jax.Array) -> Any:
+        range_ = ReturnRange.initial()
+        losses.actor_critic_losses(nets, critic, state, obs, range_, settings, key)
+        targets, _, _ = seen["imagination_targets"]
+        found = (seen["imagine of"][2], seen["replay_value_losses of"][:6], targets)
+        return *found, seen["imagine"]
+
+    @jax.jit
+    def expect(nets: Any, last: State, start: State, rollout: Any) -> Any:
+        taken = {name: action[0] for name, action in rollout.actions.items()}
+        dynamics = nets.dynamics
+        vector = embed_actions(nets.actor.actions, taken, dynamics.dtype)
+        following = dynamics.core(dynamics.enter(start), dynamics.embed_action(vector)).state
+        return nets.critic(last), dist.twohot_mean(nets.critic(rollout.states)), following
+
+    start, replayed, targets, rollout = meet(nets, critic, state, obs, jax.random.key(0))
+    judged, values, following = expect(nets, last, start, rollout)
     for part, whole in zip(start, last, strict=True):
         np.testing.assert_array_equal(part, whole.reshape(BATCH * STARTS, -1))
-    logits, slow, bootstrap, *rest = seen["replay_value_losses of"][:6]
-    np.testing.assert_allclose(logits, nets.critic(last).swapaxes(0, 1), atol=1e-5)
+    logits, slow, bootstrap, *rest = replayed
+    np.testing.assert_allclose(logits, judged.swapaxes(0, 1), atol=1e-5)
     assert slow.shape == (STARTS, BATCH)
-    targets, _, _ = seen["imagination_targets"]
     assert not np.allclose(targets.returns[0], targets.returns[-1]), "or nothing is shown"
     np.testing.assert_array_equal(bootstrap.T.reshape(-1), targets.returns[0])
     for name, value in zip(("reward", "is_last", "is_terminal"), rest, strict=True):
         np.testing.assert_array_equal(value.T, obs[name][:, -STARTS:], err_msg=name)
 
-    rollout = seen["imagine"]
     first = jax.tree.map(lambda x: x[0], rollout.states)
     for part, whole in zip(first, start, strict=True):
         np.testing.assert_array_equal(part, whole)
-    value = dist.twohot_mean(nets.critic(rollout.states))
-    np.testing.assert_allclose(rollout.value[:-1], value, rtol=1e-4, atol=1e-4)
-    taken = {name: action[0] for name, action in rollout.actions.items()}
-    dynamics = nets.dynamics
-    vector = embed_actions(nets.actor.actions, taken, dynamics.dtype)
-    following = dynamics.core(dynamics.enter(start), dynamics.embed_action(vector)).state
+    np.testing.assert_allclose(rollout.value[:-1], values, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(rollout.states.deter[1], following.deter, atol=1e-5)

@@ -173,7 +173,7 @@ def test_permuting_the_batch_permutes_the_result(rssm: RSSM) -> None:
     first = np.random.default_rng(2).random((4, 6)) < 0.3
     carry, (tokens, action), flags, uniform = observe(rssm, first)
     order = jnp.array([2, 0, 3, 1])
-    run = jax.jit(lambda *args: rssm.observe(*args))
+    run = jax.jit(lambda *args: rssm.observe(*args))  # each operation alone compiles longer
     plain = run(carry, tokens, action, flags, uniform)
     shuffled = run(
         State(*(x[order] for x in carry)),
@@ -191,8 +191,9 @@ def test_a_reset_in_the_middle_equals_two_sequences(rssm: RSSM) -> None:
     first[:, 3] = True
     carry, (tokens, action), flags, uniform = observe(rssm, first)
     other, *_ = observe(rssm, first, carry=7)
-    whole = rssm.observe(carry, tokens, action, flags, uniform)
-    second = rssm.observe(other, tokens[:, 3:], action[:, 3:], flags[:, 3:], uniform[:, 3:])
+    run = jax.jit(lambda *args: rssm.observe(*args))
+    whole = run(carry, tokens, action, flags, uniform)
+    second = run(other, tokens[:, 3:], action[:, 3:], flags[:, 3:], uniform[:, 3:])
     np.testing.assert_allclose(whole.state.deter[:, 3:], second.state.deter, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(whole.state.stoch[:, 3:], second.state.stoch)
 
@@ -200,8 +201,9 @@ def test_a_reset_in_the_middle_equals_two_sequences(rssm: RSSM) -> None:
 def test_padding_behind_a_sequence_changes_nothing(rssm: RSSM) -> None:
     first = np.zeros((4, 6), bool)
     carry, (tokens, action), flags, uniform = observe(rssm, first)
-    whole = rssm.observe(carry, tokens, action, flags, uniform)
-    part = rssm.observe(carry, tokens[:, :4], action[:, :4], flags[:, :4], uniform[:, :4])
+    run = jax.jit(lambda *args: rssm.observe(*args))
+    whole = run(carry, tokens, action, flags, uniform)
+    part = run(carry, tokens[:, :4], action[:, :4], flags[:, :4], uniform[:, :4])
     np.testing.assert_allclose(whole.state.deter[:, :4], part.state.deter, rtol=1e-5, atol=1e-6)
 
 
@@ -212,13 +214,17 @@ def test_both_forms_of_a_convolution_agree(kind: type, kernel: int) -> None:
     layer = kind.init(rng, kernel, 3, 4)
     x = jnp.asarray(rng.standard_normal((2, 8, 12, 3), np.float32))
 
-    def loss(layer, x, patches):
-        return jnp.sum(jnp.sin(layer(x, patches=patches)))
+    def form(layer, x, patches):
+        def loss(layer, x):
+            result = layer(x, patches=patches)
+            return jnp.sum(jnp.sin(result)), result
 
-    for patches in (False, True):
-        assert layer(x, patches=patches).shape[-1] == 4
-    np.testing.assert_allclose(layer(x, patches=False), layer(x, patches=True), atol=1e-5)
-    plain, cells = (jax.grad(loss, (0, 1))(layer, x, patches) for patches in (False, True))
+        return jax.grad(loss, (0, 1), has_aux=True)(layer, x)
+
+    both = jax.jit(lambda *args: [form(*args, patches) for patches in (False, True)])
+    (plain, whole), (cells, pieces) = both(layer, x)
+    assert whole.shape[-1] == pieces.shape[-1] == 4
+    np.testing.assert_allclose(whole, pieces, atol=1e-5)
     for one, two in zip(jax.tree.leaves(plain), jax.tree.leaves(cells), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
 
@@ -242,7 +248,8 @@ def test_images_in_numpy_equal_images_in_jax(kernel: int) -> None:
         model = replace(size_preset("debug"), kernel=kernel, mults=(2,) * stages)
         encoder = DefaultEncoder.init(rng, model, spaces)
         images = rng.integers(256, size=(count, height, 8, 3), dtype=np.uint8)
-        expected = encoder({"image": jnp.asarray(images)[:, None]})[:, 0]
+        encode = jax.jit(lambda encoder, images: encoder({"image": images}))
+        expected = encode(encoder, jnp.asarray(images)[:, None])[:, 0]
         tokens = ImageStages(encoder)({"image": images})
         np.testing.assert_allclose(tokens, expected, rtol=1e-4, atol=1e-5)
 

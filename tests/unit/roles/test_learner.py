@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_worlds import ACTIONS, VECTOR, random_batch
+from agent_worlds import config as agent_config
 from fleet_parts import CountingAgent, small_run
 
-from dreamfleet.agents import Dreamer, DreamerConfig, size_preset
+from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer import player as dreamer_module
 from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
-from dreamfleet.envs import make_env
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.actor import Carries, padded_policy
 from dreamfleet.roles.learner import LOOK_AHEAD, Learner, RemoteStream, Saver
@@ -64,35 +65,23 @@ def saver(
     return Saver(agent, config, progress, ReplayClient(steps), LoggerClient(score))
 
 
-@pytest.fixture(scope="module")
-def spaces() -> Any:
-    env = make_env("gym:CartPole-v1")
-    return env.obs_space, env.act_space
-
-
-def make_dreamer(spaces: Any, seed: int) -> Dreamer:
-    return Dreamer(*spaces, DreamerConfig(model=size_preset("debug")), seed=seed)
+def make_dreamer(seed: int) -> Dreamer:
+    """One whose programs other tests have compiled, perhaps."""
+    return Dreamer(VECTOR, ACTIONS, agent_config(), seed=seed)
 
 
 @pytest.fixture(scope="module")
-def trained(spaces: Any) -> Dreamer:
-    agent = make_dreamer(spaces, 1)
-    rng = np.random.default_rng(0)
-    batch = agent.example_batch(2, 4)
-    batch["vector"] = rng.normal(size=batch["vector"].shape).astype(np.float32)
-    carry = agent.init_train(2)
+def trained() -> Dreamer:
+    agent = make_dreamer(1)
+    carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
     for _ in range(2):
         carry, _, _ = agent.train(carry, batch)
     return agent
 
 
-def observe(spaces: Any, size: int, seed: int = 0) -> dict[str, Any]:
+def observe(size: int, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    obs = {
-        key: np.zeros((size, *space.shape), space.dtype)
-        for key, space in spaces[0].items()
-        if not key.startswith("log/")
-    }
+    obs = {key: np.zeros((size, *space.shape), space.dtype) for key, space in VECTOR.items()}
     obs["vector"] = rng.normal(size=obs["vector"].shape).astype(np.float32)
     return obs
 
@@ -101,14 +90,12 @@ def same(first: Any, second: Any) -> bool:
     return np.asarray(first).tobytes() == np.asarray(second).tobytes()
 
 
-def test_a_resumed_agent_is_the_same_to_the_last_bit(
-    tmp_path: Path, spaces: Any, trained: Dreamer
-) -> None:
+def test_a_resumed_agent_is_the_same_to_the_last_bit(tmp_path: Path, trained: Dreamer) -> None:
     config = small_run(tmp_path)
     first = saver(trained, config, Progress(), 123)
     first.updates = 7
     first.save()
-    successor, later = make_dreamer(spaces, 99), Progress()
+    successor, later = make_dreamer(99), Progress()
     restored = saver(successor, config, later, 130)
     assert "resuming from" in restored.restore()
     assert restored.updates == 7
@@ -117,16 +104,16 @@ def test_a_resumed_agent_is_the_same_to_the_last_bit(
     assert before.keys() == after.keys()
     assert [key for key in before if not same(before[key], after[key])] == []
     # The random numbers of its actions continue as well.
-    obs = observe(spaces, 4)
+    obs = observe(4)
     for _ in range(3):
         _, actions, _ = trained.policy(trained.init_policy(4), obs)
         _, again, _ = successor.policy(successor.init_policy(4), obs)
-        assert same(actions["action"], again["action"])
+        assert same(actions["button"], again["button"])
 
 
 @pytest.mark.parametrize("place", ["", "ckpt/agent"])
 def test_a_run_may_start_from_a_part_of_another_and_says_which(
-    tmp_path: Path, spaces: Any, trained: Dreamer, caplog: pytest.LogCaptureFixture, place: str
+    tmp_path: Path, trained: Dreamer, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
     other, mine = tmp_path / "other", tmp_path / "mine"
     saver(trained, small_run(other), Progress()).save()
@@ -135,7 +122,7 @@ def test_a_run_may_start_from_a_part_of_another_and_says_which(
         from_checkpoint=str(other / place),
         from_checkpoint_regex="nets/(encoder|dynamics)",
     )
-    agent, progress = make_dreamer(spaces, 5), Progress()
+    agent, progress = make_dreamer(5), Progress()
     fresh, theirs = agent.save(), trained.save()
     with caplog.at_level("INFO", logger="dreamfleet.roles.learner"):
         told = saver(agent, config, progress).restore()
@@ -156,18 +143,18 @@ def test_a_run_may_start_from_a_part_of_another_and_says_which(
 
 
 def test_its_own_checkpoint_comes_before_what_a_run_started_from(
-    tmp_path: Path, spaces: Any, trained: Dreamer
+    tmp_path: Path, trained: Dreamer
 ) -> None:
     config = small_run(tmp_path, from_checkpoint=str(tmp_path / "nowhere"))
     saver(trained, config, Progress(), 50).save()
     again = Progress()
-    second = saver(make_dreamer(spaces, 3), config, again, 50)
+    second = saver(make_dreamer(3), config, again, 50)
     assert "resuming" in second.restore()
     assert again.step == 50
 
 
 def test_dreamers_actions_in_a_padded_batch_equal_its_actions_alone(
-    spaces: Any, trained: Dreamer, monkeypatch: pytest.MonkeyPatch
+    trained: Dreamer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same random numbers for a row wherever it stands; these come from the row's own
     observation here, so that it keeps them in any batch."""
@@ -186,7 +173,7 @@ def test_dreamers_actions_in_a_padded_batch_equal_its_actions_alone(
     together, alone = Carries(trained, 8), Carries(trained, 8)
     chosen = []
     for turn in range(6):
-        obs = observe(spaces, 5, seed=turn)
+        obs = observe(5, seed=turn)
         numbers = [100 * turn + row for row in (0, 1, 2, 3, 4, 0, 0, 0)]  # three copies are added
         carry, slots = together.take(np.arange(5), obs["is_first"])
         carry, actions, _ = padded_policy(trained, (1, 8), carry, obs, "train")
@@ -197,20 +184,20 @@ def test_dreamers_actions_in_a_padded_batch_equal_its_actions_alone(
             carry, slots = alone.take(np.array([row]), one["is_first"])
             carry, action, _ = trained.policy(carry, one)
             alone.put(slots, carry)
-            assert action["action"][0] == actions["action"][row]
-        chosen.append(actions["action"].tolist())
-    assert len({action for turn in chosen for action in turn}) == 2
+            assert action["button"][0] == actions["button"][row]
+        chosen.append(actions["button"].tolist())
+    assert len({action for turn in chosen for action in turn}) == 3
 
 
 def test_steps_that_only_the_checkpoint_knows_of_are_counted(
-    tmp_path: Path, spaces: Any, trained: Dreamer
+    tmp_path: Path, trained: Dreamer
 ) -> None:
     """The replay's files and counts were removed; the run resumes where its agent was."""
     config = small_run(tmp_path)
     saver(trained, config, Progress(), 200).save()
     progress = Progress()
     emptied = ReplayClient(0)
-    Saver(make_dreamer(spaces, 3), config, progress, emptied, LoggerClient(None)).restore()
+    Saver(make_dreamer(3), config, progress, emptied, LoggerClient(None)).restore()
     assert progress.step == emptied.steps == 200
 
 

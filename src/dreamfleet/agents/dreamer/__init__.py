@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from platform import libc_ver
@@ -166,6 +165,8 @@ def _has_accelerator() -> bool:
     files = ("nvidia[0-9]*", "kfd", "accel*")
     if not any(any(Path("/dev").glob(name)) for name in files):
         return False
+    from importlib.metadata import entry_points  # rarely needed, and slow to import
+
     return any(entry_points(group="jax_plugins")) or find_spec("libtpu") is not None
 
 
