@@ -134,9 +134,9 @@ def time_line(happenings: Sequence[Happening], now: float, *, narrow: bool = Fal
             elif down is not None:
                 parts.append(f'<path d="M{down:.1f},{y:g} H{x:.1f}" class="down"/>')
                 down = None
-    height = 14 + len(names) * row + 16
-    parts += [_text(left, height - 2, _ago(now, start))]
-    parts += [_text(left + width, height - 2, "now", "words end")]
+    height = 14 + len(names) * row + 20
+    parts += [_text(left, height - 6, _ago(now, start))]
+    parts += [_text(left + width, height - 6, "now", "words end")]
     return _svg(parts, left + width + 8, height, "restarts") if names else ""
 
 
@@ -176,7 +176,7 @@ class _Node:
     workers: Sequence[WorkerStatus]
     x: float
     y: float
-    height: float
+    size: tuple[float, float]
 
     @property
     def state(self) -> str:
@@ -217,10 +217,11 @@ def _nodes(workers: Sequence[WorkerStatus], narrow: bool) -> tuple[list[_Node], 
         column = 0 if narrow else _COLUMNS.get(role, 1)
         rows = math.ceil(min(len(members), _MOST_CELLS) / _CELLS_A_ROW) if len(members) > 1 else 0
         height = 62 + rows * _CELL
-        x = (_PHONE - _NODE) / 2 if narrow else 4 + column * (_WIDTH - _NODE - 8) / 2
+        x = 4 + column * (_WIDTH - _NODE - 8) / 2
         name = role if len(members) == 1 else f"{role} x {len(members)}"
         title = f"{name} on {host}" if host and several else name
-        nodes.append(_Node(role, title, members, x, bottoms[column], height))
+        size = (_PHONE - 8 if narrow else _NODE, height)
+        nodes.append(_Node(role, title, members, x, bottoms[column], size))
         bottoms[column] += height + (10 if narrow else _GAP)
     return nodes, max(bottoms.values())
 
@@ -245,8 +246,7 @@ def _node(node: _Node, rates: Mapping[str, float]) -> str:
         )
     about = "\n".join(_about(worker) for worker in node.workers[:20])
     said = (node.title, " · ".join(words), about)
-    size, inside = (_NODE, node.height), "".join(cells)
-    return _box(node.x, node.y, size, node.state, node.role, said, inside)
+    return _box(node.x, node.y, node.size, node.state, node.role, said, "".join(cells))
 
 
 def _box(
@@ -291,8 +291,8 @@ def _links(nodes: Sequence[_Node], rates: Mapping[str, float]) -> list[str]:
         rate = rates.get(other, 0.0)
         for node in (node for node in nodes if node.role == other):
             left, right = (node, agent) if node.x < agent.x else (agent, node)
-            x1, y1 = left.x + _NODE, left.y + min(30.0, left.height / 2)
-            x2, y2 = right.x, right.y + min(30.0, right.height / 2)
+            x1, y1 = left.x + _NODE, left.y + 30
+            x2, y2 = right.x, right.y + 30
             middle = (x1 + x2) / 2
             width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
             states = {node.state, agent.state}
@@ -309,7 +309,7 @@ def _links(nodes: Sequence[_Node], rates: Mapping[str, float]) -> list[str]:
 def _joined(machines: Sequence[MachineStatus], top: float, columns: int) -> tuple[list[str], float]:
     """Machines that have joined, below the others."""
     shown = [machine for machine in machines if machine.state != "left"][:24]
-    width = (_PHONE if columns == 1 else _WIDTH) - 8
+    width, gap = (_PHONE - 8, 0) if columns == 1 else (_WIDTH - 8, 14)
     parts = []
     for number, machine in enumerate(shown):
         row, column = divmod(number, columns)
@@ -318,5 +318,5 @@ def _joined(machines: Sequence[MachineStatus], top: float, columns: int) -> tupl
         if machine.state == "away":
             words = f"away for {clock(machine.silence)}"
         said = (machine.name, words, machine.error or machine.name)
-        parts.append(_box(x, y, (width / columns - 14, 56.0), machine.state, "machine", said))
+        parts.append(_box(x, y, (width / columns - gap, 56.0), machine.state, "machine", said))
     return parts, top + math.ceil(len(shown) / columns) * _ROW
