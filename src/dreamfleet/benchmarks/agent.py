@@ -80,9 +80,7 @@ def run(quick: bool) -> list[Row]:
         def faster(
             name: str, ours: float, theirs: float, note: str = "", unit: float = unit
         ) -> Row:
-            return compare(
-                name, ours, "ms", _PEER, theirs * unit, smaller_is_better=True, note=note
-            )
+            return compare(name, ours, "ms", _PEER, theirs * unit, note=note)
 
         rows += [
             Row(f"{kind}: matmul 1024^3", cold["matmul"], "ms", note="reference machine: 14.6"),

@@ -6,14 +6,13 @@ The peer is `numpy.savez` with a sync, which checks nothing and is not atomic.
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from dreamfleet.benchmarks.report import Row, compare, timed
+from dreamfleet.benchmarks.report import Row, compare, scratch, timed
 from dreamfleet.checkpoint import Checkpoint
 
 
@@ -22,9 +21,9 @@ def run(quick: bool = False) -> list[Row]:
     megabytes, repeats = (10, 1) if quick else (480, 5)
     rng = np.random.default_rng(0)
     state = {f"layer{n}": rng.random((megabytes, 25_000), np.float32) for n in range(10)}
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-        checkpoint = Checkpoint(Path(folder) / "ours")
-        plain = Path(folder) / "theirs.npz"
+    with scratch() as folder:
+        checkpoint = Checkpoint(folder / "ours")
+        plain = folder / "theirs.npz"
         save = median(timed(lambda: checkpoint.save({"agent": state}, step=1), repeats))
         save_plain = median(timed(lambda: _savez(plain, state), repeats))
         load = median(timed(checkpoint.load, repeats))

@@ -9,7 +9,6 @@ a fair measure of what its messages and its storage cost.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -23,7 +22,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.fleet.factories import factories
@@ -72,8 +71,8 @@ def run(quick: bool = False) -> list[Row]:
 def _compare(layout: Layout, seconds: float) -> Iterator[Row]:
     # The peers before and after, because a machine's speed drifts.
     before = [peer(layout, seconds) for peer in _PEERS.values()]
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-        rate, first = _fleet(Path(folder), layout, every=min(1.0, seconds))
+    with scratch() as folder:
+        rate, first = _fleet(folder, layout, every=min(1.0, seconds))
     after = [peer(layout, seconds) for peer in _PEERS.values()]
     note = "64x64x3 images, random agent, replay and logger on, train_ratio 1"
     for name, *rates in zip(_PEERS, before, after, strict=True):

@@ -19,7 +19,6 @@ import signal
 import socket
 import statistics
 import struct
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ import numpy as np
 import zmq
 
 from dreamfleet.benchmarks.proxy import Proxy, Way
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, scratch
 from dreamfleet.benchmarks.soak import usage
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import factories
@@ -76,8 +75,8 @@ class Plan:
 def run(quick: bool = False) -> list[Row]:
     """Measure what attacks cost a run: a million malformed messages at every server."""
     plan = Plan(1000, 500.0, 1, 1.0, 0.5) if quick else Plan()
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-        return list(measure(Path(folder), plan).rows())
+    with scratch() as folder:
+        return list(measure(folder, plan).rows())
 
 
 @dataclass
@@ -102,9 +101,7 @@ class Result:
         for name, count in self.sent.items():
             yield Row(name, count, "sent")
         for name, (before, after) in self.memory.items():
-            yield compare(
-                f"memory of {name}", after, "MB", "before", before, smaller_is_better=True
-            )
+            yield compare(f"memory of {name}", after, "MB", "before", before)
         yield Row("processes that had to be started again", self.restarts, "")
 
 

@@ -9,14 +9,12 @@ its environments take; the peer is one lane at the same delay.
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dreamfleet.benchmarks.proxy import Proxy
-from dreamfleet.benchmarks.report import Row, compare, rate_of
+from dreamfleet.benchmarks.report import Row, compare, rate_of, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import factories
 from dreamfleet.roles.env import parallel_env
@@ -68,14 +66,14 @@ def measure(delay: float, lanes: int, seconds: float) -> float:
     # As the actor has it, a batch is a lane.
     server.bind("act", counter, batch=-(-_ENVS // lanes), wait=0.02)
     with (
-        tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder,
+        scratch() as folder,
         server,
         Proxy(server.address, delay) as proxy,
     ):
         config = RunConfig(
             task="bundled:audit",
             env_options={"seconds": _STEP_SECONDS},
-            logdir=Path(folder),
+            logdir=folder,
             agent="random",
             envs=_ENVS,
             envs_per_process=_ENVS,

@@ -13,7 +13,6 @@ import itertools
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dreamfleet.benchmarks.report import Row, compare, timed
+from dreamfleet.benchmarks.report import Row, compare, scratch, timed
 from dreamfleet.replay import Fractions, Replay, ReplayConfig, Stream, make_selector
 
 REFERENCE_MEMCPY = 24.0
@@ -98,7 +97,7 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
     memcpy = Memcpy()
     batch, streams = steps(kind), list(range(BATCH))
     inserts = 300 if quick else 4000 if kind == "vector" else 2000
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+    with scratch() as folder:
         replay = Replay(LENGTH, 10**6, folder if storage == "disk" else None)
         memcpy.measure()
         start = time.perf_counter()
@@ -120,26 +119,11 @@ def _speed(kind: str, storage: str, insert: float, sample: float, quick: bool) -
         replay.close()
     size = sum(array.nbytes for array in data.values()) / 1e6
     name, note, scale = f"{kind}/{storage}", memcpy.note, memcpy.scale
+    read, written = f"{BATCH} x {LENGTH} steps, {size:.1f} MB", f"{BATCH} x {LENGTH - 1} states"
     return [
-        compare(f"insert/{name}", rate, "steps/s", PEER, insert * scale, note=note),
-        compare(
-            f"sample/{name}",
-            1e3 * sampled,
-            "ms",
-            PEER,
-            sample / scale,
-            smaller_is_better=True,
-            note=f"{BATCH} x {LENGTH} steps, {size:.1f} MB, {note}",
-        ),
-        compare(
-            f"update/{name}",
-            1e3 * updated,
-            "ms",
-            PEER,
-            0.18 / scale,
-            smaller_is_better=True,
-            note=f"{BATCH} x {LENGTH - 1} states, {note}",
-        ),
+        compare(f"insert/{name}", rate, "steps/s", PEER, insert * scale, note),
+        compare(f"sample/{name}", 1e3 * sampled, "ms", PEER, sample / scale, f"{read}, {note}"),
+        compare(f"update/{name}", 1e3 * updated, "ms", PEER, 0.18 / scale, f"{written}, {note}"),
     ]
 
 
@@ -152,10 +136,10 @@ def _checksums(kind: str, quick: bool) -> list[Row]:
     rates: dict[str, list[float]] = defaultdict(list)
     firsts: dict[str, list[float]] = {}
     laters: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+    with scratch() as folder:
 
         def opened(name: str) -> Replay:
-            replay = Replay(LENGTH, 10**6, Path(folder) / name, online=False)
+            replay = Replay(LENGTH, 10**6, folder / name, online=False)
             replay.add_batch(batch, streams)
             if name == "without" and replay._table is not None:
                 replay._table.seals = None
@@ -180,7 +164,7 @@ def _checksums(kind: str, quick: bool) -> list[Row]:
         mine, theirs = 1e3 * median(times_of["with"]), 1e3 * median(times_of["without"])
         name = f"checksums/{what}/{kind}"
         note = f"{BATCH} x {LENGTH} steps of a directory that was just opened"
-        rows.append(compare(name, mine, "ms", peer, theirs, smaller_is_better=True, note=note))
+        rows.append(compare(name, mine, "ms", peer, theirs, note=note))
     return rows
 
 
@@ -222,18 +206,11 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
     for replay in replays.values():
         replay.close()
     note = f"{large:,} items of {step_bytes} bytes a step, {memcpy.note}"
-    rows = [
-        compare(
-            f"growth/{what}/prioritized" if prioritized else f"growth/{what}",
-            1e6 * median(times[what, large]),
-            "us",
-            f"{small:,} items",
-            1e6 * median(times[what, small]),
-            smaller_is_better=True,
-            note=note,
-        )
-        for what in dict.fromkeys(what for what, _ in times)
-    ]
+    rows = []
+    for what in dict.fromkeys(what for what, _ in times):
+        many, few = (1e6 * median(times[what, size]) for size in (large, small))
+        name = f"growth/{what}/prioritized" if prioritized else f"growth/{what}"
+        rows.append(compare(name, many, "us", f"{small:,} items", few, note))
     name = "overhead/prioritized" if prioritized else "overhead"
     return [*rows, Row(name, overhead, "bytes/step", note=f"{note}, in memory")]
 
@@ -242,7 +219,7 @@ def _reopen(quick: bool) -> list[Row]:
     """Time to open a directory of vector steps in a new process."""
     count = 10**5 if quick else 10**6
     memcpy = Memcpy()
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+    with scratch() as folder:
         bulk = steps("vector", 4096)
         names = np.arange(4096) % BATCH
         with Replay(LENGTH, count, folder) as replay:

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from dreamfleet.errors import DreamfleetError
@@ -40,18 +43,23 @@ def compare(
     unit: str,
     peer: str,
     peer_value: float,
-    *,
-    smaller_is_better: bool = False,
     note: str = "",
 ) -> Row:
-    """A row with the ratio worked out."""
-    ratio = peer_value / value if smaller_is_better else value / peer_value
+    """A row with the ratio worked out: more a second is better, and less of everything else."""
+    ratio = value / peer_value if unit.endswith("/s") else peer_value / value
     return Row(name, value, unit, peer, peer_value, ratio, note)
 
 
 def rows_to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Rows as what JSON can hold."""
     return [asdict(row) for row in rows]
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that is removed at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+        yield Path(folder)
 
 
 def timed(call: Callable[[], object], repeats: int) -> list[float]:

@@ -17,7 +17,6 @@ import os
 import resource
 import select
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -33,7 +32,7 @@ import zmq
 from numpy.typing import NDArray
 
 from dreamfleet.agents import find_agent
-from dreamfleet.benchmarks.report import Row, compare, in_process
+from dreamfleet.benchmarks.report import Row, compare, in_process, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop, sample_action
 from dreamfleet.errors import ConfigError, DreamfleetError
@@ -104,11 +103,11 @@ def _measure(
 # --- the run -------------------------------------------------------------------------------------
 
 
-def _config(folder: str, kind: str, agent: str, envs: int, **settings: Any) -> RunConfig:
+def _config(folder: Path, kind: str, agent: str, envs: int, **settings: Any) -> RunConfig:
     """A run in which nobody learns, so that acting is never held back."""
     return RunConfig(
         task=TASKS[kind],
-        logdir=Path(folder),
+        logdir=folder,
         agent=agent,
         envs=envs,
         train_ratio=0.0,
@@ -216,7 +215,7 @@ def _environments(kind: str, envs: int, seconds: float) -> Iterator[Row]:
     """An environment alone, then every role of a fleet, with one process and with one for each."""
     yield from _alone(kind, seconds).rows(f"{kind}/environment alone", "step")
     for together in (envs, 1):
-        with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+        with scratch() as folder:
             config = _config(folder, kind, "random", envs, envs_per_process=together)
             with Roles(config, "") as roles, _client(config, "replay") as replay:
 
@@ -272,7 +271,7 @@ def _services(kind: str, agent: str, calls: int) -> Iterator[Row]:
     logs = {key: value for key, value in _zeros(obs, _ROWS).items() if key not in stored}
     logs |= {key: steps[key] for key in ("reward", "is_first", "is_last", "is_terminal")}
     number = itertools.count(1)
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder, ExitStack() as stack:
+    with scratch() as folder, ExitStack() as stack:
         config = _config(folder, kind, agent, _ROWS)
         roles = stack.enter_context(Roles(config, "replay", "logger"))
         replay, logger = (stack.enter_context(_client(config, r)) for r in ("replay", "logger"))
@@ -483,8 +482,10 @@ class Point:
     bytes_in: int
 
 
-def _point(config: RunConfig, kind: str, count: int, seconds: float) -> Point:
-    with Roles(config, "agent", "actor", "replay", "logger") as roles, ExitStack() as stack:
+def _point(kind: str, agent: str, count: int, seconds: float, **settings: Any) -> Point:
+    with ExitStack() as stack:
+        config = _config(stack.enter_context(scratch()), kind, agent, count, **settings)
+        roles = stack.enter_context(Roles(config, "agent", "actor", "replay", "logger"))
         addresses = []
         for index in range(config.actors):
             with _client(config, "actor", index) as probe:
@@ -524,9 +525,7 @@ def _busiest(before: Mapping[str, float], after: Mapping[str, float], *names: st
 def _curve(agent: str, kind: str, connections: Sequence[int], seconds: float) -> Iterator[Row]:
     point = None
     for count in connections:
-        with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-            config = _config(folder, kind, agent, count, actor_batch=actor_batch(count))
-            point = _point(config, kind, count, seconds)
+        point = _point(kind, agent, count, seconds, actor_batch=actor_batch(count))
         name = f"curve/{agent}/{kind}/{count}"
         costs = {role: f"{1e6 * spent:.0f} us" for role, spent in point.processor.items()}
         note = ", ".join(f"{role} {cost}" for role, cost in costs.items())
@@ -547,28 +546,23 @@ def actor_batch(envs: int) -> int:
 
 
 def _encrypted(kind: str, count: int, seconds: float) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-        file = Path(folder) / "keys"
-        Keys.generate().save(file)
-        places = dict.fromkeys(
-            ("actor_addr", "replay_addr", "logger_addr"), "tcp://127.0.0.1:{auto}"
-        )
-        batch = actor_batch(count)
-        config = _config(folder, kind, "random", count, actor_batch=batch, keys=str(file), **places)
-        point = _point(config, kind, count, seconds)
+    addresses = ("actor_addr", "replay_addr", "logger_addr")
+    settings: dict[str, Any] = dict.fromkeys(addresses, "tcp://127.0.0.1:{auto}")
+    with scratch() as folder:
+        Keys.generate().save(folder / "keys")
+        settings |= {"actor_batch": actor_batch(count), "keys": str(folder / "keys")}
+        point = _point(kind, "random", count, seconds, **settings)
     name = f"encrypted/random/{kind}/{count}"
     yield Row(name, point.rate, "steps/s", note="tcp with CURVE between all roles")
     yield Row(f"{name}/actor", 1e6 * point.processor["agent"], "us/step", note="processor time")
 
 
 def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[Row]:
-    points = []
-    for actors in (1, 2):
-        with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-            batch = max(1, actor_batch(count) // actors)
-            config = _config(folder, kind, agent, count, actor_batch=batch, actors=actors)
-            points.append(_point(config, kind, count, seconds))
-    one, two = points
+    batches = {actors: max(1, actor_batch(count) // actors) for actors in (1, 2)}
+    one, two = (
+        _point(kind, agent, count, seconds, actor_batch=batch, actors=actors)
+        for actors, batch in batches.items()
+    )
     note = f"{count} connections, {agent}, {kind}"
     yield compare("actors=2", two.rate, "steps/s", "actors=1", one.rate, note=note)
     yield _cores(f"actors=2, {_CORES}", one.busiest, two.busiest, "steps/s")
@@ -597,7 +591,7 @@ def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[Spent
     of the busiest shard."""
     _, stored = _spaces(kind, agent)
     steps, ids, number = _zeros(stored, _ROWS), np.arange(_ROWS), itertools.count(1)
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder, ExitStack() as stack:
+    with scratch() as folder, ExitStack() as stack:
         config = _config(folder, kind, agent, _ROWS, replay_shards=shards)
         roles = stack.enter_context(Roles(config, "replay", "logger"))
         replay = replay_client(config, "bench", 2)
@@ -628,7 +622,7 @@ def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[Spent
 def _large_replay(count: int, samples: int) -> Iterator[Row]:
     """The index of a replay of many steps, and samples from pages that are not in memory."""
     length, size = 33, 16
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+    with scratch() as folder:
         many = 8 * count
         with Replay(length, many, folder) as replay:
             _fill(replay, {"reward": np.zeros(4096, np.float32)}, many)
@@ -637,22 +631,22 @@ def _large_replay(count: int, samples: int) -> Iterator[Row]:
         begin = time.perf_counter()
         with Replay(length, many, folder):
             opened = time.perf_counter() - begin
-        note = f"{many:,} steps in {len(list(Path(folder).glob('*')))} files"
+        note = f"{many:,} steps in {len(list(folder.glob('*')))} files"
         yield Row("replay/reopen", 1e6 * opened / many, "s/million steps", note=note)
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
+    with scratch() as folder:
         image = np.random.default_rng(0).integers(0, 256, (1024, 64, 64, 3), np.uint8)
         with Replay(length, count, folder) as replay:
             _fill(replay, {"image": image}, count)
             warm = _repeat(partial(replay.sample, size, "report"), samples)
-        _forget_pages(Path(folder))
+        _forget_pages(folder)
         with Replay(length, count, folder) as replay:
             cold = _repeat(partial(replay.sample, size, "report"), samples)
         megabytes = size * length * image[0].nbytes / 1e6
         note = f"{size} x {length} images, {megabytes:.1f} MB"
         yield from warm.rows("replay/sample, warm", "batch", note)
         yield from cold.rows("replay/sample, cold", "batch", f"{note}, from the disk")
-        _forget_pages(Path(folder))
-        yield Row("disk/read", _read_rate(Path(folder)), "MB/s", note="files one after the other")
+        _forget_pages(folder)
+        yield Row("disk/read", _read_rate(folder), "MB/s", note="files one after the other")
 
 
 def _fill(replay: Replay, steps: Arrays, count: int) -> None:

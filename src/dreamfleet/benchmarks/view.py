@@ -13,7 +13,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from dreamfleet.benchmarks.report import Row, compare
+from dreamfleet.benchmarks.report import Row, compare, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, import_extra
 from dreamfleet.fleet.record import FleetRecord, write_record
@@ -40,7 +39,7 @@ def run(quick: bool = False) -> list[Row]:
         raise ConfigError("This benchmark looks through Chromium: install it.")
     playwright: Any = import_extra("playwright.sync_api", "Browsers in tests", "dev")
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dreamfleet-bench-")))
+        folder = stack.enter_context(scratch())
         driver = stack.enter_context(playwright.sync_playwright())
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         stack.callback(browser.close)
