@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,6 @@ def compare(
     """A row with the ratio worked out: more a second is better, and less of everything else."""
     ratio = value / peer_value if unit.endswith("/s") else peer_value / value
     return Row(name, value, unit, peer, peer_value, ratio, note)
-
-
-def rows_to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows as what JSON can hold."""
-    return [asdict(row) for row in rows]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from dreamfleet.benchmarks import agent_devices, agent_sizes
 from dreamfleet.benchmarks.agent_sizes import Kind, Precision, sizes_of
-from dreamfleet.benchmarks.report import Row, markdown, rows_to_json
+from dreamfleet.benchmarks.report import Row, markdown
 from dreamfleet.cli.console import say, write
 from dreamfleet.errors import ConfigError
 
@@ -63,7 +64,7 @@ def bench(
     rows: list[Row] = run(quick=quick)
     say(_table(name, rows))
     if json:
-        write(json, dumps(rows_to_json(rows), indent=2) + "\n")
+        write(json, dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 def _grid(module: Any, results: Iterable[dict[str, Any]], json: Path | None) -> None:

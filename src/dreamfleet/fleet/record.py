@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from dreamfleet.files import atomic_write
-from dreamfleet.metrics.outputs.jsonl import JsonlFile
+from dreamfleet.metrics.outputs.jsonl import append_row
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +95,7 @@ def record_event(logdir: Path, worker: str, event: str, error: str = "") -> None
     """Add a line about a worker that has `failed`, or was `started` again."""
     row = {"time": round(time.time(), 3), "worker": worker, "event": event, "error": error}
     try:
-        file = JsonlFile(logdir / EVENTS_FILE)
-        try:
-            file.append(row)
-        finally:
-            file.close()
+        append_row(logdir / EVENTS_FILE, row)
     except OSError as problem:  # a full disk must not keep a worker from being started
         log.warning("What happens cannot be written: %s", problem)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import numpy as np
 
 from dreamfleet.metrics.aggregate import Aggregate
 from dreamfleet.metrics.episodes import Episode
-from dreamfleet.metrics.outputs.jsonl import JsonlFile
+from dreamfleet.metrics.outputs.jsonl import append_row
 
+FILE_NAME = "evaluations.jsonl"
 PREFIX = "eval"
 """Names of metrics of evaluation episodes start with it."""
 
@@ -124,16 +125,7 @@ def evaluation_metrics(played: Sequence[Played], step: int) -> dict[str, float]:
 
 def append_evaluation(logdir: Path, result: Evaluation, **more: Any) -> None:
     """Add a line about a result to the run's `evaluations.jsonl`."""
-    append_row(logdir, {**result.record(), **more})
-
-
-def append_row(logdir: Path, row: Mapping[str, Any]) -> None:
-    """Add a line to the run's `evaluations.jsonl`."""
-    file = JsonlFile(logdir / "evaluations.jsonl")
-    try:
-        file.append(row)
-    finally:
-        file.close()
+    append_row(logdir / FILE_NAME, {**result.record(), **more})
 
 
 def last_line(text: str) -> str:

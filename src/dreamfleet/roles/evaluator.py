@@ -15,12 +15,9 @@ from typing import Any
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, step_of
 from dreamfleet.config import RunConfig
-from dreamfleet.metrics.evaluations import (
-    append_row,
-    evaluation_metrics,
-    evaluation_of,
-    last_line,
-)
+from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
+from dreamfleet.metrics.evaluations import evaluation_metrics, evaluation_of, last_line
+from dreamfleet.metrics.outputs.jsonl import append_row
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
@@ -160,6 +157,6 @@ def _play_round(
 
 def _append(args: RunConfig, row: dict[str, Any]) -> None:
     try:
-        append_row(args.logdir, row)
+        append_row(args.logdir / EVALUATIONS, row)
     except OSError as error:
         log.warning("evaluations.jsonl cannot be written: %s", error)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nicegui import events, ui
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
+from dreamfleet.metrics.evaluations import FILE_NAME
+from dreamfleet.metrics.outputs.jsonl import last_rows
 from dreamfleet.view.acts import add_acts, start_evaluation
 from dreamfleet.view.frame import RunPage, card, columns
 from dreamfleet.view.reading import open_inside
 from dreamfleet.view.runs import Run
 
-_MOST_EVALUATIONS = 500
+_MOST_EVALUATIONS, _MOST_BYTES = 500, 1 << 20
 _EVALUATE = """<q-td :props="props"><q-btn flat dense no-caps label="Evaluate"
  @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
 
@@ -87,24 +89,21 @@ def _described(path: Path, best: bool) -> dict[str, Any]:
 
 def _evaluations(run: Run) -> list[dict[str, Any]]:
     try:
-        with open_inside(run.path, "evaluations.jsonl") as file:
-            lines = file.readlines()[-_MOST_EVALUATIONS:]
+        with open_inside(run.path, FILE_NAME) as file:
+            found = last_rows(file, _MOST_BYTES)
     except OSError:
         return []
     rows = []
-    for number, line in enumerate(lines):
-        try:
-            found = json.loads(line)
+    for number, each in enumerate(found):
+        with suppress(ValueError, TypeError, KeyError):
             row = {
                 "name": str(number),
-                "step": int(found["step"]),
-                "mean": float(found["mean"]),
-                "error": found.get("standard_error"),
-                "episodes": int(found.get("episodes", 0)),
-                "kind": str(found.get("kind", "")),
-                "note": "interrupted" if found.get("partial") else str(found.get("error") or ""),
+                "step": int(each["step"]),
+                "mean": float(each["mean"]),
+                "error": each.get("standard_error"),
+                "episodes": int(each.get("episodes", 0)),
+                "kind": str(each.get("kind", "")),
+                "note": "interrupted" if each.get("partial") else str(each.get("error") or ""),
             }
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-        rows.append(row)
-    return rows[::-1]
+            rows.append(row)
+    return rows[: -_MOST_EVALUATIONS - 1 : -1]

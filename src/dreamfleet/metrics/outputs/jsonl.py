@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,6 +72,12 @@ class JsonlFile:
         if keep < size:
             log.warning("%s ended in the middle of a line; cut %d bytes", self._path, size - keep)
             os.ftruncate(self._fd, keep)
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a file that is seldom written."""
+    with closing(JsonlFile(path)) as file:
+        file.append(row)
 
 
 def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
