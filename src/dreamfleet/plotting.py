@@ -258,7 +258,7 @@ def panels_of(runs: Sequence[PlottedRun], bins: int) -> list[Panel]:
         groups: dict[str, list[PlottedRun]] = {}
         for run in mine:
             groups.setdefault(json.dumps(run.setting, sort_keys=True), []).append(run)
-        different = _differences([group[0].setting for group in groups.values()])
+        different = differing([group[0].setting for group in groups.values()])
         made = [
             Group(_label(group[0], different), group, combine([r.scores for r in group], width))
             for group in groups.values()
@@ -268,7 +268,7 @@ def panels_of(runs: Sequence[PlottedRun], bins: int) -> list[Panel]:
     return panels
 
 
-def _differences(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Settings that are not the same everywhere, also those that only some runs have."""
     keys = dict.fromkeys(key for setting in settings for key in setting)
     return [key for key in keys if len({json.dumps(s.get(key)) for s in settings}) > 1]

@@ -95,7 +95,7 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
         return []
     rows = []
     for number, each in enumerate(found):
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError, OverflowError):
             row = {
                 "name": str(number),
                 "step": int(each["step"]),

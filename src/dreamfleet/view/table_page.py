@@ -9,6 +9,7 @@ from typing import Any
 
 from nicegui import ui
 
+from dreamfleet.plotting import differing
 from dreamfleet.view.charts import AXES, CurveOptions, panel_chart, panels, to_csv
 from dreamfleet.view.frame import (
     card,
@@ -171,12 +172,11 @@ class _Table:
 
 def _difference_table(chosen: list[Run]) -> None:
     flat = [run.config.flat() for run in chosen if run.config is not None]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    rows = []
-    for key in keys:
-        values = [str(each.get(key, "")) for each in flat]
-        if len(set(values)) > 1 and key != "logdir":
-            rows.append({"setting": key, **{f"run{n}": v for n, v in enumerate(values)}})
+    rows = [
+        {"setting": key, **{f"run{n}": str(each.get(key, "")) for n, each in enumerate(flat)}}
+        for key in differing(flat)
+        if key != "logdir"
+    ]
     labels = {"setting": "setting", **{f"run{n}": run.name for n, run in enumerate(chosen)}}
     if rows:
         shown = columns(labels, phone=labels)
