@@ -135,9 +135,12 @@ def _step_all(
             if not env.built and time.monotonic() >= env.due:
                 env.build()
         watchdog.reset()  # from here on it is the agent that takes long, not an environment
-        due = min((lane.due for lane in lanes if lane.reply is None), default=float("inf"))
-        pause = max(0.0, min(due - time.monotonic(), watchdog.interval or _PAUSE))
-        if replies := [lane.reply for lane in lanes if lane.reply is not None]:
+        pause = watchdog.interval or _PAUSE
+        replies = [lane.reply for lane in lanes if lane.reply is not None]
+        if len(replies) < len(lanes):
+            due = min(lane.due for lane in lanes if lane.reply is None)
+            pause = max(0.0, min(due - time.monotonic(), pause))
+        if replies:
             client.wait_any(replies, pause)
         else:
             stop.wait(pause)

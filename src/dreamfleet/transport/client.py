@@ -194,7 +194,7 @@ class Client:
         """Send one call that holds a block of items for a `BatchServer`: every leaf is an array
         with the same leading axis k, and so is every leaf of the answer. The only argument may be a
         `Block`, which takes less time."""
-        rows = _rows(args)
+        rows = args[0].rows if len(args) == 1 and type(args[0]) is Block else _rows(args)
         if not rows:
             raise TransportError(
                 f"{method!r}: a block needs arrays that share a leading axis of at least 1."
@@ -219,6 +219,8 @@ class Client:
     def wait_any(self, futures: Collection[Future], timeout: float | None = None) -> bool:
         """Wait for the first answer to any of these calls of this client; False if none came within
         `timeout` seconds."""
+        if len(futures) == 1:
+            return next(iter(futures)).wait(timeout)
         return self._progress(
             lambda: any(future._done for future in futures), self._deadline(timeout)
         )

@@ -248,6 +248,8 @@ class Schema:
     plain_paths: tuple[tuple[str, ...], ...]
     blob_size: int
     frame_sizes: tuple[int, ...]
+    flat: tuple[tuple[str, Leaf], ...]
+    """The leaves by key, if the value is a dict of small arrays: the usual answer."""
     bools: tuple[Leaf, ...]
     never_set: int
     """The bits of the blob, as one number, that are 0 because a bool is 0 or 1; 0 if the blob is
@@ -289,8 +291,20 @@ def _parse(data: bytes) -> Schema:
         tuple(parser.plain_paths),
         parser.blob_size,
         tuple(parser.frame_sizes),
+        _flat(node, parser),
         *_find_bools(parser),
     )
+
+
+def _flat(node: Any, parser: _Parser) -> tuple[tuple[str, Leaf], ...]:
+    if node is None or node[0] != DICT or len(node[1]) != len(parser.leaves):
+        return ()
+    keys = {(key,) for key in node[1]}
+    if {leaf.path for leaf in parser.leaves} != keys or not all(
+        leaf.kind == ARRAY and leaf.count and leaf.frame < 0 for leaf in parser.leaves
+    ):
+        return ()
+    return tuple((leaf.path[0], leaf) for leaf in parser.leaves)
 
 
 def _find_bools(parser: _Parser) -> tuple[tuple[Leaf, ...], int]:
@@ -384,6 +398,7 @@ class Block(dict[str, NDArray[Any]]):
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         first = encode((dict(arrays),))
         schema = parse_schema(first.schema)
+        self.rows = schema.leaves[0].shape[0]
         self._schema, self._blob = first.schema, bytearray(first.blob)
         self._frames = [bytearray(frame) for frame in first.frames]
         super().__init__(
@@ -414,7 +429,10 @@ def check_data(
     ):
         raise MessageError("The data of a message does not have the size its schema announces.")
     odd = schema.never_set and int.from_bytes(blob, "little") & schema.never_set
-    if odd or any(_bytes(leaf, blob, frames).strip(b"\0\1") for leaf in schema.bools):
+    single = schema.bools and any(
+        _bytes(leaf, blob, frames).strip(b"\0\1") for leaf in schema.bools
+    )
+    if odd or single:
         # numpy counts and combines others wrongly.
         raise MessageError("A bool in a message is neither 0 nor 1.")
 
@@ -470,6 +488,10 @@ def decode(schema: bytes, plain: Sequence[Plain], blob: Buffer, frames: Sequence
     """
     parsed = parse_schema(schema)
     check_data(parsed, plain, blob, frames)
+    if parsed.flat:
+        return {
+            key: np.ndarray(leaf.shape, leaf.dtype, blob, leaf.offset) for key, leaf in parsed.flat
+        }
     leaves = decode_leaves(parsed, blob, frames) if parsed.leaves else ()
     return assemble(parsed, plain, leaves)
 

@@ -25,6 +25,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -81,11 +82,12 @@ class Shortcut:
         """Send a message; False if that is not possible now, or with this message."""
         if not self.ready or len(frames) > _MOST_FRAMES:
             return False
-        sizes = [len(frame) for frame in frames]
-        parts: list[Buffer] = [struct.pack(f"<{1 + len(sizes)}I", len(sizes), *sizes)]
-        parts.append(_NOTHING[: -len(parts[0]) % _ALIGN])
+        sizes = tuple(map(len, frames))
+        parts: list[Buffer] = [_beginning(sizes)]
         for frame, size in zip(frames, sizes, strict=True):
-            parts += [frame, _NOTHING[: -size % _ALIGN]]
+            parts.append(frame)
+            if padding := -size % _ALIGN:
+                parts.append(_NOTHING[:padding])
         try:
             self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)
         except OSError:
@@ -110,6 +112,13 @@ class Shortcut:
 
     def close(self) -> None:
         self._socket.close()
+
+
+@lru_cache(maxsize=256)
+def _beginning(sizes: tuple[int, ...]) -> bytes:
+    """How many frames follow, and how large they are."""
+    words = struct.pack(f"<{1 + len(sizes)}I", len(sizes), *sizes)
+    return words + _NOTHING[: -len(words) % _ALIGN]
 
 
 def _split(packet: bytes) -> list[Buffer]:

@@ -49,6 +49,28 @@ def assert_same(left: Any, right: Any) -> None:
         assert left == right
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": np.ones(3), "b": {"x": np.zeros(2, bool)}},
+        {"a": {"x": np.ones(3), "y": np.ones(2)}, "b": {}},
+        {"a": np.ones(3), "b": np.zeros(2, np.uint8)},
+        {"a": np.ones(3), "b": 5},
+        {"a": np.ones(3), "b": b"text"},
+        {"a": np.ones(3), "b": np.float32(2)},
+        {"a": np.ones(3), "b": np.ones((0, 2))},
+        {"a": np.ones(3), "b": np.ones(SMALL)},
+        {},
+        [{"a": np.ones(3)}],
+        np.ones(3),
+        7,
+    ],
+    ids=range(12),
+)
+def test_dicts_of_arrays_and_what_looks_like_them(value: Any) -> None:
+    assert_same(round_trip(value), value)
+
+
 native = st.sampled_from([dtype for dtype in DTYPES if dtype != ml_dtypes.bfloat16])
 arrays = native.flatmap(
     lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0))
