@@ -31,7 +31,7 @@ WRITERS = {
     )
 }
 FILLED = 112
-KILLS = 300
+KILLS = 120
 DRIVER = Path(__file__).parents[1] / "replay_kill_driver.py"
 
 

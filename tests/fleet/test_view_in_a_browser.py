@@ -35,35 +35,25 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium o
 
 def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
-    with some_runs(folder), served(folder) as address, chromium() as browser:
-        without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(address)
-        with entered(browser, address) as page:
-            the_table_filters_and_draws_runs_together(page)
-        with entered(browser, address) as page:
-            a_hostile_run_is_text_on_every_page(page)
-        with entered(browser, address) as page:
-            a_live_run_grows_and_a_killed_process_turns_red_and_green(page, folder)
-        for dark in (False, True):
-            with entered(browser, address) as page:
-                it_fits_a_phone_in_light_and_dark(page, dark)
-        with entered(browser, address) as page:
-            a_checkpoint_is_evaluated(page)
-        with entered(browser, address) as page:
-            a_run_is_saved_and_ended_from_its_page(page, folder)
-
-
-def test_a_dream_is_played_with_keys(tmp_path: Path) -> None:
-    logdir = tmp_path / "runs" / "dreamer"
-    small_run(logdir, "bundled:catch", 40, size=(16, 16), balls=2)
     with (
-        served(tmp_path / "runs") as address,
+        some_runs(folder),
+        served(folder) as address,
         chromium() as browser,
         entered(browser, address) as page,
     ):
-        page.wait_for_selector("text=dreamer")
-        page.goto(address.partition("?")[0] + "dream?run=dreamer")
+        without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(address)
+        the_table_filters_and_draws_runs_together(page)
+        a_hostile_run_is_text_on_every_page(page)
+        go(page)
+        a_live_run_grows_and_a_killed_process_turns_red_and_green(page, folder)
+        go(page)
+        a_checkpoint_is_evaluated(page)
+        go(page, "dream?run=dreamer")
         a_dream_follows_the_keys(page)
-        it_keeps_up_with_a_run_that_goes_on(page, logdir)
+        it_keeps_up_with_a_run_that_goes_on(page, folder / "dreamer")
+        it_fits_a_phone_in_light_and_dark(page)
+        go(page)
+        a_run_is_saved_and_ended_from_its_page(page, folder)
 
 
 def command(*words: str) -> list[str]:
@@ -96,7 +86,9 @@ def process(log: Path, *words: str, stdout: int | None = None) -> Iterator[subpr
 
 @contextmanager
 def some_runs(runs: Path) -> Iterator[None]:
-    """A run that trains, and four that have ended; one of them is broken, one hostile."""
+    """A run that trains, and five that have ended; one of them is broken, one hostile, and one has
+    a world model."""
+    small_run(runs / "dreamer", "bundled:catch", 40, size=(16, 16), balls=2)
     save_random_agent(made_up_run(runs / "seed-0", seed=0, task="gym:Pendulum-v1"), step=300)
     made_up_run(runs / "seed-1", seed=1, task="gym:Pendulum-v1", episodes=40)
     (made_up_run(runs / "broken") / "config.json").write_text("{")
@@ -159,6 +151,10 @@ def entered(browser: Any, address: str) -> Iterator[Any]:
         assert page.evaluate("window.evil") is None
 
 
+def go(page: Any, path: str = "") -> None:
+    page.goto(page.url.partition("?")[0].rpartition("/")[0] + f"/{path}")
+
+
 _ROW = ".runs tr:has(td a)"
 _REACHES = """selector => {
 const element = document.querySelector(selector);
@@ -208,13 +204,13 @@ def without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(
 def the_table_filters_and_draws_runs_together(page: Any) -> None:
     rows = page.locator(_ROW)
     page.wait_for_selector("text=live")
-    assert rows.count() == 5
+    assert rows.count() == 6
     broken = rows.filter(has_text="broken").first
     assert broken.locator(".dot.broken").count() == 1
     page.get_by_label("filter").fill("pendulum ended")
     wait(page, "([row]) => document.querySelectorAll(row).length === 2", _ROW)
     page.get_by_label("filter").fill("")
-    wait(page, "([row]) => document.querySelectorAll(row).length === 5", _ROW)
+    wait(page, "([row]) => document.querySelectorAll(row).length === 6", _ROW)
     for name in ("seed-0", "seed-1"):
         box = rows.filter(has_text=name).locator(".q-checkbox")
         if box.get_attribute("aria-checked") != "true":
@@ -323,13 +319,17 @@ def it_keeps_up_with_a_run_that_goes_on(page: Any, logdir: Path) -> None:
     page.wait_for_selector("text=The run has removed this episode meanwhile")
 
 
-def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
-    page.emulate_media(color_scheme="dark" if dark else "light")
-    site = page.url.rstrip("/").partition("/?")[0]
+def it_fits_a_phone_in_light_and_dark(page: Any) -> None:
+    before = page.viewport_size
     page.set_viewport_size({"width": 390, "height": 800})
-    for path in ("", "run?run=live", "fleet?run=live", "dream?run=live"):
-        page.goto(f"{site}/{path}")
+    for number, path in enumerate(("", "run?run=live", "fleet?run=live", "dream?run=live")):
+        dark = number % 2 == 0
+        page.emulate_media(color_scheme="dark" if dark else "light")
+        go(page, path)
         page.wait_for_selector("main .card")
+        color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        shade = sum(int(each) for each in color.strip("rgb()").split(",")[:3])
+        assert (shade < 200) == dark
         assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
         if path.startswith("fleet"):  # its picture is another one here
             page.wait_for_selector(".picture.narrow-only svg")
@@ -344,9 +344,7 @@ def it_fits_a_phone_in_light_and_dark(page: Any, dark: bool) -> None:
         "1",
         "1.00001",
     ]
-    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    shade = sum(int(each) for each in color.strip("rgb()").split(",")[:3])
-    assert (shade < 200) == dark
+    page.set_viewport_size(before)
 
 
 def a_checkpoint_is_evaluated(page: Any) -> None:

@@ -43,8 +43,13 @@ def fresh(compiled: tuple[Dreamer, dict], tmp_path: Path) -> Dreamer:
     """An agent as new, which need not be compiled again: programs take long and much memory."""
     agent, state = compiled
     agent.load(state)
-    object.__setattr__(agent.config.execution, "dump_dir", str(tmp_path))
+    set_execution(agent, dump_dir=str(tmp_path))
     return agent
+
+
+def set_execution(agent: Dreamer, **settings: Any) -> None:
+    """Change settings that make no difference to programs."""
+    object.__setattr__(agent.config, "execution", config(**settings).execution)
 
 
 def test_it_is_an_agent(shared: Dreamer) -> None:
@@ -204,8 +209,9 @@ def test_an_update_carries_over_what_the_next_one_needs(fresh: Dreamer) -> None:
     np.testing.assert_array_equal(carry.stoch, states["dyn/stoch"][:, -1].reshape(4, -1))
 
 
-def test_the_actor_gets_new_parameters_and_knows_their_age() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config(publish_every=2))
+def test_the_actor_gets_new_parameters_and_knows_their_age(fresh: Dreamer) -> None:
+    agent = fresh
+    set_execution(agent, publish_every=2)
     carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
     ages = []
     for _ in range(6):
@@ -270,15 +276,6 @@ def test_every_loss_has_its_own_weight() -> None:
         "mask": 29,
     }
     assert loss_scales(config, expected, random_batch(MIXED, ACTIONS)) == expected
-
-
-def test_report_measures_gradient_norms_on_request() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config(report_gradient_norms=True))
-    _, metrics = agent.report(agent.init_report(4), random_batch(VECTOR, ACTIONS))
-    norms = {k: v for k, v in metrics.items() if k.startswith("gradient_norm/")}
-    assert len(norms) == len([k for k in metrics if k.startswith("loss/")])
-    assert all(value >= 0 for value in norms.values())
-    assert norms["gradient_norm/reconstruction/vector"] > 0
 
 
 def test_a_loaded_agent_continues_bit_for_bit(fresh: Dreamer) -> None:
@@ -593,14 +590,20 @@ def test_bfloat16_computes_and_keeps_float32_parameters() -> None:
     assert actions["move"].dtype == np.float32
 
 
-def test_compiling_ahead_covers_what_follows(caplog: pytest.LogCaptureFixture) -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config())
+def test_compiling_ahead_covers_what_follows_and_reports_measure_gradient_norms_on_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agent = Dreamer(VECTOR, ACTIONS, config(report_gradient_norms=True))
     with caplog.at_level("INFO", logger="dreamfleet.agents"):
         agent.compile(batch_size=4, batch_length=6, report_length=6, policy_batches=(2,))
         assert {"Compiling train", "Compiling report"} <= set(caplog.messages)
         caplog.clear()
         batch = random_batch(VECTOR, ACTIONS)
+        _, metrics = agent.report(agent.init_report(4), batch)
         agent.train(agent.init_train(4), batch)
-        agent.report(agent.init_report(4), batch)
         agent.policy(agent.init_policy(2), observations(VECTOR, 2))
         assert not [message for message in caplog.messages if message.startswith("Compiling")]
+    norms = {k: v for k, v in metrics.items() if k.startswith("gradient_norm/")}
+    assert len(norms) == len([k for k in metrics if k.startswith("loss/")])
+    assert all(value >= 0 for value in norms.values())
+    assert norms["gradient_norm/reconstruction/vector"] > 0

@@ -61,7 +61,7 @@ class NoEncoder:
     width = 3
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def importable() -> Iterator[None]:
     """This file under a name that settings can use."""
     sys.modules["own_networks"] = sys.modules[__name__]
@@ -83,8 +83,28 @@ def test_the_default_networks_offer_what_is_asked_for() -> None:
     assert kinds == (DefaultEncoder, DefaultDecoder, RSSM)
 
 
-def test_an_own_encoder_trains_and_acts_compiled() -> None:
-    agent = Dreamer(GRID, ACTIONS, with_networks("own_networks:GridEncoder"))
+@pytest.fixture(scope="module")
+def own(importable: None) -> Dreamer:
+    """An agent with an encoder of its own that sends priorities: one program for both."""
+    return Dreamer(GRID, ACTIONS, with_networks("own_networks:GridEncoder", send_priority=True))
+
+
+def test_priorities_are_the_world_models_loss_at_each_step(own: Dreamer) -> None:
+    assert find_agent("dreamer").sends_priority(own.config)
+    assert not find_agent("dreamer").sends_priority(config())
+    _, outs, metrics = own.train(own.init_train(4), random_batch(GRID, ACTIONS))
+    priority = np.asarray(outs["replay"]["priority"])
+    assert priority.shape == outs["replay"]["stepid"].shape[:2] == (4, 6)
+    names = ("reward", "continue", "dynamics", "reconstruction/grid")
+    expected = sum(float(metrics[f"loss/{name}"]) for name in names)
+    expected += 0.1 * float(metrics["loss/representation"])
+    assert priority.mean() == pytest.approx(expected, rel=1e-5)
+    assert np.all(priority > 0)
+    assert len(np.unique(priority)) > 1
+
+
+def test_an_own_encoder_trains_and_acts_compiled(own: Dreamer) -> None:
+    agent = own
     carry, batch, losses = agent.init_train(4), random_batch(GRID, ACTIONS), []
     before = agent.save()["nets/encoder/layer/kernel"]
     for _ in range(30):
@@ -157,22 +177,6 @@ def test_both_backends_choose_the_same_actions() -> None:
         np.testing.assert_allclose(left["move"], right["move"], rtol=1e-4, atol=1e-5)
         for name in ("button", "keys"):
             np.testing.assert_array_equal(left[name], right[name])
-
-
-def test_priorities_are_the_world_models_loss_at_each_step() -> None:
-    settings = config(send_priority=True)
-    assert find_agent("dreamer").sends_priority(settings)
-    assert not find_agent("dreamer").sends_priority(config())
-    agent = Dreamer(VECTOR, ACTIONS, settings)
-    _, outs, metrics = agent.train(agent.init_train(4), random_batch(VECTOR, ACTIONS))
-    priority = np.asarray(outs["replay"]["priority"])
-    assert priority.shape == outs["replay"]["stepid"].shape[:2] == (4, 6)
-    losses = {name: float(metrics[f"loss/{name}"]) for name in ("reward", "continue", "dynamics")}
-    losses |= {key: float(metrics[f"loss/reconstruction/{key}"]) for key in ("vector", "token")}
-    expected = sum(losses.values()) + 0.1 * float(metrics["loss/representation"])
-    assert priority.mean() == pytest.approx(expected, rel=1e-5)
-    assert np.all(priority > 0)
-    assert len(np.unique(priority)) > 1
 
 
 def test_states_saved_under_older_names_load(tmp_path: Path) -> None:
