@@ -33,7 +33,7 @@ from dreamfleet.agents.dreamer.config import SIZES, DreamerConfig, ModelConfig, 
 from dreamfleet.agents.dreamer.features import Features, action_features, observed
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.formatting import clock, readable
+from dreamfleet.formatting import clock
 from dreamfleet.memory import memory_limit
 from dreamfleet.presets import PRESETS
 from dreamfleet.spaces import Space, without_logs, without_reset
@@ -66,6 +66,8 @@ _PLAYING_BYTES = 8
 from a checkpoint."""
 _KEPT_BYTES = 6
 """Of every number that is kept for the gradient: four, and half of them once more."""
+_SURE = 0.5
+"""Share of the estimated activations that a compiled step exceeds in any case."""
 _STAGES = 16
 """What both sides of an image have to be a multiple of, for networks of four stages."""
 _LONG = 3 * 86400.0
@@ -291,7 +293,7 @@ def agent_needs(config: RunConfig, parts: Parts) -> dict[str, float]:
     """Bytes of weights, optimizer, their copies, and of what an update keeps for the gradient."""
     every = _layers(parts)
     count, kept = weights(every), sum(layer.outputs * layer.times for layer in every)
-    steps = config.batch_size * config.batch_length
+    steps = config.host_batch * config.batch_length
     return {
         "parameters": _PARAMETER_BYTES * count,
         "optimizer": _OPTIMIZER_BYTES * count,
@@ -503,19 +505,22 @@ def memory_warnings(
     if not isinstance(settings, DreamerConfig) or accelerated(settings):
         return []  # an accelerator has memory of its own: the agent looks once it is compiled
     machine = machine or this_machine()
-    count = weights(_layers(parts_of(settings.model, obs_space, act_space)))
+    needs = agent_needs(config, parts_of(settings.model, obs_space, act_space))
     fix = (
         "choose a smaller --dreamer.model, --batch-size or --batch-length, or make the "
         "observations smaller"
     )
-    # What every step has at once, whatever it is compiled to: the state, and all gradients.
-    least = (_PARAMETER_BYTES + _OPTIMIZER_BYTES + _PARAMETER_BYTES) * count
+    # What every step has at once, whatever it is compiled to: the state, and the one that replaces
+    # it. Activations are estimated, so only what they surely exceed counts.
+    state, kept = needs["parameters"] + needs["optimizer"], _SURE * needs["activations"]
+    least = 2 * state + kept
     exact = not settings.execution.shard_parameters and not config.named_code
     if least > machine.memory and exact:
         raise ConfigError(
-            f"{readable(count)} parameters take {_bytes(_PARAMETER_BYTES * count)}, gradients "
-            f"as much, the optimizer {_bytes(_OPTIMIZER_BYTES * count)}, together "
-            f"{_bytes(least)}, and this machine has {_bytes(machine.memory)} of memory: {fix}."
+            f"The parameters take {_bytes(needs['parameters'])}, the optimizer "
+            f"{_bytes(needs['optimizer'])}, an update has both twice, and activations of more than "
+            f"{_bytes(kept)}, together {_bytes(least)}, and this machine has "
+            f"{_bytes(machine.memory)} of memory: {fix}."
         )
     found = estimate(config, obs_space, act_space, machine)
     if found.memory <= machine.memory:

@@ -165,8 +165,8 @@ def test_a_gray_image_taken_for_integers_is_seen_to_need_gigabytes() -> None:
     integers = {**FLAGS, "image": Space(np.int32, (84, 84), 0, 256)}
     found = estimate(preset("default"), integers, ACTION, TWO_CORES)
     assert 4e9 < found.memory < 20e9
-    (memory, speed) = warnings(preset("default"), integers, ACTION, replace(TWO_CORES, memory=4e9))
-    assert "GB of memory are expected (an estimate), and this machine has 4.0 GB" in memory
+    (memory, speed) = warnings(preset("default"), integers, ACTION, replace(TWO_CORES, memory=9e9))
+    assert "GB of memory are expected (an estimate), and this machine has 9.0 GB" in memory
     assert "updates/s are expected" in speed
 
 
@@ -244,6 +244,19 @@ def test_an_agent_larger_than_the_memory_is_refused() -> None:
     config = replace(preset("default"), agent_config=DreamerConfig(size_preset("400m")))
     with pytest.raises(ConfigError, match=r"take .* GB, and this machine has 2.0 GB of memory"):
         warnings(config, vector(4), ACTION, replace(TWO_CORES, memory=2e9))
+
+
+def test_a_batch_whose_activations_cannot_fit_is_refused_and_one_that_may_is_warned_of() -> None:
+    config = replace(preset("default"), agent_config=DreamerConfig(size_preset("400m")))
+    large = replace(TWO_CORES, memory=24e9)
+    words = r"activations of more than .* together .* and this machine has 24.0 GB .* --batch-size"
+    with pytest.raises(ConfigError, match=words):
+        warnings(replace(config, batch_size=64, batch_length=64), image(64), ACTION, large)
+    # Each of several hosts has a part of the batch.
+    shared = replace(config, batch_size=64, batch_length=64, hosts=4)
+    for fitting in (shared, replace(config, batch_size=16, batch_length=64)):
+        (memory,) = memory_warnings(fitting, image(64), ACTION, large)
+        assert "are expected (an estimate), and this machine has 24.0 GB" in memory
 
 
 def test_the_forecast_names_what_needs_memory_and_what_there_is() -> None:
