@@ -131,25 +131,25 @@ def _plain_value(value: Any) -> Any:
 
 def settings(config: Any, prefix: str = "") -> Iterator[Setting]:
     """Every setting of a configuration, also of those inside it, in order."""
-    words = sentences(type(config))
-    for name, kind in _kinds(type(config)).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            yield from settings(value, f"{prefix}{name}.")
-        else:
-            yield Setting(f"{prefix}{name}", kind, value, words.get(name, ""))
+    return (each for each in _fields(config, prefix) if not dataclasses.is_dataclass(each.value))
 
 
 def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
     """The classes inside a configuration that can be replaced by an instance with a name."""
+    for each in _fields(config, prefix):
+        if dataclasses.is_dataclass(each.value) and (names := names_of(type(each.value))):
+            sentence = f"{each.sentence} One of {', '.join(names)}."
+            yield dataclasses.replace(each, sentence=sentence.strip())
+
+
+def _fields(config: Any, prefix: str) -> Iterator[Setting]:
+    """Every field, and behind a class its own."""
     words = sentences(type(config))
     for name, kind in _kinds(type(config)).items():
         value = getattr(config, name)
+        yield Setting(f"{prefix}{name}", kind, value, words.get(name, ""))
         if dataclasses.is_dataclass(value):
-            if names := names_of(type(value)):
-                sentence = f"{words.get(name, '')} One of {', '.join(names)}."
-                yield Setting(f"{prefix}{name}", kind, value, sentence.strip())
-            yield from switchable_groups(value, f"{prefix}{name}.")
+            yield from _fields(value, f"{prefix}{name}.")
 
 
 def sentences(kind: type) -> Mapping[str, str]:
