@@ -87,7 +87,7 @@ test-versions: setup-dev
 	@.venv-$(WHICH)/bin/dreamfleet train --logdir .venv-$(WHICH)/run --steps 1200
 
 docs: setup-dev ## write the configuration reference, then make a site of all pages: site/index.html
-	@$(BIN)/python -m dreamfleet.reference docs/configuration.md
+	@$(BIN)/python docs/configuration.py docs/configuration.md
 	@$(BIN)/sphinx-build -q -W --keep-going -E -c docs -d build/doctrees . site
 	@echo "The documentation is in site/index.html."
 

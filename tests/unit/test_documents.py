@@ -7,6 +7,7 @@ import errno
 import inspect
 import os
 import re
+import runpy
 import shlex
 import tomllib
 
@@ -20,8 +21,9 @@ from dreamfleet.envs import MissingExtraError, registry
 from dreamfleet.errors import ConfigError
 from dreamfleet.metrics.glossary import explain
 from dreamfleet.presets import PRESETS, preset
-from dreamfleet.reference import reference
 from dreamfleet.settings import pairs
+
+reference = runpy.run_path(str(ROOT / "docs" / "configuration.py"))["reference"]
 
 
 def test_the_configuration_reference_is_current() -> None:

@@ -16,7 +16,6 @@ LAYERS = [
     ["cli"],
     ["chaos"],
     ["benchmarks"],
-    ["reference"],
     ["view"],
     ["training"],
     ["display"],
