@@ -277,7 +277,7 @@ def test_a_run_begins_when_all_actors_together_have_what_it_expects(
 
 
 def test_each_actor_has_its_share_of_the_environments(tmp_path: Path) -> None:
-    run = small_run(tmp_path, envs=5, actors=2, actor_batch=8, envs_per_process=8)
+    run = small_run(tmp_path, envs=5, actors=2, actor_batch=8, envs_per_process=8, log_every=1)
     assert [list(run.envs_of(actor)) for actor in range(2)] == [[0, 2, 4], [1, 3]]
     assert [run.policy_batch_of(actor) for actor in range(2)] == [3, 2], "a batch can be full"
     assert [policy_sizes(run, actor) for actor in range(2)] == [(1, 2, 3), (1, 2)]
