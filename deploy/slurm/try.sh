@@ -158,4 +158,30 @@ wait_for 180 "the end of the jobs" idle
 is "$agent" CANCELLED || fail "the agent's job is $(state "$agent")"
 tail -n 3 "$log"
 [ "$(saved)" -ge "$at" ] || fail "the run was at step $at, and $(saved) was saved"
+
+say "Two nodes are hosts that learn together, as srun tells them; scancel saves, and three resume"
+learn() {
+  local count=$1
+  shift
+  set -- "$@" --task bundled:dummy --env-options length=25 'size=[16,16]' --dreamer.model debug \
+    --envs 2 --batch-size 12 --batch-length 8 --train-ratio 32 --report-every 0 --log-every 1 \
+    --eval-episodes 1
+  srun --nodes="$count" --ntasks-per-node=1 --label --job-name=hosts \
+    dreamfleet train --hosts 0 --logdir /mnt/hosts "$@" &>"$root/hosts.log"
+}
+scontrol update NodeName=cpu1 State=RESUME
+wait_for 60 "the nodes" all_idle
+learned() {
+  grep -q learner/updates /mnt/hosts/metrics.jsonl &&
+    grep -q learner/updates /mnt/hosts/hosts/1/metrics.jsonl
+}
+learn 2 --steps 0 &
+first=$!
+wait_for 300 "updates of both" learned
+scancel --name=hosts
+wait_for 180 "the end of the hosts" idle
+wait $first || true
+grep -E "hosts are there|checkpoint is" "$root/hosts.log" | sort
+learn 3 --steps 1500 || fail "the hosts: $(tail -n 20 "$root/hosts.log")"
+grep -E "hosts are there|Resuming|Evaluation:|checkpoint is" "$root/hosts.log" | sort
 say "Everything worked, in $SECONDS s"
