@@ -291,16 +291,19 @@ class Connection:
             self._shortcut.close()
             self._shortcut = None
 
-    def _read_packet(self, shortcut: Shortcut) -> None:
+    def _read_packet(self, shortcut: Shortcut) -> bool:
+        """Read a packet, the first of which only says that the server reads ours; False if there is
+        none."""
         message = shortcut.receive()
-        if message is not None:
-            if shortcut.ready:
-                self._read(message or [b""])
-            shortcut.ready = True
-            return
-        self._packets = False
-        if shortcut.ended:
-            self._end_shortcut()
+        if message is None:
+            self._packets = False
+            if shortcut.ended:
+                self._end_shortcut()
+            return False
+        if shortcut.ready:
+            self._read(message or [b""])
+        shortcut.ready = True
+        return True
 
     def _welcome(self, header: wire.Header, frames: list[Any]) -> Welcome:
         try:
@@ -349,9 +352,8 @@ class Connection:
 
     def _lose(self) -> None:
         # What the server had answered before it went still counts.
-        while self._shortcut and (packet := self._shortcut.receive()) is not None:
-            if self._shortcut.ready:
-                self._read(packet or [b""])
+        while self._shortcut and self._read_packet(self._shortcut):
+            pass
         while message := wire.receive(self._socket):
             self._read(message)
         self.problem = "the connection was lost"

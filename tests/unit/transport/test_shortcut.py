@@ -284,3 +284,37 @@ def test_frames_arrive_as_they_were_sent() -> None:
     assert other.receive() is None
     assert other.ended
     other.close()
+
+
+def test_an_answer_that_came_before_the_shortcut_was_used_counts(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is gone before the client has read a packet: first that it may send some, and
+    behind that the answer."""
+    held, read = [True], connection.Connection._read_packet
+    lose = connection.Connection._lose
+
+    def read_later(self: Any, shortcut: Shortcut) -> bool:
+        return not held[0] and read(self, shortcut)
+
+    def lose_now(self: Any) -> None:
+        held[0] = False
+        lose(self)
+
+    monkeypatch.setattr(connection.Connection, "_read_packet", read_later)
+    monkeypatch.setattr(connection.Connection, "_lose", lose_now)
+    server = Server(f"ipc://{path}")
+    server.bind("once", lambda: "answered")
+    with server, Client(server.address) as client:
+        client.connect(60)
+        assert server._loop._shortcuts is not None
+        deadline = time.monotonic() + 120
+        while not server._loop._shortcuts._by_peer:
+            assert time.monotonic() < deadline
+            client.wait_any((), 0.01)
+        answer = client.once()
+        while server.stats()["replies"] < 1:
+            assert time.monotonic() < deadline
+            client.wait_any((answer,), 0.01)
+        server.close()
+        assert answer.result(60) == "answered"
