@@ -39,6 +39,7 @@ from dreamfleet.cli.console import say
 from dreamfleet.fleet.record import read_record
 from dreamfleet.resuming import steps_made
 from dreamfleet.roles.notes import read_notes
+from dreamfleet.transport.address import remove_socket_files
 
 MOMENTS = (
     *("replay killed", "save", "logger killed", "start", "compile", "report", "evaluation"),
@@ -127,6 +128,7 @@ def start(plan: Plan, folder: Path) -> int:
         code = dreamfleet_main(["train", *settings])
         sys.stdout.flush()
     finally:
+        remove_socket_files()  # as at the end of a process that was not forked
         os._exit(code)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,3 +130,19 @@ def test_encrypted_calls_go_through_and_servers_may_move() -> None:
                 with pytest.raises(Disconnected):
                     lost.result(120)
                 proxy.resume()
+
+
+def test_connections_that_have_just_come_are_closed_with_it(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_open: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", left_open.append)
+    for count in (0, 1, 2, 3, 4) * 4:
+        with Proxy(echo.address) as proxy:
+            host, port = proxy.address.removeprefix("tcp://").split(":")
+            peers = [socket.create_connection((host, int(port))) for _ in range(count)]
+        for peer in peers:
+            peer.close()
+        del proxy
+        gc.collect()
+    assert left_open == []

@@ -58,6 +58,7 @@ class Proxy:
         """Bytes that were passed on so far, or are about to be."""
         self._target = target
         self._links: set[_Link] = set()
+        self._begun: set[asyncio.Task[Any]] = set()  # of connections
         self._refusing = False
         # Others round waiting times up to milliseconds.
         self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
@@ -124,21 +125,26 @@ class Proxy:
         self._call(run())
 
     async def _close(self) -> None:
+        self._refusing = True  # connections that were accepted and have not begun: they end then
+        for listener in self._server.sockets:  # closing them now would leave such a one open
+            self._loop.remove_reader(listener.fileno())
+        while asyncio.all_tasks() - {asyncio.current_task()}:
+            while self._begun:
+                self._begun.pop().cancel()
+            await asyncio.sleep(0)
         self._server.close()
-        await asyncio.sleep(0)  # one that was just accepted has to begin before it can end
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # in which sockets are closed
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._begun.add(task)
         try:
-            with suppress(
-                asyncio.CancelledError
-            ):  # closing, which asyncio would report as an error
+            # Closing cancels it, which asyncio would report as an error.
+            with suppress(asyncio.CancelledError):
                 await self._serve(reader, writer)
         finally:
+            self._begun.discard(task)
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,6 +8,7 @@ inproc://name                   inside this process only, for the serial mode
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -214,6 +215,13 @@ def remove_socket_files() -> None:
     without closing its servers."""
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getpid():07}-{_TOKEN}-*"):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@atexit.register
+def _leave_nothing() -> None:
+    """An exception, such as Ctrl-C, may come between making a directory and who would remove it."""
+    if _held:
+        remove_socket_files()
 
 
 @cache  # once in a process is enough

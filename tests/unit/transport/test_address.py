@@ -1,4 +1,5 @@
 import fcntl
+import os
 import socket
 import subprocess
 import sys
@@ -337,3 +338,20 @@ def test_a_temporary_directory_with_too_long_a_path_is_named(
     for address in ("ipc://{auto}", "inproc://replay"):
         with pytest.raises(AddressError, match=f"set TMPDIR to a shorter path than {long}"):
             parse(address)
+
+
+def test_a_process_that_ends_without_closing_its_server_leaves_no_file(tmp_path: Path) -> None:
+    program = """
+from dreamfleet.transport import Server
+server = Server("ipc://{auto}")
+raise KeyboardInterrupt
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=120,
+    )
+    assert b"KeyboardInterrupt" in done.stderr
+    assert list(tmp_path.iterdir()) == []
