@@ -71,7 +71,8 @@ def parallel_actor(
     """
     progress = progress or Progress(args.steps)
     barrier.wait()
-    serve_actor(agent, args, progress)
+    if not progress.finished.is_set():  # else all steps were made before, and none is to follow
+        serve_actor(agent, args, progress)
 
 
 def serve_actor(
