@@ -9,7 +9,7 @@ import uuid
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,9 +146,22 @@ def serve_actor(
         finally:
             # After a failure nobody waits for the replay or the logger any longer.
             flush = actor.flush_seconds if progress.error is None else 0.0
-            server.close(flush=flush)
+            with _given_up(flush):
+                server.close(flush=flush)
         if progress.error is None:
             actor.wait_for_replies(flush)
+
+
+@contextmanager
+def _given_up(seconds: float) -> Iterator[None]:
+    """At an end that has given up on replay and logger, and so waits so long for them, what they
+    have not confirmed is none of the run's steps."""
+    try:
+        yield
+    except Timeout as error:
+        if seconds > _GIVE_UP_SECONDS:
+            raise
+        log.warning("The run ends without what was on its way. %s", error)
 
 
 class Opening:
@@ -406,17 +419,12 @@ class Actor:
             self._on_logged(self._logged.popleft().result())
 
     def wait_for_replies(self, timeout: float) -> None:
-        """Wait until the replay and the logger have confirmed everything that was sent. At an end
-        that has given up on them, what they have not confirmed is none of the run's steps."""
-        try:
+        """Wait until the replay and the logger have confirmed everything that was sent."""
+        with _given_up(timeout):
             while self._stored:
                 self._on_stored(*self._stored.popleft(), timeout)
             while self._logged:
                 self._on_logged(self._logged.popleft().result(timeout))
-        except Timeout as error:
-            if timeout > _GIVE_UP_SECONDS:
-                raise
-            log.warning("The run ends without what was on its way. %s", error)
 
     def _on_stored(self, reply: Reply, steps: int, timeout: float | None = None) -> None:
         reply.result(timeout)

@@ -19,8 +19,10 @@ from dreamfleet.roles.actor import (
     VideoFrames,
     padded_policy,
     policy_sizes,
+    serve_actor,
 )
 from dreamfleet.roles.progress import Progress
+from dreamfleet.transport import BatchServer
 from dreamfleet.transport.errors import Timeout
 
 
@@ -240,6 +242,24 @@ def test_an_end_gives_up_on_the_replay_only_if_nobody_learns(
     with nullcontext() if given_up else pytest.raises(Timeout):
         actor.wait_for_replies(actor.flush_seconds)
     assert ("ends without what was on its way" in caplog.text) == given_up
+
+
+@pytest.mark.parametrize(("kind", "given_up"), [(WithoutLearner, True), (Progress, False)])
+def test_nor_do_rows_that_nobody_takes_fail_such_an_end(
+    tmp_path: Path, kind: type[Progress], given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = BatchServer.close
+
+    def late(self: BatchServer, flush: float) -> None:
+        close(self, flush=0.0)
+        raise Timeout("32 rows are dropped.")
+
+    monkeypatch.setattr(BatchServer, "close", late)
+    monkeypatch.setattr(Actor, "log_metrics", lambda *_, **__: None)
+    progress = kind()
+    progress.stop()
+    with nullcontext() if given_up else pytest.raises(Timeout, match="32 rows"):
+        serve_actor(Summing(), small_run(tmp_path, on_failure="restart"), progress)
 
 
 def begin(ids: list[int], is_first: list[bool]) -> dict[str, Any]:
