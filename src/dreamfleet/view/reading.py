@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ class Tail:
         return block[start:end]
 
 
-class _File:
+class _File(ABC):
     """A file of JSON lines that grows; each row is taken in once."""
 
     def __init__(self, folder: Path, name: str, row: Any) -> None:
@@ -139,13 +140,13 @@ class _File:
         self._seen = 0
         self._clear()
 
+    @abstractmethod
     def _clear(self) -> None:
         """Forget all rows: the file is another one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, rows: list[Any]) -> None:
         """Take in the next rows."""
-        raise NotImplementedError
 
     @property
     def behind(self) -> bool:
