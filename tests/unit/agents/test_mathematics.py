@@ -78,6 +78,18 @@ def test_equal_logits_mean_exactly_zero(count: int) -> None:
     np.testing.assert_array_equal(dist.twohot_mean(logits), 0.0)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2, 0.3, 3.0])
+def test_means_of_nearly_equal_logits_are_as_precise_as_the_logits(scale: float) -> None:
+    """Bins reach from -5e8 to 5e8, so that probabilities' own rounding is 0.15 in their mean."""
+    logits = scale * np.random.default_rng(0).normal(size=(100, 255)).astype(np.float32)
+    bins = dist.symexp_bins(255).astype(np.float64)
+    weights = np.exp(logits, dtype=np.float64)
+    exact = weights @ bins / weights.sum(-1)
+    # An average of a hundred, because single means cancel, too.
+    error = np.abs(np.asarray(dist.twohot_mean(jnp.asarray(logits)), np.float64) - exact)
+    assert error.mean() < 1e-6 * np.abs(exact).mean()
+
+
 def test_no_setting_of_the_optimizer_makes_nan() -> None:
     """At the bounds of their ranges, with gradients and parameters of zero, and with large ones."""
     bounds = [

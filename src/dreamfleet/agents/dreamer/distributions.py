@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 _LOG_TWO_PI = math.log(2.0 * math.pi)
 _SMALLEST = 1e-30
+_CLOSE = 0.1**2  # where the next term of the series is below what float32 holds
 
 
 def symlog(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -132,14 +133,28 @@ def _symexp64(x: np.ndarray) -> np.ndarray:
 
 
 def twohot_mean(logits: Float[Array, "*batch bins"]) -> Float[Array, "*batch"]:
-    """sum p b, added in mirrored pairs so that equal logits give exactly zero."""
+    """sum p b, precise also where bins of half a billion nearly cancel; equal logits give zero.
+
+    Bins are mirrored, so a pair of them counts with the difference of its two probabilities. If
+    these are close, subtracting them leaves their roundings times e^20, which early in training
+    is more than what actions differ in. So it is (p_j + p_i) tanh((l_j - l_i) / 2) there, with
+    the beginning of the series.
+    """
     count = logits.shape[-1]
-    bins = jnp.asarray(symexp_bins(count))
-    probs = jax.nn.softmax(logits.astype(jnp.float32), -1)
     half = count // 2
-    # p_i b_i + p_j b_j with b_j = -b_i: the difference of two probabilities times a bin.
-    pairs = probs[..., count - half :][..., ::-1] - probs[..., :half]
-    return jnp.sum(pairs * jnp.broadcast_to(-bins[:half], pairs.shape), -1)
+    logits = logits.astype(jnp.float32)
+
+    def mirrored(values: Float[Array, "*batch bins"]) -> tuple[Array, Array]:
+        return values[..., count - half :][..., ::-1], values[..., :half]
+
+    upper, lower = mirrored(jax.nn.softmax(logits, -1))
+    logit, mirror = mirrored(logits)
+    x = (logit - mirror) / 2.0
+    square = x * x
+    tanh = x * (1.0 - square * (1 / 3 - square * (2 / 15)))
+    pairs = jnp.where(square < _CLOSE, (upper + lower) * tanh, upper - lower)
+    bins = jnp.asarray(symexp_bins(count)[count - half :][::-1])
+    return jnp.sum(pairs * jnp.broadcast_to(bins, pairs.shape), -1)
 
 
 def twohot_target(value: Float[Array, "*batch"], count: int) -> Float[Array, "*batch bins"]:
