@@ -107,12 +107,14 @@ class Dreamer(ActingAgent):
             functools.partial(_train_leaves, config=config),
             donate_first=self._donates,
             out_shardings=(jax.tree.leaves(state), whole, batch, batch, whole),
+            mesh=place.mesh,
             traces=traces,
         )
         self._report_program = Program(
             "report",
             functools.partial(report_step, config=config),
             out_shardings=(batch, whole, whole),
+            mesh=place.mesh,
             compiler_options=COMPILE_QUICKLY if on_cpu else None,
             traces=traces,
         )

@@ -35,7 +35,7 @@ from dreamfleet.agents.dreamer.heads import (
     predicted_mask,
     sample_actions,
 )
-from dreamfleet.agents.dreamer.layers import MLP, cast, matmul_parts
+from dreamfleet.agents.dreamer.layers import MLP, cast, matmul_parts, per_device
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.rssm import Observed, State
 from dreamfleet.masks import ACTION_MASK, ActionMask
@@ -82,13 +82,21 @@ def total_loss(
         update: Whether this is training, and not a report.
     """
     dtype = jnp.dtype(config.execution.compute_dtype)
-    nets, target_critic = cast(nets, dtype), cast(target_critic, dtype)
     key_observe, key_imagine = jax.random.split(key)
     shape = (*obs["is_first"].shape, config.model.stoch)
     uniform = jax.random.uniform(key_observe, shape)
     actions = embed_actions(nets.actor.actions, previous, dtype)
-    observed = nets.dynamics.observe(carry, nets.encoder(obs), actions, obs["is_first"], uniform)
-    world, predictions = world_model_losses(nets, observed, obs, config.loss)
+
+    def model_world(
+        nets: Networks, carry: State, obs: Mapping[str, Array], actions: Array, uniform: Array
+    ) -> tuple[Observed, dict[str, Array], dict[str, Array]]:
+        nets = cast(nets, dtype)
+        tokens = nets.encoder(obs)
+        observed = nets.dynamics.observe(carry, tokens, actions, obs["is_first"], uniform)
+        return observed, *world_model_losses(nets, observed, obs, config.loss)
+
+    observed, world, predictions = per_device(model_world)(nets, carry, obs, actions, uniform)
+    nets, target_critic = cast(nets, dtype), cast(target_critic, dtype)
     behaviour = actor_critic_losses(
         nets,
         jax.lax.stop_gradient(target_critic),
@@ -513,26 +521,28 @@ def learn_from(
 
     steps = (rollout.states, rollout.actions, rollout.allowed, targets)
 
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
     def step_by_step(models: tuple[Policy, Head], steps: Any) -> tuple[Learned, Any]:
         def body(total: Any, step: Any) -> tuple[Any, Learned]:
             grads, learned = jax.grad(losses_of, has_aux=True)(models, step)
-            return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), learned
+            return jax.tree.map(jnp.add, total, wide(grads)), learned
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), models)
         grads, learned = jax.lax.scan(body, zeros, steps)
         count = targets.weight.shape[0]
         mean = jax.tree.map(lambda x: x.mean(0), learned)
-        return mean, jax.tree.map(lambda x, like: (x / count).astype(like.dtype), grads, models)
+        return mean, jax.tree.map(lambda x: x / count, grads)
 
     def at_once(models: tuple[Policy, Head], steps: Any) -> tuple[Learned, Any]:
         grads, learned = jax.grad(losses_of, has_aux=True)(models, steps)
-        return learned, grads
+        return learned, wide(grads)
 
     def average(models: tuple[Policy, Head]) -> tuple[Learned, Any]:
-        result: tuple[Learned, Any] = jax.lax.platform_dependent(
-            models, steps, cpu=step_by_step, default=at_once
-        )
-        return result
+        on_cpu = per_device(step_by_step, rows=1, mean=True)
+        learned, grads = jax.lax.platform_dependent(models, steps, cpu=on_cpu, default=at_once)
+        return learned, jax.tree.map(lambda x, like: x.astype(like.dtype), grads, models)
 
     @jax.custom_vjp
     def losses(models: tuple[Policy, Head]) -> Learned:

@@ -16,6 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ class Program:
         *,
         donate_first: bool = False,
         out_shardings: Any = None,
+        mesh: jax.sharding.Mesh | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         traces: TraceCache | None = None,
     ) -> None:
@@ -91,6 +93,7 @@ class Program:
         self._function = function
         self._donate_first = donate_first
         self._out_shardings = out_shardings
+        self._mesh = mesh
         self._options = dict(compiler_options or {})
         self._traces = traces
         self._compiled: dict[Any, Any] = {}
@@ -134,9 +137,10 @@ class Program:
             return jax.jit(function, donate_argnums=donate, out_shardings=self._out_shardings)
 
         function = jit(flat)
-        if self._traces is not None:
-            function = jit(self._traces.trace(self._name, function, leaves, tree))
-        return function.lower(*leaves).compile(self._options)
+        with jax.set_mesh(self._mesh) if self._mesh is not None else nullcontext():
+            if self._traces is not None:
+                function = jit(self._traces.trace(self._name, function, leaves, tree))
+            return function.lower(*leaves).compile(self._options)
 
 
 class TraceCache:
