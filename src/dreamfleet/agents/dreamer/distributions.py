@@ -143,18 +143,18 @@ def twohot_mean(logits: Float[Array, "*batch bins"]) -> Float[Array, "*batch"]:
     count = logits.shape[-1]
     half = count // 2
     logits = logits.astype(jnp.float32)
+    weights = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
 
     def mirrored(values: Float[Array, "*batch bins"]) -> tuple[Array, Array]:
         return values[..., count - half :][..., ::-1], values[..., :half]
 
-    upper, lower = mirrored(jax.nn.softmax(logits, -1))
-    logit, mirror = mirrored(logits)
+    (upper, lower), (logit, mirror) = mirrored(weights), mirrored(logits)
     x = (logit - mirror) / 2.0
     square = x * x
     tanh = x * (1.0 - square * (1 / 3 - square * (2 / 15)))
     pairs = jnp.where(square < _CLOSE, (upper + lower) * tanh, upper - lower)
     bins = jnp.asarray(symexp_bins(count)[count - half :][::-1])
-    return jnp.sum(pairs * jnp.broadcast_to(bins, pairs.shape), -1)
+    return jnp.sum(pairs * jnp.broadcast_to(bins, pairs.shape), -1) / jnp.sum(weights, -1)
 
 
 def twohot_target(value: Float[Array, "*batch"], count: int) -> Float[Array, "*batch bins"]:
