@@ -1,8 +1,16 @@
 """Several devices give the numbers of one, from the same code."""
 
+import socket
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dreamfleet.agents.dreamer.devices import check_own_name
+from dreamfleet.errors import ConfigError
 
 PROGRAM = """
 import sys
@@ -137,3 +145,27 @@ for _ in range(20):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("10.0.0.5", nullcontext()),
+        ("fe80::1%eth0", nullcontext()),
+        ("127.0.1.1", pytest.raises(ConfigError, match=r"node7, stands for 127\.0\.1\.1 here")),
+        ("::1", pytest.raises(ConfigError, match="let it stand for its address in the network")),
+        ("", pytest.raises(ConfigError, match="node7, has no address here: add a line")),
+    ],
+)
+def test_hosts_on_other_machines_need_a_name_that_leads_there(
+    address: str, expected: AbstractContextManager[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*_: object) -> list[Any]:
+        if not address:
+            raise socket.gaierror("unknown")
+        return [(None, None, 0, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with expected:
+        check_own_name()

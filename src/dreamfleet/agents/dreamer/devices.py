@@ -10,6 +10,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -40,7 +42,8 @@ def join_hosts(index: int, count: int, gather: Gather, address: str) -> None:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-    port = gather({"port": port})[0]["port"]
+    said = gather({"port": port, "loopback": _loopback()})
+    port = said[0]["port"]
     host = f"[{address}]" if ":" in address else address
     here = address in ("localhost", "127.0.0.1", "::1")
     settings: Any = jax.config
@@ -52,6 +55,39 @@ def join_hosts(index: int, count: int, gather: Gather, address: str) -> None:
         cluster_detection_method="deactivate",
         coordinator_bind_address=f"{host}:{port}" if here else None,
     )
+    if len({each["loopback"] for each in said}) > 1 and jax.default_backend() == "cpu":
+        check_own_name()
+
+
+def _loopback() -> str:
+    """The same for all processes that reach each other at 127.0.0.1."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:  # another system than Linux
+        return socket.gethostname()
+
+
+def check_own_name() -> None:
+    """Other machines reach the processor's collectives (Gloo) where this machine's name leads.
+
+    Raises:
+        ConfigError: That is this machine for each of them, as with some installers of Linux.
+    """
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        raise ConfigError(
+            f"This machine's own name, {name}, has no address here: add a line with its address in "
+            "the network to /etc/hosts, because processors of several hosts connect by names."
+        ) from None
+    if ip_address(address.partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"This machine's own name, {name}, stands for {address} here, where no other host can "
+            "reach it: let it stand for its address in the network, in /etc/hosts, because "
+            "processors of several hosts connect by names."
+        )
 
 
 @dataclass(frozen=True)
