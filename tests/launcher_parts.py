@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -72,6 +73,10 @@ def note_end(order: Path, started: Path, name: str) -> None:
 
 def note_variable(name: str, path: Path) -> None:
     path.write_text(os.environ[name])
+
+
+def note_blocked_signals(path: Path) -> None:
+    path.write_text(str(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 
 def note_files(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from launcher_parts import (
     fail_once,
     ignore_the_request,
     leave_a_child,
+    note_blocked_signals,
     note_end,
     note_variable,
     save_when_stopped,
@@ -213,6 +215,18 @@ def test_a_process_gets_its_environment_variables(tmp_path: Path) -> None:
         assert launcher.start(one).wait(LONG) == 0
     assert (tmp_path / "value").read_text() == "yes"
     assert "OF_THE_WORKER" not in os.environ
+
+
+def test_a_process_can_be_interrupted_whoever_has_started_it(tmp_path: Path) -> None:
+    """Ray blocks SIGINT in its processes, and what they start has that from them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with find_launcher("local")(tmp_path) as launcher:
+            running = start(launcher, partial(note_blocked_signals, tmp_path / "blocked"))
+            assert running.wait(LONG) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert (tmp_path / "blocked").read_text() == "set()"
 
 
 def test_children_of_a_process_that_died_go_too(tmp_path: Path) -> None:

@@ -175,6 +175,7 @@ LAUNCHER = LocalLauncher
 def run_worker() -> None:
     """What the process of a worker does."""
     ending, orphaned = threading.Event(), threading.Event()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, also for what it starts
     obey_supervisor(ending)
     faulthandler.enable()
     logging.basicConfig(
