@@ -14,7 +14,7 @@ from functools import partial
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
-from dreamfleet.fleet.launchers.ray import RayLauncher, connect, nodes
+from dreamfleet.fleet.launchers.ray import RayLauncher, connect, fitting, nodes
 from dreamfleet.fleet.supervisor import Say, Supervisor
 from dreamfleet.roles.addresses import DirectoryBook, use_book
 from dreamfleet.roles.runtime import stop_event
@@ -27,7 +27,7 @@ def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
 
     Args:
         run: Runs a host, with the configuration as that host is given it.
-        config: The run. With `hosts=0` every node that is alive is one.
+        config: The run. With `hosts=0` every node that has what a host asks for is one.
         say: Takes lines for the person.
 
     Raises:
@@ -35,9 +35,10 @@ def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
     logdir = config.logdir.absolute()
-    disconnect = connect(config, config.resources.agent.amounts())
+    asks = config.resources.agent.amounts()
+    disconnect = connect(config, asks)
     try:
-        count = config.hosts or len(nodes())
+        count = config.hosts or len(fitting(asks, nodes())) or 1
         say(f"Starting {count} hosts on the Ray cluster; what they say goes to {logdir / 'logs'}")
         workers = [
             Worker(

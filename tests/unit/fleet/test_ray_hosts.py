@@ -10,7 +10,13 @@ from fleet_parts import small_run
 
 pytest.importorskip("ray")
 
+from dreamfleet.config import Resources
 from dreamfleet.fleet import ray_hosts
+from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers.ray import homes
+
+NODES: list[dict[str, Any]] = [{"NodeID": f"node{n}", "Resources": {"CPU": 8.0}} for n in range(4)]
+NODES.insert(1, {"NodeID": "head", "Resources": {}})  # nothing runs there
 
 
 class Launcher:
@@ -23,7 +29,7 @@ class Launcher:
 
 
 @pytest.mark.parametrize(("asked", "started"), [(0, 4), (2, 2)])
-def test_every_node_is_a_host_or_as_many_as_were_asked_for(
+def test_every_node_with_room_is_a_host_or_as_many_as_were_asked_for(
     asked: int, started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
@@ -36,7 +42,7 @@ def test_every_node_is_a_host_or_as_many_as_were_asked_for(
 
     monkeypatch.setattr(ray_hosts, "Supervisor", Supervisor)
     monkeypatch.setattr(ray_hosts, "RayLauncher", Launcher)
-    monkeypatch.setattr(ray_hosts, "nodes", lambda: [{}] * 4)
+    monkeypatch.setattr(ray_hosts, "nodes", lambda: NODES)
     monkeypatch.setattr(ray_hosts, "connect", lambda *_: lambda: done.append("disconnected"))
     config = small_run(tmp_path, hosts=asked, launcher="ray", batch_size=4)
     ray_hosts.run_hosts(print, config, lambda _: None)
@@ -48,3 +54,11 @@ def test_every_node_is_a_host_or_as_many_as_were_asked_for(
     # Host 0 evaluates after all have learned: the run is over when it is.
     assert [worker.ends_run for worker in workers] == [True] + [False] * (started - 1)
     assert all(worker.apart for worker in workers)
+
+
+def test_every_host_has_a_node_of_its_own_if_there_are_enough() -> None:
+    asks = Resources(cpu=2)
+    workers = [Worker(f"host-{n}", "agent", int, resources=asks, apart=True) for n in range(5)]
+    found = homes(workers[:4], NODES)
+    assert found == {f"host-{n}": f"node{n}" for n in range(4)}
+    assert homes(workers, NODES) == {}, "Ray decides who shares one"

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -236,6 +236,7 @@ class RayLauncher:
         self._mark = self._logdir / "logs" / f".ray-{secrets.token_hex(8)}"
         self._payloads: dict[str, bytes] = {}
         self._placed: dict[str, tuple[Any, Place]] = {}
+        self._homes: dict[str, str] = {}
         self._book = _Book(self._logdir)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: list[RayWorker] = []
@@ -264,6 +265,7 @@ class RayLauncher:
         self._payloads = {each.name: pickled(each.name, each.function) for each in workers}
         self._disconnect = connect(self._args, _sum(workers))
         self._wait_for_nodes(workers)
+        self._homes = homes([each for each in workers if each.apart], nodes())
         # Environments fit anywhere, and leave the others the machines that those need.
         for envs in (False, True):
             group = [each for each in workers if (each.role == "env") == envs]
@@ -312,7 +314,12 @@ class RayLauncher:
                 command()
 
     def _host(self, worker: Worker) -> Any:
-        asks, apart = worker.resources, worker.apart or worker.role == "env"
+        asks, spread = worker.resources, worker.apart or worker.role == "env"
+        strategy: Any = "SPREAD" if spread else "DEFAULT"
+        if home := self._homes.get(worker.name):  # what Ray spreads may still share a node
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            strategy = NodeAffinitySchedulingStrategy(home, soft=False)
         options: dict[str, Any] = {"num_cpus": asks.cpu, "num_gpus": asks.gpu}
         if asks.memory:
             options["memory"] = asks.memory
@@ -321,7 +328,7 @@ class RayLauncher:
             .options(
                 max_concurrency=_THREADS,
                 resources=asks.custom,
-                scheduling_strategy="SPREAD" if apart else "DEFAULT",
+                scheduling_strategy=strategy,
                 **options,
             )
             .remote()
@@ -597,6 +604,27 @@ def _signals_kept() -> Iterator[None]:
 def nodes() -> list[dict[str, Any]]:
     """The nodes of the cluster that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def fitting(asks: Mapping[str, float], nodes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The ids of the nodes that have so much."""
+    return [
+        str(node["NodeID"])
+        for node in nodes
+        if all(node["Resources"].get(name, 0.0) >= amount for name, amount in asks.items())
+    ]
+
+
+def homes(workers: Sequence[Worker], nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """A node of its own for each worker; none if there are too few."""
+    found: dict[str, str] = {}
+    for worker in workers:
+        there = fitting(worker.resources.amounts(), nodes)
+        free = [node for node in there if node not in found.values()]
+        if not free:
+            return {}
+        found[worker.name] = free[0]
+    return found
 
 
 def missing(workers: Sequence[Worker], nodes: Sequence[Mapping[str, float]]) -> str:
