@@ -23,6 +23,13 @@ ENOUGH_MEMORY = 1_200_000_000
 CACHE = "DREAMFLEET_TESTS_CACHE"
 """Names the folder of compiled programs that all processes of one test run share."""
 
+LONGEST = [
+    *("test_devices", "test_ray_cluster", "test_view_in_a_browser", "test_documents_work"),
+    *("test_network_namespaces", "test_joining", "test_train_command", "test_hosts"),
+    *("test_it_learns", "test_site", "test_dreamer", "test_masked_policy", "test_networks"),
+]
+"""Modules whose tests take the longest."""
+
 hypothesis.settings.register_profile(
     "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -62,6 +69,24 @@ def compile_less() -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each worker its share of the longest tests first: one that began last would keep one of
+    them busy while the others have nothing left to take over."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.path.stem in LONGEST]
+    modules = sorted({item.path.stem for item in long}, key=LONGEST.index)
+    others = [item for item in items if item.path.stem not in LONGEST]
+    items.clear()
+    for worker in range(workers):
+        mine = [
+            item for name in modules[worker::workers] for item in long if item.path.stem == name
+        ]
+        rest = (len(long) + len(others)) // workers - len(mine)
+        items += mine + others[: max(rest, 0)]
+        del others[: max(rest, 0)]
+    items += others
 
 
 def pytest_collection_finish() -> None:
