@@ -37,6 +37,7 @@ _SAVE_SECONDS = 90.0
 _FAILED_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _MOST_WAITS = 4
+_SIGNALS = ("SIGINT", "SIGTERM")
 _PLACE_SECONDS = 0.5
 _LOOK_SECONDS = 1.0  # a signal that another thread took does not wake this one
 _REASON_LENGTH = 200
@@ -136,7 +137,7 @@ class Supervisor:
                 self._write_record()
                 self._stop_all(failed)
                 self._write_record("failed" if failed else "ended")
-        if stopped in ("SIGINT", "SIGTERM"):
+        if stopped in _SIGNALS:
             raise KeyboardInterrupt
 
     def stop(self, reason: str = "stop") -> None:
@@ -169,6 +170,9 @@ class Supervisor:
             except queue.Empty:
                 continue
             if isinstance(event, _Stop):
+                if event.reason in _SIGNALS:
+                    # Not by the handler: it may interrupt a line that is just being written.
+                    self._say(self._on_signal)
                 return event.reason
             if isinstance(event, _Restart):
                 self._start(event.member)
@@ -330,8 +334,6 @@ class Supervisor:
                 self._at_once = True
                 for member in self._members:
                     member.kill()
-            else:
-                self._say(self._on_signal)
             seen.append(name)
             self.stop(name)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
 from functools import partial
@@ -47,6 +49,25 @@ def test_it_says_that_the_end_has_begun_before_a_worker_is_stopped(tmp_path: Pat
         assert not supervisor.ending
         supervisor.run()
     assert seen == [True]
+
+
+def test_a_signal_in_the_middle_of_a_line_ends_the_run_in_order(tmp_path: Path) -> None:
+    """What writes lines cannot be called again while it writes one."""
+    lines: list[str] = []
+    writing = threading.Lock()
+
+    def say(line: str) -> None:
+        assert writing.acquire(blocking=False), "called while it writes a line"
+        if not lines:
+            os.kill(os.getpid(), signal.SIGINT)
+        lines.append(line)
+        writing.release()
+
+    with find_launcher("serial")(tmp_path) as launcher:
+        running = Supervisor([Worker("agent", "agent", until_stopped)], launcher, say=say)
+        with pytest.raises(KeyboardInterrupt):
+            running.run(lambda: say("interrupt"), every=0.1)
+    assert "Saving and ending; once more ends at once." in lines
 
 
 def test_the_delay_doubles_up_to_half_a_minute() -> None:
