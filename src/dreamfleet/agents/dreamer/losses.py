@@ -520,14 +520,12 @@ def learn_from(
         return policy + value, Learned(policy, value, means)
 
     steps = (rollout.states, rollout.actions, rollout.allowed, targets)
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    wide = jnp.dtype(jnp.float32)
 
     def step_by_step(models: tuple[Policy, Head], steps: Any) -> tuple[Learned, Any]:
         def body(total: Any, step: Any) -> tuple[Any, Learned]:
             grads, learned = jax.grad(losses_of, has_aux=True)(models, step)
-            return jax.tree.map(jnp.add, total, wide(grads)), learned
+            return jax.tree.map(jnp.add, total, cast(grads, wide)), learned
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), models)
         grads, learned = jax.lax.scan(body, zeros, steps)
@@ -537,7 +535,7 @@ def learn_from(
 
     def at_once(models: tuple[Policy, Head], steps: Any) -> tuple[Learned, Any]:
         grads, learned = jax.grad(losses_of, has_aux=True)(models, steps)
-        return learned, wide(grads)
+        return learned, cast(grads, wide)
 
     def average(models: tuple[Policy, Head]) -> tuple[Learned, Any]:
         on_cpu = per_device(step_by_step, rows=1, mean=True)

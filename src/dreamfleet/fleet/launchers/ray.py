@@ -608,11 +608,11 @@ def nodes() -> list[dict[str, Any]]:
 
 def fitting(asks: Mapping[str, float], nodes: Iterable[Mapping[str, Any]]) -> list[str]:
     """The ids of the nodes that have so much."""
-    return [
-        str(node["NodeID"])
-        for node in nodes
-        if all(node["Resources"].get(name, 0.0) >= amount for name, amount in asks.items())
-    ]
+    return [str(node["NodeID"]) for node in nodes if _has(node["Resources"], asks)]
+
+
+def _has(there: Mapping[str, float], asks: Mapping[str, float]) -> bool:
+    return all(there.get(name, 0.0) >= amount for name, amount in asks.items())
 
 
 def homes(workers: Sequence[Worker], nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -632,7 +632,7 @@ def missing(workers: Sequence[Worker], nodes: Sequence[Mapping[str, float]]) -> 
     empty if they can, as far as is known."""
     for worker in workers:
         asks = worker.resources.amounts()
-        if any(all(node.get(k, 0.0) >= v for k, v in asks.items()) for node in nodes):
+        if any(_has(node, asks) for node in nodes):
             continue
         lacking = [k for k, v in asks.items() if all(node.get(k, 0.0) < v for node in nodes)]
         most = {k: max(node.get(k, 0.0) for node in nodes) for k in lacking or asks}
