@@ -490,6 +490,14 @@ class RunConfig:
         return replace(self, agent_config=self.settings_of(self.agent_type))
 
     @property
+    def updates(self) -> int:
+        """Updates of the whole run; 0 if it has no end, or no limit of updates for each step."""
+        if self.offline:
+            return self.steps
+        ratio = max(0.0, self.train_ratio)
+        return int(self.steps * ratio / (self.batch_size * self.batch_length))
+
+    @property
     def limiter_tolerance(self) -> int:
         """Sequences that learning may be ahead, and steps that acting may be, of `train_ratio`."""
         return 4 * self.host_batch

@@ -22,7 +22,7 @@ from dreamfleet.agents.registry import AgentType, find_agent
 from dreamfleet.spaces import SpaceError
 
 if typing.TYPE_CHECKING:
-    from dreamfleet.agents.dreamer.agent import Dreamer
+    from dreamfleet.agents.dreamer.runtime.agent import Dreamer
 
 __all__ = [
     "Agent",
@@ -50,7 +50,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "Dreamer":
-        from dreamfleet.agents.dreamer.agent import Dreamer
+        from dreamfleet.agents.dreamer.runtime.agent import Dreamer
 
         globals()[name] = Dreamer
         return Dreamer

@@ -43,6 +43,10 @@ class AgentType(ABC, Generic[Config]):
     def make(self, obs_space: Spaces, act_space: Spaces, config: Config, *, seed: int) -> Agent:
         """A fresh agent."""
 
+    def for_run(self, config: Config, updates: int) -> Config:  # noqa: ARG002 - for who overrides it
+        """The settings for a run of so many updates; 0 for any number."""
+        return config
+
     def make_player(
         self, obs_space: Spaces, act_space: Spaces, config: Config, *, seed: int
     ) -> Player:

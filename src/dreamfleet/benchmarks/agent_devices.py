@@ -130,7 +130,7 @@ def measure(task: Task) -> dict[str, Any]:
     """Losses of all updates, the time of one, and what a device needs."""
     import jax
 
-    from dreamfleet.agents.dreamer.losses import IMAGINATION
+    from dreamfleet.agents.dreamer.imagination import IMAGINATION
 
     there = jax.devices()
     if len(there) < task.devices:

@@ -28,10 +28,9 @@ import numpy as np
 from dreamfleet.agents import DreamerConfig, ExecutionConfig, size_preset
 from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, policy_step
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
-from dreamfleet.agents.dreamer.features import stored_space
-from dreamfleet.agents.dreamer.learning import state_shapes, train_step
-from dreamfleet.agents.dreamer.report import report_step
-from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.interfaces import stored_space
+from dreamfleet.agents.dreamer.runtime.report import report_step
+from dreamfleet.agents.dreamer.train import state_shapes, train_step
 from dreamfleet.benchmarks.agent import spaces
 from dreamfleet.benchmarks.report import Row
 from dreamfleet.spaces import Space
@@ -122,20 +121,17 @@ def calls(
         return {
             **{name: array(space, *steps) for name, space in {**obs, **act, **stored}.items()},
             "stepid": _shape((*steps, 20), np.uint8),
-            "consec": _shape(steps, np.int32),
         }
 
-    widths = (model.deter, model.stoch * model.classes)
-    carry = State(*(_shape((rows, width), jnp.dtype(dtype)) for width in widths))
     nets = jax.eval_shape(lambda nets: ActingNetworks.of(nets, dtype), state.nets)
     actions = {name: array(space, acting) for name, space in act.items()}
-    before = {name.removeprefix("dyn/"): array(space, acting) for name, space in stored.items()}
+    before = jax.eval_shape(lambda nets: nets.dynamics.initial(acting), state.nets)
     observed = {name: array(space, acting) for name, space in obs.items()}
-    draws = Draws(_shape((acting, model.stoch), np.float32), actions)
+    draws = Draws(_shape((acting, nets.dynamics.draws), np.float32), actions)
     return {
-        "train": (functools.partial(train_step, config=config), (state, carry, sequences(length))),
-        "report": (functools.partial(report_step, config=config), (state, carry, sequences(32))),
-        "policy": (policy_step, (nets, {**before, "previous": actions}, observed, draws)),
+        "train": (functools.partial(train_step, config=config), (state, sequences(length))),
+        "report": (functools.partial(report_step, config=config), (state, sequences(32))),
+        "policy": (policy_step, (nets, {"state": before, "previous": actions}, observed, draws)),
         "publish": (
             lambda nets: jax.tree.map(jnp.copy, ActingNetworks.of(nets, dtype)),
             (state.nets,),
@@ -176,7 +172,7 @@ def train_step_flops(
 ) -> float:
     """Of one training step, in the form for accelerators, from shapes alone.
 
-    The form for processors computes the same with other convolutions, so its operations are not
+    The form for CPUs computes the same with other convolutions, so its operations are not
     those that the model needs.
     """
     with form_of_accelerators():

@@ -336,7 +336,7 @@ def measure_agent(
         yield f"policy, {rows} rows", "step", f"{name}, default size", each.processor, each.wall
     steps = (config.batch_size, config.window)
     batch = _zeros({**agent.obs_space, **agent.act_space, **agent.stored_space}, *steps)
-    batch |= {"stepid": np.zeros((*steps, 20), np.uint8), "consec": np.zeros(steps, np.int32)}
+    batch |= {"stepid": np.zeros((*steps, 20), np.uint8)}
     batches = agent.stream(itertools.repeat(batch))
     carry = agent.init_train(config.batch_size)
 

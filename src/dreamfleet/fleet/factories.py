@@ -90,7 +90,7 @@ def agent(
         obs_space, act_space = made.obs_space, made.act_space
         made.close()
     kind = config.agent_type
-    settings = config.settings_of(kind)
+    settings = kind.for_run(config.settings_of(kind), config.updates)
     if actor:  # with random numbers of its own
         seed = env_seed(config.seed, actor)
         return kind.make_player(obs_space, act_space, settings, seed=seed)

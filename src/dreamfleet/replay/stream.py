@@ -16,9 +16,7 @@ Batch = dict[str, NDArray[Any]]
 class Stream(Iterator[Batch]):
     """Cuts the first `context + length` steps out of each window.
 
-    A window may be longer (reports use the first part of training windows), never shorter. The key
-    `consec` says which part of its window a batch is. It is always 0: training starts from the
-    states that are stored with the context, not from those of the batch before.
+    A window may be longer (reports use the first part of training windows), never shorter.
 
     `source` is anything that returns windows `[batch, time, ...]`, such as
     `partial(replay.sample, 16, mode="train")`.
@@ -49,7 +47,4 @@ class Stream(Iterator[Batch]):
                     f"with {self.context} of context need {steps}: make the replay with "
                     f"length={steps}."
                 )
-        batch = {key: np.ascontiguousarray(value[:, :steps]) for key, value in window.items()}
-        rows = len(next(iter(batch.values())))
-        batch["consec"] = np.zeros((rows, steps), np.int32)
-        return batch
+        return {key: np.ascontiguousarray(value[:, :steps]) for key, value in window.items()}

@@ -16,14 +16,14 @@ from dreamfleet.agents.dreamer.config import (
     OptimizerConfig,
     size_preset,
 )
-from dreamfleet.agents.dreamer.features import check_spaces, stored_space
-from dreamfleet.agents.dreamer.interfaces import check_networks
+from dreamfleet.agents.dreamer.features import check_spaces
+from dreamfleet.agents.dreamer.interfaces import check_networks, stored_space
 from dreamfleet.agents.registry import AgentType, Gather
 from dreamfleet.spaces import Space
 
 if TYPE_CHECKING:
-    from dreamfleet.agents.dreamer.agent import Dreamer
-    from dreamfleet.agents.dreamer.player import DreamerPlayer
+    from dreamfleet.agents.dreamer.runtime.agent import Dreamer
+    from dreamfleet.agents.dreamer.runtime.player import DreamerPlayer
 
 
 class DreamerType(AgentType[DreamerConfig]):
@@ -33,7 +33,7 @@ class DreamerType(AgentType[DreamerConfig]):
     config = DreamerConfig
 
     def default(self) -> DreamerConfig:
-        """Small enough for two processor cores. `DreamerConfig()` has the published values."""
+        """Small enough for two CPU cores. `DreamerConfig()` has the published values."""
         return DreamerConfig(
             model=size_preset("cpu-tiny"),
             loss=LossConfig(
@@ -51,10 +51,15 @@ class DreamerType(AgentType[DreamerConfig]):
                 # A small model settles on one action early with the published 3e-4.
                 entropy_scale=3e-3,
             ),
-            # A rate that high finds a policy soon and then walks past it; it falls to a tenth by
+            # A rate that high finds a policy soon and then walks past it: it falls to a tenth by
             # the last update.
-            optimizer=OptimizerConfig(learning_rate=1e-3, warmup=100, decay=3_750),
+            optimizer=OptimizerConfig(learning_rate=1e-3, warmup=100, decay=-1),
         )
+
+    def for_run(self, config: DreamerConfig, updates: int) -> DreamerConfig:
+        if config.optimizer.decay >= 0:
+            return config
+        return replace(config, optimizer=replace(config.optimizer, decay=updates))
 
     def make(
         self,
@@ -64,7 +69,7 @@ class DreamerType(AgentType[DreamerConfig]):
         *,
         seed: int,
     ) -> Dreamer:
-        from dreamfleet.agents.dreamer.agent import Dreamer
+        from dreamfleet.agents.dreamer.runtime.agent import Dreamer
 
         return Dreamer(obs_space, act_space, config, seed=seed)
 
@@ -76,7 +81,7 @@ class DreamerType(AgentType[DreamerConfig]):
         *,
         seed: int,
     ) -> DreamerPlayer:
-        from dreamfleet.agents.dreamer.player import DreamerPlayer
+        from dreamfleet.agents.dreamer.runtime.player import DreamerPlayer
 
         # An accelerator is the agent's.
         execution = replace(
@@ -89,7 +94,7 @@ class DreamerType(AgentType[DreamerConfig]):
     many_hosts = True
 
     def join_hosts(self, index: int, count: int, gather: Gather, address: str) -> None:
-        from dreamfleet.agents.dreamer.devices import join_hosts
+        from dreamfleet.agents.dreamer.runtime.devices import join_hosts
 
         join_hosts(index, count, gather, address)
 
@@ -124,13 +129,13 @@ class DreamerType(AgentType[DreamerConfig]):
     def named_code(self, config: DreamerConfig) -> tuple[str, ...]:
         model = config.model
         networks = (model.encoder, model.decoder, model.dynamics)
-        return tuple(name for name in networks if name != "default")
+        return (*(name for name in networks if name != "default"), *config.loss.extra)
 
     folders = ("execution.cache_dir", "execution.dump_dir")  # programs of the first are executed
 
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
         # Only what the parameters are used with. Folders and devices are those of this machine: a
-        # file that somebody sent must not choose where programs are loaded from.
+        # file that someone sent must not choose where programs are loaded from.
         trained = config.execution
         execution = ExecutionConfig(
             compute_dtype=trained.compute_dtype,

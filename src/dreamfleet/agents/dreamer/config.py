@@ -47,7 +47,8 @@ class ModelConfig:
     depth: Count = 16
     """Channels of the image networks, before the multipliers."""
     mults: Annotated[tuple[Count, ...], Meta(min_length=1)] = (2, 3, 4, 4)
-    """Channel multiplier of each image stage; every stage halves the resolution."""
+    """Channel multiplier of each image stage; every stage halves the resolution. Images that would
+    end with less than 3 pixels a side skip the last ones."""
     kernel: Count = 5
     """Width of the convolution kernels; must be odd."""
     decoder_blocks: Count = 8
@@ -109,10 +110,19 @@ class ModelConfig:
 class LossConfig:
     """What is optimised, and how the terms are weighed."""
 
+    representation: Literal["reconstruction", "barlow"] = "reconstruction"
+    """What shapes the latent state: reconstructed observations, or tokens predicted by the features
+    (Barlow Twins, as in R2-Dreamer), which needs no decoder; one is then trained beside it, without
+    a gradient into the model, to show what it knows."""
     reconstruction_scale: ZeroOrMore = 1.0
-    """Weight of each decoded key's loss."""
+    """Weight of each decoded key's loss; 0 leaves the decoder out."""
+    barlow_scale: ZeroOrMore = 0.05
+    """Weight of the loss of `representation=barlow`."""
     float_scale: ZeroOrMore = 1.0
     """Additional weight of decoded floats: errors of small numbers are small when squared."""
+    float_variance: bool = False
+    """Weigh decoded floats by 1 / (2 variance of their errors in the batch), at most by
+    `float_scale`: precise predictions weigh more, noise less."""
     reward_scale: ZeroOrMore = 1.0
     """Weight of the reward prediction."""
     continue_scale: ZeroOrMore = 1.0
@@ -129,6 +139,8 @@ class LossConfig:
     """Weight of the value loss in imagination."""
     replay_value_scale: ZeroOrMore = 0.3
     """Weight of the value loss on replayed states; 0 leaves it out."""
+    extra: dict[str, ZeroOrMore] = field(default_factory=dict)
+    """Losses of your own and their weights, as package.module:Class."""
     free_nats: ZeroOrMore = 1.0
     """KL below this many nats is not penalised."""
     reward_grad: bool = True
@@ -165,6 +177,11 @@ class LossConfig:
     def __post_init__(self) -> None:
         validate(self)
         require(
+            self.representation != "reconstruction" or self.reconstruction_scale > 0,
+            "loss.reconstruction_scale=0 leaves nothing that shapes the representation: raise it, "
+            "or set loss.representation=barlow.",
+        )
+        require(
             self.replay_value_scale == 0 or self.imag_last != 1,
             "loss.imag_last=1 leaves no pair of steps for the replay value loss: "
             "set it to 2 or more, or loss.replay_value_scale to 0.",
@@ -196,9 +213,9 @@ class OptimizerConfig:
     """Decay of kernels towards zero, in units of the learning rate."""
     warmup: CountOrZero = 1000
     """Updates over which the learning rate rises linearly from zero."""
-    decay: CountOrZero = 0
-    """Update at which the learning rate has fallen linearly to `final_rate`; 0 keeps it constant,
-    as in the paper."""
+    decay: Annotated[int, Meta(ge=-1)] = 0
+    """Update at which the learning rate has fallen linearly to `final_rate`; -1 for the last one of
+    a run with `steps`, 0 keeps it constant, as in the paper."""
     final_rate: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """What is left of the learning rate after the decay, as a share of it."""
 
@@ -213,10 +230,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """Where and how the computation runs; nothing here changes the mathematics."""
+    """Where and how the computation runs. The first three change what is computed, the others do
+    not."""
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of activations; parameters and losses always stay float32."""
+    replay_context: Count = 1
+    """Steps before each training sequence whose stored state it continues from."""
+    send_priority: bool = False
+    """Whether the world model's loss at each trained step goes back to the replay as the step's
+    priority; prioritised sampling needs it."""
     train_platform: str = ""
     """Devices that train: cpu, gpu or tpu; empty takes JAX's default."""
     train_devices: tuple[CountOrZero, ...] = ()
@@ -238,11 +261,6 @@ class ExecutionConfig:
     on eight devices. 0 for all, with one copy."""
     publish_every: Count = 1
     """Updates after which the learner publishes parameters for the actor."""
-    replay_context: Count = 1
-    """Steps before each training sequence whose stored state it continues from."""
-    send_priority: bool = False
-    """Whether the world model's loss at each trained step goes back to the replay as the step's
-    priority; prioritised sampling needs it."""
     report_rows: CountOrZero = 6
     """Sequences shown in a report's videos."""
     report_gradient_norms: bool = False

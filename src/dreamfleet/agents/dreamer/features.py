@@ -138,10 +138,23 @@ class Features:
     def image_channels(self) -> int:
         return sum(image.channels for image in self.images)
 
+    def mults(self, model: ModelConfig) -> tuple[int, ...]:
+        """The channel multipliers of the stages that images of this size go through."""
+        return model.mults[: stages(self.images[0].height, self.images[0].width, model)]
+
     def smallest_image(self, model: ModelConfig) -> tuple[int, int]:
         """Height and width of the images after all stages."""
-        image, factor = self.images[0], 2 ** len(model.mults)
+        image, factor = self.images[0], 2 ** len(self.mults(model))
         return image.height // factor, image.width // factor
+
+
+_SMALLEST, _LARGEST = 3, 16  # pixels that an image has after all stages
+
+
+def stages(height: int, width: int, model: ModelConfig) -> int:
+    """How many stages of `model.mults` halve such an image: fewer than all if it is small."""
+    side = min(height, width)
+    return max([1, *(n for n in range(1, len(model.mults) + 1) if side >> n >= _SMALLEST)])
 
 
 def observed(obs_space: Spaces) -> dict[str, Space]:
@@ -170,8 +183,8 @@ def embed_actions(features: tuple[Feature, ...], actions: Mapping[str, Any], dty
     return parts[0].__array_namespace__().concatenate(parts, -1)
 
 
-def stored_space(model: ModelConfig) -> dict[str, Space]:
-    """The latent state that is stored with each step."""
+def rssm_entries(model: ModelConfig) -> dict[str, Space]:
+    """What is stored of the RSSM's state with each step."""
     return {
         "dyn/deter": Space(np.float32, (model.deter,)),
         "dyn/stoch": Space(np.float32, (model.stoch, model.classes)),
@@ -234,9 +247,10 @@ def check_decodable(spaces: Spaces, model: ModelConfig) -> None:
             )
     _check_vectors(spaces)
     _check_images(spaces, model)
-    if not any(space.image for space in spaces.values()):
+    images = Features.of(spaces)
+    if not images.images:
         return
-    blocks, channels = model.decoder_blocks, model.depth * model.mults[-1]
+    blocks, channels = model.decoder_blocks, model.depth * images.mults(model)[-1]
     if model.deter % blocks or channels % blocks:
         raise SpaceError(
             f"model.decoder_blocks={blocks} must divide model.deter={model.deter} and the "
@@ -255,13 +269,13 @@ def _check_images(spaces: Spaces, model: ModelConfig) -> None:
     if len(set(images.values())) > 1:
         sizes = ", ".join(f"{name} {height}x{width}" for name, (height, width) in images.items())
         raise SpaceError(f"All images need the same size, got {sizes}: resize them.")
-    factor = 2 ** len(model.mults)
     for name, (height, width) in images.items():
-        if height % factor or width % factor:
+        factor = 2 ** stages(height, width, model)
+        if height % factor or width % factor or max(height, width) > _LARGEST * factor:
             raise SpaceError(
-                f"Image {name!r} is {height}x{width}; both sides must be multiples of {factor}, "
-                f"because model.mults has {len(model.mults)} stages that each halve it: resize it, "
-                "for example with the environment's option size=[64,64]."
+                f"Image {name!r} is {height}x{width}; both sides must be multiples of {factor}, at "
+                f"most {_LARGEST * factor}, because {len(model.mults)} stages (model.mults) halve "
+                "it: resize it, for example with the environment's option size=[64,64]."
             )
 
 

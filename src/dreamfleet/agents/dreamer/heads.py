@@ -1,4 +1,4 @@
-"""Heads on the latent state: reward, value, continuation, mask of actions and policy."""
+"""Heads on the features of a state: reward, value, continuation, mask of actions and policy."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
+from dreamfleet.agents.dreamer.dynamics import Parts
 from dreamfleet.agents.dreamer.features import IMPOSSIBLE, Feature
 from dreamfleet.agents.dreamer.layers import MLP, Linear
-from dreamfleet.agents.dreamer.rssm import State
 from dreamfleet.masks import ActionMask
 
 
 class Head(eqx.Module):
-    """An MLP on [deter, stoch] with one output layer."""
+    """An MLP on the features of a state, with one output layer."""
 
     mlp: MLP
     out: Linear
 
     @classmethod
     def init(
-        cls, rng: np.random.Generator, config: ModelConfig, layers: int, outputs: int, scale: float
+        cls,
+        rng: np.random.Generator,
+        inputs: int,
+        units: int,
+        layers: int,
+        outputs: int,
+        scale: float,
     ) -> Head:
-        feature = config.deter + config.stoch * config.classes
-        return cls(
-            MLP.init(rng, feature, config.units, layers),
-            Linear.init(rng, config.units, outputs, scale),
-        )
+        return cls(MLP.init(rng, inputs, units, layers), Linear.init(rng, units, outputs, scale))
 
-    def __call__(self, state: State) -> Float[Array, "*batch outputs"]:
-        return self.out(self.mlp(state.deter, state.stoch))
+    def __call__(self, features: Parts) -> Float[Array, "*batch outputs"]:
+        return self.out(self.mlp(*features))
 
 
 class Normal(NamedTuple):
@@ -69,26 +71,22 @@ class Policy(eqx.Module):
     def init(
         cls,
         rng: np.random.Generator,
+        inputs: int,
         config: ModelConfig,
         actions: tuple[Feature, ...],
         mask: ActionMask | None = None,
     ) -> Policy:
-        feature = config.deter + config.stoch * config.classes
         outputs = {}
         for action in actions:
             for part in ("logits",) if action.discrete else ("mean", "stddev"):
                 name = f"{action.name}.{part}"
                 outputs[name] = Linear.init(rng, config.units, action.width, 0.01)
-        mlp = MLP.init(rng, feature, config.units, config.actor_layers)
+        mlp = MLP.init(rng, inputs, config.units, config.actor_layers)
         return cls(mlp, outputs, actions, config.min_std, config.max_std, mask)
 
-    def __call__(self, state: State, allowed: Allowed = None) -> dict[str, Choice]:
-        return self.choices(self.mlp(state.deter, state.stoch), allowed)
-
-    def choices(
-        self, x: Float[Array, "*batch units"], allowed: Allowed = None
-    ) -> dict[str, Choice]:
-        """The distributions, from the MLP's features; what is not `allowed` has probability 0."""
+    def __call__(self, features: Parts, allowed: Allowed = None) -> dict[str, Choice]:
+        """The distributions; what is not `allowed` has probability 0."""
+        x = self.mlp(*features)
         result: dict[str, Choice] = {}
         for action in self.actions:
             name = action.name

@@ -1,9 +1,10 @@
-"""What an encoder, a decoder and the dynamics must offer, and how settings choose them.
+"""What an encoder, a decoder and a loss of one's own must offer, and how settings choose them.
 
-`model.encoder`, `model.decoder` and `model.dynamics` are `default`, or `package.module:Class` for
-a class of your own. Such a class is an `equinox.Module` whose array fields are its parameters
-(floats; everything else is `equinox.field(static=True)`). All arrays of a sequence begin with the
-axes (batch, time). Importable without JAX.
+`model.encoder`, `model.decoder` and `model.dynamics` are `default`, or `package.module:Class` for a
+class of your own; `loss.extra` names losses. Such a class is an `equinox.Module` whose array fields
+are its parameters (floats; everything else is `equinox.field(static=True)`). All arrays of a
+sequence begin with the axes (batch, time). Sequence models derive from `dynamics.Dynamics`.
+Importable without JAX.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from dreamfleet.agents.dreamer.config import ModelConfig
+from dreamfleet.agents.dreamer.config import DreamerConfig, ModelConfig
 from dreamfleet.agents.dreamer.features import (
     Spaces,
     check_decodable,
     check_encodable,
     decoded,
     observed,
+    rssm_entries,
 )
 from dreamfleet.errors import ConfigError
 from dreamfleet.imports import load_object
+from dreamfleet.spaces import Space
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from dreamfleet.agents.dreamer.rssm import Observed, State
+    from dreamfleet.agents.dreamer.dynamics import Parts
+    from dreamfleet.agents.dreamer.world_model import Seen
 
 
 @runtime_checkable
@@ -52,7 +56,7 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Latent states to predicted observations. It need not predict every key.
+    """The features of states to predicted observations. It need not predict every key.
 
     A method `values(predictions)`, which gives predicted numbers as the environment has them, is
     optional: a dream shows them.
@@ -60,14 +64,20 @@ class Decoder(Protocol):
 
     @classmethod
     def check(cls, spaces: Spaces, model: ModelConfig) -> None:
-        """Raise a SpaceError for observation keys that it does not take."""
+        """Raise a SpaceError for observation keys that it cannot predict."""
 
     @classmethod
-    def init(cls, rng: np.random.Generator, model: ModelConfig, spaces: Spaces) -> Any:
-        """A fresh decoder; `spaces` are the observation's keys without reward, flags and
-        `action_mask`, which has a head of its own."""
+    def init(
+        cls,
+        rng: np.random.Generator,
+        model: ModelConfig,
+        spaces: Spaces,
+        widths: tuple[int, ...],
+    ) -> Any:
+        """A fresh decoder for features of these widths; `spaces` are the observation's keys without
+        reward, flags and `action_mask`, which has a head of its own."""
 
-    def __call__(self, state: State) -> dict[str, Array]:
+    def __call__(self, features: Parts) -> dict[str, Array]:
         """A prediction for each key that it predicts."""
 
     def losses(
@@ -80,47 +90,43 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class Dynamics(Protocol):
-    """The recurrent network between the latent states of two steps.
+class ExtraLoss(Protocol):
+    """A loss beside those of the paper, with parameters of its own if it has fields."""
 
-    A state is `State(deter, stoch)`: `model.deter` numbers, and `model.stoch` one-hots of
-    `model.classes` classes, flattened. Random draws come from outside, as one uniform number for
-    each one-hot.
-    """
-
-    classes: int
+    couples_rows: bool
+    """Whether rows of the batch meet in it, as in contrastive losses. Such a loss sees the batch of
+    all devices; the others are computed by each device for its own rows."""
 
     @classmethod
-    def init(cls, rng: np.random.Generator, model: ModelConfig, actions: int, tokens: int) -> Any:
-        """Fresh dynamics for action vectors and tokens of these widths."""
+    def init(
+        cls, rng: np.random.Generator, model: ModelConfig, widths: tuple[int, ...], tokens: int
+    ) -> Any:
+        """Fresh parameters, for features and tokens of these widths."""
 
-    def observe(
-        self, carry: State, tokens: Array, action: Array, is_first: Array, uniform: Array
-    ) -> Observed:
-        """Posterior states of a sequence, from the actions before each step; `carry` and the
-        first action are zeros wherever `is_first` is set."""
-
-    def enter(self, state: State) -> Any:
-        """What imagination passes from step to step; its field `state` is the state."""
-
-    def imagine_step(self, latent: Any, action: Array, uniform: Array) -> Any:
-        """The next of these, without an observation; rows instead of (batch, time)."""
-
-    def kl_losses(self, posterior: Array, prior: Array, free_nats: float) -> tuple[Array, Array]:
-        """Losses that move the prior towards the posterior, and the posterior towards the prior,
-        each of shape (batch, time)."""
+    def __call__(self, seen: Seen) -> Array:
+        """The loss, of any shape; its mean is minimised."""
 
 
 _PACKAGE = "dreamfleet.agents.dreamer"
 _DEFAULTS = {
-    "encoder": f"{_PACKAGE}.encoders:DefaultEncoder",
-    "decoder": f"{_PACKAGE}.decoders:DefaultDecoder",
+    "encoder": f"{_PACKAGE}.encoder:DefaultEncoder",
+    "decoder": f"{_PACKAGE}.decoder:DefaultDecoder",
     "dynamics": f"{_PACKAGE}.rssm:RSSM",
 }
 _MEMBERS = {
     "encoder": ("check", "init", "width", "__call__"),
     "decoder": ("check", "init", "__call__", "losses", "images"),
-    "dynamics": ("init", "observe", "enter", "imagine_step", "kl_losses", "classes"),
+    "dynamics": (
+        *("widths", "draws", "init", "entry_space", "initial", "observe", "step", "features"),
+        *("kl_losses", "entries", "truncate", "starts", "imagine"),
+    ),
+    "loss": ("couples_rows", "init", "__call__"),
+}
+_STATED_IN = {
+    "encoder": "interfaces.Encoder",
+    "decoder": "interfaces.Decoder",
+    "dynamics": "dynamics.Dynamics",
+    "loss": "interfaces.ExtraLoss",
 }
 
 
@@ -128,10 +134,31 @@ def find_network(kind: str, model: ModelConfig) -> Any:
     """The class of the `encoder`, the `decoder` or the `dynamics` that the settings choose.
 
     Raises:
-        ConfigError: There is no such class, or it lacks something that the protocol asks for.
+        ConfigError: There is no such class, or it lacks something that it has to offer.
     """
     name = {"encoder": model.encoder, "decoder": model.decoder, "dynamics": model.dynamics}[kind]
-    found = load_object(_DEFAULTS[kind] if name == "default" else name)
+    if name == "default":
+        return load_object(_DEFAULTS[kind])
+    return _find(kind, f"model.{kind}={name}", name)
+
+
+def extra_losses(config: DreamerConfig) -> dict[str, Any]:
+    """The classes of losses with parameters of their own, by name."""
+    found = {
+        loss_name(name): _find("loss", f"loss.extra={name}", name) for name in config.loss.extra
+    }
+    if config.loss.representation == "barlow":
+        found["barlow"] = load_object(f"{_PACKAGE}.world_model:Barlow")
+    return found
+
+
+def loss_name(name: str) -> str:
+    """What a loss of `loss.extra` is called in metrics: what follows the colon."""
+    return name.partition(":")[2]
+
+
+def _find(kind: str, setting: str, name: str) -> Any:
+    found = load_object(name)
     lacks = "is not a class"
     if isinstance(found, type):
         # Fields without a default are no attributes of the class.
@@ -141,8 +168,8 @@ def find_network(kind: str, model: ModelConfig) -> Any:
         lacks = f"lacks {lacks}" if lacks else ""
     if lacks:
         raise ConfigError(
-            f"model.{kind}={name} {lacks}: name a class that offers what "
-            f"dreamfleet.agents.dreamer.interfaces.{kind.capitalize()} asks for."
+            f"{setting} {lacks}: name a class that offers what {_PACKAGE}.{_STATED_IN[kind]} "
+            "asks for."
         )
     return found
 
@@ -159,3 +186,11 @@ def check_networks(obs_space: Spaces, model: ModelConfig) -> None:
         ("decoder", model.decoder, check_decodable, decoded(obs_space)),
     ):
         (check if name == "default" else find_network(kind, model).check)(spaces, model)
+
+
+def stored_space(model: ModelConfig) -> dict[str, Space]:
+    """What the replay stores of the latent state of each step."""
+    if model.dynamics == "default":  # answered without loading JAX
+        return rssm_entries(model)
+    entries: dict[str, Space] = find_network("dynamics", model).entry_space(model)
+    return entries

@@ -8,7 +8,7 @@ always.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -50,66 +50,22 @@ def constant(value: float, width: int) -> Float[Array, " width"]:
     return jnp.asarray(np.full(width, value, np.float32))
 
 
+class Normed(eqx.Module):
+    """A layer with an RMS norm: its field `scale` stays in float32."""
+
+
 def cast(model: Model, dtype: jnp.dtype) -> Model:
-    """The model computing in another precision; norm scales stay float32."""
+    """The model computing in another precision; the scales of its norms keep theirs."""
 
-    def leaf(path: tuple[object, ...], value: Array) -> Array:
-        norm = isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "scale"
-        return value if norm else value.astype(dtype)
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Normed):
+            return value.astype(dtype)
+        layer: Any = value
+        narrow = jax.tree.map(lambda x: x.astype(dtype), layer)
+        return eqx.tree_at(lambda layer: layer.scale, narrow, layer.scale)
 
-    result: Model = jax.tree_util.tree_map_with_path(leaf, model)
+    result: Model = jax.tree.map(leaf, model, is_leaf=lambda x: isinstance(x, Normed))
     return result
-
-
-def scan(
-    step: Callable[[Model, Any, Any], tuple[Any, Any]], model: Model, init: Any, xs: Any
-) -> tuple[Any, Any]:
-    """`jax.lax.scan` of step(model, carry, x), with the model's gradient summed in float32.
-
-    A gradient is summed over the steps in the precision of what the loop is given. In bfloat16 the
-    sum would stop growing at 256 times what a step adds. So the loop is given float32, and narrows
-    it; compilers narrow once, before the loop. A single step is no loop.
-    """
-    if jax.tree.leaves(xs)[0].shape[0] == 1:
-        carry, y = step(model, init, jax.tree.map(lambda x: x[0], xs))
-        return carry, jax.tree.map(lambda x: x[None], y)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), model)
-
-    def body(carry: Any, x: Any) -> tuple[Any, Any]:
-        narrow = jax.tree.map(lambda value, like: value.astype(like.dtype), wide, model)
-        return step(narrow, carry, x)
-
-    return jax.lax.scan(body, init, xs)
-
-
-def per_device(function: Callable[..., Any], *, rows: int = 0, mean: bool = False) -> Any:
-    """function(model, *arrays), which every device of the mesh in use computes for its own rows.
-
-    Without this a compiler sums the model's gradient over the devices wherever it is added up,
-    which is in every step of a loop. Here it is summed once.
-
-    Args:
-        function: Computes rows from rows, or means over its rows.
-        rows: The axis along which the arrays have them.
-        mean: Whether results are means over rows.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size <= 1:
-        return function
-    untyped: Any = jax
-    spec = untyped.sharding.PartitionSpec
-    whole, split = spec(), spec(*[None] * rows, mesh.axis_names)
-
-    def here(model: Any, *arrays: Any) -> Any:
-        results = function(model, *arrays)
-        return untyped.lax.pmean(results, mesh.axis_names) if mean else results
-
-    def everywhere(model: Any, *arrays: Any) -> Any:
-        specs = (whole, *[split] * len(arrays))
-        out = whole if mean else split
-        return jax.shard_map(here, in_specs=specs, out_specs=out, check_vma=False)(model, *arrays)
-
-    return everywhere
 
 
 def along_last(vector: Float[Array, " width"], rank: int) -> Float[Array, "..."]:
@@ -132,7 +88,7 @@ def rms_norm(
     return (wide * (inverse * along_last(scale, x.ndim))).astype(x.dtype)
 
 
-class Norm(eqx.Module):
+class Norm(Normed):
     """RMS norm over the last axis, then SiLU."""
 
     scale: Float[Array, " width"]
@@ -163,7 +119,7 @@ class Linear(eqx.Module):
         return add_bias(y, along_last(self.bias, y.ndim))
 
 
-class Dense(eqx.Module):
+class Dense(Normed):
     """Linear, RMS norm, SiLU."""
 
     kernel: Float[Array, "inputs outputs"]

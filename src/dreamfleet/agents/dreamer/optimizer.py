@@ -60,14 +60,16 @@ def clip_by_parameter_norm(clip: float, floor: float) -> optax.GradientTransform
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
-    """Rises linearly over `warmup` updates, and falls linearly to `final_rate` of its value at
+    """Rises linearly over `warmup` updates, then falls linearly to `final_rate` of its value at
     update `decay`."""
     rise = optax.linear_schedule(0.0, 1.0, config.warmup) if config.warmup else lambda _: 1.0
-    fall = optax.linear_schedule(1.0, config.final_rate, config.decay) if config.decay else None
+    fall = None
+    if config.decay > 0:
+        falling = max(1, config.decay - config.warmup)
+        fall = optax.linear_schedule(1.0, config.final_rate, falling, config.warmup)
 
     def rate(count: Array) -> Float[Array, ""] | float:
-        falling = fall(count) if fall else 1.0
-        return config.learning_rate * rise(count) * falling
+        return config.learning_rate * rise(count) * (fall(count) if fall else 1.0)
 
     return rate
 

@@ -14,7 +14,8 @@ observed sequence) is computed for all steps at once, outside of the scans.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,16 +25,20 @@ from jaxtyping import Array, Bool, Float
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
+from dreamfleet.agents.dreamer.dynamics import Dynamics, Observed, Parts
+from dreamfleet.agents.dreamer.features import rssm_entries
+from dreamfleet.agents.dreamer.forms import scan
 from dreamfleet.agents.dreamer.layers import (
     EPSILON,
     BlockLinear,
     Dense,
     Linear,
+    Normed,
     add_bias,
     constant,
     init_kernel,
-    scan,
 )
+from dreamfleet.spaces import Space
 
 
 class State(NamedTuple):
@@ -44,7 +49,7 @@ class State(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """A state whose deterministic part is also kept with its blocks first.
+    """A state as loops pass it on: its deterministic part is also kept with the blocks first.
 
     With (blocks, rows, width) every block is one plain product, where (rows, blocks, width) costs
     several times as much on CPUs. Passing on both forms keeps the compiler from merging the
@@ -55,15 +60,7 @@ class Latent(NamedTuple):
     blocks: Float[Array, "blocks rows part"]
 
 
-class Observed(NamedTuple):
-    """A posterior sequence and both sets of raw logits, shaped (..., S, C)."""
-
-    state: State
-    posterior: Float[Array, "*batch variables classes"]
-    prior: Float[Array, "*batch variables classes"]
-
-
-class BlockDense(eqx.Module):
+class BlockDense(Normed):
     """Block-diagonal layer with a norm over the whole width, then SiLU."""
 
     kernel: Float[Array, "blocks inputs outputs"]
@@ -87,8 +84,8 @@ class BlockDense(eqx.Module):
         return jax.nn.silu(normed.astype(product.dtype))
 
 
-class RSSM(eqx.Module):
-    """The dynamics network."""
+class RSSM(Dynamics):
+    """The sequence model of DreamerV3."""
 
     deter_in: Dense
     stoch_in: Dense
@@ -129,8 +126,35 @@ class RSSM(eqx.Module):
         return self.gates.kernel.dtype
 
     @property
-    def deter_width(self) -> int:
-        return int(self.deter_in.kernel.shape[0])
+    def widths(self) -> tuple[int, ...]:
+        return self.deter_in.kernel.shape[0], self.stoch_in.kernel.shape[0]
+
+    @property
+    def draws(self) -> int:
+        return self.widths[1] // self.classes
+
+    # --- its state -------------------------------------------------------------------------------
+
+    @classmethod
+    def entry_space(cls, model: ModelConfig) -> dict[str, Space]:
+        return rssm_entries(model)
+
+    def initial(self, rows: int) -> State:
+        deter, stoch = (jnp.zeros((rows, width), self.dtype) for width in self.widths)
+        return State(deter, stoch)
+
+    def features(self, state: State) -> Parts:
+        return state.deter, state.stoch
+
+    def entries(self, states: State) -> dict[str, Float[Array, "..."]]:
+        deter, stoch = (part.astype(jnp.float32) for part in states)
+        return {"dyn/deter": deter, "dyn/stoch": self._shape(stoch)}
+
+    def truncate(self, entries: Mapping[str, Float[Array, "..."]]) -> State:
+        deter, stoch = (entries[f"dyn/{name}"][:, -1] for name in ("deter", "stoch"))
+        return State(deter, stoch.reshape(stoch.shape[0], -1))
+
+    # --- one step --------------------------------------------------------------------------------
 
     def embed_action(self, action: Float[Array, "*batch width"]) -> Float[Array, "*batch hidden"]:
         """The action's share of the core's input; large actions are scaled back to one."""
@@ -149,7 +173,7 @@ class RSSM(eqx.Module):
         deter, stoch = latent.state
         first = self.hidden[0]
         blocks, inputs, width = first.kernel.shape
-        own = self.deter_width // blocks
+        own = self.widths[0] // blocks
         shared = jnp.concatenate([self.deter_in(deter), self.stoch_in(stoch), action], -1)
         # Every block sees the same shared inputs: one dense product instead of many thin ones.
         kernel = first.kernel[:, own:].transpose(1, 0, 2).reshape(inputs - own, -1)
@@ -174,13 +198,13 @@ class RSSM(eqx.Module):
 
     def token_share(self, tokens: Float[Array, "*batch tokens"]) -> Float[Array, "*batch hidden"]:
         """The tokens' part of the posterior's first product."""
-        return tokens @ self.posterior[0].kernel[self.deter_width :]
+        return tokens @ self.posterior[0].kernel[self.widths[0] :]
 
     def posterior_of(
         self, deter: Float[Array, "*batch deter"], token_share: Float[Array, "*batch hidden"]
     ) -> Float[Array, "*batch variables classes"]:
         first = self.posterior[0]
-        x = first.activate(deter @ first.kernel[: self.deter_width] + token_share)
+        x = first.activate(deter @ first.kernel[: self.widths[0]] + token_share)
         for layer in self.posterior[1:]:
             x = layer(x)
         return self._shape(self.posterior_logits(x))
@@ -194,6 +218,8 @@ class RSSM(eqx.Module):
         probs = dist.unimix_probs(logits, self.unimix)
         index = dist.sample_index(jax.lax.stop_gradient(probs), uniform)
         return self._through(jax.nn.one_hot(index, self.classes, dtype=jnp.float32), probs)
+
+    # --- sequences -------------------------------------------------------------------------------
 
     def observe(
         self,
@@ -234,29 +260,61 @@ class RSSM(eqx.Module):
         deter, stoch, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
         return Observed(State(deter, stoch), logits, self.prior_of(deter))
 
-    def imagine_step(
+    def step(
+        self, state: State, action: Float[Array, "rows width"], uniform: Float[Array, "rows draws"]
+    ) -> State:
+        return self._imagine_step(self.enter(state), action, uniform).state
+
+    def _imagine_step(
         self,
         latent: Latent,
         action: Float[Array, "rows width"],
-        uniform: Float[Array, "rows variables"],
+        uniform: Float[Array, "rows draws"],
     ) -> Latent:
         """The next latent state under an action vector, drawn from the prior."""
         following = self.core(latent, self.embed_action(action))
         deter = following.state.deter
         return following._replace(state=State(deter, self.sample(self.prior_of(deter), uniform)))
 
-    def kl_losses(
+    def imagine(
         self,
-        posterior: Float[Array, "*batch variables classes"],
-        prior: Float[Array, "*batch variables classes"],
-        free_nats: float,
+        start: State,
+        act: Callable[[Parts, Any], tuple[Float[Array, "rows width"], Any]],
+        noise: Any,
+        uniform: Float[Array, "steps rows draws"],
+    ) -> tuple[Parts, Any]:
+        # The default's loop, over states whose blocks are kept.
+        def step(latent: Latent, draws: tuple[Any, Array]) -> tuple[Latent, tuple[State, Any]]:
+            action, beside = act(self.features(latent.state), draws[0])
+            return self._imagine_step(latent, action, draws[1]), (latent.state, beside)
+
+        last, (states, beside) = jax.lax.scan(step, self.enter(start), (noise, uniform))
+        every = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), states, last.state)
+        return self.features(every), beside
+
+    # --- losses ----------------------------------------------------------------------------------
+
+    def kl_losses(
+        self, observed: Observed, free_nats: float
     ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-        """(dynamics, representation) losses; both are flat below `free_nats`."""
-        post, pri = (dist.unimix_probs(logits, self.unimix) for logits in (posterior, prior))
+        """max(free, KL[sg(post) || prior]) and max(free, KL[post || sg(prior)]): the KL is summed
+        over the S variables, and flat below `free_nats`."""
+        logits = (observed.posterior, observed.prior)
+        post, prior = (dist.unimix_probs(each, self.unimix) for each in logits)
         stop = jax.lax.stop_gradient
-        dynamics = jnp.sum(dist.categorical_kl(stop(post), pri), -1)
-        representation = jnp.sum(dist.categorical_kl(post, stop(pri)), -1)
+        dynamics = jnp.sum(dist.categorical_kl(stop(post), prior), -1)
+        representation = jnp.sum(dist.categorical_kl(post, stop(prior)), -1)
         return jnp.maximum(dynamics, free_nats), jnp.maximum(representation, free_nats)
+
+    def metrics(self, observed: Observed) -> dict[str, Float[Array, ""]]:
+        """Mean entropies of the prior and the posterior over the stochastic state."""
+        return {
+            name: dist.entropy_of_probs(dist.unimix_probs(logits, self.unimix)).sum(-1).mean()
+            for name, logits in (
+                ("prior_entropy", observed.prior),
+                ("posterior_entropy", observed.posterior),
+            )
+        }
 
     def _through(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,11 +13,19 @@ from jaxtyping import Array, UInt8
 from numpy.typing import NDArray
 
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.features import embed_actions
+from dreamfleet.agents.dreamer.dynamics import Parts
 from dreamfleet.agents.dreamer.layers import cast
-from dreamfleet.agents.dreamer.learning import Sequence, TrainState, apply_context, sequence_loss
 from dreamfleet.agents.dreamer.optimizer import tree_norm
-from dreamfleet.agents.dreamer.rssm import Observed, State
+from dreamfleet.agents.dreamer.train import (
+    Outcome,
+    Sequence,
+    TrainState,
+    learn_behaviour,
+    step_key,
+    total_loss,
+    without_context,
+)
+from dreamfleet.agents.dreamer.world_model import Seen
 
 _BORDER = 2
 _GREEN, _RED = (0, 255, 0), (255, 0, 0)
@@ -24,19 +33,17 @@ _PAUSE = 10
 
 
 def report_step(
-    state: TrainState, carry: State, batch: Mapping[str, Array], *, config: DreamerConfig
-) -> tuple[State, dict[str, Array], dict[str, UInt8[Array, "..."]]]:
-    """Next carry, scalar metrics, predicted frames of each image key."""
-    names = tuple(action.name for action in state.nets.actor.actions)
-    sequence = apply_context(carry, batch, config.execution.replay_context, names)
-    total, result = sequence_loss(state.nets, state, sequence, config, update=False)
-    metrics = {f"loss/{name}": loss for name, loss in result.losses.items()}
-    metrics |= result.metrics | {"loss": total}
+    state: TrainState, batch: Mapping[str, Array], *, config: DreamerConfig
+) -> tuple[dict[str, Array], dict[str, UInt8[Array, "..."]]]:
+    """Scalar metrics, predicted frames of each image key."""
+    sequence = without_context(state, batch, config)
+    total, outcome = total_loss(state.nets, state, sequence, config, update=False)
+    total, outcome, _ = learn_behaviour(state.nets, total, outcome, config)
+    metrics = {f"loss/{name}": loss for name, loss in outcome.losses.items()}
+    metrics |= outcome.metrics | {"loss": total}
     if config.execution.report_gradient_norms:
         metrics |= _gradient_norms(state, sequence, config)
-    frames = open_loop(state, sequence, result.observed, config)
-    following = jax.tree.map(lambda x: x[:, -1], result.observed.state)
-    return following, metrics, frames
+    return metrics, open_loop(state, sequence, outcome.seen, config)
 
 
 def _gradient_norms(
@@ -44,45 +51,50 @@ def _gradient_norms(
 ) -> dict[str, Array]:
     """Norm of each loss's gradient, over all parameters."""
 
-    def losses(nets: Any) -> dict[str, Array]:
-        return sequence_loss(nets, state, sequence, config, update=False)[1].losses
+    def losses(nets: Any) -> tuple[dict[str, Array], Outcome]:
+        _, outcome = total_loss(nets, state, sequence, config, update=False)
+        return outcome.losses, outcome
 
-    values, pullback = jax.vjp(losses, state.nets)
+    values, pullback, outcome = jax.vjp(losses, state.nets, has_aux=True)
     chosen = dict(zip(values, jnp.eye(len(values)), strict=True))
     # One backward pass is compiled, and run for each loss.
     norms = jax.lax.map(lambda seeds: tree_norm(pullback(seeds)[0]), chosen)
-    return {f"gradient_norm/{name}": norms[index] for index, name in enumerate(values)}
+    found = {f"gradient_norm/{name}": norms[index] for index, name in enumerate(values)}
+    # The policy loss moves the actor only, the value loss the critic only.
+    unweighted = replace(config, loss=replace(config.loss, policy_scale=1.0, value_scale=1.0))
+    _, _, (actor, critic) = learn_behaviour(state.nets, jnp.zeros(()), outcome, unweighted)
+    return {
+        **found,
+        "gradient_norm/policy": tree_norm(actor),
+        "gradient_norm/value": tree_norm(critic),
+    }
 
 
 def open_loop(
-    state: TrainState, sequence: Sequence, observed: Observed, config: DreamerConfig
+    state: TrainState, sequence: Sequence, seen: Seen, config: DreamerConfig
 ) -> dict[str, UInt8[Array, "rows time height width channels"]]:
     """Reconstructions of the first half, then predictions from it under the recorded actions."""
     dtype = jnp.dtype(config.execution.compute_dtype)
     nets = cast(state.nets, dtype)
-    time = sequence.obs["is_first"].shape[1]
-    rows = min(config.execution.report_rows, sequence.obs["is_first"].shape[0])
-    half = _seen(time)
+    batch, time = sequence.obs["is_first"].shape
+    rows, half = min(config.execution.report_rows, batch), _seen(time)
     if rows == 0:
         return {}
-    context = jax.tree.map(lambda x: x[:rows, :half], observed.state)
-    actions = embed_actions(nets.actor.actions, sequence.previous, dtype)[:rows, half:]
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.updates)
-    uniform = jax.random.uniform(key, (rows, time - half, config.model.stoch))
+    start = jax.tree.map(lambda x: x[:rows, half - 1], seen.observed.states)
+    actions = jnp.moveaxis(seen.actions[:rows, half:], 1, 0)
+    uniform = jax.random.uniform(step_key(state), (rows, time - half, nets.dynamics.draws))
 
-    def step(latent: Any, inputs: tuple[Array, Array]) -> tuple[Any, State]:
-        latent = nets.dynamics.imagine_step(latent, *inputs)
-        return latent, latent.state
+    def recorded(_: Parts, action: Array) -> tuple[Array, None]:
+        return action, None
 
-    start = nets.dynamics.enter(jax.tree.map(lambda x: x[:, -1], context))
-    inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (actions, uniform))
-    _, imagined = jax.lax.scan(step, start, inputs)
-    states = jax.tree.map(
-        lambda seen, new: jnp.concatenate([seen, jnp.moveaxis(new, 0, 1)], 1), context, imagined
+    imagined, _ = nets.dynamics.imagine(start, recorded, actions, jnp.moveaxis(uniform, 1, 0))
+    features = tuple(
+        jnp.concatenate([known[:rows, :half], jnp.moveaxis(new[1:], 0, 1)], 1)
+        for known, new in zip(seen.features, imagined, strict=True)
     )
     return {
         name: jnp.clip(image.astype(jnp.float32) * 255.0, 0.0, 255.0).astype(jnp.uint8)
-        for name, image in nets.decoder.images(nets.decoder(states)).items()
+        for name, image in nets.decoder.images(nets.decoder(features)).items()
     }
 
 

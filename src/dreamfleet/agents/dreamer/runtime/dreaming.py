@@ -15,12 +15,13 @@ from dreamfleet.agents.api import Arrays, Guess
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.acting import Draws, draw
 from dreamfleet.agents.dreamer.config import DreamerConfig
+from dreamfleet.agents.dreamer.dynamics import State
 from dreamfleet.agents.dreamer.features import embed_actions
 from dreamfleet.agents.dreamer.heads import mode_actions, predicted_mask, sample_actions
+from dreamfleet.agents.dreamer.interfaces import stored_space
 from dreamfleet.agents.dreamer.layers import cast
 from dreamfleet.agents.dreamer.networks import Networks
-from dreamfleet.agents.dreamer.programs import Program
-from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.runtime.programs import Program
 from dreamfleet.spaces import FLAGS
 
 _UNUSED = {*FLAGS} - {"is_first"}
@@ -40,38 +41,37 @@ class DreamerWorldModel:
         self._imagine = Program("dream", _imagine)
 
     def stored(self, step: Mapping[str, NDArray[Any]]) -> Any | None:
-        deter, stoch = step.get("dyn/deter"), step.get("dyn/stoch")
-        model = self._model
-        if deter is None or stoch is None:
+        spaces = stored_space(self._model)
+        entries = {key: jnp.asarray(step[key])[None, None] for key in spaces if key in step}
+        if not spaces or any(
+            key not in entries or entries[key].shape[2:] != space.shape
+            for key, space in spaces.items()
+        ):
             return None
-        if deter.shape != (model.deter,) or stoch.shape != (model.stoch, model.classes):
-            return None
-        return self._entered(deter[None], stoch.reshape(1, -1))
+        return self._narrow(self._nets.dynamics.truncate(entries))
 
     def observe(
         self, latent: Any | None, obs: Mapping[str, Any], action: Arrays, seed: int, number: int
     ) -> tuple[Any, Guess]:
         first = latent is None
         if latent is None:
-            widths = (self._model.deter, self._model.stoch * self._model.classes)
-            latent = self._entered(*(np.zeros((1, n), np.float32) for n in widths))
+            latent = self._narrow(self._nets.dynamics.initial(1))
         seen = {key: np.asarray(value)[None] for key, value in obs.items() if key not in _UNUSED}
         seen["is_first"] = np.array([first])
         previous = {key: np.asarray(value)[None] for key, value in action.items()}
         draws = self._draws(seed, number)
-        return self._read(self._observe(self._nets, latent.state, seen, previous, draws))
+        return self._read(self._observe(self._nets, latent, seen, previous, draws))
 
     def imagine(self, latent: Any, action: Arrays, seed: int, number: int) -> tuple[Any, Guess]:
         taken = {key: np.asarray(value)[None] for key, value in action.items()}
         return self._read(self._imagine(self._nets, latent, taken, self._draws(seed, number)))
 
-    def _entered(self, deter: NDArray[Any], stoch: NDArray[Any]) -> Any:
-        state = State(jnp.asarray(deter, self._dtype), jnp.asarray(stoch, self._dtype))
-        return jax.device_get(self._nets.dynamics.enter(state))
+    def _narrow(self, state: State) -> Any:
+        return jax.device_get(jax.tree.map(lambda x: jnp.asarray(x, self._dtype), state))
 
     def _draws(self, seed: int, number: int) -> Draws:
         words = np.random.SeedSequence(seed).generate_state(2).astype(np.uint32)
-        return draw(words, number, self._nets.actor.actions, (1, self._model.stoch))
+        return draw(words, number, self._nets.actor.actions, (1, self._nets.dynamics.draws))
 
     def _read(self, result: Any) -> tuple[Any, Guess]:
         latent, found = jax.device_get(result)
@@ -97,26 +97,27 @@ def _observe(
 ) -> tuple[Any, dict[str, Any]]:
     """One posterior step."""
     tokens = nets.encoder({key: value[:, None] for key, value in obs.items()})
-    action = embed_actions(nets.actor.actions, previous, state.deter.dtype)
+    action = embed_actions(nets.actor.actions, previous, tokens.dtype)
     others = (action, obs["is_first"], draws.state)
     observed = nets.dynamics.observe(state, tokens, *(each[:, None] for each in others))
-    now = State(*(part[:, 0] for part in observed.state))
-    return nets.dynamics.enter(now), _guess(nets, now, draws)
+    now = jax.tree.map(lambda x: x[:, 0], observed.states)
+    return now, _guess(nets, now, draws)
 
 
 def _imagine(
-    nets: Networks, latent: Any, action: Mapping[str, Array], draws: Draws
+    nets: Networks, state: State, action: Mapping[str, Array], draws: Draws
 ) -> tuple[Any, dict[str, Any]]:
     """One prior step."""
-    vector = embed_actions(nets.actor.actions, action, latent.state.deter.dtype)
-    following = nets.dynamics.imagine_step(latent, vector, draws.state)
-    return following, _guess(nets, following.state, draws)
+    dtype = nets.actor.mlp.layers[0].kernel.dtype
+    vector = embed_actions(nets.actor.actions, action, dtype)
+    following = nets.dynamics.step(state, vector, draws.state)
+    return following, _guess(nets, following, draws)
 
 
 def _guess(nets: Networks, state: State, draws: Draws) -> dict[str, Any]:
     """What decoder, heads and policy say about states."""
-    sequence = State(*(part[:, None] for part in state))
-    predictions = nets.decoder(sequence)
+    features = nets.dynamics.features(state)
+    predictions = nets.decoder(tuple(part[:, None] for part in features))
     values = dict(nets.decoder.values(predictions)) if hasattr(nets.decoder, "values") else {}
     for name, image in nets.decoder.images(predictions).items():
         scaled = jnp.round(image.astype(jnp.float32) * 255.0)
@@ -124,15 +125,15 @@ def _guess(nets: Networks, state: State, draws: Draws) -> dict[str, Any]:
     actor, result = nets.actor, {}
     allowed = None
     if nets.mask is not None and actor.mask is not None:
-        allowed = result["allowed"] = predicted_mask(actor.mask, nets.mask(state))
-    choices = actor(state, allowed)
+        allowed = result["allowed"] = predicted_mask(actor.mask, nets.mask(features))
+    choices = actor(features, allowed)
     assert draws.actions is not None
     return {
         **result,
         "obs": {name: value[:, 0] for name, value in values.items()},
-        "reward": dist.twohot_mean(nets.reward(state)),
-        "continuation": jax.nn.sigmoid(nets.cont(state)[..., 0].astype(jnp.float32)),
-        "value": dist.twohot_mean(nets.critic(state)),
+        "reward": dist.twohot_mean(nets.reward(features)),
+        "continuation": jax.nn.sigmoid(nets.cont(features)[..., 0].astype(jnp.float32)),
+        "value": dist.twohot_mean(nets.critic(features)),
         "sample": sample_actions(actor.actions, choices, draws.actions, masked=allowed is not None),
         "mode": mode_actions(actor.actions, choices),
     }

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dreamfleet.agents.dreamer.learning import TrainState
+from dreamfleet.agents.dreamer.train import TrainState
 from dreamfleet.errors import ConfigError
 from dreamfleet.memory import memory_limit
 

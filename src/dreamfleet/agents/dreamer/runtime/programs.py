@@ -1,15 +1,7 @@
-"""Functions compiled ahead of time, and what is kept of them between runs.
-
-JAX keeps compiled programs and finds them again by their lowered form. Tracing Python code into
-that form takes longer than fetching the compiled program, so it is kept as well (`TraceCache`): one
-file for each hash of everything that shapes a program. A file begins with a digest of the rest, so
-that a damaged one is noticed before it is read; it is ignored and written again.
-"""
+"""Functions compiled ahead of time; JAX keeps compiled programs between runs."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 import os
 import stat
@@ -17,21 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax import export
-
-from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.files import atomic_write
 
 log = logging.getLogger(__name__)
-_PACKAGES = ("jax", "jaxlib", "equinox", "optax")
-_DIGEST = 32
-
-export.register_namedtuple_serialization(State, serialized_name="dreamfleet.agents.State")
 
 # For CPU programs that run so rarely that compiling is most of what they cost.
 COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -87,7 +70,6 @@ class Program:
         out_shardings: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         compiler_options: Mapping[str, Any] | None = None,
-        traces: TraceCache | None = None,
     ) -> None:
         self._name = name
         self._function = function
@@ -95,7 +77,6 @@ class Program:
         self._out_shardings = out_shardings
         self._mesh = mesh
         self._options = dict(compiler_options or {})
-        self._traces = traces
         self._compiled: dict[Any, Any] = {}
         self._lock = threading.Lock()
 
@@ -132,74 +113,7 @@ class Program:
         def flat(*leaves: Any) -> Any:
             return self._function(*jax.tree.unflatten(tree, leaves))
 
-        def jit(function: Callable[..., Any]) -> Any:
-            donate = tuple(range(donated))
-            return jax.jit(function, donate_argnums=donate, out_shardings=self._out_shardings)
-
-        function = jit(flat)
+        donate = tuple(range(donated))
+        function = jax.jit(flat, donate_argnums=donate, out_shardings=self._out_shardings)
         with jax.set_mesh(self._mesh) if self._mesh is not None else nullcontext():
-            if self._traces is not None:
-                function = jit(self._traces.trace(self._name, function, leaves, tree))
             return function.lower(*leaves).compile(self._options)
-
-
-class TraceCache:
-    """Lowered programs in a folder; they depend on their arguments and on `settings`."""
-
-    def __init__(self, folder: str, settings: object) -> None:
-        self._folder = Path(folder).expanduser() / "traces"
-        self._settings = settings
-
-    def trace(
-        self, name: str, function: jax.stages.Wrapped, leaves: Sequence[jax.Array], tree: Any
-    ) -> Callable[..., Any]:
-        """What calls the lowered `function` of these leaves, which `tree` gives a meaning.
-
-        Results may consist of dicts, lists, tuples and latent states.
-        """
-        path = self._folder / f"{name}-{self._key(name, leaves, tree)}"
-        found = _read(path)
-        if found is not None:
-            return export.deserialize(found).call
-        # Platforms are named so that not JAX's default counts, but where the leaves are.
-        exported = export.export(function, platforms=[_platform(leaves)])(*leaves)
-        _write(path, exported.serialize())
-        return exported.call
-
-    def _key(self, name: str, leaves: Sequence[jax.Array], tree: Any) -> str:
-        arguments = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
-        flags = sorted(jax.config.values.items())
-        versions = [metadata.version(package) for package in _PACKAGES]
-        shaping = (name, self._settings, tree, arguments, _platform(leaves), flags, versions)
-        return hashlib.blake2b(repr(shaping).encode() + _sources(), digest_size=16).hexdigest()
-
-
-def _platform(leaves: Sequence[jax.Array]) -> str:
-    return str(next(iter(leaves[0].devices())).platform)
-
-
-@functools.cache
-def _sources() -> bytes:
-    """A digest of the code that is traced."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files)).digest()
-
-
-def _read(path: Path) -> bytearray | None:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, payload = content[:_DIGEST], content[_DIGEST:]
-    if hashlib.blake2b(payload, digest_size=_DIGEST).digest() != digest:
-        log.warning("Ignoring the damaged %s", path)
-        return None
-    return bytearray(payload)
-
-
-def _write(path: Path, payload: bytearray) -> None:
-    """Keep a traced program; without room for it the next run traces again."""
-    try:
-        atomic_write(path, hashlib.blake2b(payload, digest_size=_DIGEST).digest() + payload)
-    except OSError as error:
-        log.warning("A traced program could not be kept: %s", error)

@@ -11,23 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays, Carry, Flat, Mode
-from dreamfleet.agents.dreamer import nonfinite
-from dreamfleet.agents.dreamer.acting import (
-    ActingNetworks,
-    Draws,
-    Publisher,
-    Snapshot,
-    draw,
-    policy_step,
-)
+from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, draw, policy_step
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, use_one_blas_thread
-from dreamfleet.agents.dreamer.devices import Placement
 from dreamfleet.agents.dreamer.features import action_features, check_spaces
 from dreamfleet.agents.dreamer.interfaces import check_networks
 from dreamfleet.agents.dreamer.networks import Networks
-from dreamfleet.agents.dreamer.programs import Program, enable_cache
-from dreamfleet.agents.dreamer.saving import (
+from dreamfleet.agents.dreamer.runtime import nonfinite
+from dreamfleet.agents.dreamer.runtime.devices import Placement
+from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor, use_one_blas_thread
+from dreamfleet.agents.dreamer.runtime.programs import Program, enable_cache
+from dreamfleet.agents.dreamer.runtime.publishing import Publisher, Snapshot
+from dreamfleet.agents.dreamer.runtime.saving import (
     named_leaves,
     replace_leaves,
     select_matching,
@@ -64,7 +58,7 @@ class ActingAgent:
         mask = ActionMask.of(self.obs_space, self.act_space)
         self._empty_masks = EmptyMasks(mask) if mask else None
         self._placement = placement
-        self._cached = enable_cache(config.execution.cache_dir)
+        enable_cache(config.execution.cache_dir)
         self._updates = 0
         self._actions = 0
         rng = np.random.default_rng([seed, 1])
@@ -72,14 +66,13 @@ class ActingAgent:
         self._policy_program = Program("policy", policy_step)
 
     def init_policy(self, n: int) -> Carry:
-        model = self.config.model
         previous = {
             key: np.zeros((n, *space.shape), np.int32 if space.discrete else np.float32)
             for key, space in self.act_space.items()
         }
+        state = jax.device_get(self._publisher.newest().dynamics.initial(n))
         return {
-            "deter": np.zeros((n, model.deter), np.float32),
-            "stoch": np.zeros((n, model.stoch, model.classes), np.float32),
+            "state": jax.tree.map(lambda x: np.array(x, np.float32), state),
             "previous": previous,
         }
 
@@ -94,7 +87,7 @@ class ActingAgent:
         nonfinite.check_arrays("Observation", inputs, missing=True)
         if self._empty_masks:
             self._empty_masks.look(obs)
-        shape = (len(inputs["is_first"]), self.config.model.stoch)
+        shape = (len(inputs["is_first"]), self._publisher.newest().dynamics.draws)
         draws = draw(
             self._action_seed, self._actions, self._actions_of, shape, greedy=mode == "greedy"
         )
@@ -186,7 +179,7 @@ class DreamerPlayer(ActingAgent):
         super().__init__(obs_space, act_space, config, Placement.of(config.execution, None), seed)
         # Only the shapes count: actors act when they have the agent's parameters.
         rng = np.random.default_rng([seed, 0])
-        nets = Networks.init(rng, config.model, self.obs_space, self.act_space)
+        nets = Networks.init(rng, config, self.obs_space, self.act_space)
         acting = ActingNetworks.of(nets, config.execution.compute_dtype)
         self._act_with(Snapshot(acting, 0, time.monotonic()))
 

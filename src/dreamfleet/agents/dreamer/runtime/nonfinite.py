@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.learning import TrainState, apply_context, sequence_loss
-from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.agents.dreamer.saving import named_leaves
+from dreamfleet.agents.dreamer.runtime.saving import named_leaves
+from dreamfleet.agents.dreamer.train import TrainState, all_gradients, without_context
 from dreamfleet.agents.errors import NonFiniteError
 from dreamfleet.files import atomic_write
 
@@ -40,11 +39,9 @@ def _is_bad(value: NDArray[Any], missing: bool) -> bool:
     return bool(np.any(bad & ~np.isneginf(value)) if missing else np.any(bad))
 
 
-def first_bad_tensor(
-    state: TrainState, carry: State, batch: Mapping[str, Any], config: DreamerConfig
-) -> str:
+def first_bad_tensor(state: TrainState, batch: Mapping[str, Any], config: DreamerConfig) -> str:
     """Name of the first non-finite tensor, in the order in which a training step meets them."""
-    for name, value in _suspects(state, carry, batch, config):
+    for name, value in _suspects(state, batch, config):
         array = np.asarray(value)
         if array.dtype.kind not in "fV":
             continue
@@ -54,21 +51,19 @@ def first_bad_tensor(
 
 
 def _suspects(
-    state: TrainState, carry: State, batch: Mapping[str, Any], config: DreamerConfig
+    state: TrainState, batch: Mapping[str, Any], config: DreamerConfig
 ) -> Iterator[tuple[str, Any]]:
     yield from ((f"batch/{name}", value) for name, value in sorted(batch.items()))
-    yield from ((f"carry/{name}", value) for name, value in named_leaves(carry).items())
     yield from named_leaves(state).items()
-    names = tuple(action.name for action in state.nets.actor.actions)
-    sequence = apply_context(carry, batch, config.execution.replay_context, names)
-    value_and_grad = jax.jit(
-        jax.value_and_grad(sequence_loss, has_aux=True), static_argnums=3, static_argnames="update"
-    )
-    (_, result), grads = value_and_grad(state.nets, state, sequence, config, update=True)
-    latent = named_leaves(result.observed)
+
+    def compute(state: TrainState, batch: Mapping[str, Any]) -> Any:
+        return all_gradients(state, without_context(state, batch, config), config)
+
+    _, outcome, grads = jax.jit(compute)(state, batch)
+    latent = named_leaves(outcome.seen.observed)
     yield from ((f"latent/{name}", value) for name, value in latent.items())
-    yield from ((f"prediction/{name}", value) for name, value in result.predictions.items())
-    yield from ((f"loss/{name}", value) for name, value in result.losses.items())
+    yield from ((f"prediction/{name}", value) for name, value in outcome.seen.predictions.items())
+    yield from ((f"loss/{name}", value) for name, value in outcome.losses.items())
     yield from ((f"gradient/{name}", value) for name, value in named_leaves(grads).items())
 
 

@@ -1,4 +1,4 @@
-"""Latent states back to observations."""
+"""From the features of a state back to observations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxtyping import Array, Float
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.dreamer.convolution import UpConv, over_images
+from dreamfleet.agents.dreamer.dynamics import Parts
 from dreamfleet.agents.dreamer.features import Features, Spaces, check_decodable
+from dreamfleet.agents.dreamer.images import UpConv, over_images
 from dreamfleet.agents.dreamer.layers import MLP, BlockLinear, Dense, Linear, Norm
-from dreamfleet.agents.dreamer.rssm import State
 
 
 class DefaultDecoder(eqx.Module):
-    """Every observation key predicted from the latent state."""
+    """Every observation key, predicted from the features of a state."""
 
     mlp: MLP | None
     outputs: dict[str, Linear]
@@ -32,23 +32,28 @@ class DefaultDecoder(eqx.Module):
         check_decodable(spaces, model)
 
     @classmethod
-    def init(cls, rng: np.random.Generator, model: ModelConfig, spaces: Spaces) -> DefaultDecoder:
+    def init(
+        cls,
+        rng: np.random.Generator,
+        model: ModelConfig,
+        spaces: Spaces,
+        widths: tuple[int, ...],
+    ) -> DefaultDecoder:
         features, mlp, outputs = Features.of(spaces), None, {}
         if features.vectors:
-            width = model.deter + model.stoch * model.classes
-            mlp = MLP.init(rng, width, model.units, model.decoder_layers)
+            mlp = MLP.init(rng, sum(widths), model.units, model.decoder_layers)
             outputs = {
                 each.name: Linear.init(rng, model.units, each.width) for each in features.vectors
             }
-        image = ImageDecoder.init(rng, model, features) if features.images else None
+        image = ImageDecoder.init(rng, model, features, widths) if features.images else None
         return cls(mlp, outputs, image, features)
 
-    def __call__(self, state: State) -> dict[str, Float[Array, "batch time *shape"]]:
+    def __call__(self, features: Parts) -> dict[str, Float[Array, "batch time *shape"]]:
         """Symlog means of floats, logits of discrete keys, images in [0, 1]."""
         result = {}
         if self.mlp is not None:
             # The heads read [deter, stoch]; this network reads them the other way round.
-            x = self.mlp(state.stoch, state.deter)
+            x = self.mlp(*reversed(features))
             for feature in self.features.vectors:
                 y = self.outputs[feature.name](x)
                 shape = (*y.shape[:-1], *feature.shape)
@@ -56,7 +61,7 @@ class DefaultDecoder(eqx.Module):
                     feature.mask_logits(y) if feature.discrete else y.reshape(shape)
                 )
         if self.image is not None:
-            images = self.image(state)
+            images = self.image(features)
             offset = 0
             for image in self.features.images:
                 result[image.name] = images[..., offset : offset + image.channels]
@@ -106,25 +111,35 @@ class DefaultDecoder(eqx.Module):
 
 
 class ImageDecoder(eqx.Module):
-    """Latent states to images: a small image from both parts of the state, then doubled."""
+    """A small image from each part of the features; their sum, doubled again and again.
+
+    The first part goes through a block-diagonal layer, the second, if there is one, through an MLP.
+    """
 
     from_deter: BlockLinear
-    from_stoch: Dense
-    from_stoch_out: Linear
+    from_stoch: Dense | None
+    from_stoch_out: Linear | None
     merge: Norm
     stages: tuple[UpConv, ...]
     norms: tuple[Norm, ...]
     size: tuple[int, int] = eqx.field(static=True)
 
     @classmethod
-    def init(cls, rng: np.random.Generator, model: ModelConfig, features: Features) -> ImageDecoder:
+    def init(
+        cls,
+        rng: np.random.Generator,
+        model: ModelConfig,
+        features: Features,
+        parts: tuple[int, ...],
+    ) -> ImageDecoder:
         height, width = features.smallest_image(model)
-        widths = [model.depth * mult for mult in reversed(model.mults)]
+        widths = [model.depth * mult for mult in reversed(features.mults(model))]
         start = height * width * widths[0]
+        first, rest = parts[0], sum(parts[1:])
         return cls(
-            from_deter=BlockLinear.init(rng, model.deter, start, model.decoder_blocks),
-            from_stoch=Dense.init(rng, model.stoch * model.classes, 2 * model.units),
-            from_stoch_out=Linear.init(rng, 2 * model.units, start),
+            from_deter=BlockLinear.init(rng, first, start, model.decoder_blocks),
+            from_stoch=Dense.init(rng, rest, 2 * model.units) if rest else None,
+            from_stoch_out=Linear.init(rng, 2 * model.units, start) if rest else None,
             merge=Norm.init(widths[0]),
             stages=tuple(
                 UpConv.init(rng, model.kernel, inputs, outputs)
@@ -134,14 +149,15 @@ class ImageDecoder(eqx.Module):
             size=(height, width),
         )
 
-    def __call__(self, state: State) -> Float[Array, "batch time height width channels"]:
-        batch, time = state.deter.shape[:2]
+    def __call__(self, features: Parts) -> Float[Array, "batch time height width channels"]:
+        deter, *rest = features
+        batch, time = deter.shape[:2]
         height, width = self.size
         blocks = self.from_deter.kernel.shape[0]
-        left = self.from_deter(state.deter).reshape(batch * time, blocks, height, width, -1)
-        left = jnp.moveaxis(left, 1, -2).reshape(batch * time, height, width, -1)
-        right = self.from_stoch_out(self.from_stoch(state.stoch))
-        x = left + right.reshape(left.shape)
+        x = self.from_deter(deter).reshape(batch * time, blocks, height, width, -1)
+        x = jnp.moveaxis(x, 1, -2).reshape(batch * time, height, width, -1)
+        if self.from_stoch is not None and self.from_stoch_out is not None:
+            x = x + self.from_stoch_out(self.from_stoch(*rest)).reshape(x.shape)
         return over_images(ImageDecoder._grow, self, x.reshape(batch, time, *x.shape[1:]))
 
     def _grow(

@@ -18,12 +18,11 @@ import threadpoolctl
 from numpy.typing import NDArray
 
 from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws
-from dreamfleet.agents.dreamer.cpu.images import ImageStages
-from dreamfleet.agents.dreamer.encoders import DefaultEncoder
+from dreamfleet.agents.dreamer.encoder import DefaultEncoder
 from dreamfleet.agents.dreamer.features import IMPOSSIBLE, Feature, embed_actions
 from dreamfleet.agents.dreamer.heads import Policy
 from dreamfleet.agents.dreamer.layers import EPSILON
-from dreamfleet.agents.dreamer.rssm import RSSM
+from dreamfleet.agents.dreamer.rssm import RSSM, State
 from dreamfleet.masks import ACTION_MASK
 
 Floats = NDArray[np.float32]
@@ -101,20 +100,17 @@ class NumpyActor:
 
     @staticmethod
     def knows(nets: ActingNetworks) -> bool:
-        """Whether this class computes what these networks do; subclasses may do something else."""
-        return (type(nets.encoder), type(nets.dynamics), type(nets.actor)) == (
-            DefaultEncoder,
-            RSSM,
-            Policy,
-        )
+        """Whether this class computes what these networks do: vectors, and no subclasses."""
+        known = (DefaultEncoder, RSSM, Policy)
+        encoder: Any = nets.encoder
+        return (type(encoder), type(nets.dynamics), type(nets.actor)) == known and not encoder.cnn
 
     def __init__(self, nets: ActingNetworks) -> None:
         encoder: Any = nets.encoder
         dynamics: Any = nets.dynamics
         actor = nets.actor
         self._vectors = encoder.features.vectors
-        self._encoder = [_Dense.of(each) for each in encoder.mlp.layers] if encoder.mlp else []
-        self._images = ImageStages(encoder) if encoder.cnn else None
+        self._encoder = [_Dense.of(each) for each in encoder.mlp.layers]
         self._core = _Core(dynamics)
         self._posterior = [_Dense.of(layer) for layer in dynamics.posterior]
         self._posterior_logits = _Linear.of(dynamics.posterior_logits)
@@ -131,12 +127,12 @@ class NumpyActor:
     ) -> tuple[dict[str, Any], dict[str, NDArray[Any]], dict[str, Floats]]:
         batch = len(obs["is_first"])
         previous = embed_actions(self._actions, carry["previous"], np.float32)
-        deter, stoch = carry["deter"], carry["stoch"].reshape(batch, -1)
+        deter, stoch = carry["state"]
         if np.any(obs["is_first"]):
             keep = 1.0 - obs["is_first"].astype(np.float32)[:, None]
             deter, stoch, previous = deter * keep, stoch * keep, previous * keep
         deter = self._core(deter, stoch, previous)
-        x = np.concatenate([deter, *self._tokens(obs)], -1)
+        x = np.concatenate([deter, self._tokens(obs)], -1)
         for layer in self._posterior:
             x = layer(x)
         logits = self._posterior_logits(x).reshape(batch, -1, self._classes)
@@ -145,20 +141,17 @@ class NumpyActor:
         probs += self._unimix / np.float32(self._classes)
         stoch = _one_hot(_sample(probs, draws.state), self._classes)
         allowed = self._mask.allowed(obs[ACTION_MASK]) if self._mask else None
-        actions = self._act(deter, stoch.reshape(batch, -1), draws, allowed)
+        flat = stoch.reshape(batch, -1)
+        actions = self._act(deter, flat, draws, allowed)
         entries = {"dyn/deter": deter, "dyn/stoch": stoch}
-        return {"deter": deter, "stoch": stoch, "previous": actions}, actions, entries
+        state: Any = State(deter, flat)  # type: ignore[arg-type]
+        return {"state": state, "previous": actions}, actions, entries
 
-    def _tokens(self, obs: Mapping[str, NDArray[Any]]) -> list[Floats]:
-        parts = []
-        if self._encoder:
-            x = np.concatenate([_encode(each, obs[each.name]) for each in self._vectors], -1)
-            for layer in self._encoder:
-                x = layer(x)
-            parts.append(x)
-        if self._images is not None:
-            parts.append(self._images(obs))
-        return parts
+    def _tokens(self, obs: Mapping[str, NDArray[Any]]) -> Floats:
+        x = np.concatenate([_encode(each, obs[each.name]) for each in self._vectors], -1)
+        for layer in self._encoder:
+            x = layer(x)
+        return x
 
     def _act(
         self, deter: Floats, stoch: Floats, draws: Draws, allowed: NDArray[np.bool_] | None
@@ -204,7 +197,7 @@ class _Core:
         )
         first = dynamics.hidden[0]
         self._count, width, self._width = first.kernel.shape
-        own = dynamics.deter_width // self._count
+        own = dynamics.widths[0] // self._count
         self._own_kernel = np.ascontiguousarray(first.kernel[:, :own])
         shared = np.asarray(first.kernel[:, own:]).transpose(1, 0, 2)
         self._shared_kernel = np.ascontiguousarray(shared.reshape(width - own, -1))

@@ -8,7 +8,7 @@ at their gradients, so there everything is a matrix product of patches (`patches
 - Nearest upsampling followed by a convolution reads each input pixel several times: summing the
   kernel entries that meet the same pixel gives a smaller convolution of the small image, again
   with four groups of channels, one for each output pixel of a cell.
-- A few images at a time, so that the patches stay in the processor's cache.
+- A few images at a time, so that the patches stay in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from dreamfleet.agents.dreamer.forms import scan
 from dreamfleet.agents.dreamer.layers import (
+    Normed,
     add_bias,
     along_last,
     constant,
     init_kernel,
     rms_norm,
-    scan,
 )
 
 Model = TypeVar("Model")
 
-# Images whose patches fit a processor's cache together.
+# Images whose patches fit a CPU's cache together.
 _ACTING_CHUNK = 8
 
 
-class DownConv(eqx.Module):
+class DownConv(Normed):
     """Convolution, 2x2 max-pooling, norm over channels, SiLU."""
 
     kernel: Float[Array, "size size inputs outputs"]

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Carry, Flat
-from dreamfleet.agents.dreamer import nonfinite
-from dreamfleet.agents.dreamer.acting import ActingNetworks, Snapshot
+from dreamfleet.agents.dreamer.acting import ActingNetworks
 from dreamfleet.agents.dreamer.config import DreamerConfig
-from dreamfleet.agents.dreamer.devices import Placement, prefetch
-from dreamfleet.agents.dreamer.dreaming import DreamerWorldModel
-from dreamfleet.agents.dreamer.features import stored_space
-from dreamfleet.agents.dreamer.footprint import check_fit, footprint, has_room
-from dreamfleet.agents.dreamer.learning import TrainState, init_state, train_step
-from dreamfleet.agents.dreamer.player import ActingAgent
-from dreamfleet.agents.dreamer.programs import COMPILE_QUICKLY, Program, TraceCache
-from dreamfleet.agents.dreamer.report import compose_video, report_step
-from dreamfleet.agents.dreamer.rssm import State
-from dreamfleet.agents.dreamer.saving import (
+from dreamfleet.agents.dreamer.interfaces import stored_space
+from dreamfleet.agents.dreamer.runtime import nonfinite
+from dreamfleet.agents.dreamer.runtime.devices import Placement, prefetch
+from dreamfleet.agents.dreamer.runtime.dreaming import DreamerWorldModel
+from dreamfleet.agents.dreamer.runtime.footprint import check_fit, footprint, has_room
+from dreamfleet.agents.dreamer.runtime.player import ActingAgent
+from dreamfleet.agents.dreamer.runtime.programs import COMPILE_QUICKLY, Program
+from dreamfleet.agents.dreamer.runtime.publishing import Snapshot
+from dreamfleet.agents.dreamer.runtime.report import compose_video, report_step
+from dreamfleet.agents.dreamer.runtime.saving import (
     current_names,
     named_leaves,
     own_share,
@@ -41,6 +39,7 @@ from dreamfleet.agents.dreamer.saving import (
     select_matching,
     to_flat,
 )
+from dreamfleet.agents.dreamer.train import TrainState, init_state, train_step
 from dreamfleet.agents.errors import NonFiniteError
 from dreamfleet.spaces import Space, without_logs
 
@@ -54,7 +53,6 @@ class _Step(NamedTuple):
 
     healthy: Any
     """Whether all was well, as an array that may still be worked out."""
-    carry: State
     batch: Mapping[str, Any]
 
 
@@ -101,22 +99,19 @@ class Dreamer(ActingAgent):
         # written from it without a copy that training would wait for. The memory of accelerators
         # is scarce, and they copy a state in no time.
         self._donates = not on_cpu
-        traces = _trace_cache(config) if on_cpu and self._cached else None
         self._train_program = Program(
             "train",
-            functools.partial(_train_leaves, config=config),
+            functools.partial(_train_step, config=config),
             donate_first=self._donates,
-            out_shardings=(jax.tree.leaves(state), whole, batch, batch, whole),
+            out_shardings=(state, whole, batch, whole),
             mesh=place.mesh,
-            traces=traces,
         )
         self._report_program = Program(
             "report",
             functools.partial(report_step, config=config),
-            out_shardings=(batch, whole, whole),
+            out_shardings=(whole, whole),
             mesh=place.mesh,
             compiler_options=COMPILE_QUICKLY if on_cpu else None,
-            traces=traces,
         )
         self._keep_program = Program(
             "keep", lambda state: jax.tree.map(jnp.copy, jax.tree.leaves(state)),
@@ -133,10 +128,7 @@ class Dreamer(ActingAgent):
 
     def init_train(self, n: int) -> Carry:
         self._fit(n)
-        model, dtype = self.config.model, jnp.dtype(self.config.execution.compute_dtype)
-        widths = (model.deter, model.stoch * model.classes)
-        zeros: list[Any] = [np.zeros((n, width), dtype) for width in widths]
-        return self._placement.put_batch(State(zeros[0], zeros[1]))
+        return ()  # every sequence starts from the states that are stored with it
 
     init_report = init_train
 
@@ -152,17 +144,15 @@ class Dreamer(ActingAgent):
     def train(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, Any, Any]:
         self._check_health(unless_newest=_AHEAD)
         batch = self._on_devices(batch)
-        results = self._train_program(self._state, carry, batch)
-        leaves, healthy, following, outs, metrics = results
-        self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
-        self._unchecked.append(_Step(healthy, carry, batch))
+        self._state, healthy, outs, metrics = self._train_program(self._state, batch)
+        self._unchecked.append(_Step(healthy, batch))
         self._updates += 1
         self._publisher.count(self._updates)
         due = self._publisher.published + self.config.execution.publish_every
         # Several hosts publish at the same updates, however busy one of them is.
         if self._updates >= due and (_several() or not self._publisher.busy):
             self._publisher.publish(self._snapshot())
-        return following, self._placement.own_rows(outs), metrics
+        return carry, self._placement.own_rows(outs), metrics
 
     def settle(self) -> None:
         """Act with the parameters of the last update from now on; waits for them."""
@@ -193,7 +183,7 @@ class Dreamer(ActingAgent):
         config, batch = self.config, self._placement.own_rows(step.batch)
         bad = "a loss or a gradient"  # of some host
         if not _several():
-            bad = nonfinite.first_bad_tensor(self._state, step.carry, batch, config)
+            bad = nonfinite.first_bad_tensor(self._state, batch, config)
         folder = Path(config.execution.dump_dir or ".").expanduser()
         dump = nonfinite.write_dump(folder, batch, bad, int(self._state.updates))
         return NonFiniteError(
@@ -218,7 +208,7 @@ class Dreamer(ActingAgent):
 
     def report(self, carry: Carry, batch: Mapping[str, Any]) -> tuple[Carry, dict[str, Any]]:
         batch = self._on_devices(batch)
-        following, metrics, frames = self._report_program(self._state, carry, batch)
+        metrics, frames = self._report_program(self._state, batch)
         result: dict[str, Any] = {k: float(v) for k, v in jax.device_get(metrics).items()}
         # Frames are those of the first rows, which host 0 has.
         for name, predicted in jax.device_get(frames).items() if not jax.process_index() else ():
@@ -226,7 +216,7 @@ class Dreamer(ActingAgent):
             prediction = predicted[: len(truth)]
             truth = truth[: len(prediction), -prediction.shape[1] :]
             result[f"openloop/{name}"] = compose_video(truth, prediction)
-        return following, result
+        return carry, result
 
     def stream(self, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Iterator[Mapping[str, Any]]:
         return prefetch(batches, self._on_devices, self.config.execution.prefetch)
@@ -264,11 +254,11 @@ class Dreamer(ActingAgent):
         lengths = [(self._train_program, batch_length)]
         if report_length:
             lengths.append((self._report_program, report_length))
-        carry = self.init_train(batch_size)
+        self.init_train(batch_size)
 
         def build(program: Program, length: int) -> None:
             batch = self._placement.put_batch(self.example_batch(batch_size, length))
-            program.compile(self._state, carry, batch)
+            program.compile(self._state, batch)
 
         # Compiling is sequential in parts, so that two programs side by side finish sooner.
         with ThreadPoolExecutor(len(lengths)) as pool:
@@ -292,7 +282,6 @@ class Dreamer(ActingAgent):
         return {
             **{key: np.zeros((*steps, *s.shape), s.dtype) for key, s in spaces.items()},
             "stepid": np.zeros((*steps, 20), np.uint8),
-            "consec": np.zeros(steps, np.int32),
         }
 
     # --- saving ----------------------------------------------------------------------------------
@@ -353,23 +342,11 @@ def _several() -> bool:
     return int(jax.process_count()) > 1
 
 
-def _train_leaves(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:
-    """A training step whose new state is a list (kept traces know no modules), and whether all is
-    well: the next step overwrites the state before anybody has looked at it."""
+def _train_step(state: TrainState, *args: Any, config: DreamerConfig) -> tuple[Any, ...]:
+    """A training step, and whether all is well: the next step overwrites the state before it is
+    looked at."""
     new, *rest = train_step(state, *args, config=config)
-    return (jax.tree.leaves(new), jnp.copy(new.healthy), *rest)
-
-
-def _trace_cache(config: DreamerConfig) -> TraceCache | None:
-    """Kept traces, if there is a folder for them; other folders make no difference to programs.
-
-    Traces depend on the code of this package. Networks from elsewhere are traced each time.
-    """
-    folder, model = config.execution.cache_dir, config.model
-    if {model.encoder, model.decoder, model.dynamics} != {"default"}:
-        return None
-    execution = replace(config.execution, cache_dir="", dump_dir="")
-    return TraceCache(folder, replace(config, execution=execution))
+    return (new, jnp.copy(new.healthy), *rest)
 
 
 def give_memory_back() -> None:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.agents.dreamer.convolution import DownConv, over_images
 from dreamfleet.agents.dreamer.features import Feature, Features, Spaces, check_encodable
+from dreamfleet.agents.dreamer.images import DownConv, over_images
 from dreamfleet.agents.dreamer.layers import MLP
 
 
@@ -37,7 +37,8 @@ class DefaultEncoder(eqx.Module):
             mlp = MLP.init(rng, features.vector_width, model.units, model.encoder_layers)
             width += model.units
         if features.images:
-            widths = [features.image_channels, *(model.depth * mult for mult in model.mults)]
+            mults = features.mults(model)
+            widths = [features.image_channels, *(model.depth * mult for mult in mults)]
             cnn = tuple(
                 DownConv.init(rng, model.kernel, inputs, outputs)
                 for inputs, outputs in itertools.pairwise(widths)

@@ -1,1 +1,0 @@
-"""What exists only to be fast on a processor."""

@@ -1,0 +1,1 @@
+"""What makes the algorithm run: devices, compiled programs, publishing, saving, reports."""
