@@ -82,8 +82,7 @@ def behaviour_gradient(
         means = {name: each.mean() for name, each in entropies.items()}
         return jnp.asarray(total), stop(Behaviour(losses, means))
 
-    features = jax.tree.map(lambda x: x[:-1], rollout.features)
-    steps = (features, rollout.actions, rollout.allowed, targets)
+    steps = (rollout.features, rollout.actions, rollout.allowed, targets)
     return gradient_over_steps(loss, (actor, critic), steps)
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -120,12 +119,12 @@ class Dynamics(eqx.Module):
         act: Callable[[Parts, Any], tuple[Float[Array, "N A"], Any]],
         noise: Any,
         uniform: Float[Array, "H N draws"],
-    ) -> tuple[Parts, Any]:
+    ) -> tuple[Parts, Parts, Any]:
         """Follow `act(features, noise)`, which gives an action vector and anything beside it.
 
         Returns:
-            The features of all states, the first and the last included, [H + 1, N, ...], and what
-            `act` gave beside the actions, [H, N, ...].
+            The features of the states that actions were taken at, [H, N, ...], those of the last
+            state, [N, ...], and what `act` gave beside the actions, [H, N, ...].
         """
 
         def step(state: State, draws: tuple[Any, Array]) -> tuple[State, tuple[Parts, Any]]:
@@ -134,7 +133,4 @@ class Dynamics(eqx.Module):
             return self.step(state, action, draws[1]), (features, beside)
 
         last, (features, beside) = jax.lax.scan(step, start, (noise, uniform))
-        final = self.features(last)
-        return tuple(
-            jnp.concatenate([x, y[None]]) for x, y in zip(features, final, strict=True)
-        ), beside
+        return features, self.features(last), beside

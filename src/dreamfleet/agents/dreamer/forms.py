@@ -67,14 +67,6 @@ def per_device(function: Callable[..., Any], *, rows: int = 0, mean: bool = Fals
     return everywhere
 
 
-def over_steps(function: Callable[[Any], Any], steps: Any) -> Any:
-    """function(steps) of arrays [H, N, ...]: a CPU takes one step after the other, which stays in
-    its cache, and accelerators take all at once."""
-    return jax.lax.platform_dependent(
-        steps, cpu=lambda steps: jax.lax.map(function, steps), default=function
-    )
-
-
 def gradient_over_steps(
     loss: Callable[[Model, Any], tuple[Any, Any]], model: Model, steps: Any
 ) -> tuple[Any, Model]:

@@ -2,11 +2,12 @@
 
 It needs no gradient: the policy follows REINFORCE for discrete and continuous actions alike, so
 that only the heads on the imagined states are differentiated. Arrays begin with [H, N], time first;
-those with a value for the last state too with [H + 1, N].
+those with a number for the last state too with [H + 1, N].
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.config import LossConfig
 from dreamfleet.agents.dreamer.dynamics import Parts, State
 from dreamfleet.agents.dreamer.features import embed_actions
-from dreamfleet.agents.dreamer.forms import over_steps
 from dreamfleet.agents.dreamer.heads import (
     Allowed,
     Head,
@@ -33,19 +33,24 @@ IMAGINATION = "imagination"
 """What the operations of a rollout are called in profiles and in compiled programs."""
 
 
+class Predicted(NamedTuple):
+    """What the heads say about imagined states."""
+
+    reward: Float[Array, "*steps rows"]
+    cont: Float[Array, "*steps rows"]
+    value: Float[Array, "*steps rows"]
+    slow_value: Float[Array, "*steps rows"]
+
+
 class Rollout(NamedTuple):
     """Imagined states with the actions taken at them, and what the heads predict there."""
 
     features: Parts
-    """[H + 1, N, ...], as all that follow but the next two."""
     actions: dict[str, Array]
-    """[H, N, ...]"""
     allowed: Allowed
     """Which choices the predicted masks allowed; None without masks."""
-    reward: Float[Array, "steps rows"]
-    cont: Float[Array, "steps rows"]
-    value: Float[Array, "steps rows"]
-    slow_value: Float[Array, "steps rows"]
+    predicted: Predicted
+    """[H + 1, N]"""
 
 
 @jax.named_scope(IMAGINATION)
@@ -68,14 +73,29 @@ def imagine(
         actions = sample_actions(actor.actions, choices, noise, masked=allowed is not None)
         return embed_actions(actor.actions, actions, dtype), (actions, allowed)
 
-    def predict(features: Parts) -> tuple[Array, Array, Array, Array]:
+    def predict(features: Parts) -> Predicted:
         cont = jax.nn.sigmoid(nets.cont(features)[..., 0].astype(jnp.float32))
         heads = (nets.reward, nets.critic, slow_critic)
-        reward, value, slow = (dist.twohot_mean(head(features)) for head in heads)
-        return reward, cont, value, slow
+        reward, value, slow_value = (dist.twohot_mean(head(features)) for head in heads)
+        return Predicted(reward, cont, value, slow_value)
 
-    features, (actions, allowed) = dynamics.imagine(start, act, noise, uniform)
-    return Rollout(features, actions, allowed, *over_steps(predict, features))
+    def follow(start: State, noise: Any, uniform: Array, *, along: bool) -> Rollout:
+        def step(features: Parts, noise: Any) -> tuple[Array, Any]:
+            action, chosen = act(features, noise)
+            return action, (*chosen, predict(features) if along else None)
+
+        found = dynamics.imagine(start, step, noise, uniform)
+        features, last, (actions, allowed, predicted) = found
+        predicted = predicted if along else predict(features)
+        every = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), predicted, predict(last))
+        return Rollout(features, actions, allowed, every)
+
+    # A CPU predicts along the way, while states are in its cache: a tenth of the training step.
+    # Elsewhere each operation of a loop is a kernel to be started.
+    result: Rollout = jax.lax.platform_dependent(
+        start, noise, uniform, cpu=partial(follow, along=True), default=partial(follow, along=False)
+    )
+    return result
 
 
 def lambda_return(
@@ -143,10 +163,7 @@ class Targets(NamedTuple):
 
 
 def imagined_targets(
-    reward: Float[Array, "steps rows"],
-    cont: Float[Array, "steps rows"],
-    value: Float[Array, "steps rows"],
-    slow_value: Float[Array, "steps rows"],
+    predicted: Predicted,
     range_: ReturnRange,
     config: LossConfig,
     *,
@@ -157,6 +174,7 @@ def imagined_targets(
     weight_t = prod_{i <= t} (discount cont_i) / discount
     advantage_t = (R_t - v_t) / max(limit, range of the returns)
     """
+    reward, cont, value, slow_value = predicted
     discount = 1.0 if config.continue_discount else 1.0 - 1.0 / config.horizon
     weight = jnp.cumprod(discount * cont, 0) / discount
     bootstrap = slow_value if config.slow_target else value

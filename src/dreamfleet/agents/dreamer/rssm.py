@@ -282,15 +282,14 @@ class RSSM(Dynamics):
         act: Callable[[Parts, Any], tuple[Float[Array, "rows width"], Any]],
         noise: Any,
         uniform: Float[Array, "steps rows draws"],
-    ) -> tuple[Parts, Any]:
+    ) -> tuple[Parts, Parts, Any]:
         # The default's loop, over states whose blocks are kept.
         def step(latent: Latent, draws: tuple[Any, Array]) -> tuple[Latent, tuple[State, Any]]:
             action, beside = act(self.features(latent.state), draws[0])
             return self._imagine_step(latent, action, draws[1]), (latent.state, beside)
 
         last, (states, beside) = jax.lax.scan(step, self.enter(start), (noise, uniform))
-        every = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), states, last.state)
-        return self.features(every), beside
+        return self.features(states), self.features(last.state), beside
 
     # --- losses ----------------------------------------------------------------------------------
 

@@ -128,9 +128,8 @@ def total_loss(
     rollout = stop(imagine(frozen, slow_critic, start, config.loss.imag_length, key_imagine))
 
     # Returns, advantages, weights.
-    predicted = (rollout.reward, rollout.cont, rollout.value, rollout.slow_value)
     targets, returns, metrics = imagined_targets(
-        *predicted, state.returns, config.loss, update=update
+        rollout.predicted, state.returns, config.loss, update=update
     )
 
     # The critic on replayed rewards, for pairs of steps.

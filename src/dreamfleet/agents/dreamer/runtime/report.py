@@ -87,10 +87,11 @@ def open_loop(
     def recorded(_: Parts, action: Array) -> tuple[Array, None]:
         return action, None
 
-    imagined, _ = nets.dynamics.imagine(start, recorded, actions, jnp.moveaxis(uniform, 1, 0))
-    features = tuple(
-        jnp.concatenate([known[:rows, :half], jnp.moveaxis(new[1:], 0, 1)], 1)
-        for known, new in zip(seen.features, imagined, strict=True)
+    uniform = jnp.moveaxis(uniform, 1, 0)
+    imagined, last, _ = nets.dynamics.imagine(start, recorded, actions, uniform)
+    features = tuple(  # the first imagined state is the last known one
+        jnp.concatenate([known[:rows, :half], jnp.moveaxis(new[1:], 0, 1), end[:, None]], 1)
+        for known, new, end in zip(seen.features, imagined, last, strict=True)
     )
     return {
         name: jnp.clip(image.astype(jnp.float32) * 255.0, 0.0, 255.0).astype(jnp.uint8)
