@@ -93,6 +93,32 @@ def categorical_kl(
     return jnp.sum(left * (jnp.log(left) - jnp.log(right)), -1)
 
 
+def sample_onehots(
+    logits: Float[Array, "*batch variables classes"],
+    uniform: Float[Array, "*batch variables"],
+    unimix: float,
+) -> Float[Array, "*batch variables classes"]:
+    """One-hot samples of unimix categoricals, with the straight-through gradient."""
+    probs = unimix_probs(logits, unimix)
+    index = sample_index(jax.lax.stop_gradient(probs), uniform)
+    return straight_through(jax.nn.one_hot(index, probs.shape[-1], dtype=jnp.float32), probs)
+
+
+def balanced_kl(
+    posterior: Float[Array, "*batch variables classes"],
+    prior: Float[Array, "*batch variables classes"],
+    unimix: float,
+    free_nats: float,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    """max(free, KL[sg(post) || prior]) and max(free, KL[post || sg(prior)]), from logits: the KL is
+    summed over the variables, and flat below `free_nats`."""
+    post, pri = (unimix_probs(logits, unimix) for logits in (posterior, prior))
+    stop = jax.lax.stop_gradient
+    dynamics = jnp.sum(categorical_kl(stop(post), pri), -1)
+    representation = jnp.sum(categorical_kl(post, stop(pri)), -1)
+    return jnp.maximum(dynamics, free_nats), jnp.maximum(representation, free_nats)
+
+
 def categorical_log_prob(
     logits: Float[Array, "*batch classes"], index: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:

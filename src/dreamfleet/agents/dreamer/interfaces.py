@@ -99,9 +99,14 @@ class ExtraLoss(Protocol):
 
     @classmethod
     def init(
-        cls, rng: np.random.Generator, model: ModelConfig, widths: tuple[int, ...], tokens: int
+        cls,
+        rng: np.random.Generator,
+        model: ModelConfig,
+        widths: tuple[int, ...],
+        tokens: int,
+        actions: int,
     ) -> Any:
-        """Fresh parameters, for features and tokens of these widths."""
+        """Fresh parameters, for features, tokens and action vectors of these widths."""
 
     def __call__(self, seen: Seen) -> Array:
         """The loss, of any shape; its mean is minimised."""

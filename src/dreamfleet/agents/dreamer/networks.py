@@ -66,7 +66,7 @@ class Networks(eqx.Module):
             critic=head(model.critic_layers, model.bins, 0.0),
             mask=head(model.mask_layers, sum(mask.choices), 1.0) if mask else None,
             extra={
-                name: loss.init(rng, model, parts, encoder.width)
+                name: loss.init(rng, model, parts, encoder.width, width)
                 for name, loss in extra_losses(config).items()
             },
         )

@@ -215,9 +215,7 @@ class RSSM(Dynamics):
         uniform: Float[Array, "*batch variables"],
     ) -> Float[Array, "*batch stoch"]:
         """One-hot samples with the straight-through gradient."""
-        probs = dist.unimix_probs(logits, self.unimix)
-        index = dist.sample_index(jax.lax.stop_gradient(probs), uniform)
-        return self._through(jax.nn.one_hot(index, self.classes, dtype=jnp.float32), probs)
+        return self._flat(dist.sample_onehots(logits, uniform, self.unimix))
 
     # --- sequences -------------------------------------------------------------------------------
 
@@ -249,7 +247,8 @@ class RSSM(Dynamics):
             deter = latent.state.deter
             logits = model.posterior_of(deter, share)
             if uniform is None:
-                stoch = model._through(model._shape(draw), dist.unimix_probs(logits, model.unimix))
+                probs = dist.unimix_probs(logits, model.unimix)
+                stoch = model._flat(dist.straight_through(model._shape(draw), probs))
             else:
                 stoch = model.sample(logits, draw)
             return latent._replace(state=State(deter, stoch)), (deter, stoch, logits)
@@ -296,14 +295,8 @@ class RSSM(Dynamics):
     def kl_losses(
         self, observed: Observed, free_nats: float
     ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-        """max(free, KL[sg(post) || prior]) and max(free, KL[post || sg(prior)]): the KL is summed
-        over the S variables, and flat below `free_nats`."""
         logits = (observed.posterior, observed.prior)
-        post, prior = (dist.unimix_probs(each, self.unimix) for each in logits)
-        stop = jax.lax.stop_gradient
-        dynamics = jnp.sum(dist.categorical_kl(stop(post), prior), -1)
-        representation = jnp.sum(dist.categorical_kl(post, stop(prior)), -1)
-        return jnp.maximum(dynamics, free_nats), jnp.maximum(representation, free_nats)
+        return dist.balanced_kl(*logits, self.unimix, free_nats)
 
     def metrics(self, observed: Observed) -> dict[str, Float[Array, ""]]:
         """Mean entropies of the prior and the posterior over the stochastic state."""
@@ -315,13 +308,10 @@ class RSSM(Dynamics):
             )
         }
 
-    def _through(
-        self,
-        onehot: Float[Array, "*batch variables classes"],
-        probs: Float[Array, "*batch variables classes"],
+    def _flat(
+        self, onehots: Float[Array, "*batch variables classes"]
     ) -> Float[Array, "*batch stoch"]:
-        sample = dist.straight_through(onehot, probs)
-        return sample.reshape(*sample.shape[:-2], -1).astype(self.dtype)
+        return onehots.reshape(*onehots.shape[:-2], -1).astype(self.dtype)
 
     def _shape(
         self, flat: Float[Array, "*batch stoch"]

@@ -175,6 +175,7 @@ class Barlow(eqx.Module):
         model: ModelConfig,  # noqa: ARG003 - the protocol's
         widths: tuple[int, ...],
         tokens: int,
+        actions: int,  # noqa: ARG003 - the protocol's
     ) -> Barlow:
         return cls(init_kernel(rng, (sum(widths), tokens), sum(widths)))
 
