@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Mode
+from dreamfleet.agents.api import Agent, Mode, Player
 from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.checkpoint import (
     Checkpoint,
@@ -99,10 +99,10 @@ class Blueprint:
         settings = self.config.agent_config
         return isinstance(settings, ForeignSettings) and settings.name == _FUNCTION
 
-    def build(self, agent: AgentType[Any]) -> Agent:
-        """A fresh agent of this type, for use on any machine."""
+    def build(self, agent: AgentType[Any]) -> Any:
+        """What acts as an agent of this type, on any machine."""
         settings = agent.anywhere(self.config.settings_of(agent))
-        return agent.make(self.obs_space, self.act_space, settings, seed=self.config.seed)
+        return agent.make_player(self.obs_space, self.act_space, settings, seed=self.config.seed)
 
 
 def _described(agent: Agent, config: RunConfig) -> RunConfig:
@@ -146,7 +146,7 @@ class Policy:
     """Acts as a trained agent: it samples from the policy, as in training, or takes the mode.
 
     Args:
-        agent: Anything with the agent's protocol.
+        agent: Anything that acts: an agent, or the part of it that does.
         obs_space: Spaces of observations; the four flags may be missing.
         act_space: Spaces of actions.
         step: Environment steps it was trained for.
@@ -156,7 +156,7 @@ class Policy:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: Player,
         obs_space: Mapping[str, Space],
         act_space: Mapping[str, Space],
         *,
@@ -189,7 +189,7 @@ class Policy:
         path: Path | str,
         which: Which = "latest",
         *,
-        agent: Agent | AgentType[Any] | str | None = None,
+        agent: Player | AgentType[Any] | str | None = None,
         greedy: bool = False,
         trust: bool | Collection[str] = False,
     ) -> Policy:
@@ -234,11 +234,12 @@ class Policy:
                     f"Dreamfleet: pass trust={foreign} (--trust) to have it imported."
                 )
             agent = blueprint.build(agent)
-        agent.load(snapshot.parts["agent"])
+        made: Any = agent
+        made.load(snapshot.parts["agent"])
         return cls(
-            agent,
-            agent.obs_space,
-            agent.act_space,
+            made,
+            made.obs_space,
+            made.act_space,
             step=snapshot.step,
             blueprint=blueprint,
             greedy=greedy,

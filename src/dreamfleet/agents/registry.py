@@ -50,9 +50,13 @@ class AgentType(ABC, Generic[Config]):
     def make_player(
         self, obs_space: Spaces, act_space: Spaces, config: Config, *, seed: int
     ) -> Player:
-        """What acts in a process of its own, with parameters that the agent sends it
-        (`policy_state`, `load_policy`): the agent itself, unless something smaller will do."""
+        """What acts without learning: the agent itself, unless something smaller will do. It takes
+        the parameters that an agent sends (`policy_state`, `load_policy`), or saved (`load`)."""
         return self.make(obs_space, act_space, config, seed=seed)
+
+    def for_actor(self, config: Config) -> Config:
+        """The settings of a further actor, which leaves accelerators to the agent."""
+        return config
 
     def check(self, obs_space: Spaces, act_space: Spaces, config: Config) -> None:
         """Refuse spaces that no agent with these settings can be made for.

@@ -93,7 +93,7 @@ def agent(
     settings = kind.for_run(config.settings_of(kind), config.updates)
     if actor:  # with random numbers of its own
         seed = env_seed(config.seed, actor)
-        return kind.make_player(obs_space, act_space, settings, seed=seed)
+        return kind.make_player(obs_space, act_space, kind.for_actor(settings), seed=seed)
     return kind.make(obs_space, act_space, settings, seed=config.seed)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Arrays, Mode
+from dreamfleet.agents.api import Arrays, Mode, Player
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
@@ -147,7 +147,7 @@ class EpisodeServer:
             self._changed.notify_all()
 
     def play(
-        self, agent: Agent, mode: Mode, episodes: int, tick: Callable[[], None] = no_tick
+        self, agent: Player, mode: Mode, episodes: int, tick: Callable[[], None] = no_tick
     ) -> list[Played]:
         """Play so many episodes, shared out evenly.
 
@@ -323,7 +323,9 @@ class _Request:
 class _Round:
     """The episodes of a round: who plays how many, and what they scored."""
 
-    def __init__(self, agent: Agent, mode: Mode, count: int, episodes: int, max_steps: int) -> None:
+    def __init__(
+        self, agent: Player, mode: Mode, count: int, episodes: int, max_steps: int
+    ) -> None:
         self._agent, self._mode, self._max_steps = agent, mode, max_steps
         self._places = np.arange(count)
         self._left = [len(range(place, episodes, count)) for place in range(count)]

@@ -83,13 +83,15 @@ class DreamerType(AgentType[DreamerConfig]):
     ) -> DreamerPlayer:
         from dreamfleet.agents.dreamer.runtime.player import DreamerPlayer
 
-        # An accelerator is the agent's.
+        return DreamerPlayer(obs_space, act_space, config, seed=seed)
+
+    def for_actor(self, config: DreamerConfig) -> DreamerConfig:
         execution = replace(
             config.execution,
             train_platform="cpu", train_devices=(), policy_platform="cpu", policy_devices=(),
             shard_parameters=False, shard_over=0,
         )  # fmt: skip
-        return DreamerPlayer(obs_space, act_space, replace(config, execution=execution), seed=seed)
+        return replace(config, execution=execution)
 
     many_hosts = True
 

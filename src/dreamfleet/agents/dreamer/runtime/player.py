@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,9 +16,11 @@ from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, draw, policy
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.features import action_features, check_spaces
 from dreamfleet.agents.dreamer.interfaces import check_networks
+from dreamfleet.agents.dreamer.layers import Shapes
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.runtime import nonfinite
 from dreamfleet.agents.dreamer.runtime.devices import Placement
+from dreamfleet.agents.dreamer.runtime.dreaming import DreamerWorldModel
 from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor, use_one_blas_thread
 from dreamfleet.agents.dreamer.runtime.programs import Program, enable_cache
 from dreamfleet.agents.dreamer.runtime.publishing import Publisher, Snapshot
@@ -166,7 +169,8 @@ class ActingAgent:
 
 
 class DreamerPlayer(ActingAgent):
-    """Acts with parameters that an agent sends; it has no optimizer, and compiles no training."""
+    """Acts with parameters that an agent sends, or has saved. It has no optimizer, and compiles no
+    training."""
 
     def __init__(
         self,
@@ -182,6 +186,28 @@ class DreamerPlayer(ActingAgent):
         nets = Networks.init(rng, config, self.obs_space, self.act_space)
         acting = ActingNetworks.of(nets, config.execution.compute_dtype)
         self._act_with(Snapshot(acting, 0, time.monotonic()))
+        self._nets: Networks | None = None
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Act with the networks of a saved agent."""
+        spaces = (self.obs_space, self.act_space)
+        shapes = jax.eval_shape(lambda: Networks.init(Shapes(), self.config, *spaces))
+        prefix = "nets/"
+        saved = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
+        chosen = select_matching(named_leaves(shapes), saved, None)
+        self._nets = replace_leaves(shapes, {name: jnp.asarray(x) for name, x in chosen.items()})
+        acting = ActingNetworks.of(self._nets, self.config.execution.compute_dtype)
+        self._act_with(Snapshot(acting, 0, time.monotonic()))
+
+    def world_model(self) -> DreamerWorldModel:
+        """What the saved agent has learned, for a dream."""
+        if self._nets is None:
+            raise ConfigError("There is no world model before load() was called: load one.")
+        return DreamerWorldModel(self._nets, self.config, self._placement.policy_device)
 
     def metrics(self) -> dict[str, float]:
         """How old its parameters are is known to who loads them."""
