@@ -241,9 +241,11 @@ class RunConfig:
     # policy heard of its mistakes that late.
     train_ratio: Annotated[float, Meta(ge=-1)] = 64.0
     """Replayed steps trained on per environment step collected (steps as the agent counts them,
-    so repeated actions count once); 0 or less for no limit. Training starts when the replay holds
-    max(batch_size, envs) sequences; a run with `steps` makes up for the updates before at its end,
-    so it ends with this ratio, and others come close to it, as serial runs do."""
+    so repeated actions count once); 0 or less for no limit. Training starts after max(batch_size,
+    envs) x (batch_length + context) steps."""
+    catch_up: bool = True
+    """Make the updates that were not made before training started: some at once, the others at the
+    end of a run with `steps`. False leaves them out, as the reference implementation does."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 
@@ -311,8 +313,6 @@ class RunConfig:
                 f"There is no output {name!r}: choose from {', '.join(OUTPUTS)}, or write "
                 "package.module:Class for your own.",
             )
-        # Reports use the replay's training sequences.
-        object.__setattr__(self, "report_length", min(self.report_length, self.batch_length))
         require(
             not self.from_checkpoint_regex or bool(self.from_checkpoint),
             "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
@@ -488,6 +488,11 @@ class RunConfig:
         """The configuration with the agent's settings as an instance of its class. This imports
         the code that `agent` names."""
         return replace(self, agent_config=self.settings_of(self.agent_type))
+
+    @property
+    def report_window(self) -> int:
+        """Steps of a sequence that is reported on."""
+        return min(self.report_length, self.batch_length)
 
     @property
     def updates(self) -> int:

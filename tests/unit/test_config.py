@@ -169,7 +169,8 @@ def test_presets_need_no_jax() -> None:
 def test_sizes_that_follow_from_others_are_cut_to_them() -> None:
     """Whoever changes the number of environments of a preset need not know its batch."""
     few = preset("default").changed({"envs": 2, "batch_length": 4})
-    assert (few.policy_batch, few.report_length) == (2, 4)
+    assert (few.policy_batch, few.report_window) == (2, 4)
+    assert replace(few, batch_length=64).report_window == 32  # nothing was lost
     assert RunConfig(envs=9, actor_batch=0).policy_batch == 4
     assert RunConfig(envs=1, actor_batch=0).policy_batch == 1
 

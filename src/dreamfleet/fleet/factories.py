@@ -106,7 +106,7 @@ def replay(config: RunConfig, name: str, shard: int = 0) -> Replay:
     held, most = _share(config, name, shard), config.replay.max_bytes
     window, capacity = config.window, config.replay.capacity
     if name == "eval_replay":
-        window = config.report_length + config.context
+        window = config.report_window + config.context
         capacity = config.replay.evaluation_capacity
     return make(
         window,
@@ -135,7 +135,7 @@ def _share(config: RunConfig, name: str, shard: int) -> Fraction:
 
 def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
     """Batches of a buffer for training, reports or evaluation."""
-    length = config.batch_length if mode == "train" else config.report_length
+    length = config.batch_length if mode == "train" else config.report_window
     source = partial(buffer.sample, config.host_batch, mode)
     return Stream(source, length, context=config.context)
 

@@ -58,6 +58,6 @@ class CompileTimes:
 def _key(args: RunConfig) -> str:
     """What programs are compiled for."""
     agent = to_plain(args.settings_of(args.agent_type))
-    sizes = (args.batch_size, args.batch_length, args.report_length, args.policy_batch)
+    sizes = (args.batch_size, args.batch_length, args.report_window, args.policy_batch)
     what = json.dumps([args.task, args.env_options, args.agent, agent, sizes], default=str)
     return blake2b(what.encode(), digest_size=12).hexdigest()

@@ -430,7 +430,7 @@ class Learner:
                 self._agent.compile(
                     batch_size=self._args.host_batch,
                     batch_length=self._args.batch_length,
-                    report_length=self._args.report_length if self._args.report_every else None,
+                    report_length=self._args.report_window if self._args.report_every else None,
                     policy_batches=policy_sizes(self._args) if policy else (),
                 )
             except ConfigError:
@@ -464,7 +464,9 @@ class Learner:
         before the replay held enough steps. No more than that: a run whose ratio was raised does
         not make up for the time before."""
         args, progress = self._args, self._progress
-        if args.offline or args.train_ratio <= 0 or progress.stopped or progress.error is not None:
+        if args.offline or args.train_ratio <= 0 or not args.catch_up:
+            return 0
+        if progress.stopped or progress.error is not None:
             return 0
         if self._asked:
             return max(0, self._asked - self._saver.updates)

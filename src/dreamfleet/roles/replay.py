@@ -255,7 +255,7 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
         tolerance=args.limiter_tolerance,
         minsize=max(args.host_batch, args.envs) * args.window,
         # As much as the learner may be ahead: one that keeps up is exactly where it should be.
-        debt=args.limiter_tolerance,
+        debt=args.limiter_tolerance if args.catch_up else None,
     )
 
 

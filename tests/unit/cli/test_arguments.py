@@ -129,7 +129,7 @@ def test_flags_are_settings() -> None:
     assert pixels.env_options == {"size": (32, 32), "repeat": 2}
     assert (pixels.envs, pixels.policy_batch) == (3, 3)
     short = config_of(["--batch-length", "8"])
-    assert (short.batch_length, short.report_length) == (8, 8)
+    assert (short.batch_length, short.report_window) == (8, 8)
     assert config_of(["--batch-length", "8", "--report-length", "4"]).report_length == 4
 
 
