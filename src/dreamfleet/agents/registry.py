@@ -21,7 +21,7 @@ Gather = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 Spaces = Mapping[str, Space]
 
 BUILT_IN: Mapping[str, str] = {
-    "dreamer": "dreamfleet.agents.dreamer:DREAMER",
+    "dreamer": "dreamfleet.agents.dreamer.runtime.entry:DREAMER",
     "random": "dreamfleet.agents.random:RANDOM",
 }
 """The agents of this package; all others are named as `package.module:name`."""
