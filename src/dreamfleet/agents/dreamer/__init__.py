@@ -16,6 +16,6 @@
     acting           one policy call
 
 `interfaces` says what parts of your own have to offer, `forms` hides what differs between devices.
-`runtime/` makes all of this run: devices, compiled programs, publishing, saving, reports. To read or
-change the algorithm you do not need it.
+`runtime/` makes all of this run: devices, compiled programs, publishing, saving, reports. To read
+or change the algorithm you do not need it.
 """
