@@ -1,0 +1,255 @@
+"""Learning results, made by one command.
+
+    python results/suite.py run --root DIR [--group minutes] [--workers 2]
+    python results/suite.py write --root DIR
+
+`run` makes every run of the table below that is not finished, one on each core, at idle priority. It
+may be stopped at any time and started again: runs resume. Each run is an ordinary
+`dreamfleet train`. `write` makes all of `results/` from the runs: a folder for each with its scores,
+settings, command, version, machine and minutes, and README.md with tables and pictures.
+
+Settings were tuned on seeds 100 and up. Reported seeds are 0, 1, 2; every run that was started is
+listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dreamfleet.metrics.outputs.jsonl import read_jsonl
+from dreamfleet.plotting import draw, final_score, read_panels, read_scores
+from dreamfleet.statistics import mean_interval
+
+HERE = Path(__file__).resolve().parent
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A task with settings, for several seeds."""
+
+    group: str
+    task: str
+    steps: int
+    goal: float | None = None
+    preset: str = "default"
+    flags: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = SEEDS
+    label: str = ""
+
+    def name(self, seed: int) -> str:
+        parts = [self.group, self.task.replace(":", "-"), self.label, str(seed)]
+        return "_".join(part for part in parts if part)
+
+    def command(self, seed: int, logdir: str) -> list[str]:
+        chosen = () if self.preset == "default" else ("--preset", self.preset)
+        flags = (*chosen, "--task", self.task, "--steps", str(self.steps), *self.flags)
+        return ["dreamfleet", "train", *flags, "--seed", str(seed), "--logdir", logdir]
+
+
+DMC = ("cartpole_balance", "cartpole_swingup", "walker_stand", "walker_walk", "finger_spin")
+SUITE = (
+    Entry("cartpole", "gym:CartPole-v1", 30_000, 475, seeds=tuple(range(10))),
+    Entry("minutes", "gym:Acrobot-v1", 30_000, -100),
+    Entry("minutes", "gym:Pendulum-v1", 30_000, -200),
+    Entry("minutes", "gym:MountainCarContinuous-v0", 60_000, 90),
+    Entry("minutes", "gym:LunarLander-v3", 90_000, 200),
+    Entry("minutes", "bundled:corridor", 30_000, 1.5),
+    Entry("minutes", "bundled:catch", 12_000, 0.9, "pixels"),
+    Entry("minutes", "minigrid:Empty-5x5-v0", 12_000, 0.9, "pixels"),
+    Entry("minutes", "minigrid:DoorKey-5x5-v0", 30_000, 0.9, "pixels"),
+    *(Entry("proprio", f"dmc:{name}", 25_000, preset="dmc_cpu") for name in (*DMC, "reacher_easy")),
+)
+
+
+# --- making the runs ------------------------------------------------------------------------------
+
+
+def pending(root: Path, groups: Sequence[str]) -> Iterator[tuple[Entry, int]]:
+    """What is not finished, first seeds first."""
+    chosen = [entry for entry in SUITE if not groups or entry.group in groups]
+    for turn in range(max(len(entry.seeds) for entry in chosen)):
+        for entry in chosen:
+            if turn < len(entry.seeds):
+                seed = entry.seeds[turn]
+                if not account(root / entry.name(seed)).get("finished"):
+                    yield entry, seed
+
+
+def account(logdir: Path) -> dict[str, Any]:
+    """What is known about how a run was made."""
+    path = logdir / "suite.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def make(root: Path, entry: Entry, seed: int, stop: threading.Event) -> None:
+    """One run, to its end or until all are stopped."""
+    if stop.is_set():
+        return
+    name = entry.name(seed)
+    logdir, log = root / name, root / f"{name}.log"
+    known = account(logdir)
+    start = time.monotonic()
+    command = entry.command(seed, str(logdir))
+    line = [sys.executable, "-m", "dreamfleet.cli", *command[1:]]
+    idle = ["chrt", "--idle", "0"] if shutil.which("chrt") else ["nice", "-n", "19"]
+    with log.open("ab") as out:
+        process = subprocess.Popen([*idle, *line], stdout=out, stderr=out, start_new_session=True)
+    asked, ended = False, 0
+    while not ended:
+        # The supervisor waits for its workers, so that their CPU time is in its own.
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
+        if not ended and stop.wait(1.0) and not asked:
+            asked = True
+            process.send_signal(signal.SIGTERM)
+    code = process.returncode = os.waitstatus_to_exitcode(status)
+    known |= {
+        "command": entry.command(seed, f"runs/{name}"),
+        "version": known.get("version") or version(),
+        "machine": machine(),
+        "minutes": known.get("minutes", 0.0) + (time.monotonic() - start) / 60,
+        "cpu_minutes": known.get("cpu_minutes", 0.0) + (used.ru_utime + used.ru_stime) / 60,
+        "sittings": known.get("sittings", 0) + 1,
+        "exit": code,
+        "finished": code == 0 and not asked,
+    }
+    if logdir.is_dir():
+        (logdir / "suite.json").write_text(json.dumps(known, indent=1))
+    print(f"{name}: exit {code} after {known['minutes']:.1f} min", flush=True)
+
+
+def version() -> str:
+    """The commit that the runs are made with."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+
+
+def run(root: Path, groups: Sequence[str], workers: int) -> None:
+    """All that is pending, so many at a time."""
+    root.mkdir(parents=True, exist_ok=True)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    with ThreadPoolExecutor(workers) as pool:
+        made = [pool.submit(make, root, *each, stop) for each in pending(root, groups)]
+        for each in made:
+            while not each.done():  # a main thread that waits without end hears no signal
+                time.sleep(0.5)
+            each.result()
+
+
+# --- writing results ------------------------------------------------------------------------------
+
+
+def write(root: Path) -> None:
+    """`results/` anew, from the runs alone."""
+    rows: dict[str, list[str]] = {}
+    kept: dict[str, list[Path]] = {}
+    for entry in SUITE:
+        runs = [root / entry.name(seed) for seed in entry.seeds]
+        runs = [each for each in runs if account(each) or (each / "scores.jsonl").is_file()]
+        if not runs:
+            continue
+        for logdir in runs:
+            keep(logdir, HERE / "runs" / logdir.name)
+        scored = [each for each in runs if (each / "scores.jsonl").is_file()]
+        kept.setdefault(entry.group, []).extend(scored)
+        rows.setdefault(entry.group, []).append(row(entry, runs))
+    text = [HEAD]
+    for group, lines in rows.items():
+        draw(read_panels(kept[group]), HERE / f"{group}.png")
+        text += [f"## {group}\n", TABLE, *lines, f"\n![Curves of {group}]({group}.png)\n"]
+    (HERE / "README.md").write_text("\n".join(text))
+
+
+HEAD = """# Results
+
+Made by `python results/suite.py`, which makes the runs and writes this page from them. Every run
+that was started is listed. `runs/` holds the settings, command, version, machine and scores of each.
+"""
+TABLE = (
+    "| task | preset | steps | seeds | final evaluation: mean, 95 % interval | each seed | goal | "
+    "reached | CPU minutes of a run |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(entry: Entry, runs: Sequence[Path]) -> str:
+    """A line of the table: what all runs of an entry came to."""
+    finals = [score for each in runs if (score := evaluated(each)) is not None]
+    unfinished = sum(not account(each).get("finished") for each in runs)
+    minutes = [account(each).get("cpu_minutes", 0.0) for each in runs]
+    mean = str(mean_interval(finals)) if finals else "-"
+    reached = "-"
+    if entry.goal is not None:
+        reached = f"{sum(score >= entry.goal for score in finals)} of {len(runs)}"
+    note = f" ({unfinished} unfinished)" if unfinished else ""
+    each = ", ".join(f"{score:.4g}" for score in finals)
+    goal = "-" if entry.goal is None else f"{entry.goal:g}"
+    span = f"{min(minutes):.0f} to {max(minutes):.0f}"
+    cells = (
+        f"`{entry.task}`", entry.preset + " ".join(("", *entry.flags)), f"{entry.steps:,}",
+        f"{len(runs)}{note}", mean, each, goal, reached, span,
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def evaluated(logdir: Path) -> float | None:
+    """The mean of the last evaluation, or of the last tenth of the training episodes."""
+    path = logdir / "evaluations.jsonl"
+    means = [r["mean"] for r in read_jsonl(path) if "mean" in r] if path.is_file() else []
+    if means:
+        return float(means[-1])
+    return final_score(read_scores(logdir)) if (logdir / "scores.jsonl").is_file() else None
+
+
+def keep(logdir: Path, target: Path) -> None:
+    """What is needed to check a result, without logs, checkpoints and replay."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "scores.jsonl", "evaluations.jsonl", "suite.json"):
+        if (logdir / name).is_file():
+            shutil.copyfile(logdir / name, target / name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["run", "write", "list"])
+    parser.add_argument("--root", type=Path, default=Path("runs/results"))
+    parser.add_argument("--group", nargs="*", default=[], choices=sorted({e.group for e in SUITE}))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    if args.what == "run":
+        run(args.root, args.group, args.workers)
+    elif args.what == "write":
+        write(args.root)
+    else:
+        for entry, seed in pending(args.root, args.group):
+            print(entry.name(seed))
+
+
+if __name__ == "__main__":
+    main()
