@@ -3,10 +3,10 @@
     python results/suite.py run --root DIR [--group minutes] [--workers 2]
     python results/suite.py write --root DIR
 
-`run` makes every run of the table below that is not finished, one on each core, at idle priority. It
-may be stopped at any time and started again: runs resume. Each run is an ordinary
-`dreamfleet train`. `write` makes all of `results/` from the runs: a folder for each with its scores,
-settings, command, version, machine and minutes, and README.md with tables and pictures.
+`run` makes every run of the table below that is not finished, one on each core, at idle priority.
+It may be stopped at any time and started again: runs resume. Each run is an ordinary
+`dreamfleet train`. `write` makes all of `results/` from the runs: a folder for each with its
+scores, settings, command, version, machine and minutes, and README.md with tables and pictures.
 
 Settings were tuned on seeds 100 and up. Reported seeds are 0, 1, 2; every run that was started is
 listed.
@@ -189,8 +189,8 @@ def write(root: Path) -> None:
 
 HEAD = """# Results
 
-Made by `python results/suite.py`, which makes the runs and writes this page from them. Every run
-that was started is listed. `runs/` holds the settings, command, version, machine and scores of each.
+Made by `python results/suite.py`, which makes the runs and writes this page from them. Every run that
+was started is listed. `runs/` holds the settings, command, version, machine and scores of each.
 """
 TABLE = (
     "| task | preset | steps | seeds | final evaluation: mean, 95 % interval | each seed | goal | "
