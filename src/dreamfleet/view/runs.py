@@ -231,6 +231,8 @@ class Runs:
     def __init__(self, root: Path, *, trust: bool = False) -> None:
         self.root, self._trust = root.resolve(), trust
         self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+        """Of what pages have asked for."""
         self._attention: dict[str, float] = {}
         self._drawn: dict[str, float] = {}
         self._scanned = self._others = 0.0
@@ -267,36 +269,36 @@ class Runs:
     def attend(self, name: str = "", *, drawn: Sequence[str] = ()) -> None:
         """A page is open: that of a run, or the table, which draws the scores of some runs."""
         now = time.monotonic()
-        new = now - self._attention.get(name, 0.0) > _ATTENTION_SECONDS
-        new |= any(each not in self._drawn for each in drawn)
-        self._attention[name] = now
-        self._drawn.update(dict.fromkeys(drawn, now))
+        with self._lock:
+            new = name not in self._attention or any(each not in self._drawn for each in drawn)
+            self._attention[name] = now
+            self._drawn.update(dict.fromkeys(drawn, now))
         if new:
             self._wanted.set()
 
     def _follow(self) -> None:
         while not self._ended.is_set():
             self._wanted.clear()
-            start = time.monotonic()
-            recent = {
-                name for name, at in self._attention.items() if start - at < _ATTENTION_SECONDS
-            }
-            for run in self._runs.values():
-                if run.unused:
-                    run.forget()
-            if not recent:
-                self._wanted.wait(60.0)
-                continue
             try:
-                more = self._turn(start, recent)
+                seconds = self._turn()
             except Exception:  # what cannot be read must not end the server
                 log.exception("The runs cannot be looked at")
-                more = False
-            if not more:
-                self._wanted.wait(max(0.05, _LOOK_SECONDS - (time.monotonic() - start)))
+                seconds = _LOOK_SECONDS
+            self._wanted.wait(seconds)
 
-    def _turn(self, start: float, recent: set[str]) -> bool:
-        """Look at everything once; returns whether there is more to read."""
+    def _turn(self) -> float:
+        """Look at everything that pages show; returns the seconds until the next look."""
+        start = time.monotonic()
+        for run in self._runs.values():
+            if run.unused:
+                run.forget()
+        with self._lock:
+            for seen in (self._attention, self._drawn):
+                for name in [each for each, at in seen.items() if start - at > _ATTENTION_SECONDS]:
+                    del seen[name]
+            recent, drawn = list(self._attention), list(self._drawn)
+        if not recent:
+            return _FORGET_SECONDS / 5
         if start - self._scanned > _SCAN_SECONDS:
             self._scan()
         watched = [run for name in recent if (run := self._runs.get(name)) is not None]
@@ -305,33 +307,32 @@ class Runs:
             run.refresh()
             run.look(0.3)
             more |= run.read(metrics=True)
-        for name, at in list(self._drawn.items()):
-            if start - at > _ATTENTION_SECONDS:
-                del self._drawn[name]
-            elif (each := self._runs.get(name)) is not None and each not in watched:
+        for name in drawn:
+            if (each := self._runs.get(name)) is not None and each not in watched:
                 more |= each.read(metrics=False)
         if "" in recent and start - self._others > _OTHERS_SECONDS:
             self._others = start
             before = [run.row for run in self._runs.values()]
-            for run in list(self._runs.values()):
+            for run in self._runs.values():
                 run.refresh()
                 if run.row.running and run not in watched:
                     run.look(0.02)
             self.version += [run.row for run in self._runs.values()] != before
-        return more
+        return 0.0 if more else max(0.05, _LOOK_SECONDS - (time.monotonic() - start))
 
     def _scan(self) -> None:
         self._scanned = time.monotonic()
         found = dict(_find(self.root))
-        for name in set(self._runs) - set(found):
-            self._runs.pop(name).forget()
-            self.version += 1
-        for name, path in found.items():
-            if name not in self._runs:
-                run = Run(name, path, trust=self._trust)
-                run.refresh()
-                self._runs[name] = run
-                self.version += 1
+        runs = {name: run for name, run in self._runs.items() if name in found}
+        gone = [run for name, run in self._runs.items() if name not in found]
+        new = [Run(name, path, trust=self._trust) for name, path in found.items() if name not in runs]
+        for run in new:
+            run.refresh()
+        # Another dict: pages go through the one before in their own thread.
+        self._runs = {**runs, **{run.name: run for run in new}}
+        for run in gone:
+            run.forget()
+        self.version += len(gone) + len(new)
 
 
 def _is_run(path: Path) -> bool:
