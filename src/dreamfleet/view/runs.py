@@ -325,7 +325,9 @@ class Runs:
         found = dict(_find(self.root))
         runs = {name: run for name, run in self._runs.items() if name in found}
         gone = [run for name, run in self._runs.items() if name not in found]
-        new = [Run(name, path, trust=self._trust) for name, path in found.items() if name not in runs]
+        new = [
+            Run(name, path, trust=self._trust) for name, path in found.items() if name not in runs
+        ]
         for run in new:
             run.refresh()
         # Another dict: pages go through the one before in their own thread.
