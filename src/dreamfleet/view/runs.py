@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
+from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.metrics.outputs.jsonl import last_rows
 from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
@@ -103,7 +103,7 @@ class Happening(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_HAPPENINGS, _ROWS = msgspec.json.Decoder(Happening), msgspec.json.Decoder(dict[str, Any])
+_HAPPENINGS = msgspec.json.Decoder(Happening)
 
 
 class Run:
@@ -134,27 +134,27 @@ class Run:
         self.happenings.clear()
 
     def refresh(self) -> None:
-        """Find out its row, if a file has changed."""
-        signature = tuple(
-            _written(self.path / name)
-            for name in (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl")
-        )
+        """Find out its row, if a file has changed or there was more to read."""
+        files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl")
+        written = tuple(_written(self.path / name) for name in files)
+        self.read(metrics=False)
+        signature = (*written, len(self.scores))
         if signature == self._signature and not self.row.running:
             return
-        if signature[0] != self._config_written:
+        if written[0] != self._config_written:
             self.config = None
-            self._config_written = signature[0]
+            self._config_written = written[0]
         self._signature = signature
         try:
             if self.config is None:
                 if (self.path / CONFIG_FILE).is_symlink():
                     raise ConfigError(f"{CONFIG_FILE} is a link, which is not followed.")
                 self.config = read_config(self.path)
-            self.row = _row(self.name, self.path, self.config, max(signature))
+            self.row = _row(self.name, self.path, self.config, self.scores, max(written))
             if self._watcher is not None and self.status is not None:
                 self.row = _with_status(self.row, self.status)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            self.row = Row(self.name, problem=str(error), changed=max(signature) / 1e9)
+            self.row = Row(self.name, problem=str(error), changed=max(written) / 1e9)
 
     def look(self, patience: float) -> None:
         """Ask what it is doing."""
@@ -173,6 +173,11 @@ class Run:
         self.status = status
         self.row = _with_status(self.row, status)
         self._note(status)
+
+    @property
+    def drawn(self) -> object:
+        """Changes when its curves do."""
+        return len(self.scores), _written(self.path / EVALUATIONS_FILE), self.row.state
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
@@ -289,9 +294,9 @@ class Runs:
     def _turn(self) -> float:
         """Look at everything that pages show; returns the seconds until the next look."""
         start = time.monotonic()
-        for run in self._runs.values():
-            if run.unused:
-                run.forget()
+        for each in self._runs.values():
+            if each.unused:
+                each.forget()
         with self._lock:
             for seen in (self._attention, self._drawn):
                 for name in [each for each, at in seen.items() if start - at > _ATTENTION_SECONDS]:
@@ -308,16 +313,18 @@ class Runs:
             run.look(0.3)
             more |= run.read(metrics=True)
         for name in drawn:
-            if (each := self._runs.get(name)) is not None and each not in watched:
-                more |= each.read(metrics=False)
+            found = self._runs.get(name)
+            if found is not None and found not in watched:
+                more |= found.read(metrics=False)
         if "" in recent and start - self._others > _OTHERS_SECONDS:
-            self._others = start
             before = [run.row for run in self._runs.values()]
             for run in self._runs.values():
                 run.refresh()
                 if run.row.running and run not in watched:
                     run.look(0.02)
             self.version += [run.row for run in self._runs.values()] != before
+            behind = any(run.scores.behind for run in self._runs.values())
+            self._others, more = (0.0 if behind else start), more or behind
         return 0.0 if more else max(0.05, _LOOK_SECONDS - (time.monotonic() - start))
 
     def _scan(self) -> None:
@@ -377,14 +384,13 @@ def _written(path: Path) -> int:
         return 0
 
 
-def _row(name: str, path: Path, config: RunConfig, changed: int) -> Row:
+def _row(name: str, path: Path, config: RunConfig, scores: ScoreFile, changed: int) -> Row:
     record = read_record(path)
-    first, last = _first_row(path, "scores.jsonl"), _last_rows(path, "scores.jsonl")
-    metrics = _last_rows(path, "metrics.jsonl")
+    last, metrics = _last_rows(path, "scores.jsonl"), _last_rows(path, "metrics.jsonl")
     step = int(max([0.0, *_values([*last[-1:], *metrics[-1:]], "step")]))
     recent = _values(last, "episode/score")[-RECENT_EPISODES:]
-    times = _values([first, *last[-1:]], "time")
-    hours = (times[-1] - times[0]) / 3600 if len(times) == 2 and times[-1] > times[0] else None
+    trained = None if scores.behind else scores.hours
+    hours = float(trained[-1]) if trained is not None and trained.any() else None
     return Row(
         name=name,
         task=config.task,
@@ -420,12 +426,6 @@ def _last_rows(path: Path, name: str) -> list[dict[str, Any]]:
             return last_rows(file, _TAIL_BYTES)
     except OSError:
         return []
-
-
-def _first_row(path: Path, name: str) -> dict[str, Any]:
-    with suppress(OSError), open_inside(path, name) as file:
-        return next(iter(decode_lines(_ROWS, file.readline(_TAIL_BYTES))), {})
-    return {}
 
 
 def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
