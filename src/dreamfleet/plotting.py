@@ -1,9 +1,10 @@
 """Learning curves of runs, several seeds of one setting as one curve, and published ones to compare
 with; as a picture.
 
-Runs that differ in nothing but their seed are one curve: the mean of the seeds, and the range from
-the lowest to the highest. Every task gets a panel, with a published curve where there is one. The x
-axis counts environment frames, that is steps times the action repeat.
+Runs that differ in nothing but their seed, and in where and how they are computed, are one curve:
+the mean of the seeds, and the range from the lowest to the highest. Every task gets a panel, with a
+published curve where there is one. The x axis counts environment frames, that is steps times the
+action repeat.
 """
 
 from __future__ import annotations
@@ -188,14 +189,6 @@ def _table() -> dict[str, Any]:
     return table
 
 
-INCIDENTAL = (
-    *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
-    *("eval_every", "eval_episodes", "eval_envs", "eval_max_steps", "evaluator_addr"),
-    *("actors", "learner_addr"),
-    *("log_every", "report_every", "save_every", "on_failure", "max_restarts"),
-    *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "on_nan"),
-)
-"""Settings that do not make a run another experiment."""
 _REPEATS = {"atari": 4, "atari100k": 4}
 _SHOWN = 3
 COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
@@ -210,9 +203,7 @@ class PlottedRun:
 
     @property
     def setting(self) -> dict[str, Any]:
-        return {
-            key: v for key, v in self.config.flat().items() if key.split(".")[0] not in INCIDENTAL
-        }
+        return self.config.experiment()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.metrics.outputs.jsonl import last_rows
-from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES
 from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, decode_lines, finite, open_inside
@@ -448,8 +447,8 @@ def _distance(mine: dict[str, Any], theirs: dict[str, Any]) -> int:
 
 
 def _setting(config: RunConfig) -> dict[str, Any]:
-    other = (*INCIDENTAL, "task", "env_options")
-    return {key: v for key, v in config.flat().items() if key.split(".")[0] not in other}
+    other = ("task", "env_options")
+    return {key: v for key, v in config.experiment().items() if key.split(".")[0] not in other}
 
 
 @cache
