@@ -20,14 +20,17 @@ STREAM = 2
 
 
 def small_run(logdir: Path, task: str, steps: int, **options: Any) -> RunConfig:
-    """A run whose agent has learned nothing, with this many steps of one environment."""
+    """A run whose agent has learned nothing, with this many steps of one environment. Its world
+    model expects episodes to go on, as one that has learned does."""
     from dreamfleet.agents import Dreamer  # whose tests have shapes checked from its import on
 
     settings = {"task": task, "logdir": logdir, "env_options": options, "seed": 5}
     config = RunConfig(agent_config=worlds.config(), **settings)
     env = make_env(task, seed=env_seed(config.seed, STREAM), **options)
     agent = Dreamer(env.obs_space, env.act_space, config.agent_config, seed=3)
-    parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    saved = agent.save()
+    saved["nets/cont/out/bias"] = saved["nets/cont/out/bias"] + 5
+    parts = {"agent": saved, BLUEPRINT: Blueprint.of(agent, config).save()}
     Checkpoint(logdir / "ckpt" / "agent").save(parts, step=70)
     (logdir / "config.json").write_text(config.to_json())
     with Replay(1, 10_000, logdir / "replay") as replay:

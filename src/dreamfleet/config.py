@@ -22,10 +22,12 @@ from dreamfleet.settings import (
     AboveZero,
     Count,
     CountOrZero,
+    Incidental,
     Setting,
     ZeroOrMore,
     changed,
     from_plain,
+    incidental,
     require,
     settings,
     to_plain,
@@ -120,45 +122,45 @@ class RunConfig:
     the module registers with Gymnasium."""
     env_options: dict[str, Any] = field(default_factory=dict)
     """Options of the task, such as time_limit=500."""
-    logdir: Path = _LOGDIR
+    logdir: Incidental[Path] = _LOGDIR
     """Where the run keeps everything; the same directory again resumes the run. {task}
     stands for the name of the task."""
-    seed: CountOrZero = 0
+    seed: Incidental[CountOrZero] = 0
     """Seed of the agent, of the environments and of the replay's samples."""
-    steps: CountOrZero = 30_000
+    steps: Incidental[CountOrZero] = 30_000
     """Training environment steps after which the run ends; 0 for no end."""
-    duration: ZeroOrMore = 0.0
+    duration: Incidental[ZeroOrMore] = 0.0
     """Seconds after which the run ends; 0 for no end."""
-    target_score: float | None = None
+    target_score: Incidental[float | None] = None
     """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
     environments, else training episodes), or of a round of `eval_every`, at which the run ends;
     None for no end."""
 
-    eval_episodes: CountOrZero = 20
+    eval_episodes: Incidental[CountOrZero] = 20
     """Episodes of the evaluation at the end, and of each round of `eval_every`; 0 for none."""
-    eval_every: CountOrZero = 0
+    eval_every: Incidental[CountOrZero] = 0
     """Training environment steps between two rounds of evaluation while training; 0 for none. A
     round is played with the parameters that the run had when it began, by `eval_envs` environments,
     which is at least one then."""
-    eval_max_steps: Count = 27_000
+    eval_max_steps: Incidental[Count] = 27_000
     """Steps after which an evaluation episode is cut short; its score so far counts. The default is
     that of Atari: 108,000 frames at four a step."""
 
-    launcher: str = "local"
+    launcher: Incidental[str] = "local"
     """Who starts the roles: local (processes of this machine), serial (one thread, in which the
     roles take turns: for a debugger, and for runs that follow from their seed alone) or ray
     (processes on the machines of a Ray cluster)."""
-    ray_address: str = ""
+    ray_address: Incidental[str] = ""
     """The Ray cluster: auto for one that this machine is part of, HOST:PORT, ray://HOST:PORT from
     outside of it, local for a new one on this machine. Empty takes RAY_ADDRESS, or a cluster that
     runs on this machine, or else a new one."""
-    ray_runtime_env: dict[str, Any] = field(default_factory=dict)
+    ray_runtime_env: Incidental[dict[str, Any]] = field(default_factory=dict)
     """Ray's runtime environment of the workers: files and packages that the machines lack, such as
     working_dir=. pip=[\"minigrid\"]."""
-    ray_wait: ZeroOrMore = 0.0
+    ray_wait: Incidental[ZeroOrMore] = 0.0
     """Seconds to wait for Ray nodes that have what the workers ask for, such as those that an
     autoscaler adds; 0 refuses a run for which there are none."""
-    resources: RunResources = field(default_factory=RunResources)
+    resources: Incidental[RunResources] = field(default_factory=RunResources)
     """What each role's process asks for, where the launcher places processes on machines."""
     agent: str = "dreamer"
     """Who acts and learns: dreamer, random, or your own as package.module:name."""
@@ -171,54 +173,54 @@ class RunConfig:
     train the same parameters with one batch, a part from each host. The same command is started on
     every one, with the same directory; the launcher ray starts all of them. 0 takes the number
     from Slurm, or from the nodes of the Ray cluster."""
-    host_index: CountOrZero = 0
+    host_index: Incidental[CountOrZero] = 0
     """Which of the `hosts` this is, from 0; Slurm and Ray tell it where they start them."""
-    coordinator: str = ""
+    coordinator: Incidental[str] = ""
     """Where the hosts meet: HOST:PORT of host 0, as the others reach it. Empty lets host 0 take a
     free port, and write it into the run's directory with its name."""
     envs: Count = 8
     """Environments that collect training data; with several `hosts`, of each."""
-    eval_envs: CountOrZero = 0
+    eval_envs: Incidental[CountOrZero] = 0
     """Environments for evaluation while training: with `eval_every` for its rounds, without it they
     play all the time, and their data is kept apart, for reports and evaluation scores."""
     envs_per_process: Count = 8
     """Environments that share a process and are stepped together, one message for all."""
-    actors: Count = 1
+    actors: Incidental[Count] = 1
     """Servers that choose actions; environment n calls number n % actors. The first one is a part
     of the agent's process. Each other one has a process of its own, on the processor, and gets the
     parameters of the learner about once a second."""
-    bind: str = ""
+    bind: Incidental[str] = ""
     """Where other machines may join the run with `dreamfleet join`: 0.0.0.0 (every network of this
     machine), one of its names or addresses, or an interface such as eth0, each also with :PORT;
     empty for nowhere. The line to type on the other machine is printed at the start."""
-    expect_envs: CountOrZero = 0
+    expect_envs: Incidental[CountOrZero] = 0
     """Environments that have to be there before the run begins to act, those of joined machines
     included; 0 begins with the first one."""
     env_lanes: Annotated[int, Meta(ge=1, le=256)] = 1
     """Groups that the environments of a process are split into, with a message each: while the
     observations of one are on their way, the others are stepped. Two or more hide the delay of a
     network behind the time that steps take."""
-    remote_envs: bool = False
+    remote_envs: Incidental[bool] = False
     """Leave the environments out; they are started elsewhere with `dreamfleet role env`, or, with
     `bind`, with `dreamfleet join`."""
-    remote_replay: bool = False
+    remote_replay: Incidental[bool] = False
     """Leave the replay out; it is started elsewhere with `dreamfleet role replay`."""
     replay_shards: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Processes that the replay is spread over: steps of environment n are stored by process n %
     replay_shards, and batches are drawn from all of them as from one. A run keeps its number."""
 
-    actor_addr: str = "ipc://{auto}"
+    actor_addr: Incidental[str] = "ipc://{auto}"
     """Where the actor listens, such as tcp://10.0.0.5:5551; {auto} chooses a free port or file."""
-    replay_addr: str = "ipc://{auto}"
+    replay_addr: Incidental[str] = "ipc://{auto}"
     """Where the replay listens. With `replay_shards` the first shard listens there, and the others
     at the next ports (or files)."""
-    logger_addr: str = "ipc://{auto}"
+    logger_addr: Incidental[str] = "ipc://{auto}"
     """Where the logger listens."""
-    evaluator_addr: str = "ipc://{auto}"
+    evaluator_addr: Incidental[str] = "ipc://{auto}"
     """Where the evaluator listens, if there is `eval_every`."""
-    learner_addr: str = "ipc://{auto}"
+    learner_addr: Incidental[str] = "ipc://{auto}"
     """Where the learner listens, if there are several `actors`, which call it."""
-    keys: str = ""
+    keys: Incidental[str] = ""
     """File of the run key, or of a role's key, which tcp addresses need; made in the logdir if it
     is not given."""
     actor_batch: Annotated[int, Meta(ge=-1)] = 8
@@ -232,9 +234,9 @@ class RunConfig:
     """Sequences in a training batch; those of all `hosts` together."""
     batch_length: Count = 32
     """Steps that are trained on in a sequence."""
-    report_length: Count = 32
+    report_length: Incidental[Count] = 32
     """Steps in a sequence that is reported on; a longer one is cut to batch_length."""
-    report_batches: Count = 1
+    report_batches: Incidental[Count] = 1
     """Batches in a report."""
     # An update for every eighth step. Updates are what takes the time, so more data is nearly free;
     # with an update for every second step, eight episodes of CartPole were 2,000 updates, and a
@@ -249,20 +251,20 @@ class RunConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 
-    log_every: AboveZero = 10.0
+    log_every: Incidental[AboveZero] = 10.0
     """Seconds between two writes of metrics; in a serial run 100 environment steps are a second."""
-    report_every: ZeroOrMore = 300.0
+    report_every: Incidental[ZeroOrMore] = 300.0
     """Seconds between two reports, and between two videos of an environment with images; 0 for
     never. In a serial run 100 environment steps are a second."""
-    outputs: tuple[str, ...] = ("jsonl", "media")
+    outputs: Incidental[tuple[str, ...]] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb, or your own as package.module:Class."""
-    save_every: ZeroOrMore = 120.0
+    save_every: Incidental[ZeroOrMore] = 120.0
     """Seconds between two checkpoints; 0 saves at the end only."""
-    profile: bool = False
+    profile: Incidental[bool] = False
     """Write profiles to the folder `profile`: where the threads of every process spend their time,
     and a few training steps as JAX sees them. A resumed run does not go on with it."""
-    episode_timeout: AboveZero = 180.0
+    episode_timeout: Incidental[AboveZero] = 180.0
     """Seconds without a step after which an environment's episode and carry are dropped."""
 
     prefill: tuple[str, ...] = ()
@@ -274,19 +276,19 @@ class RunConfig:
     from_checkpoint_regex: str = ""
     """Which entries of `from_checkpoint` are taken, matched from their start; empty for all."""
 
-    on_failure: Literal["restart", "stop"] = "restart"
+    on_failure: Incidental[Literal["restart", "stop"]] = "restart"
     """Whether a process that fails is started again, or ends the run."""
-    max_restarts: CountOrZero = 10
+    max_restarts: Incidental[CountOrZero] = 10
     """Restarts of one process, or of one environment, without progress in between, after which the
     run gives up. Progress is a finished episode or 20 steps of an environment, a checkpoint of the
     agent, and stored steps or written metrics of the others."""
-    on_nan: Literal["end", "stop"] = "end"
+    on_nan: Incidental[Literal["end", "stop"]] = "end"
     """What NaN or infinity in a reward or an observation ends: the episode, before the bad step is
     stored, or the run."""
-    retrace_seconds: ZeroOrMore = 300.0
+    retrace_seconds: Incidental[ZeroOrMore] = 300.0
     """Seconds that a resumed serial run may take to bring its environments back to where they were,
     by taking all their actions again; 0 begins new episodes."""
-    env_timeout: ZeroOrMore = 300.0
+    env_timeout: Incidental[ZeroOrMore] = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
     started again; 0 for no timeout."""
 
@@ -586,6 +588,14 @@ class RunConfig:
         """Every setting by its path, with values as JSON has them."""
         return _flat(json.loads(self.to_json()))
 
+    def experiment(self) -> dict[str, Any]:
+        """The settings that make a run another experiment, as `flat` has them."""
+        left_out = incidental(type(self))
+        if not isinstance(self.agent_config, ForeignSettings):
+            left_out += incidental(type(self.agent_config), f"{self.agent_type.name}.")
+        inside = tuple(f"{path}." for path in left_out)
+        return {k: v for k, v in self.flat().items() if not f"{k}.".startswith(inside)}
+
     @classmethod
     def from_json(cls, text: str | bytes) -> RunConfig:
         """The configuration that `to_json` wrote. Settings that this version does not have are
@@ -663,6 +673,14 @@ def read_config_file(path: Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except ConfigError as error:
         raise ConfigError(f"{path} is not valid. {error}") from None
+
+
+def unknown_settings(config: RunConfig) -> dict[str, Any]:
+    """What the file of a run, from which this was read, holds under paths that there are not:
+    another version wrote it."""
+    values = _of_older_versions(json.loads((config.logdir / CONFIG_FILE).read_bytes()))
+    known = config.flat()
+    return {path: value for path, value in _flat(values).items() if path not in known}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

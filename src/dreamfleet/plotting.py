@@ -1,9 +1,10 @@
 """Learning curves of runs, several seeds of one setting as one curve, and published ones to compare
 with; as a picture.
 
-Runs that differ in nothing but their seed are one curve: the mean of the seeds, and the range from
-the lowest to the highest. Every task gets a panel, with a published curve where there is one. The x
-axis counts environment frames, that is steps times the action repeat.
+Runs that differ in nothing but their seed, and in where and how they are computed, are one curve:
+the mean of the seeds, and the range from the lowest to the highest. Every task gets a panel, with a
+published curve where there is one. The x axis counts environment frames, that is steps times the
+action repeat.
 """
 
 from __future__ import annotations
@@ -48,7 +49,20 @@ class Curve:
     mean: Floats
     low: Floats
     high: Floats
+    present: NDArray[np.int64]
+    """Runs that each point is the mean of: one that has ended earlier adds nothing."""
     runs: int
+
+    @property
+    def whole(self) -> NDArray[np.bool_]:
+        """Which points are the mean of all runs."""
+        return np.equal(self.present, self.runs)
+
+    @property
+    def partial(self) -> NDArray[np.bool_]:
+        """Which points are on the lines from or to those that are the mean of some runs."""
+        some = np.pad(~self.whole, 1)
+        return some[:-2] | some[1:-1] | some[2:]
 
 
 def read_scores(logdir: Path, frames_per_step: int = 1) -> Scores:
@@ -76,18 +90,23 @@ def read_evaluations(logdir: Path, frames_per_step: int = 1) -> Scores:
     path = logdir / "evaluations.jsonl"
     if not path.is_file():
         raise MetricsError(f"{logdir} holds no evaluations: there is no {path}.")
-    # A round that was interrupted at its end may be there twice: the last one counts.
-    found = {row["step"]: row["mean"] for row in read_jsonl(path) if row.get("mean") is not None}
+    # Of several at one step (one that was interrupted, one that a person asked for) the one with
+    # the most episodes counts, and the last of equal ones.
+    found: dict[float, tuple[int, float]] = {}
+    for row in read_jsonl(path):
+        step, episodes = row["step"], row.get("episodes", 0)
+        if row.get("mean") is not None and episodes >= found.get(step, (0,))[0]:
+            found[step] = episodes, row["mean"]
     if not found:
         raise MetricsError(f"{path} is empty: no evaluation has ended yet.")
-    table = np.array(sorted(found.items()), np.float64)
+    table = np.array([(step, found[step][1]) for step in sorted(found)], np.float64)
     return Scores(table[:, 0] * frames_per_step, table[:, 1])
 
 
 def bin_width(longest: float, most: int = 50) -> float:
-    """A round width that cuts so many frames into at most `most` bins: 1, 2 or 5 times ten to a
+    """A round width that cuts such a length into at most `most` bins: 1, 2 or 5 times ten to a
     power."""
-    least = max(longest, 1.0) / most
+    least = (longest or 1.0) / most
     power = 10.0 ** math.floor(math.log10(least))
     return next(width for f in (1, 2, 5, 10) if (width := f * power) >= least * (1 - 1e-9))
 
@@ -100,14 +119,15 @@ def combine(runs: Sequence[Scores], width: float) -> Curve:
     adds nothing.
     """
     last = max(float(run.at[-1]) for run in runs)
-    ends: Floats = width * np.arange(1, math.ceil(last / width - 1e-9) + 1, dtype=np.float64)
+    count = max(1, math.ceil(last / width - 1e-9))
+    ends: Floats = width * np.arange(1, count + 1, dtype=np.float64)
     table = np.stack([_binned(run, ends, width) for run in runs])
     there = ~np.isnan(table)
     some = there.any(0)
     table, ends, there = table[:, some], ends[some], there[:, some]
     mean = np.where(there, table, 0).sum(0) / there.sum(0)
     low, high = np.nanmin(table, 0), np.nanmax(table, 0)
-    return Curve(np.minimum(ends, last), mean, low, high, len(runs))
+    return Curve(np.minimum(ends, last), mean, low, high, there.sum(0), len(runs))
 
 
 def final_score(run: Scores, share: float = 0.1) -> float:
@@ -169,14 +189,6 @@ def _table() -> dict[str, Any]:
     return table
 
 
-INCIDENTAL = (
-    *("seed", "logdir", "steps", "duration", "actor_addr", "replay_addr", "logger_addr"),
-    *("eval_every", "eval_episodes", "eval_envs", "eval_max_steps", "evaluator_addr"),
-    *("actors", "learner_addr"),
-    *("log_every", "report_every", "save_every", "on_failure", "max_restarts"),
-    *("episode_timeout", "target_score", "outputs", "keys", "env_timeout", "on_nan"),
-)
-"""Settings that do not make a run another experiment."""
 _REPEATS = {"atari": 4, "atari100k": 4}
 _SHOWN = 3
 COLORS = ("#0b6fb8", "#d1495b", "#2f8f5b", "#8a5fbf", "#c98a12", "#4d9da6")
@@ -191,9 +203,7 @@ class PlottedRun:
 
     @property
     def setting(self) -> dict[str, Any]:
-        return {
-            key: v for key, v in self.config.flat().items() if key.split(".")[0] not in INCIDENTAL
-        }
+        return self.config.experiment()
 
 
 @dataclass(frozen=True)
@@ -203,6 +213,17 @@ class Group:
     label: str
     runs: list[PlottedRun]
     curve: Curve
+
+    @property
+    def seeds(self) -> int:
+        """Seeds that differ from each other."""
+        return len({run.config.seed for run in self.runs})
+
+    @property
+    def size(self) -> str:
+        """`3 seeds`, or `3 runs of 1 seed`."""
+        words = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        return words if self.seeds == len(self.runs) else f"{len(self.runs)} runs of {words}"
 
 
 @dataclass(frozen=True)
@@ -333,11 +354,13 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         if len(group.runs) == 1:
             scores = group.runs[0].scores
             axis.plot(scores.at, scores.score, ".", color=color, markersize=2, alpha=0.3)
-            label = f"{group.label}, 1 seed"
+            label = f"{group.label}, {group.size}"
         else:
             axis.fill_between(curve.at, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
-            label = f"{group.label}, {curve.runs} seeds (mean and range)"
-        axis.plot(curve.at, curve.mean, color=color, linewidth=1.8, label=label)
+            label = f"{group.label}, {group.size} (mean and range)"
+        for shown, dashes, name in ((curve.whole, "-", label), (curve.partial, ":", None)):
+            mean = np.where(shown, curve.mean, np.nan)
+            axis.plot(curve.at, mean, dashes, color=color, linewidth=1.8, label=name)
     repeats = {action_repeat(run.config) for group in panel.groups for run in group.runs}
     repeated = repeats != {1}
     said = f" (action repeat {', '.join(map(str, sorted(repeats)))})" if repeated else ""

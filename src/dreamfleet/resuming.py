@@ -15,10 +15,10 @@ from typing import Any
 
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.config import CONFIG_FILE, OUTPUTS, RunConfig, read_config
+from dreamfleet.config import CONFIG_FILE, OUTPUTS, RunConfig, read_config, unknown_settings
 from dreamfleet.envs import is_bundled
 from dreamfleet.envs.registry import PROGRAM, only_there
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, did_you_mean
 
 _MOST_SHOWN = 4
 
@@ -75,6 +75,18 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
         f"{path} {_shown(old.get(path))} -> {_shown(new.get(path))}"
         for path in paths
         if path not in own
+    ]
+
+
+def unknown(before: RunConfig, after: RunConfig) -> list[str]:
+    """Settings of a run's file that this version does not have, a sentence each."""
+    if before.agent == after.agent:  # else its code was not trusted
+        before = before.resolved()
+    known = before.flat()
+    return [
+        f"{path}={_shown(value)} of {CONFIG_FILE} has no effect, because this version has no such "
+        f"setting: {did_you_mean(path, known, 'see docs/configuration.md.')}"
+        for path, value in unknown_settings(before).items()
     ]
 
 

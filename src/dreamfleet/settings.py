@@ -1,8 +1,8 @@
 """What every configuration class can do.
 
 A configuration class is a frozen dataclass. Each field states a setting once: its type holds the
-range, its default is the setting's default, and the text under it is its sentence. Checks, flags
-and the reference page are made from that.
+range, and whether it is `Incidental`; its default is the setting's default, and the text under it
+is its sentence. Checks, flags and the reference page are made from that.
 
     @dataclass(frozen=True)
     class Optimizer:
@@ -35,6 +35,11 @@ import msgspec
 from dreamfleet.errors import ConfigError, did_you_mean
 
 Config = TypeVar("Config")
+Kind = TypeVar("Kind")
+
+_INCIDENTAL = object()
+Incidental = Annotated[Kind, _INCIDENTAL]
+"""A setting, or a class of them, that does not make a run another experiment."""
 
 # The ranges that many settings have.
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -170,6 +175,17 @@ def sentences(kind: type) -> Mapping[str, str]:
                 found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
     _SENTENCES[kind] = found
     return found
+
+
+def incidental(kind: type, prefix: str = "") -> tuple[str, ...]:
+    """The paths of a class's settings, and of whole classes inside, that are `Incidental`."""
+    found: list[str] = []
+    for name, inner in _kinds(kind).items():
+        if name in _MARKED[kind]:
+            found.append(f"{prefix}{name}")
+        elif dataclasses.is_dataclass(inner):
+            found += incidental(typing.cast(type, inner), f"{prefix}{name}.")
+    return tuple(found)
 
 
 def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Config:
@@ -317,6 +333,8 @@ def names_of(kind: type) -> list[str]:
 
 
 _KINDS: dict[type, dict[str, Any]] = {}
+_MARKED: dict[type, set[str]] = {}
+"""Names of fields that are `Incidental`."""
 _SENTENCES: dict[type, Mapping[str, str]] = {}
 
 
@@ -324,9 +342,21 @@ def _kinds(kind: type) -> dict[str, Any]:
     """The types of a class's fields, with their ranges; looked up once, because it is slow."""
     if kind not in _KINDS:
         hints = typing.get_type_hints(kind, include_extras=True)
-        fields = dataclasses.fields(typing.cast(Any, kind))
-        _KINDS[kind] = {field.name: hints[field.name] for field in fields}
+        marked = {
+            each.name: hints[each.name] for each in dataclasses.fields(typing.cast(Any, kind))
+        }
+        _KINDS[kind] = {name: _unmarked(hint) for name, hint in marked.items()}
+        _MARKED[kind] = {name for name, hint in marked.items() if hint is not _KINDS[kind][name]}
     return _KINDS[kind]
+
+
+def _unmarked(hint: Any) -> Any:
+    """A type without marks; the same object if it has none."""
+    extras = getattr(hint, "__metadata__", ())
+    rest = [each for each in extras if each is not _INCIDENTAL]
+    if len(rest) == len(extras):
+        return hint
+    return typing.cast(Any, Annotated)[(hint.__origin__, *rest)] if rest else hint.__origin__
 
 
 def _instances(kind: type) -> Mapping[str, Any]:

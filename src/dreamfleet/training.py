@@ -43,6 +43,7 @@ from dreamfleet.resuming import (
     resumed,
     shortened,
     steps_made,
+    unknown,
 )
 from dreamfleet.roles.hosts import this_host
 from dreamfleet.roles.profiling import how_to_look
@@ -331,7 +332,8 @@ def _is_over(config: RunConfig, say: Say) -> bool:
     else:
         say(f"Resuming at step {step:,} with the settings that the run was last with")
     if holds_run(config.logdir):  # or it is another one of its hosts
-        for line in differences(read_config(config.logdir), config):
+        before = read_config(config.logdir)
+        for line in [*differences(before, config), *unknown(before, config)]:
             say(line)
     return is_over
 

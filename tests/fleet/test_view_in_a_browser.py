@@ -10,11 +10,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,22 @@ def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
         it_fits_a_phone_in_light_and_dark(page)
         go(page)
         a_run_is_saved_and_ended_from_its_page(page, folder)
+
+
+def test_a_page_of_a_server_that_was_started_again_says_what_to_do(tmp_path: Path) -> None:
+    """The new server has another token, so the page cannot reconnect."""
+    made_up_run(tmp_path / "runs" / "a")
+    with chromium() as browser:
+        page = browser.new_page()
+        page.set_default_timeout(PATIENCE)
+        with served(tmp_path / "runs") as address:
+            page.goto(address)
+            page.wait_for_selector(_ROW)
+        port = address.partition("/?token=")[0].rpartition(":")[2]
+        with served(tmp_path / "runs", port) as again:
+            page.wait_for_selector("text=Open the address that 'dreamfleet view' printed")
+            page.goto(again)
+            page.wait_for_selector(_ROW)
 
 
 def command(*words: str) -> list[str]:
@@ -120,10 +135,10 @@ def some_runs(runs: Path) -> Iterator[None]:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, port: str = "0") -> Iterator[str]:
     """The address of a server."""
     with process(
-        folder.parent / "view.log", "view", str(folder), "--port", "0", stdout=subprocess.PIPE
+        folder.parent / "view.log", "view", str(folder), "--port", port, stdout=subprocess.PIPE
     ) as server:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
@@ -163,6 +178,15 @@ const series = chart ? chart.getOption().series : [];
 return Math.max(0, ...series.flatMap(each => each.data.map(point => point[0])));
 }"""
 """The last step that a chart shows."""
+
+
+_POINTS = """(selector, name) => {
+const element = document.querySelector(selector);
+const chart = element && getElement(Number(element.id.slice(1))).chart;
+const found = chart ? chart.getOption().series.filter(each => each.name === name) : [];
+return found.reduce((count, each) => count + each.data.length, 0);
+}"""
+"""How many points of this name a chart has."""
 
 
 def wait(page: Any, condition: str, *arguments: Any) -> None:
@@ -253,21 +277,15 @@ def a_live_run_grows_and_a_killed_process_turns_red_and_green(page: Any, folder:
     wait(page, grown, page.evaluate(_REACHES, ".chart.score"))
     page.get_by_role("link", name="Fleet").click()
     page.wait_for_selector(".node.running[data-role=env]")
-    # One that has done its work is started again at once; one that fails again and again waits.
-    killed: set[int] = set()
-    deadline = time.monotonic() + 120
-    while not page.locator(".node.restarting[data-role=env]").count():
-        assert time.monotonic() < deadline
-        record = read_record(folder / "live")
-        assert record is not None
-        victim = next(worker for worker in record.workers if worker.role == "env")
-        if victim.pid is not None and victim.pid not in killed and len(killed) < 7:
-            killed.add(victim.pid)
-            with suppress(ProcessLookupError):
-                os.kill(victim.pid, signal.SIGKILL)
-        page.wait_for_timeout(50)
-    page.wait_for_selector(".node.running[data-role=env]")
+    record = read_record(folder / "live")
+    assert record is not None
+    victim = next(worker for worker in record.workers if worker.role == "env")
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    page.wait_for_selector(".node.restarting[data-role=env]")  # though it is back at once
     page.wait_for_selector(".fleet circle.failed")
+    page.wait_for_selector("text=1 failure")
+    page.wait_for_selector(".node.running[data-role=env]")
     page.get_by_role("link", name="Metrics").click()
     page.wait_for_selector(".tile svg")
     page.get_by_label("search").fill("replayed steps")
@@ -313,6 +331,8 @@ def it_keeps_up_with_a_run_that_goes_on(page: Any, logdir: Path) -> None:
     page.get_by_label("checkpoint").click()
     page.get_by_role("option").nth(1).wait_for()  # the old one is still in memory
     page.keyboard.press("Escape")
+    page.get_by_label("start from").click()
+    page.get_by_role("option").get_by_text("steps, score").first.click()
     for chunk in (logdir / "replay").glob("*"):
         chunk.unlink()
     page.get_by_role("button", name="Start", exact=True).click()
@@ -354,6 +374,9 @@ def a_checkpoint_is_evaluated(page: Any) -> None:
     page.locator(".acts").get_by_role("button", name="Evaluate").click()
     page.wait_for_selector(".job .bar")
     page.wait_for_selector(".job :text('mean return')")
+    page.wait_for_selector("td:text-is('asked')")  # it is kept
+    page.get_by_role("link", name="Overview").click()
+    wait(page, f"() => ({_POINTS})('.chart.score', 'evaluation') === 1")
 
 
 def a_run_is_saved_and_ended_from_its_page(page: Any, folder: Path) -> None:

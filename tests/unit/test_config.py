@@ -16,7 +16,7 @@ from dreamfleet.agents import size_preset
 from dreamfleet.agents.random import RandomConfig
 from dreamfleet.agents.registry import BUILT_IN, find_agent
 from dreamfleet.cli.train import config_of
-from dreamfleet.config import RunConfig
+from dreamfleet.config import Resources, RunConfig, RunResources
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
 from dreamfleet.settings import describe
@@ -218,3 +218,22 @@ def test_the_directory_follows_the_task_unless_it_was_chosen() -> None:
     assert RunConfig().changed(other).logdir == Path("runs/gym-Acrobot-v1")
     assert RunConfig(logdir="runs/mine").changed(other).logdir == Path("runs/mine")
     assert RunConfig(logdir="all/{task}/1", **other).logdir == Path("all/gym-Acrobot-v1/1")
+
+
+def test_where_and_how_a_run_is_computed_makes_it_no_other_experiment() -> None:
+    """So seeds that differ only there are drawn as one curve."""
+    plain = RunConfig()
+    elsewhere = RunConfig(
+        launcher="ray",
+        ray_address="far:1",
+        ray_runtime_env={"pip": ["minigrid"]},
+        ray_wait=5.0,
+        resources=RunResources(env=Resources(cpu=2, custom={"simulator": 1})),
+        bind="0.0.0.0",
+        profile=True,
+        seed=3,
+        logdir=Path("elsewhere"),
+    ).changed({"dreamer.execution.cache_dir": "", "dreamer.execution.train_platform": "gpu"})
+    assert elsewhere.experiment() == plain.experiment()
+    for change in ({"batch_size": 3}, {"env_options": {"repeat": 2}}, {"dreamer.loss.horizon": 9}):
+        assert plain.changed(change).experiment() != plain.experiment()

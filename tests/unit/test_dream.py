@@ -307,10 +307,13 @@ def test_reality_goes_where_the_dream_started(loaded: Dream) -> None:
     np.testing.assert_array_equal(back.obs["image"], stored["image"][6])
     assert back.number == 1
     assert real.action_names == ("left", "stay", "right")
-    for _ in range(12):
-        now = real.step({"action": np.array(1)})
-    assert now.last  # and nothing happens any more
-    assert (now.number, now.reward) == (13, 0.0)
+    stay = {"action": np.ones((), stored["action"].dtype)}
+    while not now.last:
+        now = real.step(stay)
+    assert now.number == len(stored["image"]) - 6
+    assert real.step(stay) is now  # nothing happens any more
+    again = real.repeat([stay] * 20)
+    assert (again.number, again.last, again.frame is None) == (now.number, True, False)
     real.close()
 
 

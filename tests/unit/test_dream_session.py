@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dream_parts import small_run
 from PIL import Image
 
 from dreamfleet import Dream, DreamfleetError
-from dreamfleet.dream.host import DreamHost
+from dreamfleet.dream.host import DreamHost, _Host
 from dreamfleet.dream.session import MOST_BRANCHES, Session
 
 DEADLINE = 120
@@ -126,6 +126,35 @@ def test_without_an_environment_the_recording_is_the_truth(loaded: Dream) -> Non
     assert session.step("policy")["truth"] is None
 
 
+def test_nothing_is_compared_once_the_real_episode_has_ended(session: Session) -> None:
+    session.start(1, 13, 0)
+    scenes = [act(session, 1) for _ in range(4)]
+    ends = [each["truth"] and each["truth"]["last"] for each in scenes]
+    assert ends == [False, True, None, None]
+    assert (
+        scenes[2]["note"] == "The real episode ended at step 2: there is nothing to compare with."
+    )
+    curves = scenes[-1]["curves"]
+    for name in ("difference", "true_reward"):
+        assert np.isfinite(curves[name]).tolist() == [True, True, True, False, False]
+    back = session.go(2)
+    assert back["truth"]["frame"] == scenes[1]["truth"]["frame"]
+    assert session.go(4)["truth"] is None
+
+
+def test_a_dream_that_is_over_does_not_go_on(session: Session) -> None:
+    session.start(None, 1, 0)
+    scene = act(session, 1)
+    assert not scene["over"]
+    now = session.dream.now
+    session.dream._line[-1] = replace(now, continuation=0.4)
+    assert session.show()["over"]
+    with pytest.raises(DreamfleetError, match="The dream is over"):
+        session.step("policy")
+    assert not session.go(0)["over"]
+    assert session.step("policy")["number"] == 1
+
+
 def test_an_environment_of_ones_own_is_made_with_trust(
     loaded: Dream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,17 +211,24 @@ def test_several_viewers_have_dreams_of_their_own(run: Path) -> None:
         host.stop()
 
 
-def test_a_viewer_that_left_without_a_word_is_forgotten(run: Path) -> None:
-    from dreamfleet.dream.host import _Host
+def test_a_dream_that_is_idle_is_closed_by_itself_and_the_process_with_it(run: Path) -> None:
+    host = DreamHost(idle=0.1)
+    try:
+        host.open("a", run)
+        for thread in threading.enumerate():
+            if thread.name == "idle-dreams":
+                thread.join(DEADLINE)
+        assert host.pid is None
+        assert not host.holds("a")
+        with pytest.raises(DreamfleetError, match="The dream is closed, because it was idle"):
+            host.call("a", "show")
+        assert host.open("a", run)["step"] == 70
+    finally:
+        host.stop()
 
-    host = _Host(most=1, idle=0.0)
+
+def test_a_checkpoint_that_is_a_link_is_not_followed(run: Path) -> None:
     linked = run.parent / "linked"
     linked.symlink_to(run)
     with pytest.raises(DreamfleetError, match="link, which is not followed"):
-        host.open("a", str(linked / "ckpt"), False)
-    host.open("a", str(run), False)
-    time.sleep(0.01)  # any time is too long
-    host.open("b", str(run), False)
-    with pytest.raises(DreamfleetError, match="The dream is closed"):
-        host.call("a", "show")
-    assert host.close("b") == 0
+        _Host().open("a", str(linked / "ckpt"), False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -24,7 +25,7 @@ from dreamfleet.parallel import _prepared
 from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.presets import preset
 from dreamfleet.resuming import differences, resumed, with_changes
-from dreamfleet.training import configure
+from dreamfleet.training import _is_over, configure
 
 RAN = "ran_because_a_file_said_so"
 
@@ -231,6 +232,23 @@ def test_a_file_chooses_no_cluster_and_no_packages(tmp_path: Path) -> None:
     assert (found.ray_address, found.ray_runtime_env) == ("", {})
     assert resumed(tmp_path, {"ray_address": "near:1"}).ray_address == "near:1"
     assert resumed(tmp_path, {}, trust=True).ray_address == "far:1"
+
+
+def test_a_setting_that_this_version_does_not_have_is_named(tmp_path: Path) -> None:
+    config = RunConfig(logdir=tmp_path, steps=100)
+    values = json.loads(config.to_json())
+    values["replay_capacity"] = 500  # whose new name is known
+    values["batch_sise"] = 8
+    values["dreamer"]["loss"]["horizons"] = 50
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    Checkpoint(tmp_path / "ckpt" / "agent").save({"run": {"updates": 1}}, step=100)
+    said: list[str] = []
+    assert _is_over(resumed(tmp_path, {}), said.append)
+    words = "of config.json has no effect, because this version has no such setting: did you mean"
+    assert sorted(said[1:]) == [
+        f"batch_sise=8 {words} 'batch_size'?",
+        f"dreamer.loss.horizons=50 {words} 'dreamer.loss.horizon'?",
+    ]
 
 
 def test_another_launcher_chooses_its_own_addresses(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from msgspec import Meta
 from dreamfleet.cli.console import say, write
 from dreamfleet.errors import ConfigError
 from dreamfleet.evaluation import Evaluation, EvaluationInterrupted, play
-from dreamfleet.policy import Policy
+from dreamfleet.metrics.evaluations import append_evaluation
+from dreamfleet.policy import Policy, run_of
 
 
 def eval(  # noqa: A001 - the command's name
@@ -21,6 +22,7 @@ def eval(  # noqa: A001 - the command's name
     greedy: bool = False,
     video: Path | None = None,
     json: Path | None = None,
+    keep: bool = False,
     seed: Annotated[int, Meta(ge=0)] = 0,
     fps: Annotated[float, Meta(gt=0)] = 20.0,
     agent: str | None = None,
@@ -42,6 +44,7 @@ def eval(  # noqa: A001 - the command's name
         greedy: Take the mode of the policy instead of a sample.
         video: Record the first episode to this file, such as play.mp4.
         json: Also write every return to this file.
+        keep: Also add the result to the run's evaluations.jsonl, which pages and plots show.
         seed: Another seed plays other episodes.
         fps: Frames a second of the video.
         agent: An agent of your own, as package.module:name, which is imported then.
@@ -82,6 +85,8 @@ def eval(  # noqa: A001 - the command's name
     if video and not result.video_error:
         say(f"video          {video}")
     # Last: a file that cannot be written must not take the returns with it.
+    if keep:
+        append_evaluation(run_of(logdir), result, kind="asked")
     if json:
         write(json, dumps(result.record(), indent=2) + "\n")
     if result.video_error:

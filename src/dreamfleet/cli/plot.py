@@ -51,7 +51,7 @@ def _table(panels: Sequence[Panel]) -> Table:
             table.add_row(
                 panel.task,
                 group.label,
-                str(len(scores)),
+                f"{group.seeds}" + (f" ({len(scores)} runs)" if len(scores) > group.seeds else ""),
                 readable(end),
                 readable(sum(scores) / len(scores)),
                 f"{readable(min(scores))} to {readable(max(scores))}" if len(scores) > 1 else "",

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,40 +32,28 @@ log = logging.getLogger(__name__)
 MOST_SESSIONS = 4
 IDLE_SECONDS = 900.0
 _PATIENCE = 300.0
+_BUSY = float("inf")
+_LOOK_SECONDS = 10.0  # between two looks for idle dreams
+CLOSED = "The dream is closed, because it was idle for too long: press Start to open it again."
 
 
 class _Host:
     """The sessions, in the process."""
 
-    def __init__(self, most: int, idle: float) -> None:
-        self._most, self._idle = most, idle
+    def __init__(self) -> None:
         self._sessions: dict[str, tuple[Session, ThreadPoolExecutor]] = {}
-        self._used: dict[str, float] = {}
-        self._lock = threading.Lock()
         # Networks are shared by the sessions that play the same checkpoint.
         self._loaded: weakref.WeakValueDictionary[str, Dream] = weakref.WeakValueDictionary()
 
     def open(self, name: str, path: str, trust: bool) -> Plain:
         """Load a checkpoint for a viewer; what can be chosen."""
-        self.close_idle()
         pool = ThreadPoolExecutor(1, thread_name_prefix="dream")
-        with self._lock:
-            if len(self._sessions) >= self._most:
-                raise ConfigError(
-                    f"{self._most} dreams are being played, which is the most: close one of them."
-                )
-            self._sessions[name] = None, pool  # type: ignore[assignment]
-            self._used[name] = time.monotonic()
         try:
-            session = pool.submit(self._load, path, trust).result()
-            with self._lock:
-                if name not in self._sessions:
-                    raise ConfigError("The dream was closed while it was loaded.")
-                self._sessions[name] = session, pool
-            return self.call(name, "describe")
+            self._sessions[name] = pool.submit(self._load, path, trust).result(), pool
         except BaseException:
-            self.close(name)
+            pool.shutdown(wait=False)
             raise
+        return self.call(name, "describe")
 
     def _load(self, path: str, trust: bool) -> Session:
         known = self._loaded.get(path)
@@ -78,31 +67,18 @@ class _Host:
 
     def call(self, name: str, method: str, *args: Any) -> Plain:
         """Call a method of a session, on its thread."""
-        with self._lock:
-            session, pool = self._sessions.get(name, (None, None))
-            self._used[name] = time.monotonic()
-        if session is None or pool is None or method not in _METHODS:
-            raise ConfigError("The dream is closed: it was idle for too long. Open it again.")
+        session, pool = self._sessions.get(name, (None, None))
+        if pool is None or method not in _METHODS:
+            raise ConfigError(CLOSED)
         result: Plain = pool.submit(getattr(session, method), *args).result()
         return result
 
-    def close(self, name: str) -> int:
-        """End a session; how many are left."""
-        with self._lock:
-            session, pool = self._sessions.pop(name, (None, None))
-            self._used.pop(name, None)
-            left = len(self._sessions)
-        if pool is not None:
-            if session is not None:
-                pool.submit(session.close)
+    def close(self, name: str) -> None:
+        """End a session."""
+        session, pool = self._sessions.pop(name, (None, None))
+        if session is not None and pool is not None:
+            pool.submit(session.close)
             pool.shutdown(wait=False)
-        return left
-
-    def close_idle(self) -> None:
-        """End the sessions whose viewers have left without a word."""
-        now = time.monotonic()
-        for name in [name for name, used in self._used.items() if now - used > self._idle]:
-            self.close(name)
 
 
 _METHODS = ("describe", "start", "step", "go", "reset", "show")
@@ -121,9 +97,9 @@ def _answered(method: Callable[..., Any], *args: Any) -> Plain:
 
 def main() -> None:
     """Serve until the parent closes the pipe, or is gone."""
-    address, most, idle = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    host = _Host(most, idle)
-    server = Server(address, "dreams", workers=most + 1)
+    address, workers = sys.argv[1], int(sys.argv[2])
+    host = _Host()
+    server = Server(address, "dreams", workers=workers)
     for name in ("open", "call", "close"):
         server.bind(name, partial(_answered, getattr(host, name)))
     with server:
@@ -134,14 +110,21 @@ def main() -> None:
 
 
 class DreamHost:
-    """Starts the process when it is needed, and speaks with it; for any thread."""
+    """Starts the process when it is needed, and speaks with it; for any thread.
+
+    Args:
+        most: Dreams that are played at the same time.
+        idle: Seconds without a call after which a dream is closed.
+    """
 
     def __init__(self, most: int = MOST_SESSIONS, idle: float = IDLE_SECONDS) -> None:
         self._most, self._idle = most, idle
         self._lock = threading.Lock()
+        self._used: dict[str, float] = {}  # the sessions, and since when each is idle
         self._process: subprocess.Popen[str] | None = None
         self._client: Client | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._ended = threading.Event()
 
     def open(self, name: str, path: Path, *, trust: bool = False) -> Plain:
         """Load a checkpoint of a run for a viewer.
@@ -153,23 +136,65 @@ class DreamHost:
             if self._process is None or self._process.poll() is not None:
                 self._stop()
                 self._start()
-        answer: Plain = self._ask("open", name, str(path.absolute()), trust)
+            if len(self._used) >= self._most:
+                raise ConfigError(
+                    f"{self._most} dreams are being played, which is the most: close one of them."
+                )
+            self._used[name] = _BUSY
+        try:
+            answer: Plain = self._ask("open", name, str(path.absolute()), trust)
+        except BaseException:
+            self.close(name)
+            raise
+        if not self._rest(name):  # its page was closed meanwhile
+            self._forget(name)
         return answer
 
     def call(self, name: str, method: str, *args: Any) -> Plain:
         """Call a method of a `Session`."""
-        answer: Plain = self._ask("call", name, method, *args)
-        return answer
+        with self._lock:
+            if name not in self._used:
+                raise ConfigError(CLOSED)
+            self._used[name] = _BUSY
+        try:
+            answer: Plain = self._ask("call", name, method, *args)
+            return answer
+        finally:
+            self._rest(name)
+
+    def _rest(self, name: str) -> bool:
+        """A session is idle from now on; returns whether it is still open."""
+        with self._lock:
+            if name in self._used:
+                self._used[name] = time.monotonic()
+            return name in self._used
+
+    def holds(self, name: str) -> bool:
+        """Whether a session is open."""
+        return name in self._used
 
     def close(self, name: str) -> None:
         """End a session, and the process with the last one."""
-        try:
-            left = self._ask("close", name)
-        except DreamfleetError:
-            return
         with self._lock:
-            if left == 0:
+            if self._used.pop(name, None) is None:
+                return
+            if not self._used:
                 self._stop()
+                return
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        with suppress(DreamfleetError):
+            self._ask("close", name)
+
+    def _close_idle(self, ended: threading.Event) -> None:
+        """Close sessions that are not called any more, until the process has ended."""
+        while not ended.wait(min(self._idle, _LOOK_SECONDS)):
+            since = time.monotonic() - self._idle
+            with self._lock:
+                idle = [name for name, used in self._used.items() if used < since]
+            for name in idle:
+                self.close(name)
 
     def stop(self) -> None:
         """End the process."""
@@ -184,9 +209,8 @@ class DreamHost:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dreamfleet-")
         address = f"ipc://{self._folder.name}/dreams"
-        command = [sys.executable, "-P", "-m", __spec__.name, address, str(self._most)]
         self._process = subprocess.Popen(
-            [*command, str(self._idle)],
+            [sys.executable, "-P", "-m", __spec__.name, address, str(self._most + 1)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -196,8 +220,15 @@ class DreamHost:
         if not self._process.stdout.readline():
             raise DreamfleetError("The process for dreams did not start: look at the terminal.")
         self._client = Client(address, "dreams", patience=5.0, timeout=_PATIENCE)
+        self._ended = threading.Event()
+        watch = threading.Thread(
+            target=self._close_idle, args=[self._ended], name="idle-dreams", daemon=True
+        )
+        watch.start()
 
     def _stop(self) -> None:
+        self._ended.set()
+        self._used.clear()
         if self._client is not None:
             self._client.close(flush=0)
         if self._process is not None:

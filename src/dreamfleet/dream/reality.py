@@ -37,11 +37,11 @@ class Real:
     """A moment of the real environment."""
 
     number: int
-    """Actions since the dream began."""
+    """Actions since the dream began, those after the end of the episode left out."""
     obs: Arrays
     reward: float
     last: bool
-    """The episode is over: from here on nothing changes."""
+    """The episode is over: every further action leads here again."""
     frame: NDArray[np.uint8] | None
     """What it looks like, if that can be shown."""
 
@@ -134,11 +134,12 @@ class Reality:
 
     def _take(self, action: Mapping[str, Any], *, draw: bool = True) -> Real:
         before = self.now
+        if before.last:
+            return before
         taken = {key: np.asarray(value) for key, value in action.items()}
-        over = {**before.obs, "reward": np.zeros((), np.float32)}
-        obs = over if before.last else self._attempt(lambda: self._advance(taken))
+        obs = self._attempt(lambda: self._advance(taken))
         self._way.update(b"".join(taken[key].tobytes() for key in sorted(taken)))
-        return self._arrive(before.number + 1, obs, draw=draw)
+        return self._arrive(before.number + 1, obs, draw=draw or bool(obs["is_last"]))
 
     def repeat(self, actions: Iterable[Mapping[str, Any]]) -> Real:
         """Go back to the start, and take these actions.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays
-from dreamfleet.dream.dream import Dream
+from dreamfleet.dream.dream import Dream, Imagined
 from dreamfleet.dream.reality import Reality, RealityError, image_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.masks import ACTION_MASK
@@ -29,6 +29,8 @@ MOST_NUMBERS = 16
 MOST_POINTS = 200
 """Moments that curves reach back."""
 _MOST_EPISODES = 200
+_GOES_ON = 0.5
+"""The predicted probability below which an episode is over."""
 
 Who = Literal["you", "policy", "mode", "recorded"]
 Plain = dict[str, Any]
@@ -142,6 +144,11 @@ class Session:
         number = dream.now.number
         if number >= MOST_STEPS:
             raise ConfigError(f"The dream is {MOST_STEPS:,} steps long: go back, or reset it.")
+        if _is_over(dream.now):
+            raise ConfigError(
+                "The dream is over: the world model believes that the episode ends here. Go back, "
+                "or start again."
+            )
         if who == "recorded":
             chosen = self._recorded_action(number)
         elif who == "you":
@@ -201,6 +208,7 @@ class Session:
             "branches": len(self._branches),
             "reward": now.reward,
             "continuation": now.continuation,
+            "over": _is_over(now),
             "value": now.value,
             "frame": encode_png(drawn) if drawn is not None else b"",
             "action": {key: np.ravel(value).tolist() for key, value in chosen.items()},
@@ -209,7 +217,7 @@ class Session:
             "recorded": self._recorded_left(now.number),
             "numbers": _names(now.obs),
             "names": list(self._real.action_names) if self._real else [],
-            "note": self._note,
+            "note": self._note if truth else self._why_unknown(),
             "truth": truth,
             "curves": self._curves(),
         }
@@ -232,11 +240,13 @@ class Session:
     # --- truth -----------------------------------------------------------------------------------
 
     def _truth(self, number: int) -> Plain | None:
-        """What really happens: in the environment, or else in the recording while its own actions
-        are taken."""
+        """What really happens: in the environment until its episode ends, or else in the recording
+        while its own actions are taken."""
         now = self.dream.now
         if self._real is not None and self._follows:
             real = self._real.now
+            if real.number < number:
+                return None
             obs, reward, last, frame = real.obs, real.reward, real.last, real.frame
             source = "environment"
         elif self._as_recorded():
@@ -256,6 +266,13 @@ class Session:
             "last": last,
             "difference": difference,
         }
+
+    def _why_unknown(self) -> str:
+        """Why there is nothing to compare with."""
+        if self._real is not None and self._follows:
+            end = self._real.now.number
+            return f"The real episode ended at step {end}: there is nothing to compare with."
+        return self._note or "The recording knows its own actions only."
 
     def _recorded_count(self) -> int:
         return len(next(iter(self._recorded.values()))) if self._recorded else 0
@@ -301,6 +318,10 @@ def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
         for key, space in spaces.items()
         if (value := action.get(key)) is not None
     }
+
+
+def _is_over(now: Imagined) -> bool:
+    return now.continuation < _GOES_ON
 
 
 def _equal(left: Arrays | None, right: Arrays) -> bool:

@@ -197,6 +197,7 @@ class Supervisor:
     def _on_exit(self, member: _Member, code: int) -> None:
         """Decide what follows the end of a worker that nobody here has asked to stop."""
         how = member.describe_exit(code)
+        self._write_event(member, "failed", member.failure)
         error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
         policy, noted = member.worker.restart, member.noted()
         if policy.on_failure == "stop" or noted.final:
@@ -209,7 +210,6 @@ class Supervisor:
             self._start(member)
             return
         self._write_record()
-        self._write_event(member, "failed", member.failure)
         timer = threading.Timer(delay, self._events.put, [_Restart(member)])
         timer.daemon = True
         timer.start()

@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import Count, Fraction, validate
+from dreamfleet.settings import Count, Fraction, Incidental, validate
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ReplayConfig:
     capacity: Count = 1_000_000
     """Sequences that are kept; the oldest leave first. One new step makes one sequence. Of
     evaluation data, which only reports use, a tenth of it is kept."""
-    chunk: Count = 1024
+    chunk: Incidental[Count] = 1024
     """Steps in a file of the replay. A directory that has files already keeps their size."""
     max_bytes: Count | None = None
     """Bytes that the files may take; the oldest sequences leave earlier then. None for no bound."""

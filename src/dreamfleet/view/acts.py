@@ -22,6 +22,7 @@ from nicegui import app, ui
 
 from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.fleet.record import read_record, supervisor_process
+from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.roles.learner import SAVE_REQUEST
 from dreamfleet.view.frame import card, with_hint
 from dreamfleet.view.runs import Run
@@ -145,6 +146,8 @@ def start_evaluation(
     words += ["--trust"] if run.trust else []
     if video:
         words += ["--video", str(run.path / "media" / ASKED / f"{step:012d}.mp4")]
+    elif not (run.path / EVALUATIONS_FILE).is_symlink():
+        words += ["--keep"]
     return _start_job(run, "video" if video else "evaluation", words, step, episodes)
 
 

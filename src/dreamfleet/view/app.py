@@ -166,4 +166,5 @@ def _tell_parent(address: PageAddress) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), ready=_tell_parent)
+    with suppress(KeyboardInterrupt):
+        serve(Path(sys.argv[1]), ready=_tell_parent)

@@ -32,8 +32,6 @@ from dreamfleet.view.runs import Run
 
 Axis = Literal["steps", "frames", "hours"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-_LONGEST_PAUSE = 900.0
-"""Seconds without an episode after which a run was not under way, or as good as that."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,24 @@ class _Alone(PlottedRun):
         return {**found, "run": self.name} if self.alone else found
 
 
+def undrawn(runs: Sequence[Run], wish: CurveOptions) -> str:
+    """Which of the runs that have scores are missing in the curves, and why."""
+    if wish.axis != "hours":
+        return ""
+    if wish.evaluations:
+        return "Evaluations do not say when they were played: choose steps or frames."
+    names = [run.name for run in runs if len(run.scores) and run.scores.hours is None]
+    if not names:
+        return ""
+    return f"Not over hours, because not every episode says when it ended: {', '.join(names)}."
+
+
 def _scores(run: Run, axis: Axis) -> Scores | None:
     with run.lock:
-        step, score, time = run.scores.step, run.scores.score, run.scores.time
+        step, score = run.scores.step, run.scores.score
+        hours = run.scores.hours if axis == "hours" else None
     if axis == "hours":
-        there = np.isfinite(time)
-        return Scores(training_hours(time[there]), score[there])
+        return None if hours is None else Scores(hours, score)
     assert run.config is not None
     order = np.argsort(step, kind="stable")
     factor = action_repeat(run.config) if axis == "frames" else 1
@@ -96,16 +106,6 @@ def _evaluations(run: Run, axis: Axis) -> Scores | None:
         return read_evaluations(run.path, factor)
     except (MetricsError, OSError, ValueError, TypeError):
         return None
-
-
-def training_hours(time: Floats) -> Floats:
-    """Hours since the first of these Unix times, without long pauses: a run that was resumed a week
-    later has not trained for a week."""
-    if not len(time):
-        return time
-    gaps = np.clip(np.diff(time), 0, None)
-    gaps[gaps > max(_LONGEST_PAUSE, 20 * float(np.median(gaps)) if len(gaps) else 0.0)] = 0.0
-    return np.concatenate([[0.0], np.cumsum(gaps)]) / 3600
 
 
 def smoothed(values: Floats, weight: float) -> Floats:
@@ -130,15 +130,13 @@ def to_csv(found: Sequence[Panel], wish: CurveOptions) -> str:
     """The curves as they are drawn, a line a point."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(["task", "setting", "seeds", wish.axis, "mean", "low", "high"])
+    writer.writerow(["task", "setting", "seeds", wish.axis, "mean", "low", "high", "runs"])
     for panel in found:
         for group in panel.groups:
             curve = smooth(group.curve, wish.smoothing)
-            for at, mean, low, high in zip(
-                curve.at, curve.mean, curve.low, curve.high, strict=True
-            ):
-                row = [_cell(panel.task), _cell(group.label), curve.runs, at, mean, low, high]
-                writer.writerow(row)
+            about = [_cell(panel.task), _cell(group.label), group.seeds]
+            columns = (curve.at, curve.mean, curve.low, curve.high, curve.present)
+            writer.writerows([*about, *point] for point in zip(*columns, strict=True))
     return out.getvalue()
 
 
@@ -291,24 +289,42 @@ def panel_chart(panel: Panel, wish: CurveOptions, *, published: bool, log: bool)
     if published and panel.published and wish.axis != "hours":
         # They are published over frames.
         repeat = action_repeat(panel.groups[0].runs[0].config) if wish.axis == "steps" else 1
-        series += _published(panel.published, repeat, panel.end, log)
+        longest = max((group.curve.at for group in panel.groups), key=len)
+        series += _published(panel.published, repeat, longest, log)
         names.append(series[-1]["name"])
     for number, group in enumerate(panel.groups):
         color, curve = COLORS[number % len(COLORS)], smooth(group.curve, wish.smoothing)
-        label = group.label if curve.runs == 1 else f"{group.label} · {curve.runs} seeds"
+        label = group.label if curve.runs == 1 else f"{group.label} · {group.size}"
         if curve.runs > 1:
             series += band(number, curve.at, curve.low, curve.high, color, log=log)
-        series.append(line(label, curve.at, curve.mean, color, log=log, z=3))
+        series += _mean(label, curve, color, log)
         names.append(label)
     options["series"] = series
     options["legend"]["data"] = names
     return options
 
 
-def _published(theirs: PublishedCurve, repeat: int, end: float, log: bool) -> list[dict[str, Any]]:
-    at = theirs.frames / repeat
-    shown = at <= max(end * 1.25, at[1])
-    x, mean, std = at[shown], theirs.mean[shown], theirs.std[shown]
+def _mean(label: str, curve: Curve, color: str, log: bool) -> list[dict[str, Any]]:
+    """The mean; where it is not that of all runs it is dotted, and says of how many."""
+    whole = np.where(curve.whole, curve.mean, np.nan)
+    lines = [line(label, curve.at, whole, color, log=log, z=3)]
+    if not curve.whole.all():
+        mean = np.where(curve.partial, curve.mean, np.nan)
+        dotted = line(label, curve.at, mean, color, log=log, z=3, lineStyle={"type": "dotted"})
+        for point, present in zip(dotted["data"], curve.present.tolist(), strict=True):
+            point.append(f"{present} of {curve.runs} runs")
+        lines.append(dotted)
+    return lines
+
+
+def _published(
+    theirs: PublishedCurve, repeat: int, shown: Floats, log: bool
+) -> list[dict[str, Any]]:
+    """With a point wherever the curves have one, so that a place shows the values of both."""
+    own = theirs.frames / repeat
+    after = own[(own > shown[-1]) & (own <= max(shown[-1] * 1.25, own[1]))]
+    x = np.concatenate([shown[(shown >= own[0]) & (shown <= own[-1])], after])
+    mean, std = (np.interp(x, own, y) for y in (theirs.mean, theirs.std))
     dashed = {"type": "dashed", "width": 1.5}
     name = f"published · {theirs.seeds} seeds"
     return [

@@ -36,7 +36,9 @@ class CheckpointsPage(RunPage):
             self._table = _table({"name": "checkpoint", **labels}, (*names[:3], "name", "act"))
             self._table.add_slot("body-cell-act", _EVALUATE)
             self._table.on("evaluate", self._evaluate)
-        with card("Evaluations", "rounds while training, and at the end"):
+        with card(
+            "Evaluations", "rounds while training, at the end, and those that were asked for"
+        ):
             labels = {"step": "step", "mean": "mean return", "error": "standard error"}
             more = {"episodes": "episodes", "kind": "kind", "note": ""}
             self._evaluations = _table({**labels, **more}, labels)

@@ -18,7 +18,7 @@ from nicegui import app, run, ui
 from nicegui.events import KeyEventArguments
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
-from dreamfleet.dream.host import DreamHost
+from dreamfleet.dream.host import CLOSED, DreamHost
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.plotting import COLORS
 from dreamfleet.view import charts
@@ -90,6 +90,21 @@ def keys_of(names: Sequence[str], count: int) -> dict[str, int]:
     return keys
 
 
+def first_start(about: dict[str, Any]) -> int | None:
+    """What a dream starts from at first: a fresh episode, of which all is left to play, or else the
+    newest stored one that is complete."""
+    if about["real"]:
+        return _FRESH
+    episodes: list[dict[str, Any]] = about["episodes"]
+    whole = (n for n, each in enumerate(episodes) if each["begins"] and each["ends"])
+    return next(whole, 0 if episodes else None)
+
+
+def steps_to_observe(length: int) -> int:
+    """Of a stored episode: enough to know what moves, and most of it is left to play."""
+    return max(1, min(5, length // 4))
+
+
 class _Page:
     """One viewer's page, with a dream of its own."""
 
@@ -132,7 +147,7 @@ class _Page:
                 self._checkpoint.props("outlined dense options-dense").classes("medium")
                 self._episode = ui.select({}, label="start from", on_change=self._choose_start)
                 self._episode.props("outlined dense options-dense").classes("medium")
-                self._observe = ui.number("steps to observe", value=5, min=1, precision=0)
+                self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
                 self._seed = ui.number("seed", value=0, min=0, precision=0)
                 for field in (self._observe, self._seed):
                     field.props("outlined dense").classes("narrow")
@@ -276,11 +291,13 @@ class _Page:
         options = {number: _episode_text(each) for number, each in enumerate(about["episodes"])}
         if about["real"]:
             options = {_FRESH: "a fresh episode", **options}
-        whole = (n for n, each in enumerate(about["episodes"]) if each["begins"] and each["ends"])
-        self._episode.set_options(options, value=next(whole, next(iter(options), None)))
+        self._episode.set_options(options, value=first_start(about))
 
     def _renew(self) -> None:
         """Offer the checkpoints that there are now; one that is played can be played on."""
+        if self._opened and not self._lock.locked() and not self._host.holds(self._name):
+            self._pause()
+            self._opened, self._said.text = "", CLOSED
         names = checkpoints(self._run)
         offered: dict[str, str] = dict(self._checkpoint.options)
         if self._opened in offered:
@@ -301,9 +318,16 @@ class _Page:
         return self._host.open(self._name, path, trust=self._run.trust)
 
     def _choose_start(self) -> None:
-        self._observe.enabled = self._episode.value != _FRESH
+        chosen = self._episode.value
+        self._observe.enabled = chosen != _FRESH
+        if chosen is not None and chosen != _FRESH:
+            length = self._about["episodes"][chosen]["length"]
+            self._observe.value = steps_to_observe(length)
 
     async def _start(self) -> None:
+        if not self._opened:  # it was idle for too long
+            await self._open()
+            return
         self._pause()
         ui.run_javascript(_TO_THE_GAME)
         chosen = self._episode.value
@@ -382,7 +406,8 @@ class _Page:
                 self._draw(self._scene["curves"])
 
     async def _tick(self) -> None:
-        if self._who.value == "recorded" and not self._scene["recorded"]:
+        recorded = self._who.value == "recorded"
+        if self._scene["over"] or (recorded and not self._scene["recorded"]):
             self._pause()
             return
         await self._step()
@@ -433,6 +458,7 @@ class _Page:
         self._line.text = (
             f"step {scene['number']} · reward {scene['reward']:.3g} · goes on "
             f"{scene['continuation']:.0%} · value {scene['value']:.4g}"
+            f"{' · the dream is over' if scene['over'] else ''}"
             f"{'' if scene['frame'] else ' · its numbers are drawn below'}"
         )
         self._real_line.text = _truth_text(truth, scene["note"])
@@ -564,7 +590,7 @@ def _episode_text(each: dict[str, Any]) -> str:
 
 def _truth_text(truth: dict[str, Any] | None, note: str) -> str:
     if truth is None:
-        return note or "The recording knows its own actions only."
+        return note
     over = " · the episode is over" if truth["last"] else ""
     source = "environment" if truth["source"] == "environment" else "as recorded"
     off = truth["difference"]

@@ -150,7 +150,7 @@ def events(happenings: Sequence[Happening], now: float) -> str:
         f"{escape(each.error or 'ended')}</li>"
         for each in failures[: -_SHOWN_EVENTS - 1 : -1]
     )
-    count = f"{readable(len(failures))} failures"
+    count = "1 failure" if len(failures) == 1 else f"{readable(len(failures))} failures"
     return f'<div class="small muted">{count}</div><ul class="events">{words}</ul>'
 
 

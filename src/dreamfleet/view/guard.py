@@ -80,7 +80,10 @@ class Guard:
             return None if right else (403, "The token is not the one that was printed.")
         if self._matches(asked.cookies.get(self._cookie, "")):
             return None
-        return 403, "Open the address that 'dreamfleet view' printed, with its token."
+        return 403, (
+            "Open the address that 'dreamfleet view' printed, with its token. Every start of the "
+            "server has another one."
+        )
 
     def _entered(self, asked: HTTPConnection) -> Response:
         """The token is in the address: it becomes a cookie, and the address loses it."""

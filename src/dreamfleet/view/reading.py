@@ -195,8 +195,30 @@ class ScoreFile(_File):
         return np.array(self._columns[1])
 
     @property
-    def time(self) -> Floats:
-        return np.array(self._columns[2])
+    def hours(self) -> Floats | None:
+        """Training time at the end of each episode, from that of the first one on; None if not
+        every episode says when it ended."""
+        time = np.array(self._columns[2])
+        return training_hours(time, self.step) if np.isfinite(time).all() else None
+
+
+_LONGEST_PAUSE = 900.0
+_PAUSE_FACTOR = 20.0
+
+
+def training_hours(time: Floats, step: Floats) -> Floats:
+    """Hours since the first of these Unix times, without pauses: a run that was resumed a week
+    later has not trained for a week. A pause is a quarter of an hour at least, and many times
+    longer than the run takes for as many steps."""
+    if len(time) < 2:
+        return np.zeros(len(time))
+    seconds, steps = (np.clip(np.diff(each), 0, None) for each in (time, step))
+    pace = seconds / np.maximum(steps, 1)
+    order = np.argsort(pace)
+    half = np.searchsorted(np.cumsum(steps[order]), steps.sum() / 2)  # the median over steps
+    typical = pace[order][min(int(half), len(order) - 1)]
+    seconds[seconds > np.maximum(_LONGEST_PAUSE, _PAUSE_FACTOR * typical * steps)] = 0.0
+    return np.concatenate([[0.0], np.cumsum(seconds)]) / 3600
 
 
 class Thinned:

@@ -20,6 +20,7 @@ from dreamfleet.view.charts import (
     pairs,
     panel_chart,
     panels,
+    undrawn,
 )
 from dreamfleet.view.frame import RunPage, card, draw
 from dreamfleet.view.reading import thinned
@@ -69,7 +70,7 @@ class OverviewPage(RunPage):
                 self._axis.props("dense no-caps unelevated")
                 self._log = ui.switch("log", on_change=self._draw_scores).props("dense")
             self._score_place = ui.element("div")
-            self._no_score = ui.label("No episode has ended yet.").classes("muted")
+            self._no_score = ui.label().classes("muted")
         self._grid = ui.element("div").classes("grid")
 
     def _add_head(self) -> None:
@@ -123,13 +124,15 @@ class OverviewPage(RunPage):
     def _draw_scores(self) -> None:
         wish = CurveOptions(axis=self._axis.value)
         log = bool(self._log.value)
-        drawn = (len(self._run.scores), wish, log, self._run.row.state)
+        drawn = (self._run.drawn, wish, log)
         if drawn == self._drawn_scores:
             return
         self._drawn_scores = drawn
         found = panels([self._run], wish)
         self._no_score.set_visibility(not found)
+        self._score_place.set_visibility(bool(found))
         if not found:
+            self._no_score.text = undrawn([self._run], wish) or "No episode has ended yet."
             return
         options = panel_chart(found[0], wish, published=True, log=log)
         scores = found[0].groups[0].runs[0].scores
@@ -145,6 +148,8 @@ class OverviewPage(RunPage):
                 "symbolSize": 11,
                 "itemStyle": {"color": COLORS[1], "opacity": 1},
                 "z": 5,
+                "silent": False,
+                "tooltip": {"trigger": "item"},
             }
         )
         draw(self._charts, "score", options, self._score_place, "chart tall score")
@@ -176,6 +181,7 @@ def _dots(name: str, data: list[list[float | None]]) -> dict[str, Any]:
         "itemStyle": {"color": COLORS[0], "opacity": 0.35},
         "emphasis": {"disabled": True},
         "silent": True,
+        "tooltip": {"show": False},
     }
 
 
@@ -209,8 +215,8 @@ def _numbers(run: Run, status: RunStatus | None, evaluation: float | None) -> di
     if status is not None:
         found["best episode"] = max(status.scores, default=None)
         found["episodes"] = float(len(status.scores))
-    evaluated = [newest(run, key) for key in ("eval_score", "eval/score")]
-    found["evaluation"] = next((v for v in evaluated if v is not None), evaluation)
+    evaluated = [evaluation, *(newest(run, key) for key in ("eval_score", "eval/score"))]
+    found["evaluation"] = next((v for v in evaluated if v is not None), None)
     found["steps/s"] = run.row.rate
     found["updates"] = newest(run, "learner/updates")
     found["updates/s"] = newest(run, "learner/updates_per_second")

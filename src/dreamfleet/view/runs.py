@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,8 +23,8 @@ from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
+from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.metrics.outputs.jsonl import last_rows
-from dreamfleet.plotting import INCIDENTAL
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES
 from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, decode_lines, finite, open_inside
@@ -103,7 +102,7 @@ class Happening(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_HAPPENINGS, _ROWS = msgspec.json.Decoder(Happening), msgspec.json.Decoder(dict[str, Any])
+_HAPPENINGS = msgspec.json.Decoder(Happening)
 
 
 class Run:
@@ -134,27 +133,27 @@ class Run:
         self.happenings.clear()
 
     def refresh(self) -> None:
-        """Find out its row, if a file has changed."""
-        signature = tuple(
-            _written(self.path / name)
-            for name in (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl")
-        )
+        """Find out its row, if a file has changed or there was more to read."""
+        files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl")
+        written = tuple(_written(self.path / name) for name in files)
+        self.read(metrics=False)
+        signature = (*written, len(self.scores))
         if signature == self._signature and not self.row.running:
             return
-        if signature[0] != self._config_written:
+        if written[0] != self._config_written:
             self.config = None
-            self._config_written = signature[0]
+            self._config_written = written[0]
         self._signature = signature
         try:
             if self.config is None:
                 if (self.path / CONFIG_FILE).is_symlink():
                     raise ConfigError(f"{CONFIG_FILE} is a link, which is not followed.")
                 self.config = read_config(self.path)
-            self.row = _row(self.name, self.path, self.config, max(signature))
+            self.row = _row(self.name, self.path, self.config, self.scores, max(written))
             if self._watcher is not None and self.status is not None:
                 self.row = _with_status(self.row, self.status)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            self.row = Row(self.name, problem=str(error), changed=max(signature) / 1e9)
+            self.row = Row(self.name, problem=str(error), changed=max(written) / 1e9)
 
     def look(self, patience: float) -> None:
         """Ask what it is doing."""
@@ -173,6 +172,11 @@ class Run:
         self.status = status
         self.row = _with_status(self.row, status)
         self._note(status)
+
+    @property
+    def drawn(self) -> object:
+        """Changes when its curves do."""
+        return len(self.scores), _written(self.path / EVALUATIONS_FILE), self.row.state
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
@@ -231,6 +235,8 @@ class Runs:
     def __init__(self, root: Path, *, trust: bool = False) -> None:
         self.root, self._trust = root.resolve(), trust
         self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+        """Of what pages have asked for."""
         self._attention: dict[str, float] = {}
         self._drawn: dict[str, float] = {}
         self._scanned = self._others = 0.0
@@ -267,36 +273,36 @@ class Runs:
     def attend(self, name: str = "", *, drawn: Sequence[str] = ()) -> None:
         """A page is open: that of a run, or the table, which draws the scores of some runs."""
         now = time.monotonic()
-        new = now - self._attention.get(name, 0.0) > _ATTENTION_SECONDS
-        new |= any(each not in self._drawn for each in drawn)
-        self._attention[name] = now
-        self._drawn.update(dict.fromkeys(drawn, now))
+        with self._lock:
+            new = name not in self._attention or any(each not in self._drawn for each in drawn)
+            self._attention[name] = now
+            self._drawn.update(dict.fromkeys(drawn, now))
         if new:
             self._wanted.set()
 
     def _follow(self) -> None:
         while not self._ended.is_set():
             self._wanted.clear()
-            start = time.monotonic()
-            recent = {
-                name for name, at in self._attention.items() if start - at < _ATTENTION_SECONDS
-            }
-            for run in self._runs.values():
-                if run.unused:
-                    run.forget()
-            if not recent:
-                self._wanted.wait(60.0)
-                continue
             try:
-                more = self._turn(start, recent)
+                seconds = self._turn()
             except Exception:  # what cannot be read must not end the server
                 log.exception("The runs cannot be looked at")
-                more = False
-            if not more:
-                self._wanted.wait(max(0.05, _LOOK_SECONDS - (time.monotonic() - start)))
+                seconds = _LOOK_SECONDS
+            self._wanted.wait(seconds)
 
-    def _turn(self, start: float, recent: set[str]) -> bool:
-        """Look at everything once; returns whether there is more to read."""
+    def _turn(self) -> float:
+        """Look at everything that pages show; returns the seconds until the next look."""
+        start = time.monotonic()
+        for each in self._runs.values():
+            if each.unused:
+                each.forget()
+        with self._lock:
+            for seen in (self._attention, self._drawn):
+                for name in [each for each, at in seen.items() if start - at > _ATTENTION_SECONDS]:
+                    del seen[name]
+            recent, drawn = list(self._attention), list(self._drawn)
+        if not recent:
+            return _FORGET_SECONDS / 5
         if start - self._scanned > _SCAN_SECONDS:
             self._scan()
         watched = [run for name in recent if (run := self._runs.get(name)) is not None]
@@ -305,33 +311,36 @@ class Runs:
             run.refresh()
             run.look(0.3)
             more |= run.read(metrics=True)
-        for name, at in list(self._drawn.items()):
-            if start - at > _ATTENTION_SECONDS:
-                del self._drawn[name]
-            elif (each := self._runs.get(name)) is not None and each not in watched:
-                more |= each.read(metrics=False)
+        for name in drawn:
+            found = self._runs.get(name)
+            if found is not None and found not in watched:
+                more |= found.read(metrics=False)
         if "" in recent and start - self._others > _OTHERS_SECONDS:
-            self._others = start
             before = [run.row for run in self._runs.values()]
-            for run in list(self._runs.values()):
+            for run in self._runs.values():
                 run.refresh()
                 if run.row.running and run not in watched:
                     run.look(0.02)
             self.version += [run.row for run in self._runs.values()] != before
-        return more
+            behind = any(run.scores.behind for run in self._runs.values())
+            self._others, more = (0.0 if behind else start), more or behind
+        return 0.0 if more else max(0.05, _LOOK_SECONDS - (time.monotonic() - start))
 
     def _scan(self) -> None:
         self._scanned = time.monotonic()
         found = dict(_find(self.root))
-        for name in set(self._runs) - set(found):
-            self._runs.pop(name).forget()
-            self.version += 1
-        for name, path in found.items():
-            if name not in self._runs:
-                run = Run(name, path, trust=self._trust)
-                run.refresh()
-                self._runs[name] = run
-                self.version += 1
+        runs = {name: run for name, run in self._runs.items() if name in found}
+        gone = [run for name, run in self._runs.items() if name not in found]
+        new = [
+            Run(name, path, trust=self._trust) for name, path in found.items() if name not in runs
+        ]
+        for run in new:
+            run.refresh()
+        # Another dict: pages go through the one before in their own thread.
+        self._runs = {**runs, **{run.name: run for run in new}}
+        for run in gone:
+            run.forget()
+        self.version += len(gone) + len(new)
 
 
 def _is_run(path: Path) -> bool:
@@ -374,14 +383,13 @@ def _written(path: Path) -> int:
         return 0
 
 
-def _row(name: str, path: Path, config: RunConfig, changed: int) -> Row:
+def _row(name: str, path: Path, config: RunConfig, scores: ScoreFile, changed: int) -> Row:
     record = read_record(path)
-    first, last = _first_row(path, "scores.jsonl"), _last_rows(path, "scores.jsonl")
-    metrics = _last_rows(path, "metrics.jsonl")
+    last, metrics = _last_rows(path, "scores.jsonl"), _last_rows(path, "metrics.jsonl")
     step = int(max([0.0, *_values([*last[-1:], *metrics[-1:]], "step")]))
     recent = _values(last, "episode/score")[-RECENT_EPISODES:]
-    times = _values([first, *last[-1:]], "time")
-    hours = (times[-1] - times[0]) / 3600 if len(times) == 2 and times[-1] > times[0] else None
+    trained = None if scores.behind else scores.hours
+    hours = float(trained[-1]) if trained is not None and trained.any() else None
     return Row(
         name=name,
         task=config.task,
@@ -419,12 +427,6 @@ def _last_rows(path: Path, name: str) -> list[dict[str, Any]]:
         return []
 
 
-def _first_row(path: Path, name: str) -> dict[str, Any]:
-    with suppress(OSError), open_inside(path, name) as file:
-        return next(iter(decode_lines(_ROWS, file.readline(_TAIL_BYTES))), {})
-    return {}
-
-
 def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
     """The numbers under a key; rows may hold anything."""
     return [number for row in rows if (number := finite(row.get(key))) is not None]
@@ -445,8 +447,8 @@ def _distance(mine: dict[str, Any], theirs: dict[str, Any]) -> int:
 
 
 def _setting(config: RunConfig) -> dict[str, Any]:
-    other = (*INCIDENTAL, "task", "env_options")
-    return {key: v for key, v in config.flat().items() if key.split(".")[0] not in other}
+    other = ("task", "env_options")
+    return {key: v for key, v in config.experiment().items() if key.split(".")[0] not in other}
 
 
 @cache

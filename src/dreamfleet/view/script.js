@@ -29,15 +29,21 @@ window.dreamfleet = {
     span.textContent = value;
     return span.innerHTML;
   },
-  // Of a chart: the values at one place. Bands, whose names start with a dot, are drawn only.
+  // Of a chart: the values at one place. Bands, whose names start with a dot, are drawn only; a
+  // curve that is drawn in two parts is shown once, with what is told of its point.
   tip(items) {
-    const shown = items.filter((item) => !item.seriesName.startsWith("."));
+    const names = new Set();
+    const shown = [].concat(items).filter(({ seriesName: name, value }) => {
+      const there = !name.startsWith(".") && Number.isFinite(value[1]) && !names.has(name);
+      return there && names.add(name);
+    });
     if (!shown.length) return "";
     const at = dreamfleet.short(shown[0].value[0]);
     const rows = shown.map(
       (item) =>
         `<tr><td><i style="background:${dreamfleet.text(item.color)}"></i>` +
-        `${dreamfleet.text(item.seriesName)}</td><td>${dreamfleet.short(item.value[1])}</td></tr>`
+        `${dreamfleet.text(item.seriesName)}</td><td>${dreamfleet.short(item.value[1])}` +
+        `${item.value[2] ? ` (${dreamfleet.text(item.value[2])})` : ""}</td></tr>`
     );
     return `<div class="tip"><b>${at}</b><table>${rows.join("")}</table></div>`;
   },
@@ -46,3 +52,9 @@ document.addEventListener("DOMContentLoaded", () => {
   const chosen = localStorage.getItem("dreamfleet-dark");
   if (chosen !== null) Quasar.Dark.set(chosen === "1");
 });
+// A server that was started again has another token: its answer says what to do.
+setInterval(async () => {
+  if (!window.did_handshake || window.socket.connected) return;
+  const answer = await fetch(location.href, { method: "HEAD" }).catch(() => null);
+  if (answer?.status === 403) location.reload();
+}, 2000);

@@ -10,7 +10,7 @@ from typing import Any
 from nicegui import ui
 
 from dreamfleet.plotting import differing
-from dreamfleet.view.charts import AXES, CurveOptions, panel_chart, panels, to_csv
+from dreamfleet.view.charts import AXES, CurveOptions, panel_chart, panels, to_csv, undrawn
 from dreamfleet.view.frame import (
     card,
     columns,
@@ -136,13 +136,13 @@ class _Table:
         """Draw the chosen runs, if anything in the picture has changed."""
         chosen, wish = self._chosen, self._wish
         log, published = bool(self._log.value), bool(self._published.value)
-        drawn = ([(run.name, len(run.scores)) for run in chosen], wish, log, published)
+        drawn = ([(run.name, run.drawn) for run in chosen], wish, log, published)
         if drawn == self._drawn:
             return
         self._drawn = drawn
         self._runs.attend(drawn=[run.name for run in chosen])
         found = panels(chosen, wish)
-        self._hint.text = "" if found else _hint(chosen)
+        self._hint.text = undrawn(chosen, wish) or ("" if found else _hint(chosen))
         wanted = {panel.task for panel in found}
         for task in set(self._charts) - wanted:
             self._charts.pop(task).parent_slot.parent.delete()  # type: ignore[union-attr]

@@ -89,6 +89,18 @@ def test_a_file_that_cannot_be_written_takes_no_result_along(
     assert "cannot be written: Is a directory." in said.err
 
 
+def test_a_result_is_kept_with_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    (checkpoint,) = (run / "ckpt" / "agent").iterdir()
+    file = run / "evaluations.jsonl"
+    assert main(["eval", str(run), "--episodes", "1"]) == 0
+    assert not file.exists()
+    for path in (run, checkpoint):
+        assert main(["eval", str(path), "--episodes", "2", "--keep"]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["kind"], row["step"], row["episodes"]) for row in rows] == [("asked", 1234, 2)] * 2
+
+
 def test_greedy_actions_are_the_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,15 @@ def test_seeds_are_one_curve_and_settings_another(
     assert [each.name for each in out.parent.iterdir()] == ["curves.png"]
 
 
+def test_runs_of_one_seed_are_not_called_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run(tmp_path / f"{number}", 100) for number in range(3)]
+    out = tmp_path / "curves.svg"
+    assert main(["plot", *runs, "--out", str(out)]) == 0
+    assert table(capsys)[0][2] == "1 (3 runs)"
+
+
 def test_runs_that_differ_in_anything_are_not_seeds_of_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

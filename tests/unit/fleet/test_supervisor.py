@@ -23,8 +23,9 @@ from dreamfleet.fleet.launchers import (
     Worker,
     find_launcher,
 )
-from dreamfleet.fleet.record import FleetRecord, read_record
+from dreamfleet.fleet.record import EVENTS_FILE, FleetRecord, read_record
 from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
+from dreamfleet.metrics import read_jsonl
 from dreamfleet.roles.notes import Notes
 
 
@@ -94,6 +95,21 @@ def test_too_many_without_progress_end_the_run_with_the_first_error_that_is_not_
     with pytest.raises(FleetError, match=words) as error:
         failures.add("agent", "and again", policy, 2)
     assert "The first error was: the disk is broken" in str(error.value)
+
+
+def test_every_failure_is_recorded_also_one_that_is_mended_at_once_or_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    leader = Worker("agent", "agent", until_stopped, ends_run=True)
+    replay = Worker("replay", "replay", until_stopped, restart=RestartPolicy(max_restarts=2))
+    with find_launcher("serial")(tmp_path) as launcher:
+        room: Any = NoRoom(launcher, "replay", -1)
+        with pytest.raises(FleetError):
+            Supervisor([leader, replay], room, logdir=tmp_path).run()
+    events = [(row["event"], row["error"]) for row in read_jsonl(tmp_path / EVENTS_FILE)]
+    why = "OSError: [Errno 12] Cannot allocate memory"
+    assert events == [("failed", why), ("started", ""), ("failed", why), ("started", ""),
+                      ("failed", why)]  # fmt: skip
 
 
 def noted_failures(path: Path, seen: list[str]) -> None:

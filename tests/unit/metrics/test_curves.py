@@ -15,6 +15,7 @@ from dreamfleet.plotting import (
     combine,
     final_score,
     published_curve,
+    read_evaluations,
     read_scores,
 )
 
@@ -26,7 +27,15 @@ def scores(*pairs: tuple[float, float]) -> Scores:
 
 @pytest.mark.parametrize(
     ("longest", "most", "width"),
-    [(100, 50, 2), (101, 50, 5), (250, 50, 5), (500_000, 50, 10_000), (30, 3, 10), (0, 50, 0.02)],
+    [
+        (100, 50, 2),
+        (101, 50, 5),
+        (250, 50, 5),
+        (500_000, 50, 10_000),
+        (30, 3, 10),
+        (0, 50, 0.02),
+        (245 / 3600, 50, 0.002),
+    ],
 )
 def test_bins_have_round_widths(longest: float, most: int, width: float) -> None:
     assert bin_width(longest, most) == pytest.approx(width)
@@ -47,6 +56,15 @@ def test_seeds_become_mean_and_range() -> None:
     assert curve.low.tolist() == [1, 3, 9]
     assert curve.high.tolist() == [1, 7, 9]
     assert curve.runs == 2
+    assert curve.present.tolist() == [1, 2, 1]
+    assert curve.whole.tolist() == [False, True, False]
+    longer = combine([scores((10, 1)), scores((10, 1), (40, 2))], 10)
+    assert longer.present.tolist() == [2, 1, 1, 1]
+    assert longer.partial.tolist() == [True, True, True, True]  # the line begins where all end
+
+
+def test_an_episode_at_the_very_start_is_a_point() -> None:
+    assert combine([scores((0, 7))], 0.02).mean.tolist() == [7]
 
 
 def test_the_end_of_a_run_is_its_last_tenth() -> None:
@@ -72,6 +90,15 @@ def test_a_run_without_episodes_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "scores.jsonl").touch()
     with pytest.raises(MetricsError, match="no episode has ended yet"):
         read_scores(tmp_path)
+
+
+def test_of_evaluations_at_one_step_that_with_the_most_episodes_counts(tmp_path: Path) -> None:
+    rows = [(20, 5.0, 10), (10, 1.0, 3), (10, 2.0, 20), (10, 9.0, 10), (20, 6.0, 10)]
+    keys = ("step", "mean", "episodes")
+    lines = (json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows)
+    (tmp_path / "evaluations.jsonl").write_text("".join(lines))
+    found = read_evaluations(tmp_path)
+    assert (found.at.tolist(), found.score.tolist()) == ([10, 20], [2, 6])
 
 
 def test_published_curves_are_found_by_task() -> None:

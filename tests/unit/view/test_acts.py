@@ -122,7 +122,26 @@ def test_code_that_a_run_names_is_imported_where_the_server_was_told_so(
         assert run is not None
         acts.start_evaluation(run)
         acts.start_prediction(run)
-    assert [each[-1] for each in commands] == ["--trust", "trust"]
+    assert "--trust" in commands[0]
+    assert commands[1][-1] == "trust"
+
+
+def test_what_an_evaluation_finds_is_kept_and_a_video_is_no_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run("a", made_up_run(tmp_path / "a"))
+    Checkpoint(run.path / "ckpt" / "agent").save({"run": {"updates": 1}}, step=5)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(acts, "_start_job", lambda run, name, words, *_: commands.append(words))
+    acts.start_evaluation(run)
+    acts.start_evaluation(run, video=True)
+    before, file = run.drawn, run.path / "evaluations.jsonl"
+    file.write_text('{"step": 5, "mean": 1.0}\n')
+    assert run.drawn != before  # so pages draw it
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")  # which is not written to
+    acts.start_evaluation(run)
+    assert ["--keep" in each for each in commands] == [True, False, False]
 
 
 def test_who_is_refused_is_told_where_to_say_it(tmp_path: Path, jobs: list[acts.Job]) -> None:

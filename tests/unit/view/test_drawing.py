@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from dreamfleet.view.charts import (
     panels,
     smoothed,
     to_csv,
-    training_hours,
+    undrawn,
 )
 from dreamfleet.view.fleet_page import fleet_picture
+from dreamfleet.view.reading import training_hours
 from dreamfleet.view.runs import Run
 
 EVIL = "<script>alert(1)</script>\"'`${x}"
@@ -73,11 +75,100 @@ def test_published_curves_where_there_are_any(tmp_path: Path) -> None:
     assert first["frames"] == 2 * first["steps"] > 0  # two frames a step
 
 
-def test_a_long_pause_is_no_training_time() -> None:
-    time = np.array([0.0, 60.0, 120.0, 120.0 + 7 * 86400, 180.0 + 7 * 86400])
-    assert training_hours(time)[-1] == pytest.approx(3 / 60)
-    assert training_hours(np.array([5.0])).tolist() == [0.0]
-    assert training_hours(np.array([])).tolist() == []
+WEEK = 7 * 86400.0
+
+
+@pytest.mark.parametrize(
+    ("gaps", "steps", "seconds"),
+    [
+        ([60, 60, WEEK, 60], [10, 10, 10, 10], 180),
+        ([7000, 0, 0, 80, 0, 0, 80, 0, 0], [3600, 0, 0, 2000, 0, 0, 2000, 0, 0], 160),
+        ([1800, 1800, WEEK, 1800], [100, 100, 100, 100], 5400),  # long episodes
+        ([0, 0, 0, 1800] * 5, [1, 1, 1, 4000] * 5, 9000),  # which end together
+        ([1000, 0], [0, 5], 0),  # nothing was done meanwhile
+    ],
+)
+def test_a_pause_is_no_training_time(gaps: list[float], steps: list[float], seconds: float) -> None:
+    time, step = (np.cumsum([0.0, *each]) for each in (gaps, steps))
+    assert training_hours(time, step)[-1] == pytest.approx(seconds / 3600)
+
+
+def test_hours_of_few_episodes() -> None:
+    for count in (0, 1):
+        assert training_hours(np.ones(count), np.ones(count)).tolist() == [0.0] * count
+
+
+def test_a_run_of_minutes_has_a_curve_over_hours(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "a", episodes=48)  # one every five seconds
+    (panel,) = panels([run], CurveOptions(axis="hours"))
+    assert len(panel.groups[0].curve.at) > 20
+
+
+def test_table_and_curve_count_the_same_training_time(tmp_path: Path) -> None:
+    path = made_up_run(tmp_path / "a")
+    with (path / "scores.jsonl").open("a") as file:  # it was resumed a week later
+        for number in (31, 32):
+            row = {"step": 10 * number, "episode/score": 1.0, "time": WEEK + 5.0 * number}
+            file.write(json.dumps(row) + "\n")
+    run = Run("a", path)
+    run.refresh()
+    assert run.row.hours == pytest.approx(30 * 5 / 3600)
+    assert panels([run], CurveOptions(axis="hours"))[0].end == pytest.approx(run.row.hours)
+
+
+def test_a_run_whose_episodes_do_not_all_have_a_time_is_not_drawn_over_hours(
+    tmp_path: Path,
+) -> None:
+    """Its first hours are unknown: the others would be drawn from a false zero."""
+    run = a_run(tmp_path / "a")
+    file = made_up_run(tmp_path / "older", seed=1) / "scores.jsonl"
+    file.write_text('{"step": 5, "episode/score": 1.0}\n' + file.read_text())
+    older = Run("older", file.parent)
+    older.refresh()
+    wish = CurveOptions(axis="hours")
+    (panel,) = panels([run, older], wish)
+    assert [each.config.seed for group in panel.groups for each in group.runs] == [0]
+    assert undrawn([run, older], wish).endswith("not every episode says when it ended: older.")
+    assert older.row.hours is None
+    assert undrawn([run, older], CurveOptions()) == ""
+
+
+def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path / f"s{n}", seed=0) for n in range(3)]
+    (panel,) = panels(runs, CurveOptions())
+    options = panel_chart(panel, CurveOptions(), published=False, log=False)
+    assert options["legend"]["data"] == ["dreamer · 3 runs of 1 seed"]
+    (panel,) = panels([*runs, a_run(tmp_path / "b", seed=1)], CurveOptions())
+    assert panel.groups[0].size == "4 runs of 2 seeds"
+
+
+def test_a_mean_is_marked_where_it_is_not_that_of_all_runs(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path / f"s{n}", seed=n, episodes=20 + 10 * (n > 0)) for n in range(3)]
+    (panel,) = panels(runs, CurveOptions(bins=30))
+    options = panel_chart(panel, CurveOptions(), published=False, log=False)
+    name = "dreamer · 3 seeds"
+    whole, some = (each for each in options["series"] if each["name"] == name)
+    assert some["lineStyle"]["type"] == "dotted"
+    assert "type" not in whole["lineStyle"]
+    assert [x for x, y in whole["data"] if y is not None][-1] == 200
+    dotted = [(x, told) for x, y, told in some["data"] if y is not None]
+    assert (dotted[0], dotted[1]) == ((200, "3 of 3 runs"), (210, "2 of 3 runs"))
+    last = list(csv.DictReader(to_csv([panel], CurveOptions()).splitlines()))[-1]
+    assert (last["seeds"], last["runs"]) == ("3", "2")
+
+
+def test_a_place_shows_what_is_published_and_the_run_s_own_value(tmp_path: Path) -> None:
+    """A chart tells the values that have a point at one place."""
+    run = a_run(tmp_path / "a", task="dmc:walker_walk", episodes=5000)
+    (panel,) = panels([run], CurveOptions(axis="frames"))
+    options = panel_chart(panel, CurveOptions(axis="frames"), published=True, log=False)
+    published, own = (
+        {x for x, y in each["data"]}
+        for each in options["series"]
+        if not each["name"].startswith(".")
+    )
+    assert {x for x in own if x >= 10_000} <= published
+    assert max(published) > max(own)
 
 
 def test_smoothing_starts_without_a_pull_to_zero() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+from collections.abc import ItemsView
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +175,42 @@ def test_a_run_that_nobody_looks_at_gives_its_memory_back(
     assert (len(run.scores), run.metrics.columns) == (0, {})
     run.read(metrics=True)
     assert len(run.scores) == 30
+
+
+class ChangesMeanwhile(dict[str, float]):
+    """What pages ask for, by another thread, while somebody goes through it for the first time."""
+
+    def __init__(self) -> None:
+        self.looks, self.again = 0, threading.Event()
+
+    def items(self) -> ItemsView[str, float]:  # type: ignore[override]
+        self.looks += 1
+        if self.looks == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        self.again.set()
+        return super().items()
+
+
+def test_the_thread_that_looks_at_the_runs_goes_on_whatever_pages_ask_for(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "a")
+    runs = Runs(tmp_path)
+    runs._attention = asked = ChangesMeanwhile()
+    runs.attend("a")
+    with runs:
+        assert asked.again.wait(60)
+
+
+def test_a_page_goes_through_the_runs_while_another_one_is_found(tmp_path: Path) -> None:
+    for name in "ab":
+        made_up_run(tmp_path / name)
+    with Runs(tmp_path) as runs:
+        page = iter(runs._runs.values())
+        shown = [next(page).name]
+        made_up_run(tmp_path / "c")
+        runs._scan()
+        shown += [run.name for run in page]
+        assert sorted(shown) == ["a", "b"]
+        assert len(runs.all()) == 3
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

@@ -16,6 +16,7 @@ from dreamfleet.settings import (
     Count,
     CountOrZero,
     Fraction,
+    Incidental,
     ZeroOrMore,
     require,
     validate,
@@ -240,36 +241,36 @@ class ExecutionConfig:
     send_priority: bool = False
     """Whether the world model's loss at each trained step goes back to the replay as the step's
     priority; prioritised sampling needs it."""
-    train_platform: str = ""
+    train_platform: Incidental[str] = ""
     """Devices that train: cpu, gpu or tpu; empty takes JAX's default."""
-    train_devices: tuple[CountOrZero, ...] = ()
+    train_devices: Incidental[tuple[CountOrZero, ...]] = ()
     """Numbers of the devices that train, from 0, among those of their platform; empty takes as many
     as there are, or as batches split over evenly."""
-    policy_platform: str = ""
+    policy_platform: Incidental[str] = ""
     """Device that acts: cpu, gpu or tpu; empty takes one of the training platform."""
-    policy_devices: tuple[CountOrZero, ...] = ()
+    policy_devices: Incidental[tuple[CountOrZero, ...]] = ()
     """Number of the device that acts, among those of its platform; empty takes the first training
     device, or the first of `policy_platform`."""
-    policy_backend: Literal["auto", "compiled", "numpy"] = "auto"
+    policy_backend: Incidental[Literal["auto", "compiled", "numpy"]] = "auto"
     """What computes actions: a compiled program or numpy, which is faster on a CPU but knows only
     the default networks in float32; auto takes numpy wherever it can."""
-    shard_parameters: bool = False
+    shard_parameters: Incidental[bool] = False
     """Split parameters and optimizer state over the training devices (fully sharded)
     instead of keeping a copy on each (data parallel)."""
-    shard_over: CountOrZero = 0
+    shard_over: Incidental[CountOrZero] = 0
     """Devices among which `shard_parameters` splits one copy: two groups of four have a copy each
     on eight devices. 0 for all, with one copy."""
     publish_every: Count = 1
     """Updates after which the learner publishes parameters for the actor."""
-    report_rows: CountOrZero = 6
+    report_rows: Incidental[CountOrZero] = 6
     """Sequences shown in a report's videos."""
-    report_gradient_norms: bool = False
+    report_gradient_norms: Incidental[bool] = False
     """Whether reports measure the gradient norm of each loss (one backward pass each)."""
-    prefetch: Count = 1
+    prefetch: Incidental[Count] = 1
     """Batches placed on the training devices ahead of time."""
-    cache_dir: str = "~/.cache/dreamfleet/jax"
+    cache_dir: Incidental[str] = "~/.cache/dreamfleet/jax"
     """Folder of compiled programs, kept between runs; empty switches it off."""
-    dump_dir: str = ""
+    dump_dir: Incidental[str] = ""
     """Folder for the offending batch when NaN or infinity appears; empty takes the
     working directory."""
 

@@ -29,7 +29,6 @@ from dreamfleet.agents.dreamer.world_model import Seen
 
 _BORDER = 2
 _GREEN, _RED = (0, 255, 0), (255, 0, 0)
-_PAUSE = 10
 
 
 def report_step(
@@ -107,8 +106,7 @@ def _seen(time: int) -> int:
 def compose_video(truth: NDArray[np.uint8], prediction: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Truth, prediction and error below each other, sequences side by side, (time, H, W, C).
 
-    A green border marks frames the model has seen, a red one frames it predicts; black frames at
-    the end separate the repetitions of a looping video.
+    A green border marks frames the model has seen, a red one frames it predicts.
     """
     rows, time, _, _, channels = truth.shape
     error = ((prediction.astype(np.int32) - truth + 255) // 2).astype(np.uint8)
@@ -121,6 +119,4 @@ def compose_video(truth: NDArray[np.uint8], prediction: NDArray[np.uint8]) -> ND
         paint = np.asarray(colour, np.uint8) if channels == 3 else np.full(channels, 255, np.uint8)
         padded[:, frames] = np.where(inner[..., None], padded[:, frames], paint)
     height, width = padded.shape[2:4]
-    wide = padded.transpose(1, 2, 0, 3, 4).reshape(time, height, rows * width, channels)
-    pause = np.zeros((min(_PAUSE, time), *wide.shape[1:]), np.uint8)
-    return np.concatenate([wide, pause])
+    return padded.transpose(1, 2, 0, 3, 4).reshape(time, height, rows * width, channels)
