@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""What the README, and the parts for other programs, show works as it stands there."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,9 @@ from dreamfleet.config import RunConfig
 from dreamfleet.policy import BLUEPRINT, Blueprint
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PARTS = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+PARTS = PARTS[PARTS.index("## Parts for your own programs") : PARTS.index("## In a notebook")]
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + PARTS, re.DOTALL)
 
 
 def example(word: str) -> str:
