@@ -39,7 +39,7 @@ from dreamfleet.envs.layouts import (
     layouts_asked,
     vector_note,
 )
-from dreamfleet.envs.registry import check_name
+from dreamfleet.envs.registry import check_given, check_name
 from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import MissingExtraError
 from dreamfleet.imports import load_module
@@ -304,12 +304,15 @@ def _make(
     **options: Any,
 ) -> Env:
     try:
-        known = _creator_options(gymnasium.spec(name).entry_point)
-        own = {*(known or ()), *_OWN} - {"render_mode"}
-        for option in options if known is not None else ():
+        spec = gymnasium.spec(name)
+        known = _creator_parameters(spec.entry_point)
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        own = {*known, *_OWN} - {"render_mode"}
+        for option in options if not anything else ():
             check_name(f"gym:{name}", option, own)
+        check_given(f"gym:{name}", known, {*spec.kwargs, *options, "render_mode"})
         # One that cannot render is played without frames, unless they are its observations.
-        if (render and (known is None or "render_mode" in known)) or obs != "state":
+        if (render and (anything or "render_mode" in known)) or obs != "state":
             options["render_mode"] = "rgb_array"
             _quiet_pygame()
         # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
@@ -324,12 +327,10 @@ def _make(
     return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout)
 
 
-def _creator_options(entry_point: Any) -> set[str] | None:
-    """The options of an environment's constructor; None if it accepts any."""
+def _creator_parameters(entry_point: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of an environment's constructor."""
     creator = entry_point if callable(entry_point) else load_env_creator(entry_point)
-    parameters = inspect.signature(creator).parameters.values()
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return None if anything else {parameter.name for parameter in parameters}
+    return inspect.signature(creator).parameters
 
 
 def _quiet_pygame() -> None:

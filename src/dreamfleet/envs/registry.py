@@ -213,14 +213,15 @@ def make_env(
         ConfigError: The task has no such option, or its value cannot work.
         SpaceError: The environment's spaces cannot be used.
     """
-    given = (repeat, time_limit, size, image_layout, action_bounds)
-    for (name, kind), value in zip(GENERAL.items(), given, strict=True):
-        convert(name, value, kind)
     make = _constructor(task) if isinstance(task, str) else task
     # Options are checked by our own annotations; those of other packages may mean anything.
     ours = isinstance(task, str) and _in_suite(task)
     accepted = inspect.signature(make, eval_str=ours).parameters
-    # A suite with such an option of its own gets it: Atari pools over the repeated frames.
+    given = (repeat, time_limit, size, image_layout, action_bounds)
+    for (name, kind), value in zip(GENERAL.items(), given, strict=True):
+        if ours or name not in accepted:
+            convert(name, value, kind)
+    # What has such an option of its own gets it: Atari pools over the repeated frames.
     if "repeat" in accepted:
         options |= {} if repeat is None else {"repeat": repeat}
         repeat = None
@@ -238,6 +239,7 @@ def make_env(
             check_name(str(task), name, accepted.keys() - {"seed"})
         if ours and name in accepted:
             convert(name, value, accepted[name].annotation)
+    check_given(name_of(task).removeprefix(PROGRAM), accepted, {"seed", *options})
     # The environments of suites are native, seeded, and have their images as agents take them.
     adapted = None if ours else functools.partial(adapt, image_layout=image_layout)
     env = _build(task, make, options, adapted, seed)
@@ -348,7 +350,8 @@ def _constructor(task: str) -> Callable[..., Any]:
     except ConfigError as error:
         raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
     if make is None:
-        raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}")
+        own = f" If a module of yours registers it, write module:{name}." if prefix == "gym" else ""
+        raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}{own}")
     return make
 
 
@@ -402,3 +405,20 @@ def check_name(owner: str, name: str, own: Collection[str]) -> None:
     known = sorted({*own, *GENERAL})
     hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
     raise ConfigError(f"{owner} has no option {name!r}: {hint}")
+
+
+def check_given(
+    owner: str, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
+) -> None:
+    """Refuse to make an environment without an argument that its constructor needs.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    for name, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and name not in given:
+            raise ConfigError(
+                f"{owner} needs {name!r}: add --env-options {name}=VALUE (check-env: --options "
+                f"{name}=VALUE; from Python: env_options={{{name!r}: VALUE}})."
+            )
