@@ -32,6 +32,7 @@ from dreamfleet.envs.base import (
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.info_mask import MaskFromInfo
 from dreamfleet.envs.layouts import (
+    FLAT,
     Asked,
     Layout,
     as_integers,
@@ -87,7 +88,8 @@ class GymTranslation:
                 continue
             layout = _layout(space, key, asked.get(key, ""))
             if layout is None:
-                self.obs_space[key], read = _observation(space, key, inside=bool(path))
+                flat = asked.get(key) == FLAT
+                self.obs_space[key], read = _observation(space, key, inside=bool(path), flat=flat)
                 if type(space).__name__ == "Box" and key not in asked:
                     self.notes.append(vector_note(key, space.dtype, space.shape))
             else:
@@ -405,11 +407,11 @@ def _layout(space: Any, key: str, asked: str) -> Layout | None:
 
 
 def _observation(
-    space: Any, key: str, *, inside: bool
+    space: Any, key: str, *, inside: bool, flat: bool
 ) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
     kind = type(space).__name__
     if kind == "Box":
-        return _box(space, key)
+        return _box(space, key, flat=flat)
     if kind in ("Discrete", "MultiDiscrete"):
         target, start = _discrete(space)
         return target, lambda value: as_integers(key, value - start, np.int32)
@@ -449,16 +451,16 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
     raise _unsupported(f"Action {key!r} is a {kind}", "TransformAction")
 
 
-def _box(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
-    """A Box that holds no images, as a vector or a matrix."""
+def _box(space: Any, key: str, *, flat: bool) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
+    """A Box that holds no images."""
     dtype = np.dtype(space.dtype)
-    # More than two axes are only taken as an image; somebody said that it is none.
-    shape = space.shape if len(space.shape) <= 2 else (int(np.prod(space.shape)),)
+    shape = (int(np.prod(space.shape)),) if flat else space.shape
     with np.errstate(over="ignore"):
         low, high = (bound.reshape(shape).astype(np.float64) for bound in (space.low, space.high))
         classes = high - low + 1
     small = np.all(classes <= _MOST_CLASSES) and np.sum(classes) <= _MOST_INPUTS
-    if dtype.kind in "iub" and small and np.all(low >= 0):
+    # More axes are for an encoder of the user's, and the default decoder predicts floats there.
+    if dtype.kind in "iub" and small and np.all(low >= 0) and len(shape) <= 2:
         target = Space(np.int32, shape, 0, high + 1)
         return target, lambda value: as_integers(key, value, np.int32).reshape(shape)
     with np.errstate(over="ignore"):

@@ -199,7 +199,7 @@ def make_env(
         size: Resize images to this height and width.
         image_layout: The order of the axes of images, for all or by key, where it cannot be
             recognised or is wrong: hwc, chw, hw, shwc (s for the frames of a stack) and so on;
-            none for what is no image.
+            for what is no image, flat for a vector and none to keep its shape.
         action_bounds: The lowest and the highest value of continuous actions that have no bounds,
             for all or by key.
         options: The suite's own, such as `obs="pixels"`.
