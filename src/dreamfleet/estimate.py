@@ -188,15 +188,18 @@ def update_cost(config: RunConfig, parts: Parts) -> float:
     )
 
 
-def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
-    """Bytes of a step in the replay."""
+def column_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> dict[str, int]:
+    """Bytes of each key of a step in the replay."""
     agent = config.agent_type
     stored = agent.stored_space(obs_space, act_space, config.settings_of(agent))
     columns = {**without_logs(obs_space), **without_reset(act_space), **stored}
+    return {key: space.dtype.itemsize * math.prod(space.shape) for key, space in columns.items()}
+
+
+def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
+    """Bytes of a step in the replay."""
     tick = 8
-    return tick + sum(
-        space.dtype.itemsize * int(np.prod(space.shape)) for space in columns.values()
-    )
+    return tick + sum(column_bytes(config, obs_space, act_space).values())
 
 
 def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> float:

@@ -21,6 +21,7 @@ from dreamfleet.envs.registry import same_task
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.estimate import (
     PROCESS_BYTES,
+    column_bytes,
     forecast,
     memory_warnings,
     replay_bytes,
@@ -43,6 +44,7 @@ from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import Space, without_logs, without_reset
 from dreamfleet.transport.address import parse
+from dreamfleet.transport.wire import MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +102,13 @@ def preflight(
         blueprint = find_source(config.offline[0]).blueprint
         spaces = blueprint.obs_space, blueprint.act_space
         check_agent(config, *spaces)
+        check_messages(config, *spaces)
         notes = [forecast(config, *spaces), *memory_warnings(config, *spaces)]
         return Prospects(spaces, notes if on_this_machine else [])
     look = _look(config, make_env or partial(environment, config, None), say)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
+    check_messages(config, look.obs_space, look.act_space)
     if on_this_machine:
         check_memory(config, look.bytes, look.further_bytes)
         if not config.remote_replay:
@@ -241,6 +245,20 @@ def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None
             f"replay.fractions.priority={config.replay.fractions.priority} needs priorities, and "
             f"the agent {config.agent} sends none: {fix}"
         )
+
+
+def check_messages(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
+    """A batch that no message can hold would fail the agent until the fleet gives up."""
+    if config.launcher == "serial":
+        return
+    rows = max(config.host_batch * config.window, config.envs)
+    for key, size in column_bytes(config, obs_space, act_space).items():
+        if rows * size > MAX_MESSAGE:
+            raise ConfigError(
+                f"A message of this run holds up to {rows:,} steps, {readable(rows * size)}B of "
+                f"{key!r}, and the limit is {readable(MAX_MESSAGE)}B: make it smaller, images with "
+                "--env-options size=[64,64], or lower batch_size, batch_length or envs."
+            )
 
 
 def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:

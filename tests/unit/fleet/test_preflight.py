@@ -21,6 +21,7 @@ from dreamfleet.fleet.preflight import (
     check_disk,
     check_files,
     check_memory,
+    check_messages,
     check_place,
     preflight,
 )
@@ -47,8 +48,8 @@ class Closing:
     closed = 0
     act_space: ClassVar = {"action": Space(np.int32, (), 0, 2), "reset": Space(bool)}
 
-    def __init__(self, size: int = 64) -> None:
-        image = Space(np.uint8, (size, 64, 3))
+    def __init__(self, height: int = 64, width: int = 64) -> None:
+        image = Space(np.uint8, (height, width, 3))
         self.obs_space = {"image": image, "reward": Space(np.float32), **FLAGS}
 
     def close(self) -> None:
@@ -85,6 +86,19 @@ def test_spaces_that_the_agent_cannot_take_are_refused() -> None:
         preflight(CONFIG, lambda _: Closing(50))
     preflight(CONFIG.changed({"agent": "random"}), lambda _: Closing(50))
     preflight(CONFIG.changed({"dreamer.model.mults": (2,)}), lambda _: Closing(50))
+
+
+def test_images_that_no_message_can_hold_are_refused() -> None:
+    local = CONFIG.changed({"launcher": "local", "agent": "random"})
+    env = Closing(480, 640)
+    words = r"1,024 steps, 944MB of 'image', .*size=\[64,64\], or lower batch_size"
+    with pytest.raises(ConfigError, match=words):
+        check_messages(local, env.obs_space, env.act_space)
+    check_messages(CONFIG, env.obs_space, env.act_space)  # a serial run has no messages
+    few = replace(local, batch_size=2)
+    check_messages(few, env.obs_space, env.act_space)
+    with pytest.raises(ConfigError, match=r"512 steps, 472MB of 'image'"):
+        check_messages(replace(few, envs=512), env.obs_space, env.act_space)
 
 
 def test_what_a_run_starts_from_has_to_be_there(tmp_path: Path) -> None:
@@ -178,6 +192,10 @@ def test_a_directory_belongs_to_one_run(
         (["--env-options", "hats=3", "--task", "bundled:catch"], "no option 'hats'"),
         (["--env-options", "hats=3"], "gym:CartPole-v1 has no option 'hats'"),
         (["--env-options", "obs=pixels"], "'image' is 400x600; both sides must be multiples of 16"),
+        (
+            ["--task", "bundled:catch", "--env-options", "size=[480,640]"],
+            "487MB of 'image', and the limit is 268MB: make it smaller, images with",
+        ),
         (["--from-checkpoint", "nowhere"], "nowhere holds no checkpoint"),
         (["--offline", "nowhere"], "nowhere holds no replay"),
         (["--offline", "a", "b", "--prefill", "c"], "name all directories after offline"),
