@@ -371,6 +371,7 @@ def suggest(
     steps_per_second: float = float("inf"),
     env_bytes: float = 0.0,
     disk: float = float("inf"),
+    single: bool = False,
 ) -> Suggestion:
     """Settings for a task on this machine.
 
@@ -383,12 +384,15 @@ def suggest(
         steps_per_second: That one environment makes.
         env_bytes: Memory of an environment.
         disk: Bytes that are free.
+        single: Whether there can be only one environment.
     """
     images = [space for space in observed(obs_space).values() if space.image]
     preset = "pixels" if images else "dmc_cpu" if task.startswith("dmc:") else "default"
     base = PRESETS[preset]
     changes: dict[str, Any] = {"task": task}
-    if steps_per_second < _QUICK / base.envs:
+    if single:
+        changes["envs"] = 1
+    elif steps_per_second < _QUICK / base.envs:
         # Stepped one after the other they would keep the agent waiting.
         changes["envs_per_process"] = -(-base.envs // max(1, machine.cores))
     sizes: list[tuple[int, int] | None] = [*_sizes(images, options)] if images else []

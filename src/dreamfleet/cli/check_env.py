@@ -165,6 +165,7 @@ def _suggest(
         steps_per_second=result.steps_per_second,
         env_bytes=env_bytes,
         disk=free,
+        single=result.single,
     )
     config, expected = found.config, found.estimate
     collected = fleet_speed(config, result.steps_per_second, machine)

@@ -178,7 +178,7 @@ class GymEnv(EpisodicEnv):
             raise _old_interface(self._env, f"its step returns {len(result)} values")
         observation, reward, terminated, truncated, _ = result
         last = bool(terminated or truncated)
-        return Outcome(self._observe(observation), float(reward), last, bool(terminated))
+        return Outcome(self._observe(observation), _number(reward), last, bool(terminated))
 
     def _observe(self, observation: Any) -> Arrays:
         observed = self._translation.observe(observation) if self._kept else {}
@@ -342,6 +342,16 @@ def _quiet_pygame() -> None:
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if not os.environ.get("DISPLAY") and not os.environ.get("WAYLAND_DISPLAY"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
+def _number(reward: Any) -> float:
+    """A reward, which some environments return in an array of one."""
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        if np.size(reward) == 1 and np.asarray(reward).dtype.kind in "biuf":
+            return float(np.asarray(reward).item())
+        raise SpaceError(f"The reward is {reward!r:.100}: return one number.") from None
 
 
 def _check_reset(env: Any) -> None:

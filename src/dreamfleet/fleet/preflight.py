@@ -42,7 +42,7 @@ from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
-from dreamfleet.spaces import Space, without_logs, without_reset
+from dreamfleet.spaces import summary, without_logs, without_reset
 from dreamfleet.transport.address import parse
 from dreamfleet.transport.wire import MAX_MESSAGE
 
@@ -71,7 +71,7 @@ def preflight(
     make_env: Callable[[int], Any] | None = None,
     say: Callable[[str], None] = log.info,
 ) -> Prospects:
-    """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
+    """Try environments out, and refuse a run that cannot work, or that this machine cannot hold.
 
     Args:
         config: The run.
@@ -130,11 +130,11 @@ def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str]
     known = read_spaces(config, config.logdir) if config.remote_envs else None
     if known:  # the environments are elsewhere, and there may be one only, which is in use
         return Look(*known, 0, 0, [])
-    together = min(config.envs_per_process, max(config.envs, config.eval_envs))
-    both = together > 1 and not config.remote_envs
+    both = config.all_envs > 1 and not config.remote_envs
     if config.launcher == "serial":
         return look_at_environments(make_env, both=both)
-    return look_apart(make_env, both=both, timeout=config.env_timeout, say=say)
+    apart = min(config.envs_per_process, max(config.envs, config.eval_envs)) == 1
+    return look_apart(make_env, both=both, apart=apart, timeout=config.env_timeout, say=say)
 
 
 def check_outputs(config: RunConfig) -> None:
@@ -274,7 +274,7 @@ def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Non
         ("actions", without_reset(saved.act_space), without_reset(act_space)),
     ):
         for key in dict.fromkeys([*theirs, *ours]):
-            before, now = _kind(theirs.get(key)), _kind(ours.get(key))
+            before, now = summary(theirs.get(key)), summary(ours.get(key))
             # An agent of a person's own may leave some of the keys out.
             if before != now and (key in theirs or config.agent in BUILT_IN):
                 raise ConfigError(
@@ -282,17 +282,6 @@ def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Non
                     f"with: {key!r} was {before} and is {now}. Make the environment as it was, or "
                     "choose another --logdir."
                 )
-
-
-def _kind(space: Space | None) -> str:
-    """What an agent's parameters depend on."""
-    if space is None:
-        return "missing"
-    words = f"{space.dtype.name}{list(space.shape)}"
-    if not space.discrete or space.image:
-        return words
-    most, least = int(space.classes.max()), int(space.classes.min())
-    return f"{words} with {most} choices" if most == least else f"{words} of {space!r}"
 
 
 def check_memory(
