@@ -120,6 +120,9 @@ def diagnose(
         result.obs_space, result.act_space = env.obs_space, env.act_space
         result.notes = list(getattr(env, "notes", ()))
         _play(env, steps, seed, result, trajectory, told)
+        for key in result.obs_space.keys() - without_logs(result.obs_space).keys():
+            if all(np.isneginf(obs[key]) for obs in trajectory):  # it has no such number
+                result.obs_space = {k: s for k, s in result.obs_space.items() if k != key}
         second = _make_second(make, seed + 1, result, told)
         spaces = [(each.obs_space, each.act_space) for each in (env, second or env)]
         if different := different_spaces(*spaces):

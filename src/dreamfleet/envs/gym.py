@@ -11,7 +11,7 @@ import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import MissingExtraError
 from dreamfleet.imports import load_module
 from dreamfleet.masks import ACTION_MASK
-from dreamfleet.spaces import Space, SpaceError, is_image
+from dreamfleet.spaces import LOG_PREFIX, Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
 # Names of Dict spaces from the outermost on. They may hold slashes themselves, so the joined key
@@ -58,7 +58,14 @@ _MOST_CLASSES = 256
 _MOST_INPUTS = 32_768
 
 # Options that every task of this suite has.
-_OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask")
+_OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask", "log_info")
+
+# What environments of most libraries say in `info`, often at the end of an episode only.
+_LOGGED = ("success", "is_success")
+_MISSING = np.array(-np.inf, np.float32)
+_MISSING.setflags(write=False)
+_LARGEST = 1e18  # more is no number to log
+_MOST_FOUND = 100
 
 
 class GymTranslation:
@@ -138,10 +145,20 @@ class GymEnv(EpisodicEnv):
     adds them; the environment has to have been made with `render_mode="rgb_array"` for that.
     `image_layout` says how the axes of images lie where that cannot be recognised. `notes` say
     what was recognised.
+
+    Numbers of `info` named `success`, `is_success` or in `log_info` are given as `log/NAME`, -inf
+    where they are missing. `unlogged` holds other names that start with `log/`: their keys were not
+    known when the environment was made.
     """
 
     def __init__(
-        self, env: Any, *, seed: int = 0, obs: Observe = "state", image_layout: Asked = None
+        self,
+        env: Any,
+        *,
+        seed: int = 0,
+        obs: Observe = "state",
+        image_layout: Asked = None,
+        log_info: str | Sequence[str] | None = None,
     ) -> None:
         _check_reset(env)
         self._env = env
@@ -161,6 +178,17 @@ class GymEnv(EpisodicEnv):
                     "The environment has an observation 'image' already: use obs='state'."
                 )
             obs_space["image"] = Space(np.uint8, self._first_frame().shape)
+        asked = (log_info,) if isinstance(log_info, str) else log_info or ()
+        # Gymnasium's own environments say nothing of success, and a key costs a step time.
+        inner = type(getattr(env, "unwrapped", env)).__module__
+        usual = () if inner.startswith("gymnasium.envs.") else _LOGGED
+        self._logged = {
+            key: name
+            for name in (*usual, *asked)
+            if (key := name if name.startswith(LOG_PREFIX) else LOG_PREFIX + name) not in obs_space
+        }
+        self.unlogged: list[str] = []
+        obs_space |= dict.fromkeys(self._logged, Space(np.float32))
         super().__init__(obs_space, translation.act_space)
 
     def _begin(self) -> Arrays:
@@ -169,23 +197,40 @@ class GymEnv(EpisodicEnv):
         if not isinstance(result, tuple) or len(result) != 2:
             raise _old_interface(self._env, "its reset returns no pair of observation and info")
         self._seed = None
-        return self._observe(result[0])
+        return self._observe(*result)
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
         native = self._translation.act(action)
         result = self._env.step(native)
         if len(result) != 5:
             raise _old_interface(self._env, f"its step returns {len(result)} values")
-        observation, reward, terminated, truncated, _ = result
+        observation, reward, terminated, truncated, info = result
         last = bool(terminated or truncated)
-        return Outcome(self._observe(observation), _number(reward), last, bool(terminated))
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError):
+            reward = _only_number(reward)
+        return Outcome(self._observe(observation, info), reward, last, bool(terminated))
 
-    def _observe(self, observation: Any) -> Arrays:
+    def _observe(self, observation: Any, info: Any) -> Arrays:
         observed = self._translation.observe(observation) if self._kept else {}
         result = {key: observed[key] for key in self._kept}
         if self._pixels:
             result["image"] = self._frame()
+        if info:
+            result |= {key: _loggable(info.get(name)) for key, name in self._logged.items()}
+            self._find_unlogged(info)
+        elif self._logged:
+            result |= dict.fromkeys(self._logged, _MISSING)
         return result
+
+    def _find_unlogged(self, info: Mapping[Any, Any]) -> None:
+        for name, value in info.items():
+            if not isinstance(name, str) or not name.startswith(LOG_PREFIX):
+                continue
+            new = name not in self.obs_space and name not in self.unlogged
+            if new and len(self.unlogged) < _MOST_FOUND and _loggable(value) is not _MISSING:
+                self.unlogged.append(name)
 
     def _first_frame(self) -> NDArray[np.uint8]:
         self._env.reset(seed=self._seed)
@@ -303,6 +348,7 @@ def _make(
     render: bool = False,
     image_layout: Asked = None,
     info_mask: bool = False,
+    log_info: str | tuple[str, ...] | None = None,
     **options: Any,
 ) -> Env:
     try:
@@ -326,7 +372,7 @@ def _make(
             raise
         raise _old_interface(name, "it does not inherit from gymnasium.Env") from error
     masked = MaskFromInfo(env) if info_mask else env
-    return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout)
+    return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout, log_info=log_info)
 
 
 def _creator_parameters(entry_point: Any) -> Mapping[str, inspect.Parameter]:
@@ -344,14 +390,20 @@ def _quiet_pygame() -> None:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
-def _number(reward: Any) -> float:
-    """A reward, which some environments return in an array of one."""
-    try:
-        return float(reward)
-    except (TypeError, ValueError):
-        if np.size(reward) == 1 and np.asarray(reward).dtype.kind in "biuf":
-            return float(np.asarray(reward).item())
-        raise SpaceError(f"The reward is {reward!r:.100}: return one number.") from None
+def _only_number(reward: Any) -> float:
+    """A reward that some environments return in an array of one."""
+    if np.size(reward) == 1 and np.asarray(reward).dtype.kind in "biuf":
+        return float(np.asarray(reward).item())
+    raise SpaceError(f"The reward is {reward!r:.100}: return one number.")
+
+
+def _loggable(value: Any) -> NDArray[np.float32]:
+    """A number as it is logged; missing if it is none."""
+    if value is None or isinstance(value, (str, Mapping)) or np.size(value) != 1:
+        return _MISSING
+    array = np.asarray(value).reshape(())
+    fits = array.dtype.kind in "biuf" and -_LARGEST < array < _LARGEST
+    return array.astype(np.float32) if fits else _MISSING
 
 
 def _check_reset(env: Any) -> None:

@@ -83,6 +83,8 @@ class NormalizeActions(Wrapper):
     def __init__(self, env: Env, bounds: Bounds | Mapping[str, Bounds] | None = None) -> None:
         super().__init__(env)
         self._native, self._assumed = affine_actions(env.act_space, bounds)
+        self.unlogged: list[str] = []
+        """Names in `info` that ask to be logged, and are not among the observations."""
         self._act_space = {
             key: Space(space.dtype, space.shape, -1, 1) if key in self._native else space
             for key, space in env.act_space.items()

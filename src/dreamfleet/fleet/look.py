@@ -7,7 +7,7 @@ serial launcher in this one, for a debugger.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ class Look(NamedTuple):
     """Memory that another one takes."""
     notes: list[str]
     """What was recognised or assumed."""
+    log_info: Sequence[str] = ()
+    """Names in its `info` that ask to be logged."""
     output: str = ""
     """What it wrote."""
 
@@ -74,7 +76,8 @@ def look_at_environments(
     try:
         try_out(env, tell)
         taken = max(0, me.memory_info().rss - before)
-        look = Look(env.obs_space, env.act_space, taken, 0, list(getattr(env, "notes", ())))
+        notes, names = list(getattr(env, "notes", ())), tuple(getattr(env, "unlogged", ()))
+        look = Look(env.obs_space, env.act_space, taken, 0, notes, names)
         if both:
             here = partial(look_at_environments, make_env, both=False, number=1, tell=tell)
             look = look._replace(further_bytes=_look_beside(look, second or here).bytes)
@@ -158,8 +161,9 @@ def _look(
             make_env, both=both, number=number, tell=tell, second=second if apart else None
         )
     except DreamfleetError as error:
-        if error.__cause__ is not None and isinstance(error, EnvError):
-            person.say(own_traceback(error.__cause__))
+        cause = error.__cause__
+        if isinstance(error, EnvError) and cause and not isinstance(cause, DreamfleetError):
+            person.say(own_traceback(cause))
         raise
     except (Exception, SystemExit) as error:
         person.say(own_traceback(error))

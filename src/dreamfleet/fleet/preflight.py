@@ -9,7 +9,7 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +62,8 @@ class Prospects(NamedTuple):
     notes: list[str]
     """What was recognised or assumed about the environment, and what will hardly work well on this
     machine, a sentence each."""
+    log_info: Sequence[str] = ()
+    """Names in the environment's `info` that ask to be logged."""
     output: str = ""
     """What the environment wrote."""
 
@@ -123,7 +125,7 @@ def preflight(
         further = config.all_envs - processes
         each = (processes * look.bytes + further * look.further_bytes) / config.all_envs
         notes += [forecast(config, *spaces, each), *warnings(config, *spaces)]
-    return Prospects((look.obs_space, look.act_space), notes, look.output)
+    return Prospects((look.obs_space, look.act_space), notes, look.log_info, look.output)
 
 
 def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str], None]) -> Look:

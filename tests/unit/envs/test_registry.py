@@ -1,7 +1,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -183,6 +183,36 @@ def test_a_visible_environment_renders(module: str) -> None:
     assert np.shape(env.render()) == (400, 600, 3)
     env.close()
     make_visible_env("bundled:catch", balls=2).close()
+
+
+class Window(gymnasium.Env[Any, Any]):
+    """Renders as its constructor is told, as Gymnasium has it."""
+
+    observation_space = gymnasium.spaces.Discrete(5)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        if self.metadata["render_modes"]:
+            assert render_mode is None or render_mode in self.metadata["render_modes"]
+        self.render_mode = render_mode
+
+    def render(self) -> Any:
+        return np.zeros((4, 4, 3), np.uint8)
+
+
+class Modes(Window):
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["human", "rgb_array"]}
+
+
+class HumanOnly(Window):
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["human"]}
+
+
+def test_the_render_mode_is_passed_by_itself() -> None:
+    assert np.shape(make_visible_env(Window).render()) == (4, 4, 3)
+    assert np.shape(make_visible_env(Modes).render()) == (4, 4, 3)
+    assert make_visible_env(HumanOnly).render() is None
+    assert make_env(Modes).render() is None, "frames cost time, and training needs none"
 
 
 def test_a_repeat_of_one_is_one() -> None:

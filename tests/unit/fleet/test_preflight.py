@@ -267,6 +267,7 @@ def test_a_directory_belongs_to_one_run(
         (["--offline", "nowhere"], "nowhere holds no replay"),
         (["--offline", "a", "b", "--prefill", "c"], "name all directories after offline"),
         (["--task", "gym:CartPoel-v1"], "CartPole"),
+        (["--task", "kinds.py:Base"], "drop .py and write kinds:Base."),
         (["--preset", "defualt"], "did you mean 'default'?"),
     ],
 )
@@ -275,7 +276,9 @@ def test_the_command_says_so_in_one_sentence(
 ) -> None:
     logdir = tmp_path / "run"
     assert main(["train", "--logdir", str(logdir), *arguments]) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "Traceback" not in said.out + said.err
     assert not logdir.exists()
 
 
