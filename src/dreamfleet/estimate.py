@@ -188,15 +188,18 @@ def update_cost(config: RunConfig, parts: Parts) -> float:
     )
 
 
-def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
-    """Bytes of a step in the replay."""
+def column_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> dict[str, int]:
+    """Bytes of each key of a step in the replay."""
     agent = config.agent_type
     stored = agent.stored_space(obs_space, act_space, config.settings_of(agent))
     columns = {**without_logs(obs_space), **without_reset(act_space), **stored}
+    return {key: space.dtype.itemsize * math.prod(space.shape) for key, space in columns.items()}
+
+
+def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
+    """Bytes of a step in the replay."""
     tick = 8
-    return tick + sum(
-        space.dtype.itemsize * int(np.prod(space.shape)) for space in columns.values()
-    )
+    return tick + sum(column_bytes(config, obs_space, act_space).values())
 
 
 def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> float:
@@ -368,6 +371,7 @@ def suggest(
     steps_per_second: float = float("inf"),
     env_bytes: float = 0.0,
     disk: float = float("inf"),
+    single: bool = False,
 ) -> Suggestion:
     """Settings for a task on this machine.
 
@@ -380,12 +384,15 @@ def suggest(
         steps_per_second: That one environment makes.
         env_bytes: Memory of an environment.
         disk: Bytes that are free.
+        single: Whether there can be only one environment.
     """
     images = [space for space in observed(obs_space).values() if space.image]
     preset = "pixels" if images else "dmc_cpu" if task.startswith("dmc:") else "default"
     base = PRESETS[preset]
     changes: dict[str, Any] = {"task": task}
-    if steps_per_second < _QUICK / base.envs:
+    if single:
+        changes["envs"] = 1
+    elif steps_per_second < _QUICK / base.envs:
         # Stepped one after the other they would keep the agent waiting.
         changes["envs_per_process"] = -(-base.envs // max(1, machine.cores))
     sizes: list[tuple[int, int] | None] = [*_sizes(images, options)] if images else []

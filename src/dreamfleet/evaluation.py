@@ -447,8 +447,9 @@ class _Recorded(Wrapper):
         frame = self._frame_of(obs)
         if frame is None:
             raise ConfigError(
-                f"{self._recording.task} renders no frames, so there is no video of it: let its "
-                'factory make it with render_mode="rgb_array", or leave the video out.'
+                f"{self._recording.task} renders no frames, so there is no video of it: give its "
+                "constructor a parameter render_mode, and let render() return a frame if that is "
+                '"rgb_array", or leave the video out.'
             )
         self._frames += 1
         self._score += float(obs["reward"])

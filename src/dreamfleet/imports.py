@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from operator import attrgetter
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 
 from dreamfleet.errors import ConfigError, did_you_mean
@@ -35,6 +35,10 @@ def load_module(module: str, path: str) -> ModuleType:
     Raises:
         ConfigError: There is no such module, or it cannot be imported.
     """
+    if module.endswith(".py") or "/" in module:
+        file, name = PurePath(module.removesuffix(".py")), path.rpartition(":")[2]
+        dotted = file.name if file.is_absolute() else ".".join(file.parts)
+        raise ConfigError(f"{path!r} names a file: drop .py and write {dotted}:{name}.")
     # Installed commands, unlike `python file.py`, do not look into the current directory. It goes
     # last, so that nothing installed is shadowed.
     here = str(Path.cwd())

@@ -161,6 +161,17 @@ def _natural_bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
     return max(info.min, -(2**62)), min(info.max + 1, 2**62)
 
 
+def summary(space: Space | None) -> str:
+    """What an agent's parameters depend on, in words."""
+    if space is None:
+        return "missing"
+    words = f"{space.dtype.name}{list(space.shape)}"
+    if not space.discrete or space.image:
+        return words
+    most, least = int(space.classes.max()), int(space.classes.min())
+    return f"{words} with {most} choices" if most == least else f"{words} of {space!r}"
+
+
 def spaces_to_json(spaces: Mapping[str, Space]) -> str:
     """Spaces as JSON text."""
     return json.dumps({key: _to_plain(space) for key, space in spaces.items()})

@@ -175,6 +175,8 @@ def train(
         found = preflight(config, partial(environment, config, maker), say)
     for note in found.notes:
         say(note)
+    if found.log_info:
+        config = _with_logged(config, found.log_info)
     start = time.monotonic()
     result = None
     with claim_directory(config.logdir, say):
@@ -198,6 +200,13 @@ def train(
         say(how_to_look(config))
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
+
+
+def _with_logged(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    """Declare names of `info` in all environments of the run, whose keys have to be the same."""
+    given = config.env_options.get("log_info") or ()
+    log_info = (*((given,) if isinstance(given, str) else given), *names)
+    return config.changed({"env_options": {**config.env_options, "log_info": log_info}})
 
 
 def _train_on_nodes(

@@ -96,13 +96,13 @@ class Looking(Endless):
 
         with Watcher(FOLDER / "run") as watcher:
             status = watcher.look(0.0)
-        with (FOLDER / "seen").open("a") as file:
-            file.write(f"{status.state} {status.running}: {status.message}\\n")
+        (FOLDER / "claimed").unlink(missing_ok=True)
         try:
             with claim_directory(FOLDER / "run"):
                 (FOLDER / "claimed").touch()
         except ConfigError:
             pass
+        (FOLDER / "seen").write_text(f"{status.state} {status.running}: {status.message}")
         return np.zeros(1, np.float32), 1.0, True, False, {}
 
 
@@ -243,7 +243,7 @@ def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
         raise StopTraining
 
     train(config, display=None, say=silent, outputs=["jsonl", Kept], on_log=on_log)
-    (seen,) = (folder / "seen").read_text().splitlines()
+    seen = (folder / "seen").read_text()  # at its last step; the first was before the start
     assert seen == "evaluating True: Training is over, and the agent is being evaluated."
     assert not (folder / "claimed").exists()
     record = read_record(config.logdir)

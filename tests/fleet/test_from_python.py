@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 from documents import ROOT, python_blocks
 from fleet_parts import rows, small_run
@@ -71,6 +73,40 @@ if __name__ == "__main__":
         result = dreamfleet.train(env=task, steps=steps, **short)
     assert result.step >= 400
 """
+
+
+class Reaching(gymnasium.Env[Any, Any]):
+    """Says in `info` how an episode ended, as other libraries expect it."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        over = self.steps == 4
+        return (
+            np.zeros(1),
+            0.0,
+            False,
+            over,
+            {"log/fuel": 2.0, **({"is_success": 1} if over else {})},
+        )
+
+
+def test_numbers_of_info_are_logged(tmp_path: Path) -> None:
+    settings = {"agent": "random", "launcher": "serial", "envs": 2, "batch_size": 2}
+    train(env=Reaching, logdir=tmp_path, steps=60, batch_length=8, eval_episodes=1, say=silent,
+          train_ratio=1, log_every=0.1, **settings)  # fmt: skip
+    metrics = {key: value for row in rows(tmp_path / "metrics.jsonl") for key, value in row.items()}
+    assert metrics["episode/log/is_success/avg"] == 1, "the mean of the steps that have it"
+    assert metrics["episode/log/fuel/sum"] == 8
+    assert metrics["eval/log/fuel/avg"] == 2
+    assert "episode/log/success/avg" not in metrics
+    assert read_config(tmp_path).env_options == {"log_info": ("log/fuel",)}
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from agent_worlds import config
 
 from dreamfleet import Policy, make_env
 from dreamfleet.agents import Agent, find_agent
@@ -112,22 +110,20 @@ def test_the_model_free_agent_trains_in_a_fleet(tmp_path: Path) -> None:
     run("plot", str(logdir), "--out", str(tmp_path / "curves.png"))
 
 
-@pytest.mark.usefixtures("in_checkout")
-def test_the_point_cloud_encoder_trains() -> None:
-    base = config()
-    model = replace(base.model, encoder="examples.point_cloud:PointEncoder")
-    settings, env = replace(base, model=model), make_env("examples.point_cloud:make")
-    dreamer = find_agent("dreamer")
-    dreamer.check(env.obs_space, env.act_space, settings)
-    agent = dreamer.make(env.obs_space, env.act_space, settings, seed=0)
-    loop = Loop(agent, "examples.point_cloud:make", envs=2, steps=200)
-    for _ in range(200):
-        loop.step()
-    batch, carry, losses = loop.batch(4, 7, newest=200), agent.init_train(4), []
-    batch |= {"stepid": np.zeros((4, 7, 20), np.uint8), "consec": np.zeros((4, 7), np.int32)}
-    for _ in range(30):
-        carry, _, metrics = agent.train(carry, batch)
-        losses.append(float(metrics["opt/loss"]))
+def test_the_point_cloud_encoder_trains(tmp_path: Path) -> None:
+    """Floats with three dimensions reach an encoder of one's own, and the policy is evaluated."""
+    sizes = ("--envs", "2", "--batch-size", "4", "--batch-length", "8", "--dreamer.model", "debug")
+    cache = ("--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"])
+    rates = ("--dreamer.optimizer.learning-rate", "1e-3", "--dreamer.optimizer.warmup", "2")
+    said = run(
+        *("train", "--task", "examples.point_cloud:make", "--env-options", "image_layout=none"),
+        *("--dreamer.model.encoder", "examples.point_cloud:PointEncoder", *sizes, *cache, *rates),
+        *("--launcher", "serial", "--train-ratio", "8", "--steps", "300", "--eval-episodes", "1"),
+        *("--log-every", "0.1", "--logdir", str(tmp_path)),
+    )
+    assert "Evaluation: mean score" in said
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    losses = [row["train/opt/loss"] for row in rows if "train/opt/loss" in row]
     assert losses[-1] < 0.9 * losses[0]
 
 

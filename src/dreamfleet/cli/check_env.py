@@ -21,7 +21,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
-from dreamfleet.envs.registry import renders_on_request
+from dreamfleet.envs.registry import rendering_options
 from dreamfleet.estimate import fleet_speed, size_name, suggest, this_machine
 from dreamfleet.fleet.watched import Person, run_watched
 from dreamfleet.formatting import clock, readable
@@ -78,7 +78,7 @@ def check(person: Person, request: dict[str, Any]) -> str:
 
     def visible(seed: int) -> Any:
         # What renders without being asked is not made once more: it may be slow to make.
-        wanted = renders_on_request(task)
+        wanted = rendering_options(task)
         return make_visible_env(task, seed=seed, **options) if wanted else None
 
     me, taken = psutil.Process(), [0]
@@ -165,6 +165,7 @@ def _suggest(
         steps_per_second=result.steps_per_second,
         env_bytes=env_bytes,
         disk=free,
+        single=result.single,
     )
     config, expected = found.config, found.estimate
     collected = fleet_speed(config, result.steps_per_second, machine)

@@ -10,7 +10,7 @@ import statistics
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,13 +31,18 @@ from dreamfleet.envs.base import (
 )
 from dreamfleet.errors import ConfigError, MissingExtraError
 from dreamfleet.masks import ACTION_MASK, ActionMask
-from dreamfleet.spaces import FLAGS, SpaceError, without_logs
+from dreamfleet.spaces import FLAGS, Space, SpaceError, summary, without_logs
 
 _FRAMES = 20
 _COMPARED_STEPS = 200
 _SLOW = 100.0
 _BRIEF = 4096
 _PACKAGE = str(Path(__file__).parents[1])
+
+ONLY_ONE = (
+    "If there can be only one at a time, use --envs 1, without --eval-envs and --eval-every; if "
+    "one in each process, use --envs-per-process 1."
+)
 
 Call = Literal["constructor", "reset", "step", "render", "close"]
 Tell = Callable[[Call, int, int], None]
@@ -60,6 +65,8 @@ class Diagnosis:
 
     obs_space: Spaces = field(default_factory=dict)
     act_space: Spaces = field(default_factory=dict)
+    single: bool = False
+    """Whether there can be only one at a time."""
     steps: int = 0
     episodes: int = 0
     score: float = float("nan")
@@ -113,10 +120,17 @@ def diagnose(
         result.obs_space, result.act_space = env.obs_space, env.act_space
         result.notes = list(getattr(env, "notes", ()))
         _play(env, steps, seed, result, trajectory, told)
+        for key in result.obs_space.keys() - without_logs(result.obs_space).keys():
+            if all(np.isneginf(obs[key]) for obs in trajectory):  # it has no such number
+                result.obs_space = {k: s for k, s in result.obs_space.items() if k != key}
+        second = _make_second(make, seed + 1, result, told)
+        spaces = [(each.obs_space, each.act_space) for each in (env, second or env)]
+        if different := different_spaces(*spaces):
+            result.problems.append(Finding(different, ""))
         _close(env, told)
         result.problems += _flags(trajectory)
         compared = min(steps, _COMPARED_STEPS)
-        result.hints += _seeds(make, trajectory, compared, seed, told)
+        result.hints += _seeds(make, second, trajectory, compared, seed, told)
     except (ConfigError, UnknownTaskError, MissingExtraError):
         raise
     except (EnvError, SpaceError) as error:
@@ -130,6 +144,49 @@ def diagnose(
     if make_visible and not result.frames:
         result.hints += _render(make_visible, compared, seed, result, told)
     return result
+
+
+def try_out(env: Env, tell: Tell | None = None) -> None:
+    """Reset an environment and take one step.
+
+    Raises:
+        EnvError: It breaks the contract.
+        SpaceError: A space and a value disagree.
+    """
+    trajectory: list[Arrays] = []
+    _play(env, 1, 0, Diagnosis(), trajectory, tell or (lambda *_: None), frames=0)
+    if not trajectory[0]["is_first"]:
+        raise EnvError("The observation after a reset is not is_first: set is_first there.")
+
+
+def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[str, Space]]) -> str:
+    """How observations and actions of two environments of a run differ; empty if they do not."""
+    for what, first, second in zip(("observation", "action"), one, two, strict=True):
+        first, second = without_logs(first), without_logs(second)
+        for key in dict.fromkeys([*first, *second]):
+            before, now = summary(first.get(key)), summary(second.get(key))
+            if before != now:
+                return (
+                    f"Two environments have different spaces: {what} {key!r} is {before} in the "
+                    f"first and {now} in the second. Give all of them the same, whatever their "
+                    "seed."
+                )
+    return ""
+
+
+def _make_second(
+    make: Callable[[int], Env], seed: int, result: Diagnosis, tell: Tell
+) -> Env | None:
+    """A second environment beside the first; None if there can be only one."""
+    tell("constructor", 1, result.steps)
+    try:
+        return make(seed)
+    except (Exception, SystemExit) as error:
+        result.single = True
+        result.hints.append(
+            Finding(f"A second environment failed beside the first: {error!r}.", ONLY_ONE)
+        )
+        return None
 
 
 def _raised(error: BaseException, call: Call, done: int, result: Diagnosis) -> Finding:
@@ -158,7 +215,13 @@ def own_traceback(error: BaseException) -> str:
 
 
 def _play(
-    env: Env, steps: int, seed: int, result: Diagnosis, trajectory: list[Arrays], tell: Tell
+    env: Env,
+    steps: int,
+    seed: int,
+    result: Diagnosis,
+    trajectory: list[Arrays],
+    tell: Tell,
+    frames: int = _FRAMES,
 ) -> None:
     """Append all observations of so many steps, and of the resets that they need, to the
     trajectory. Times, episodes, frames and problems go to the result, also if a step raises."""
@@ -194,7 +257,7 @@ def _play(
                     "An episode was over with its first observation: at least one action has to "
                     "follow a reset."
                 )
-            if len(times) % every == 0 and not reset and len(result.frames) < _FRAMES:
+            if len(times) % every == 0 and not reset and len(result.frames) < frames:
                 tell("render", len(times), steps)
                 if (frame := frame_of(copy)) is not None:
                     result.frames.append(frame)
@@ -263,15 +326,28 @@ def _flags(trajectory: list[Arrays]) -> Iterator[Finding]:
 
 
 def _seeds(
-    make: Callable[[int], Env], trajectory: list[Arrays], steps: int, seed: int, tell: Tell
+    make: Callable[[int], Env],
+    second: Env | None,
+    trajectory: list[Arrays],
+    steps: int,
+    seed: int,
+    tell: Tell,
 ) -> Iterator[Finding]:
-    difference = _difference(make, trajectory, steps, seed, seed, tell)
-    if difference:
+    """Compare with an environment of another seed (`second`, if there is one), and of the same."""
+
+    def difference(env: Env | None, env_seed: int) -> str:
+        if env is None:
+            tell("constructor", 1, steps)
+            env = make(env_seed)
+        return _difference(env, trajectory, steps, seed, tell)
+
+    other, same = difference(second, seed + 1), difference(None, seed)
+    if same:
         yield Finding(
-            f"The same seed gives another run: {difference}.",
+            f"The same seed gives another run: {same}.",
             "Take all randomness from the seed, if runs should be repeatable.",
         )
-    elif not _difference(make, trajectory, steps, seed, seed + 1, tell):
+    elif not other:
         yield Finding(
             "Another seed gives the same run.",
             "Use the seed, unless the environment is deterministic: otherwise all copies of it "
@@ -280,22 +356,16 @@ def _seeds(
 
 
 def _difference(
-    make: Callable[[int], Env],
-    trajectory: list[Arrays],
-    steps: int,
-    action_seed: int,
-    env_seed: int,
-    tell: Tell,
+    env: Env, trajectory: list[Arrays], steps: int, action_seed: int, tell: Tell
 ) -> str:
-    tell("constructor", 1, steps)
-    env = make(env_seed)
+    """Play an environment, close it, and say where it differs from the trajectory."""
     again: list[Arrays] = []
     _play(env, steps, action_seed, Diagnosis(), again, tell)
     _close(env, tell)
     # The one may have more resets among as many steps, but then they differ before its end.
     for number, (one, two) in enumerate(zip(trajectory, again, strict=False)):
         for key, value in one.items():
-            if not np.array_equal(value, two[key]):
+            if key not in two or not np.array_equal(value, two[key]):
                 return f"{key!r} differs at step {number}"
     return ""
 

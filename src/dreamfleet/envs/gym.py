@@ -11,7 +11,7 @@ import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from dreamfleet.envs.base import (
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.info_mask import MaskFromInfo
 from dreamfleet.envs.layouts import (
+    FLAT,
     Asked,
     Layout,
     as_integers,
@@ -39,12 +40,12 @@ from dreamfleet.envs.layouts import (
     layouts_asked,
     vector_note,
 )
-from dreamfleet.envs.registry import check_name
+from dreamfleet.envs.registry import check_given, check_name
 from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import MissingExtraError
 from dreamfleet.imports import load_module
 from dreamfleet.masks import ACTION_MASK
-from dreamfleet.spaces import Space, SpaceError, is_image
+from dreamfleet.spaces import LOG_PREFIX, Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
 # Names of Dict spaces from the outermost on. They may hold slashes themselves, so the joined key
@@ -57,7 +58,14 @@ _MOST_CLASSES = 256
 _MOST_INPUTS = 32_768
 
 # Options that every task of this suite has.
-_OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask")
+_OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask", "log_info")
+
+# What environments of most libraries say in `info`, often at the end of an episode only.
+_LOGGED = ("success", "is_success")
+_MISSING = np.array(-np.inf, np.float32)
+_MISSING.setflags(write=False)
+_LARGEST = 1e18  # more is no number to log
+_MOST_FOUND = 100
 
 
 class GymTranslation:
@@ -87,7 +95,8 @@ class GymTranslation:
                 continue
             layout = _layout(space, key, asked.get(key, ""))
             if layout is None:
-                self.obs_space[key], read = _observation(space, key, inside=bool(path))
+                flat = asked.get(key) == FLAT
+                self.obs_space[key], read = _observation(space, key, inside=bool(path), flat=flat)
                 if type(space).__name__ == "Box" and key not in asked:
                     self.notes.append(vector_note(key, space.dtype, space.shape))
             else:
@@ -136,10 +145,20 @@ class GymEnv(EpisodicEnv):
     adds them; the environment has to have been made with `render_mode="rgb_array"` for that.
     `image_layout` says how the axes of images lie where that cannot be recognised. `notes` say
     what was recognised.
+
+    Numbers of `info` named `success`, `is_success` or in `log_info` are given as `log/NAME`, -inf
+    where they are missing. `unlogged` holds other names that start with `log/`: their keys were not
+    known when the environment was made.
     """
 
     def __init__(
-        self, env: Any, *, seed: int = 0, obs: Observe = "state", image_layout: Asked = None
+        self,
+        env: Any,
+        *,
+        seed: int = 0,
+        obs: Observe = "state",
+        image_layout: Asked = None,
+        log_info: str | Sequence[str] | None = None,
     ) -> None:
         _check_reset(env)
         self._env = env
@@ -159,6 +178,17 @@ class GymEnv(EpisodicEnv):
                     "The environment has an observation 'image' already: use obs='state'."
                 )
             obs_space["image"] = Space(np.uint8, self._first_frame().shape)
+        asked = (log_info,) if isinstance(log_info, str) else log_info or ()
+        # Gymnasium's own environments say nothing of success, and a key costs a step time.
+        inner = type(getattr(env, "unwrapped", env)).__module__
+        usual = () if inner.startswith("gymnasium.envs.") else _LOGGED
+        self._logged = {
+            key: name
+            for name in (*usual, *asked)
+            if (key := name if name.startswith(LOG_PREFIX) else LOG_PREFIX + name) not in obs_space
+        }
+        self.unlogged: list[str] = []
+        obs_space |= dict.fromkeys(self._logged, Space(np.float32))
         super().__init__(obs_space, translation.act_space)
 
     def _begin(self) -> Arrays:
@@ -167,23 +197,40 @@ class GymEnv(EpisodicEnv):
         if not isinstance(result, tuple) or len(result) != 2:
             raise _old_interface(self._env, "its reset returns no pair of observation and info")
         self._seed = None
-        return self._observe(result[0])
+        return self._observe(*result)
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
         native = self._translation.act(action)
         result = self._env.step(native)
         if len(result) != 5:
             raise _old_interface(self._env, f"its step returns {len(result)} values")
-        observation, reward, terminated, truncated, _ = result
+        observation, reward, terminated, truncated, info = result
         last = bool(terminated or truncated)
-        return Outcome(self._observe(observation), float(reward), last, bool(terminated))
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError):
+            reward = _only_number(reward)
+        return Outcome(self._observe(observation, info), reward, last, bool(terminated))
 
-    def _observe(self, observation: Any) -> Arrays:
+    def _observe(self, observation: Any, info: Any) -> Arrays:
         observed = self._translation.observe(observation) if self._kept else {}
         result = {key: observed[key] for key in self._kept}
         if self._pixels:
             result["image"] = self._frame()
+        if info:
+            result |= {key: _loggable(info.get(name)) for key, name in self._logged.items()}
+            self._find_unlogged(info)
+        elif self._logged:
+            result |= dict.fromkeys(self._logged, _MISSING)
         return result
+
+    def _find_unlogged(self, info: Mapping[Any, Any]) -> None:
+        for name, value in info.items():
+            if not isinstance(name, str) or not name.startswith(LOG_PREFIX):
+                continue
+            new = name not in self.obs_space and name not in self.unlogged
+            if new and len(self.unlogged) < _MOST_FOUND and _loggable(value) is not _MISSING:
+                self.unlogged.append(name)
 
     def _first_frame(self) -> NDArray[np.uint8]:
         self._env.reset(seed=self._seed)
@@ -301,15 +348,19 @@ def _make(
     render: bool = False,
     image_layout: Asked = None,
     info_mask: bool = False,
+    log_info: str | tuple[str, ...] | None = None,
     **options: Any,
 ) -> Env:
     try:
-        known = _creator_options(gymnasium.spec(name).entry_point)
-        own = {*(known or ()), *_OWN} - {"render_mode"}
-        for option in options if known is not None else ():
+        spec = gymnasium.spec(name)
+        known = _creator_parameters(spec.entry_point)
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        own = {*known, *_OWN} - {"render_mode"}
+        for option in options if not anything else ():
             check_name(f"gym:{name}", option, own)
+        check_given(f"gym:{name}", known, {*spec.kwargs, *options, "render_mode"})
         # One that cannot render is played without frames, unless they are its observations.
-        if (render and (known is None or "render_mode" in known)) or obs != "state":
+        if (render and (anything or "render_mode" in known)) or obs != "state":
             options["render_mode"] = "rgb_array"
             _quiet_pygame()
         # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
@@ -321,15 +372,13 @@ def _make(
             raise
         raise _old_interface(name, "it does not inherit from gymnasium.Env") from error
     masked = MaskFromInfo(env) if info_mask else env
-    return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout)
+    return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout, log_info=log_info)
 
 
-def _creator_options(entry_point: Any) -> set[str] | None:
-    """The options of an environment's constructor; None if it accepts any."""
+def _creator_parameters(entry_point: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of an environment's constructor."""
     creator = entry_point if callable(entry_point) else load_env_creator(entry_point)
-    parameters = inspect.signature(creator).parameters.values()
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return None if anything else {parameter.name for parameter in parameters}
+    return inspect.signature(creator).parameters
 
 
 def _quiet_pygame() -> None:
@@ -339,6 +388,22 @@ def _quiet_pygame() -> None:
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if not os.environ.get("DISPLAY") and not os.environ.get("WAYLAND_DISPLAY"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
+def _only_number(reward: Any) -> float:
+    """A reward that some environments return in an array of one."""
+    if np.size(reward) == 1 and np.asarray(reward).dtype.kind in "biuf":
+        return float(np.asarray(reward).item())
+    raise SpaceError(f"The reward is {reward!r:.100}: return one number.")
+
+
+def _loggable(value: Any) -> NDArray[np.float32]:
+    """A number as it is logged; missing if it is none."""
+    if value is None or isinstance(value, (str, Mapping)) or np.size(value) != 1:
+        return _MISSING
+    array = np.asarray(value).reshape(())
+    fits = array.dtype.kind in "biuf" and -_LARGEST < array < _LARGEST
+    return array.astype(np.float32) if fits else _MISSING
 
 
 def _check_reset(env: Any) -> None:
@@ -404,11 +469,11 @@ def _layout(space: Any, key: str, asked: str) -> Layout | None:
 
 
 def _observation(
-    space: Any, key: str, *, inside: bool
+    space: Any, key: str, *, inside: bool, flat: bool
 ) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
     kind = type(space).__name__
     if kind == "Box":
-        return _box(space, key)
+        return _box(space, key, flat=flat)
     if kind in ("Discrete", "MultiDiscrete"):
         target, start = _discrete(space)
         return target, lambda value: as_integers(key, value - start, np.int32)
@@ -448,16 +513,16 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
     raise _unsupported(f"Action {key!r} is a {kind}", "TransformAction")
 
 
-def _box(space: Any, key: str) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
-    """A Box that holds no images, as a vector or a matrix."""
+def _box(space: Any, key: str, *, flat: bool) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
+    """A Box that holds no images."""
     dtype = np.dtype(space.dtype)
-    # More than two axes are only taken as an image; somebody said that it is none.
-    shape = space.shape if len(space.shape) <= 2 else (int(np.prod(space.shape)),)
+    shape = (int(np.prod(space.shape)),) if flat else space.shape
     with np.errstate(over="ignore"):
         low, high = (bound.reshape(shape).astype(np.float64) for bound in (space.low, space.high))
         classes = high - low + 1
     small = np.all(classes <= _MOST_CLASSES) and np.sum(classes) <= _MOST_INPUTS
-    if dtype.kind in "iub" and small and np.all(low >= 0):
+    # More axes are for an encoder of the user's, and the default decoder predicts floats there.
+    if dtype.kind in "iub" and small and np.all(low >= 0) and len(shape) <= 2:
         target = Space(np.int32, shape, 0, high + 1)
         return target, lambda value: as_integers(key, value, np.int32).reshape(shape)
     with np.errstate(over="ignore"):

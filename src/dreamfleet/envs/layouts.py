@@ -2,9 +2,10 @@
 
 Agents take images as uint8 (height, width, channels). Environments also have them with the channels
 first, as a stack of frames, gray without an axis for channels, or as floats from 0 to 1. A *layout*
-names the axes: `hwc`, `chw`, `hw`, `shwc` (s for the frames of a stack) and so on; `none` is for
-what is no image. What can only be one of them is taken as that. The rest is asked for: the option
-`image_layout` answers, for all observations or by key.
+names the axes: `hwc`, `chw`, `hw`, `shwc` (s for the frames of a stack) and so on. What is no image
+is `none`, which keeps its shape, or `flat`, which makes it a vector. What can only be one of them
+is taken as that. The rest is asked for: the option `image_layout` answers, for all observations or
+by key.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dreamfleet.envs.base import NotFiniteError
 from dreamfleet.errors import ConfigError
 from dreamfleet.spaces import SpaceError
 
-NONE = "none"
+NONE, FLAT = "none", "flat"
 Asked = str | Mapping[str, str] | None
 """The option `image_layout`."""
 
@@ -157,9 +158,9 @@ def find_layout(
         what = "may be an image or not" if layouts else "is no image that agents take"
         raise SpaceError(
             f"Observation {key!r} has dtype {kind} and shape {shape}, which {what}: set {_OPTION} "
-            f"to {layouts}{'or ' if layouts else ''}none, which gives it as a vector."
+            f"to {layouts}flat for a vector, or none to keep its shape for an encoder of your own."
         )
-    if axes == NONE:
+    if axes in (NONE, FLAT):
         return None
     _check_axes(key, axes, shape)
     black, white = (0.0, 255.0) if kind == np.uint8 else _range(kind, low, high)
@@ -167,7 +168,7 @@ def find_layout(
         raise SpaceError(
             f"Observation {key!r} has no bounds that say what is black and what is white, so it "
             f"is no image: give its space one low and one high for all pixels, such as 0 and 1, "
-            f"or set {_OPTION} to none."
+            f"or set {_OPTION} to flat or none."
         )
     return Layout(key, axes, shape, black, white, kind)
 
@@ -198,12 +199,13 @@ def layouts_asked(
     if asked is None:
         return {}
     if isinstance(asked, str):
-        fitting = [key for key in shapes if asked == NONE or len(shapes[key]) == len(asked)]
+        any_shape = asked in (NONE, FLAT)
+        fitting = [key for key in shapes if any_shape or len(shapes[key]) == len(asked)]
         if not fitting:
             found = ", ".join(f"{key!r} with shape {shape}" for key, shape in shapes.items())
             raise ConfigError(
                 f"image_layout={asked} fits no observation, there is {found}: name each axis by a "
-                "letter, such as hwc, chw, hw or shwc, or say none."
+                "letter, such as hwc, chw, hw or shwc, or say flat or none."
             )
         return dict.fromkeys(fitting, asked)
     if len(shapes) == 1 and set(asked) <= set(names):
@@ -220,12 +222,12 @@ def _check_axes(key: str, axes: str, shape: tuple[int, ...]) -> None:
     if not set("hw") <= set(axes) <= set("hwcs") or len(set(axes)) < len(axes):
         raise ConfigError(
             f"image_layout={axes} is no layout: name each axis by a letter, h for height, w for "
-            "width, c for channels and s for the frames of a stack, or say none."
+            "width, c for channels and s for the frames of a stack, or say flat or none."
         )
     if len(axes) != len(shape):
         raise ConfigError(
             f"image_layout={axes} names {len(axes)} axes, and observation {key!r} has shape "
-            f"{shape}: name each axis by a letter, or say none."
+            f"{shape}: name each axis by a letter, or say flat or none."
         )
 
 

@@ -20,7 +20,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
@@ -157,6 +157,7 @@ GENERAL: Mapping[str, Any] = {
     "size": tuple[Count, Count] | None,
     "image_layout": str | dict[str, str] | None,
     "action_bounds": Bounds | dict[str, Bounds] | None,
+    "log_info": str | tuple[str, ...] | None,
 }
 """Options that every task has, and their types."""
 
@@ -183,6 +184,7 @@ def make_env(
     size: tuple[int, int] | None = None,
     image_layout: str | dict[str, str] | None = None,
     action_bounds: Bounds | dict[str, Bounds] | None = None,
+    log_info: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Wrapper:
     """The environment of a task, ready for an agent.
@@ -199,9 +201,11 @@ def make_env(
         size: Resize images to this height and width.
         image_layout: The order of the axes of images, for all or by key, where it cannot be
             recognised or is wrong: hwc, chw, hw, shwc (s for the frames of a stack) and so on;
-            none for what is no image.
+            for what is no image, flat for a vector and none to keep its shape.
         action_bounds: The lowest and the highest value of continuous actions that have no bounds,
             for all or by key.
+        log_info: Names in the `info` of a Gymnasium environment whose numbers are logged, beside
+            `success` and `is_success`.
         options: The suite's own, such as `obs="pixels"`.
 
     Returns:
@@ -213,14 +217,15 @@ def make_env(
         ConfigError: The task has no such option, or its value cannot work.
         SpaceError: The environment's spaces cannot be used.
     """
-    given = (repeat, time_limit, size, image_layout, action_bounds)
-    for (name, kind), value in zip(GENERAL.items(), given, strict=True):
-        convert(name, value, kind)
     make = _constructor(task) if isinstance(task, str) else task
     # Options are checked by our own annotations; those of other packages may mean anything.
     ours = isinstance(task, str) and _in_suite(task)
     accepted = inspect.signature(make, eval_str=ours).parameters
-    # A suite with such an option of its own gets it: Atari pools over the repeated frames.
+    given = (repeat, time_limit, size, image_layout, action_bounds, log_info)
+    for (name, kind), value in zip(GENERAL.items(), given, strict=True):
+        if ours or name not in accepted:
+            convert(name, value, kind)
+    # What has such an option of its own gets it: Atari pools over the repeated frames.
     if "repeat" in accepted:
         options |= {} if repeat is None else {"repeat": repeat}
         repeat = None
@@ -232,15 +237,23 @@ def make_env(
         image_layout = None
     elif ours and image_layout is not None:
         raise ConfigError(f"{task} has no option 'image_layout': its images need none.")
+    if "log_info" in accepted:
+        options |= {} if log_info is None else {"log_info": log_info}
+        log_info = None
+    elif ours and log_info is not None:
+        raise ConfigError(f"{task} has no option 'log_info': it logs what there is.")
     anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name, value in options.items():
         if not anything:
             check_name(str(task), name, accepted.keys() - {"seed"})
         if ours and name in accepted:
             convert(name, value, accepted[name].annotation)
+    check_given(name_of(task).removeprefix(PROGRAM), accepted, {"seed", *options})
     # The environments of suites are native, seeded, and have their images as agents take them.
-    adapted = None if ours else functools.partial(adapt, image_layout=image_layout)
-    env = _build(task, make, options, adapted, seed)
+    adapted = None
+    if not ours:
+        adapted = functools.partial(adapt, image_layout=image_layout, log_info=log_info)
+    env = made = _build(task, make, options, adapted, seed)
     if repeat is not None and repeat > 1:
         env = ActionRepeat(env, repeat)
     if time_limit:
@@ -248,21 +261,27 @@ def make_env(
     env = UnifyDtypes(env)
     if size:
         env = ResizeImages(env, size)
-    return NormalizeActions(CheckSpaces(env), action_bounds)
+    result = NormalizeActions(CheckSpaces(env), action_bounds)
+    result.unlogged = getattr(made, "unlogged", result.unlogged)  # which grows while it is played
+    return result
 
 
 def make_visible_env(task: str | Callable[..., Any], *, seed: int = 0, **options: Any) -> Wrapper:
-    """The environment of a task, made with `render=True` if it has that option."""
-    if renders_on_request(task):
-        options = {**options, "render": True}
-    return make_env(task, seed=seed, **options)
+    """The environment of a task, made so that it renders frames if it can."""
+    return make_env(task, seed=seed, **{**options, **rendering_options(task)})
 
 
-def renders_on_request(task: str | Callable[..., Any]) -> bool:
-    """Whether a task has the option `render`."""
-    # Only if it is named: a factory that passes any keyword on may pass it to one without it.
+def rendering_options(task: str | Callable[..., Any]) -> dict[str, Any]:
+    """The options with which a task renders frames; none if it always does, or never."""
+    # Only if they are named: a factory that passes any keyword on may pass it to one without it.
     make = _constructor(task) if isinstance(task, str) else task
-    return "render" in inspect.signature(make).parameters
+    parameters = inspect.signature(make).parameters
+    if "render" in parameters:
+        return {"render": True}
+    # Classes of Gymnasium that say nothing have an empty list.
+    modes = getattr(make, "metadata", {}).get("render_modes") or ["rgb_array"]
+    wanted = "render_mode" in parameters and "rgb_array" in modes
+    return {"render_mode": "rgb_array"} if wanted else {}
 
 
 def suites() -> list[str]:
@@ -285,15 +304,27 @@ def tasks(suite: str) -> list[str]:
     return _suite(suite).tasks()
 
 
-def adapt(env: Any, *, seed: int = 0, image_layout: str | Mapping[str, str] | None = None) -> Env:
+def adapt(
+    env: Any,
+    *,
+    seed: int = 0,
+    image_layout: str | Mapping[str, str] | None = None,
+    log_info: str | Sequence[str] | None = None,
+) -> Env:
     """A native environment with its images as agents take them, a Gymnasium environment adapted.
 
     Raises:
         EnvError: It is neither.
+        ConfigError: It does not have one of the options.
     """
     if hasattr(env, "obs_space") and hasattr(env, "act_space") and hasattr(env, "step"):
         if isinstance(env, NormalizeActions):  # made by `make_env` already
             return env
+        if log_info:
+            raise ConfigError(
+                f"{type(env).__name__} has no info: leave log_info out, and return what is to be "
+                "logged as keys that start with log/."
+            )
         arranged = ArrangeImages(env, image_layout)
         return arranged if arranged.useful else cast(Env, env)
     if hasattr(env, "num_envs") and hasattr(env, "step"):
@@ -304,7 +335,7 @@ def adapt(env: Any, *, seed: int = 0, image_layout: str | Mapping[str, str] | No
     if hasattr(env, "observation_space") and hasattr(env, "action_space"):
         from dreamfleet.envs.gym import GymEnv
 
-        return GymEnv(env, seed=seed, image_layout=image_layout)
+        return GymEnv(env, seed=seed, image_layout=image_layout, log_info=log_info)
     raise EnvError(
         f"{type(env).__name__} is no environment: it needs obs_space, act_space and step, or the "
         "interface of gymnasium.Env."
@@ -348,7 +379,8 @@ def _constructor(task: str) -> Callable[..., Any]:
     except ConfigError as error:
         raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
     if make is None:
-        raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}")
+        own = f" If a module of yours registers it, write module:{name}." if prefix == "gym" else ""
+        raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}{own}")
     return make
 
 
@@ -402,3 +434,20 @@ def check_name(owner: str, name: str, own: Collection[str]) -> None:
     known = sorted({*own, *GENERAL})
     hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
     raise ConfigError(f"{owner} has no option {name!r}: {hint}")
+
+
+def check_given(
+    owner: str, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
+) -> None:
+    """Refuse to make an environment without an argument that its constructor needs.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    for name, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and name not in given:
+            raise ConfigError(
+                f"{owner} needs {name!r}: add --env-options {name}=VALUE (check-env: --options "
+                f"{name}=VALUE; from Python: env_options={{{name!r}: VALUE}})."
+            )

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, NotFiniteError, Spaces
 from dreamfleet.envs.images import resize
-from dreamfleet.envs.layouts import Asked, as_integers, find_layout, layouts_asked, vector_note
+from dreamfleet.envs.layouts import (
+    FLAT,
+    Asked,
+    as_integers,
+    find_layout,
+    layouts_asked,
+    vector_note,
+)
 from dreamfleet.errors import ConfigError
 from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
@@ -76,6 +83,8 @@ class NormalizeActions(Wrapper):
     def __init__(self, env: Env, bounds: Bounds | Mapping[str, Bounds] | None = None) -> None:
         super().__init__(env)
         self._native, self._assumed = affine_actions(env.act_space, bounds)
+        self.unlogged: list[str] = []
+        """Names in `info` that ask to be logged, and are not among the observations."""
         self._act_space = {
             key: Space(space.dtype, space.shape, -1, 1) if key in self._native else space
             for key, space in env.act_space.items()
@@ -262,7 +271,7 @@ class ArrangeImages(Wrapper):
     """Brings images of a native environment to uint8 (height, width, channels).
 
     Bytes with three axes that may be several layouts are taken as what a native environment should
-    give. What is said to be no image becomes a vector.
+    give. What is said to be no image becomes floats, in its shape or as a vector.
     """
 
     def __init__(self, env: Env, asked: Asked = None) -> None:
@@ -279,9 +288,10 @@ class ArrangeImages(Wrapper):
             if layout is None:
                 self._notes.append("" if choice else vector_note(key, dtype, shape))
                 if len(shape) > 2:
-                    low, bound = space.low.reshape(-1), high.reshape(-1)
+                    kept = _floats if choice != FLAT else lambda value: _floats(value).reshape(-1)
+                    low, bound = kept(space.low), kept(high)
                     self._obs_space[key] = Space(np.float32, low.shape, low, bound)
-                    self._readers[key] = lambda value: np.asarray(value, np.float32).reshape(-1)
+                    self._readers[key] = kept
             elif not layout.plain:
                 self._obs_space[key] = Space(np.uint8, layout.image)
                 self._readers[key] = layout
@@ -301,6 +311,10 @@ class ArrangeImages(Wrapper):
         # A key that is missing is left to the check that names it.
         read = {key: reader(obs[key]) for key, reader in self._readers.items() if key in obs}
         return {**obs, **read}
+
+
+def _floats(value: Any) -> NDArray[np.float32]:
+    return np.asarray(value, np.float32)
 
 
 class ResizeImages(Wrapper):
@@ -427,13 +441,6 @@ def check_declaration(obs_space: Mapping[str, Space], act_space: Mapping[str, Sp
         raise SpaceError("act_space needs the key 'reset' with Space(bool).")
     if len(act_space) == 1:
         raise SpaceError("act_space holds 'reset' only: add at least one action.")
-    for key, space in without_logs(obs_space).items():
-        if len(space.shape) > 2 and not is_image(space.dtype, space.shape):
-            raise SpaceError(
-                f"Observation {key!r} has dtype {space.dtype} and shape {space.shape}: an image "
-                "is uint8 with (height, width, channels), anything else has at most two "
-                "dimensions. Convert or flatten it."
-            )
 
 
 def _is_finite(value: NDArray[Any]) -> bool:

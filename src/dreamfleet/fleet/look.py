@@ -1,13 +1,14 @@
 """What a run needs to know of its environment before it starts.
 
-The environment is made in a process of its own, where it may hang, crash or print; with the serial
-launcher in this one, for a debugger.
+The environment is tried out in a process of its own, where it may hang, crash or print; with the
+serial launcher in this one, for a debugger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,11 +16,18 @@ import cloudpickle
 import psutil
 
 from dreamfleet.envs import EnvError
-from dreamfleet.envs.diagnose import Tell, own_traceback
+from dreamfleet.envs.diagnose import (
+    ONLY_ONE,
+    Call,
+    Tell,
+    different_spaces,
+    own_traceback,
+    try_out,
+)
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.watched import Person, Say, run_watched
 from dreamfleet.roles.runtime import pickled
-from dreamfleet.spaces import Space, spaces_from_json, spaces_to_json
+from dreamfleet.spaces import Space, SpaceError, spaces_from_json, spaces_to_json
 
 
 class Look(NamedTuple):
@@ -33,39 +41,81 @@ class Look(NamedTuple):
     """Memory that another one takes."""
     notes: list[str]
     """What was recognised or assumed."""
+    log_info: Sequence[str] = ()
+    """Names in its `info` that ask to be logged."""
     output: str = ""
     """What it wrote."""
 
 
 def look_at_environments(
-    make_env: Callable[[int], Any], *, both: bool, tell: Tell | None = None
+    make_env: Callable[[int], Any],
+    *,
+    both: bool,
+    number: int = 0,
+    tell: Tell | None = None,
+    second: Callable[[], Look] | None = None,
 ) -> Look:
-    """Make an environment, and one more if processes will hold several, and close them.
+    """Make an environment, reset it, take one step, and close it.
 
-    No more than needed: somebody's environment may be slow to start, or a thing there is one of.
+    Args:
+        make_env: Called with the number of the environment.
+        both: Do the same with a second one meanwhile, as the run will have several.
+        number: Of the environment.
+        tell: Told before each call of the environment.
+        second: Looks at the second one; None for in this process.
+
+    Raises:
+        EnvError: It breaks the contract, or there can be no second one.
+        SpaceError: A space and a value disagree, or the two environments have different spaces.
     """
-    count, me = 2 if both else 1, psutil.Process()
-    taken = [me.memory_info().rss]
+    me = psutil.Process()
+    before = me.memory_info().rss
+    if tell:
+        tell("constructor", number, 0)
+    env = make_env(number)
+    try:
+        try_out(env, tell)
+        taken = max(0, me.memory_info().rss - before)
+        notes, names = list(getattr(env, "notes", ())), tuple(getattr(env, "unlogged", ()))
+        look = Look(env.obs_space, env.act_space, taken, 0, notes, names)
+        if both:
+            here = partial(look_at_environments, make_env, both=False, number=1, tell=tell)
+            look = look._replace(further_bytes=_look_beside(look, second or here).bytes)
+    except BaseException:
+        with suppress(Exception):  # it is not what went wrong
+            env.close()
+        raise
+    if tell:
+        tell("close", number, 0)
+    env.close()
+    return look
 
-    def close(env: Any, number: int) -> None:
-        if tell:
-            tell("close", number, count)
-        env.close()
 
-    with ExitStack() as stack:
-        for number in range(count):
-            if tell:
-                tell("constructor", number, count)
-            env = make_env(number)
-            stack.callback(close, env, number)
-            taken.append(me.memory_info().rss)
-        first, further = max(0, taken[1] - taken[0]), max(0, taken[-1] - taken[1])
-        notes = list(getattr(env, "notes", ()))
-        return Look(env.obs_space, env.act_space, first, further, notes)
+def _look_beside(look: Look, second: Callable[[], Look]) -> Look:
+    """Look at a second environment while the first one is there."""
+    try:
+        other = second()
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, DreamfleetError) else repr(error)
+        raise EnvError(
+            f"A second environment failed beside the first: {what.rstrip('.')}. {ONLY_ONE}"
+        ) from error
+    if different := different_spaces(look[:2], other[:2]):
+        raise SpaceError(different)
+    return other
 
 
-def look_apart(make_env: Callable[[int], Any], *, both: bool, timeout: float, say: Say) -> Look:
+def look_apart(
+    make_env: Callable[[int], Any], *, both: bool, timeout: float, say: Say, apart: bool = False
+) -> Look:
     """The same in a process of its own.
+
+    Args:
+        make_env: Called with the number of the environment.
+        both: See `look_at_environments`.
+        timeout: Seconds that a call of the environment may take; 0 for no timeout.
+        say: Takes lines for the person.
+        apart: Whether the second one has a process of its own, too.
 
     Raises:
         ConfigError: `make_env` cannot be sent there.
@@ -73,9 +123,12 @@ def look_apart(make_env: Callable[[int], Any], *, both: bool, timeout: float, sa
         DreamfleetError: It cannot be made as it was asked for.
     """
     # What names code of the person's is unpickled there as a part of the constructor.
-    make = pickled("the environment", make_env)
+    return _run(pickled("the environment", make_env), 0, both, apart, timeout, say)
+
+
+def _run(make: bytes, number: int, both: bool, apart: bool, timeout: float, say: Say) -> Look:
     found, output = run_watched(
-        cloudpickle.dumps(partial(_look, make=make, both=both)),
+        cloudpickle.dumps(partial(_look, make, number, both, apart, timeout)),
         timeout=timeout,
         setting="env_timeout",
         say=say,
@@ -84,21 +137,33 @@ def look_apart(make_env: Callable[[int], Any], *, both: bool, timeout: float, sa
     return Look(**{**found, **spaces, "output": output})
 
 
-def _look(person: Person, make: bytes, both: bool) -> dict[str, Any]:
+def _look(
+    make: bytes, number: int, both: bool, apart: bool, timeout: float, person: Person
+) -> dict[str, Any]:
     """What the other process does."""
-    call = "constructor"
+    call: Call = "constructor"
 
-    def tell(name: Any, done: int, steps: int) -> None:
+    def tell(name: Call, done: int, steps: int) -> None:
         nonlocal call
         call = name
         person.tell(name, done, steps)
 
+    def second() -> Look:
+        person.tell(None, 0, 0)  # that process is watched by itself
+        look = _run(make, 1, False, False, timeout, person.say)
+        sys.stdout.write(look.output)
+        return look
+
     try:
-        tell("constructor", 0, 1)
-        look = look_at_environments(cloudpickle.loads(make), both=both, tell=tell)
+        tell("constructor", number, 0)
+        make_env = cloudpickle.loads(make)
+        look = look_at_environments(
+            make_env, both=both, number=number, tell=tell, second=second if apart else None
+        )
     except DreamfleetError as error:
-        if error.__cause__ is not None and isinstance(error, EnvError):
-            person.say(own_traceback(error.__cause__))
+        cause = error.__cause__
+        if isinstance(error, EnvError) and cause and not isinstance(cause, DreamfleetError):
+            person.say(own_traceback(cause))
         raise
     except (Exception, SystemExit) as error:
         person.say(own_traceback(error))

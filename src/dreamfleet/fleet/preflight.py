@@ -9,7 +9,7 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from dreamfleet.envs.registry import same_task
 from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.estimate import (
     PROCESS_BYTES,
+    column_bytes,
     forecast,
     memory_warnings,
     replay_bytes,
@@ -41,8 +42,9 @@ from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
-from dreamfleet.spaces import Space, without_logs, without_reset
+from dreamfleet.spaces import summary, without_logs, without_reset
 from dreamfleet.transport.address import parse
+from dreamfleet.transport.wire import MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class Prospects(NamedTuple):
     notes: list[str]
     """What was recognised or assumed about the environment, and what will hardly work well on this
     machine, a sentence each."""
+    log_info: Sequence[str] = ()
+    """Names in the environment's `info` that ask to be logged."""
     output: str = ""
     """What the environment wrote."""
 
@@ -69,7 +73,7 @@ def preflight(
     make_env: Callable[[int], Any] | None = None,
     say: Callable[[str], None] = log.info,
 ) -> Prospects:
-    """Make an environment, and refuse a run that cannot work, or that this machine cannot hold.
+    """Try environments out, and refuse a run that cannot work, or that this machine cannot hold.
 
     Args:
         config: The run.
@@ -100,11 +104,13 @@ def preflight(
         blueprint = find_source(config.offline[0]).blueprint
         spaces = blueprint.obs_space, blueprint.act_space
         check_agent(config, *spaces)
+        check_messages(config, *spaces)
         notes = [forecast(config, *spaces), *memory_warnings(config, *spaces)]
         return Prospects(spaces, notes if on_this_machine else [])
     look = _look(config, make_env or partial(environment, config, None), say)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
+    check_messages(config, look.obs_space, look.act_space)
     if on_this_machine:
         check_memory(config, look.bytes, look.further_bytes)
         if not config.remote_replay:
@@ -119,18 +125,18 @@ def preflight(
         further = config.all_envs - processes
         each = (processes * look.bytes + further * look.further_bytes) / config.all_envs
         notes += [forecast(config, *spaces, each), *warnings(config, *spaces)]
-    return Prospects((look.obs_space, look.act_space), notes, look.output)
+    return Prospects((look.obs_space, look.act_space), notes, look.log_info, look.output)
 
 
 def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str], None]) -> Look:
     known = read_spaces(config, config.logdir) if config.remote_envs else None
     if known:  # the environments are elsewhere, and there may be one only, which is in use
         return Look(*known, 0, 0, [])
-    together = min(config.envs_per_process, max(config.envs, config.eval_envs))
-    both = together > 1 and not config.remote_envs
+    both = config.all_envs > 1 and not config.remote_envs
     if config.launcher == "serial":
         return look_at_environments(make_env, both=both)
-    return look_apart(make_env, both=both, timeout=config.env_timeout, say=say)
+    apart = min(config.envs_per_process, max(config.envs, config.eval_envs)) == 1
+    return look_apart(make_env, both=both, apart=apart, timeout=config.env_timeout, say=say)
 
 
 def check_outputs(config: RunConfig) -> None:
@@ -243,6 +249,20 @@ def check_agent(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None
         )
 
 
+def check_messages(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
+    """A batch that no message can hold would fail the agent until the fleet gives up."""
+    if config.launcher == "serial":
+        return
+    rows = max(config.host_batch * config.window, config.envs)
+    for key, size in column_bytes(config, obs_space, act_space).items():
+        if rows * size > MAX_MESSAGE:
+            raise ConfigError(
+                f"A message of this run holds up to {rows:,} steps, {readable(rows * size)}B of "
+                f"{key!r}, and the limit is {readable(MAX_MESSAGE)}B: make it smaller, images with "
+                "--env-options size=[64,64], or lower batch_size, batch_length or envs."
+            )
+
+
 def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> None:
     """Parameters and stored steps have the shapes of the environment that the run started with."""
     try:
@@ -256,7 +276,7 @@ def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Non
         ("actions", without_reset(saved.act_space), without_reset(act_space)),
     ):
         for key in dict.fromkeys([*theirs, *ours]):
-            before, now = _kind(theirs.get(key)), _kind(ours.get(key))
+            before, now = summary(theirs.get(key)), summary(ours.get(key))
             # An agent of a person's own may leave some of the keys out.
             if before != now and (key in theirs or config.agent in BUILT_IN):
                 raise ConfigError(
@@ -264,17 +284,6 @@ def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Non
                     f"with: {key!r} was {before} and is {now}. Make the environment as it was, or "
                     "choose another --logdir."
                 )
-
-
-def _kind(space: Space | None) -> str:
-    """What an agent's parameters depend on."""
-    if space is None:
-        return "missing"
-    words = f"{space.dtype.name}{list(space.shape)}"
-    if not space.discrete or space.image:
-        return words
-    most, least = int(space.classes.max()), int(space.classes.min())
-    return f"{words} with {most} choices" if most == least else f"{words} of {space!r}"
 
 
 def check_memory(

@@ -31,7 +31,7 @@ from rich.console import Console
 
 import dreamfleet
 from dreamfleet.envs import EnvError, MissingExtraError, SpaceError, UnknownTaskError
-from dreamfleet.envs.diagnose import Call
+from dreamfleet.envs.diagnose import ONLY_ONE, Call
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.fleet.launchers import ONE_THREAD
 from dreamfleet.formatting import clock
@@ -69,8 +69,8 @@ class Person(NamedTuple):
 
     say: Callable[..., None]
     """Prints text, or what lays itself out."""
-    tell: Callable[[Call, int, int], None]
-    """Takes note of a call of foreign code before it is made."""
+    tell: Callable[[Call | None, int, int], None]
+    """Takes note of a call of foreign code before it is made; None for no such call."""
 
 
 class Settings(NamedTuple):
@@ -226,10 +226,11 @@ def _hangs(
             break
     _print_output(place, settings.say)
     shown = _print_trace(place, settings.say)
+    second = standing.call == "constructor" and standing.done
     return EnvError(
         f"The environment hangs: {_name(standing)} took more than {settings.timeout:g} s"
         f"{', and stands where the traceback above says' if shown else ''}. Fix it, or raise "
-        f"{settings.setting} if it is that slow."
+        f"{settings.setting} if it is that slow.{f' {ONLY_ONE}' if second else ''}"
     )
 
 
@@ -247,7 +248,7 @@ def _name(standing: Standing) -> str:
         case None:
             return "its start"
         case "constructor":
-            return "the constructor"
+            return f"the constructor{' of a second environment' if standing.done else ''}"
         case "step":
             return f"step() number {standing.done + 1:,}"
         case _:
@@ -305,7 +306,7 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, trace)
         console = Console(file=report, highlight=False, width=start["width"])
 
-        def tell(call: Call, done: int, steps: int) -> None:
+        def tell(call: Call | None, done: int, steps: int) -> None:
             calls[1:] = _CALLS.index(call), done, steps
             calls[0] += 1
 

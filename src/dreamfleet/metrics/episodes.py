@@ -23,7 +23,7 @@ from dreamfleet.spaces import LOG_PREFIX, is_frame
 _SAME_REWARD = 0.01
 _EXPIRE_EVERY = 1.0
 # What is kept of each environment, and what is counted of all of them.
-_ROWS = ("running", "score", "steps", "reward", "changes", "log_sum", "log_max")
+_ROWS = ("running", "score", "steps", "reward", "changes", "log_sum", "log_max", "log_count")
 _COUNTS = ("finished", "abandoned", "timed_out")
 
 
@@ -33,8 +33,9 @@ class Episode:
 
     `length` counts actions, so the first step of the episode is not in it. `reward_rate` is the
     share of steps whose reward differs from the step before: how dense the signal is. `logs`
-    holds `NAME/avg`, `NAME/max` and `NAME/sum` of every key `log/NAME`. `video` holds the frames
-    of each image key, for the environment that is recorded.
+    holds `NAME/avg`, `NAME/max` and `NAME/sum` of every key `log/NAME`, over the steps that have it
+    (-inf is missing). `video` holds the frames of each image key, for the environment that is
+    recorded.
     """
 
     envid: int
@@ -91,6 +92,7 @@ class EpisodeStats:
         self._log_keys: tuple[str, ...] = ()
         self._log_sum = np.zeros((0, size))
         self._log_max = np.zeros((0, size))
+        self._log_count = np.zeros((0, size), np.int64)
         self._frames: dict[str, list[NDArray[np.uint8]]] = {}
         self._next_expiry = clock() + _EXPIRE_EVERY
         self.finished = 0
@@ -150,12 +152,13 @@ class EpisodeStats:
         self._adopt_log_keys(tuple(json.loads(state["log_keys"])))
         slots = self._envs.slots(state["ids"].tolist())
         for name in _ROWS:
-            getattr(self, f"_{name}")[..., slots] = state[name]
+            if name in state:  # older versions have no log_count
+                getattr(self, f"_{name}")[..., slots] = state[name]
         for name, value in zip(_COUNTS, state["counts"].tolist(), strict=True):
             setattr(self, name, value)
 
     def _follow(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
-        sums, peaks = self._log_values(batch)
+        values = self._log_values(batch)
         slots = self._envs.slots(ids)
         # The rows of an environment next to each other, in their order.
         order = np.argsort(slots, kind="stable")
@@ -193,11 +196,16 @@ class EpisodeStats:
         self._running[place] = left
         self._score[place], self._steps[place], self._changes[place] = score, steps, changes
         self._reward[place] = reward[ends]
+        sums = peaks = counts = values
         if self._log_keys:
-            sums = total(sums[:, order], self._log_sum)
+            values = values[:, order]
+            present = values != -np.inf
+            sums = total(np.where(present, values, 0.0), self._log_sum)
+            counts = total(present.astype(np.int64), self._log_count)
             known = np.where(continued, self._log_max[:, place], -np.inf)
-            peaks = np.maximum(np.maximum.reduceat(peaks[:, order], starts, -1), known)
+            peaks = np.maximum(np.maximum.reduceat(values, starts, -1), known)
             self._log_sum[:, place], self._log_max[:, place] = sums, peaks
+            self._log_count[:, place] = counts
         videos = self._record(ids, batch) if self._video in ids else {}
         episodes: dict[int, Episode] = {}  # by the row they end with
         for part in np.flatnonzero(ended).tolist():
@@ -207,21 +215,22 @@ class EpisodeStats:
                 float(score[part]),
                 count,
                 float(changes[part]) / count if count else 0.0,
-                self._logs(sums[:, part], peaks[:, part], count),
+                self._logs(sums[:, part], peaks[:, part], counts[:, part]),
                 videos.get(row, {}),
             )
         self.finished += len(episodes)
         return [episodes[row] for row in sorted(episodes)]
 
     def _logs(
-        self, sums: NDArray[np.float64], peaks: NDArray[np.float64], steps: int
+        self, sums: NDArray[np.float64], peaks: NDArray[np.float64], counts: NDArray[Any]
     ) -> dict[str, float]:
         logs = {}
-        for key, total, peak in zip(self._log_keys, sums.tolist(), peaks.tolist(), strict=True):
+        columns = (column.tolist() for column in (sums, peaks, counts))
+        for key, total, peak, count in zip(self._log_keys, *columns, strict=True):
             if peak == -np.inf:
-                continue  # this environment does not have the key
+                continue  # no step of this episode has it
             name = key.removeprefix(LOG_PREFIX)
-            logs[f"{name}/avg"] = total / (steps + 1)
+            logs[f"{name}/avg"] = total / max(1, count)
             logs[f"{name}/max"] = peak
             logs[f"{name}/sum"] = total
         return logs
@@ -248,21 +257,15 @@ class EpisodeStats:
                 self._frames = {}
         return videos
 
-    def _log_values(
-        self, batch: Mapping[str, NDArray[Any]]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What to add to the sums and what to compare with the maxima, a row for each key."""
+    def _log_values(self, batch: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+        """A row for each key; -inf where a value is missing."""
         keys = tuple(k for k, v in batch.items() if k.startswith(LOG_PREFIX) and v.ndim == 1)
-        if keys == self._log_keys:
-            rows = [batch[key] for key in keys]
-            values = np.array(rows, np.float64).reshape(len(keys), len(batch["reward"]))
-            return values, values
-        self._adopt_log_keys(keys)
+        if keys != self._log_keys:
+            self._adopt_log_keys(keys)
         size = len(batch["reward"])
-        zeros, nothing = np.zeros(size), np.full(size, -np.inf)
-        sums = [batch[key] if key in keys else zeros for key in self._log_keys]
-        peaks = [batch[key] if key in keys else nothing for key in self._log_keys]
-        return np.array(sums, np.float64), np.array(peaks, np.float64)
+        nothing = np.full(size, -np.inf)
+        rows = [batch[key] if key in keys else nothing for key in self._log_keys]
+        return np.array(rows, np.float64).reshape(len(rows), size)
 
     def _adopt_log_keys(self, keys: tuple[str, ...]) -> None:
         """Add rows for new keys; keys that are missing now keep theirs."""
@@ -272,6 +275,7 @@ class EpisodeStats:
             self._log_keys = (*self._log_keys, *new)
             self._log_sum = np.concatenate([self._log_sum, np.zeros(room)])
             self._log_max = np.concatenate([self._log_max, np.full(room, -np.inf)])
+            self._log_count = np.concatenate([self._log_count, np.zeros(room, np.int64)])
 
     def _grow(self, size: int) -> None:
         for name in _ROWS:

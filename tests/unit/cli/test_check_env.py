@@ -141,6 +141,7 @@ def test_a_size_is_a_problem_if_the_agent_refuses_it_and_fine_if_not(
 
 
 ONE_OF_ITS_KIND = """
+import gymnasium
 from dreamfleet.envs.bundled import Catch
 
 
@@ -159,15 +160,34 @@ class Single(Catch):
 
 def broken():
     raise OSError("no such device")
+
+
+class Growing(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, seed):
+        self.observation_space = gymnasium.spaces.Box(-1, 1, (seed + 1,))
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
 """
 
 
-def test_one_environment_at_a_time_is_made(
+def test_an_environment_of_which_there_can_be_only_one_is_named_as_that(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     (here / "one_of_its_kind.py").write_text(ONE_OF_ITS_KIND)
     monkeypatch.syspath_prepend(str(here))
     assert main(["check-env", "one_of_its_kind:Single", "--steps", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "failed beside the first: RuntimeError('the device is taken')" in out
+    assert "--preset pixels --envs 1 " in out
+    assert out.endswith("one_of_its_kind:Single can be used.\n")
+    assert main(["check-env", "one_of_its_kind:Growing", "--steps", "50"]) == 1
+    assert "'vector' is float32[1] in the first and float32[2] in the s" in capsys.readouterr().out
     assert main(["check-env", "one_of_its_kind:broken"]) == 1
     assert "problem The constructor raised OSError: no such device." in capsys.readouterr().out
 

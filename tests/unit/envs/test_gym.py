@@ -420,3 +420,60 @@ def test_a_missing_package_for_rendering_is_named(monkeypatch: pytest.MonkeyPatc
 def test_options_reach_the_environment() -> None:
     env = make_env("gym:FrozenLake-v1", map_name="8x8", is_slippery=False)
     assert env.obs_space["vector"].classes == 64
+
+
+class Told(Scripted):
+    """Says what it is given as info."""
+
+    def __init__(self, *infos: dict) -> None:
+        super().__init__(BOX, spaces.Discrete(2))
+        self._infos = iter(infos)
+
+    def reset(self, **_: Any) -> tuple[Any, dict]:
+        return self.observation_space.sample(), next(self._infos)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        return self.observation_space.sample(), 0.0, False, False, next(self._infos)
+
+
+def test_numbers_of_info_are_logged() -> None:
+    """Those that say success, that are named so, or that are asked for; -inf is missing."""
+    inner = Told(
+        {"fuel": 1},
+        {"success": True, "fuel": np.array([0.5]), "log/speed": 3, "log/name": "x", "other": 7},
+        {"is_success": np.False_, "success": None, "fuel": np.nan, "log/speed": [1, 2]},
+        {"fuel": 1e300, "log/speed": "fast"},
+    )
+    env = make_env(lambda: inner, log_info=("fuel", "log/speed"))
+    first = env.step(noop(env.act_space))
+    rest = [env.step(noop(env.act_space, reset=False)) for _ in range(3)]
+    seen = {
+        key: [float(obs[key]) for obs in (first, *rest)] for key in first if key.startswith("log/")
+    }
+    nothing = -np.inf
+    assert seen == {
+        "log/success": [nothing, 1, nothing, nothing],
+        "log/is_success": [nothing, nothing, 0, nothing],
+        "log/fuel": [1, 0.5, nothing, nothing],
+        "log/speed": [nothing, 3, nothing, nothing],
+    }
+    assert env.unlogged == []
+
+
+def test_names_in_info_that_ask_to_be_logged_are_found() -> None:
+    env = make_env(lambda: Told({}, {"log/speed": 1, "other": 2, 3: 4, "log/text": "x"}))
+    env.step(noop(env.act_space))
+    assert env.unlogged == []
+    env.step(noop(env.act_space, reset=False))
+    assert env.unlogged == ["log/speed"]
+    one = make_env(lambda: Told({}), log_info="fuel")
+    assert "log/fuel" in one.obs_space
+
+
+def test_info_is_an_option_of_gymnasium_environments() -> None:
+    env = make_env("gym:CartPole-v1", log_info="angle")
+    assert [key for key in env.obs_space if key.startswith("log/")] == ["log/angle"]
+    with pytest.raises(ConfigError, match="bundled:catch has no option 'log_info'"):
+        make_env("bundled:catch", log_info="angle")
+    with pytest.raises(ConfigError, match=r"has no info: .* as keys that start with log/"):
+        make_env(lambda: make_env("bundled:catch").env, log_info="angle")

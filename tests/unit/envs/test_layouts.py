@@ -162,7 +162,7 @@ def test_what_may_be_several_things_is_asked_for(
     with pytest.raises(SpaceError, match="set the option image_layout to ") as asked:
         make()
     sentence = str(asked.value)
-    answers = sentence.split("image_layout to ")[1].split(", or none")[0].split(", ")
+    answers = sentence.split("image_layout to ")[1].split(", flat")[0].split(", ")
     assert len(answers) >= 2
     for answer in answers:
         env = make(image_layout=answer)
@@ -172,10 +172,12 @@ def test_what_may_be_several_things_is_asked_for(
         assert image.shape == expected.shape
         scaled = np.rint((expected.astype(F32) - low) * F32(255 / (high - low)))
         np.testing.assert_array_equal(image, expected if dtype is U8 else scaled)
-    env = make(image_layout="none")
-    vector = env.step(noop(env.act_space))["vector"]
-    np.testing.assert_array_equal(vector, value.reshape(-1))
-    assert env.notes == []
+    for answer, expected in (("flat", value.reshape(-1)), ("none", value)):
+        env = make(image_layout=answer)
+        numbers = env.step(noop(env.act_space))["vector"]
+        np.testing.assert_array_equal(numbers, expected)
+        assert not env.obs_space["vector"].image
+        assert env.notes == []
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_an_image_needs_bounds() -> None:
 def test_the_answer_may_be_by_key_and_overrules() -> None:
     box = spaces.Box(0, 255, (4, 64, 64), U8)
     inner = Camera(spaces.Dict({"left": box, "right": box, "x": spaces.Box(0, 1, (16, 16))}))
-    env = make_env(lambda: inner, image_layout={"left": "none", "x": "hw"}, size=(32, 16))
+    env = make_env(lambda: inner, image_layout={"left": "flat", "x": "hw"}, size=(32, 16))
     shapes = {key: space.shape for key, space in env.obs_space.items()}
     assert shapes["left"] == (4 * 64 * 64,)
     assert shapes["right"] == (32, 16, 4), "what was recognised is resized, with its channels"
@@ -252,8 +254,11 @@ def test_native_environments_are_arranged_too() -> None:
     assert bright.step(noop(bright.act_space))["eye"].min() == 255
     odd = NativeCamera(np.zeros((3, 64, 3), U8), Space(U8, (3, 64, 3)))
     assert make_env(lambda: odd).obs_space["eye"] == Space(U8, (3, 64, 3))
-    flat = make_env(lambda: odd, image_layout="none")
+    flat = make_env(lambda: odd, image_layout="flat")
     assert flat.step(noop(flat.act_space))["eye"].shape == (3 * 64 * 3,)
+    kept = make_env(lambda: odd, image_layout="none")
+    assert kept.obs_space["eye"] == Space(F32, (3, 64, 3), 0, 255), "numbers that are no image"
+    assert kept.step(noop(kept.act_space))["eye"].dtype == F32
     twice = make_env(lambda: make_env(lambda: NativeCamera(value, Space(U8, (4, 64, 64)))))
     assert twice.obs_space["eye"].shape == (64, 64, 4)
     with pytest.raises(SpaceError, match="which may be an image or not: set the option image_lay"):

@@ -1,7 +1,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -67,6 +67,15 @@ gymnasium.register("LabPole-v3", "gymnasium.envs.classic_control:CartPoleEnv")
 gymnasium.register("lab/Pole-v0", "gymnasium.envs.classic_control:CartPoleEnv")
 gymnasium.register("Unversioned", "gymnasium.envs.classic_control:CartPoleEnv")
 
+class Needy(gymnasium.Env):
+    observation_space = gymnasium.spaces.Discrete(5)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, size, speed=1):
+        self.size = size
+
+gymnasium.register("Needy-v0", Needy)
+
 class nested:
     make = staticmethod(no_seed)
 
@@ -85,7 +94,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield "my_lab.worlds"
     for name in [name for name in sys.modules if name.startswith("my_lab")]:
         del sys.modules[name]
-    for name in ("LabPole-v3", "lab/Pole-v0", "Unversioned"):
+    for name in ("LabPole-v3", "lab/Pole-v0", "Unversioned", "Needy-v0"):
         gymnasium.registry.pop(name, None)
 
 
@@ -155,12 +164,55 @@ def test_a_factory_that_passes_everything_on_gets_the_given_options_only(
         make_env(f"{module}:buggy")
 
 
+@pytest.mark.parametrize("task", ["my_lab.worlds:Needy", "my_lab.worlds:Needy-v0"])
+def test_a_constructor_argument_that_is_missing_is_named_with_the_flag(
+    module: str, task: str
+) -> None:
+    with pytest.raises(ConfigError, match="needs 'size': add --env-options size=VALUE"):
+        make_env(task, speed=2)
+
+
+def test_a_constructor_argument_may_be_called_like_an_option_of_all_tasks(module: str) -> None:
+    env = make_env(f"{module}:Needy", size=5)
+    assert env.env.env.env._env.size == 5
+
+
 def test_a_visible_environment_renders(module: str) -> None:
     env = make_visible_env("gym:CartPole-v1")
     env.step(noop(env.act_space))
     assert np.shape(env.render()) == (400, 600, 3)
     env.close()
     make_visible_env("bundled:catch", balls=2).close()
+
+
+class Window(gymnasium.Env[Any, Any]):
+    """Renders as its constructor is told, as Gymnasium has it."""
+
+    observation_space = gymnasium.spaces.Discrete(5)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        if self.metadata["render_modes"]:
+            assert render_mode is None or render_mode in self.metadata["render_modes"]
+        self.render_mode = render_mode
+
+    def render(self) -> Any:
+        return np.zeros((4, 4, 3), np.uint8)
+
+
+class Modes(Window):
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["human", "rgb_array"]}
+
+
+class HumanOnly(Window):
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["human"]}
+
+
+def test_the_render_mode_is_passed_by_itself() -> None:
+    assert np.shape(make_visible_env(Window).render()) == (4, 4, 3)
+    assert np.shape(make_visible_env(Modes).render()) == (4, 4, 3)
+    assert make_visible_env(HumanOnly).render() is None
+    assert make_env(Modes).render() is None, "frames cost time, and training needs none"
 
 
 def test_a_repeat_of_one_is_one() -> None:
@@ -201,6 +253,9 @@ def test_a_repeat_of_one_is_one() -> None:
         ("gym:my_lab.worlds:Lab", UnknownTaskError, "'my_lab.worlds' registers no Lab: "),
         ("gym:my_lab.world:LabPole-v3", UnknownTaskError, "no module 'my_lab.world'"),
         ("my_lab.needy:LabPole-v3", UnknownTaskError, "imported: No module named 'a_package"),
+        ("gym:LabPole-v3", UnknownTaskError, "of yours registers it, write module:LabPole-v3"),
+        ("worlds.py:native", UnknownTaskError, "drop .py and write worlds:native"),
+        ("my_lab/worlds.py:native", UnknownTaskError, "write my_lab.worlds:native"),
         ("my_lab.worlds:broken", EnvError, "str is no environment"),
         ("my_lab.needy:make", EnvError, "cannot be imported: No module named 'a_package"),
     ],

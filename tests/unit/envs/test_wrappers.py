@@ -314,8 +314,6 @@ def test_a_wrong_action_is_named(action: dict, words: str) -> None:
     [
         ({"reward": None}, {}, "lacks 'reward'"),
         ({"is_first": Space(np.int32)}, {}, "scalar of dtype bool"),
-        ({"image": Space(np.float32, (8, 8, 3))}, {}, "uint8"),
-        ({"deep": Space(np.uint8, (2, 8, 8, 3))}, {}, "at most two"),
         ({}, {"reset": None}, "'reset' with"),
         ({}, {"action": None}, "at least one action"),
     ],

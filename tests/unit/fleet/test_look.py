@@ -37,6 +37,34 @@ def test_what_is_found_comes_from_another_process(capfd: pytest.CaptureFixture[s
     assert not any("made" in line for line in lines)
 
 
+def test_environments_of_different_processes_are_tried_beside_each_other(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def one_in_a_process(number: int) -> Any:
+        sys.stdout.write(f"made {number}\n")
+        if hasattr(sys, "taken"):
+            raise RuntimeError("this process has one")
+        sys.taken = True  # type: ignore[attr-defined]
+        return make_env("bundled:catch")
+
+    look = look_apart(one_in_a_process, both=True, apart=True, timeout=0, say=lines.append)
+    assert look.output == "made 0\nmade 1\n"
+    words = r"first: RuntimeError\('this process has one'\)\. If .*, use --envs-per-process 1\."
+    with pytest.raises(EnvError, match=words):
+        look_apart(one_in_a_process, both=True, timeout=0, say=lines.append)
+
+    def robot(_: int) -> Any:
+        env, lock = make_env("bundled:catch"), tmp_path / "robot"
+        lock.touch(exist_ok=False)
+        env.close = lock.unlink  # type: ignore[method-assign]
+        return env
+
+    look_apart(robot, both=False, timeout=0, say=lines.append)
+    with pytest.raises(EnvError, match=r"raised FileExistsError: .* at a time, use --envs 1, "):
+        look_apart(robot, both=True, apart=True, timeout=0, say=lines.append)
+    assert not (tmp_path / "robot").exists(), "the first one is closed all the same"
+
+
 def test_a_constructor_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "_SPEAK_EVERY", 0.5)
 

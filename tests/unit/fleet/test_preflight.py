@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from dreamfleet.agents import SpaceError
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
+from dreamfleet.envs import EnvError, make_env
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.preflight import (
     check_addresses,
@@ -21,6 +23,7 @@ from dreamfleet.fleet.preflight import (
     check_disk,
     check_files,
     check_memory,
+    check_messages,
     check_place,
     preflight,
 )
@@ -47,9 +50,13 @@ class Closing:
     closed = 0
     act_space: ClassVar = {"action": Space(np.int32, (), 0, 2), "reset": Space(bool)}
 
-    def __init__(self, size: int = 64) -> None:
-        image = Space(np.uint8, (size, 64, 3))
+    def __init__(self, height: int = 64, width: int = 64) -> None:
+        image = Space(np.uint8, (height, width, 3))
         self.obs_space = {"image": image, "reward": Space(np.float32), **FLAGS}
+
+    def step(self, action: Any) -> Any:
+        obs = {key: np.zeros(space.shape, space.dtype) for key, space in self.obs_space.items()}
+        return {**obs, "is_first": np.asarray(action["reset"])}
 
     def close(self) -> None:
         Closing.closed += 1
@@ -57,14 +64,75 @@ class Closing:
 
 def test_an_ordinary_run_passes_and_environments_are_closed() -> None:
     for config, made in (
-        (CONFIG, 1),
-        # What a further one takes is only asked where there is one.
-        (replace(CONFIG, envs_per_process=2), 2),
-        (replace(CONFIG, envs_per_process=2, envs=1), 1),
+        (CONFIG, 2),
+        # A second one is only made where there is one.
+        (replace(CONFIG, envs=1), 1),
+        (replace(CONFIG, envs=1, eval_envs=1), 2),
+        (replace(CONFIG, remote_envs=True, actor_addr="tcp://h:1"), 1),
     ):
         Closing.closed = 0
         preflight(config, lambda _: Closing())
         assert Closing.closed == made
+
+
+class Given(gymnasium.Env[Any, Any]):
+    """Returns what it is made with."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, reset: Any = 0.0, reward: Any = 0.0, size: int = 1) -> None:
+        self.observation_space = gymnasium.spaces.Box(-1, 1, (size,))
+        self._reset, self._reward = reset, reward
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.full(self.observation_space.shape, 0) + self._reset, {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(self.observation_space.shape), self._reward, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda _: make_env(lambda: Given(reset=np.zeros((3, 1)))), r"shape \(3, 1\), but the spa"),
+        (lambda _: make_env(lambda: Given(reset=7.0)), "runs from 7.0 to 7.0, outside its space"),
+        (lambda _: make_env(lambda: Given(reset=np.nan)), "'vector' holds NaN or infinity"),
+        (
+            lambda _: make_env(lambda: Given(reward=[1.0, 2.0])),
+            r"reward is \[1.0, 2.0\]: return one",
+        ),
+        (
+            lambda n: make_env(lambda: Given(size=n + 3)),
+            r"'vector' is float32\[3\] in the first and float32\[4\] in the second. Give all of",
+        ),
+    ],
+)
+def test_the_first_reset_and_step_are_made_before_the_start(make: Any, words: str) -> None:
+    with pytest.raises(SpaceError, match=words):
+        preflight(CONFIG, make)
+
+
+def test_a_reward_in_an_array_of_one_is_taken() -> None:
+    preflight(CONFIG, lambda _: make_env(lambda: Given(reward=np.ones((1,)))))
+
+
+def test_an_environment_of_which_there_can_be_only_one_is_named_as_that() -> None:
+    there: list[int] = []
+
+    class Single(Closing):
+        def __init__(self) -> None:
+            super().__init__()
+            if there:
+                raise BlockingIOError("the device is taken")
+            there.append(1)
+
+        def close(self) -> None:
+            there.clear()
+
+    words = r"second environment failed beside the first: .*device is taken.*use --envs 1, without"
+    with pytest.raises(EnvError, match=words):
+        preflight(CONFIG, lambda _: Single())
+    preflight(replace(CONFIG, envs=1), lambda _: Single())
 
 
 def test_remote_environments_whose_spaces_are_known_are_left_alone(tmp_path: Path) -> None:
@@ -85,6 +153,19 @@ def test_spaces_that_the_agent_cannot_take_are_refused() -> None:
         preflight(CONFIG, lambda _: Closing(50))
     preflight(CONFIG.changed({"agent": "random"}), lambda _: Closing(50))
     preflight(CONFIG.changed({"dreamer.model.mults": (2,)}), lambda _: Closing(50))
+
+
+def test_images_that_no_message_can_hold_are_refused() -> None:
+    local = CONFIG.changed({"launcher": "local", "agent": "random"})
+    env = Closing(480, 640)
+    words = r"1,024 steps, 944MB of 'image', .*size=\[64,64\], or lower batch_size"
+    with pytest.raises(ConfigError, match=words):
+        check_messages(local, env.obs_space, env.act_space)
+    check_messages(CONFIG, env.obs_space, env.act_space)  # a serial run has no messages
+    few = replace(local, batch_size=2)
+    check_messages(few, env.obs_space, env.act_space)
+    with pytest.raises(ConfigError, match=r"512 steps, 472MB of 'image'"):
+        check_messages(replace(few, envs=512), env.obs_space, env.act_space)
 
 
 def test_what_a_run_starts_from_has_to_be_there(tmp_path: Path) -> None:
@@ -178,10 +259,15 @@ def test_a_directory_belongs_to_one_run(
         (["--env-options", "hats=3", "--task", "bundled:catch"], "no option 'hats'"),
         (["--env-options", "hats=3"], "gym:CartPole-v1 has no option 'hats'"),
         (["--env-options", "obs=pixels"], "'image' is 400x600; both sides must be multiples of 16"),
+        (
+            ["--task", "bundled:catch", "--env-options", "size=[480,640]"],
+            "487MB of 'image', and the limit is 268MB: make it smaller, images with",
+        ),
         (["--from-checkpoint", "nowhere"], "nowhere holds no checkpoint"),
         (["--offline", "nowhere"], "nowhere holds no replay"),
         (["--offline", "a", "b", "--prefill", "c"], "name all directories after offline"),
         (["--task", "gym:CartPoel-v1"], "CartPole"),
+        (["--task", "kinds.py:Base"], "drop .py and write kinds:Base."),
         (["--preset", "defualt"], "did you mean 'default'?"),
     ],
 )
@@ -190,7 +276,9 @@ def test_the_command_says_so_in_one_sentence(
 ) -> None:
     logdir = tmp_path / "run"
     assert main(["train", "--logdir", str(logdir), *arguments]) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "Traceback" not in said.out + said.err
     assert not logdir.exists()
 
 

@@ -84,6 +84,15 @@ def test_log_keys_may_appear_late_and_differ() -> None:
     assert one.logs == {"x/avg": 1, "x/max": 1, "x/sum": 2}
 
 
+def test_values_that_are_missing_count_neither_in_the_sum_nor_in_the_mean() -> None:
+    nothing = -np.inf
+    stats = EpisodeStats()
+    stats.add(*batch((1, 0, "f"), log_success=[nothing], log_never=[nothing]))
+    stats.add(*batch((1, 0), log_success=[0.0], log_never=[nothing]))
+    (episode,) = stats.add(*batch((1, 0, "l"), log_success=[1.0], log_never=[nothing]))
+    assert episode.logs == {"success/avg": 0.5, "success/max": 1, "success/sum": 1}
+
+
 def test_a_restarted_environment_abandons_its_episode() -> None:
     stats = EpisodeStats()
     stats.add(*batch((1, 0, "f")))
