@@ -222,14 +222,15 @@ def check_encodable(spaces: Spaces, model: ModelConfig) -> None:
         dimensions = len(space.shape)
         if dimensions == 3 and not space.image:
             raise SpaceError(
-                f"Image {name!r} must hold uint8 values, not {space.dtype}: convert it in the "
-                "environment, flatten it to use it as a vector, or choose an encoder of your own "
-                "with model.encoder."
+                f"Observation {name!r} has dtype {space.dtype} and 3 dimensions: set the "
+                "environment's option image_layout to hwc or chw if it is an image, to flat for a "
+                "vector, or choose an encoder of your own with model.encoder."
             )
         if dimensions > 3:
             raise SpaceError(
-                f"Observation {name!r} has {dimensions} dimensions: use up to 2 for vectors, 3 for "
-                "images, or choose an encoder of your own with model.encoder."
+                f"Observation {name!r} has {dimensions} dimensions: set the environment's option "
+                "image_layout to flat for a vector, or choose an encoder of your own with "
+                "model.encoder."
             )
     _check_vectors(spaces)
     _check_images(spaces, model)
@@ -287,6 +288,6 @@ def _check_choices(name: str, space: Space) -> None:
     choices = int(space.classes.max())
     if choices > _MOST_CHOICES:
         raise SpaceError(
-            f"{name!r} has {choices} choices, too many for one-hots: give it bounds, or make it a "
-            "float."
+            f"{name!r} has {choices} choices, and one-hots take {_MOST_CHOICES} at most: split it "
+            "into several smaller parts (MultiDiscrete), or make an observation numbers in a Box."
         )
