@@ -1,4 +1,4 @@
-"""Operations are counted as often as they run, and a training step has those of its networks."""
+"""Operations are counted as often as they run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dreamfleet import estimate
-from dreamfleet.agents import DreamerConfig, size_preset
-from dreamfleet.benchmarks.agent import spaces
-from dreamfleet.benchmarks.lowering import flops, form_of_accelerators, train_step_flops
-from dreamfleet.config import RunConfig
+from dreamfleet.benchmarks.lowering import flops, form_of_accelerators
 
 A, B = jax.ShapeDtypeStruct((3, 4), jnp.float32), jax.ShapeDtypeStruct((4, 5), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -68,14 +64,3 @@ def test_the_form_is_that_of_accelerators() -> None:
     with form_of_accelerators():
         assert counted() == SQUARED
     assert counted() == 2 * SQUARED
-
-
-def test_a_training_step_has_the_operations_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted twice: in the program, and from the widths of the layers."""
-    monkeypatch.setattr(estimate, "_OUTPUT", 0.0)
-    obs, act = spaces("vector")
-    settings = DreamerConfig(size_preset("12m"))
-    config = RunConfig(agent_config=settings, batch_size=16, batch_length=64)
-    layers = estimate.parts_of(settings.model, obs, act)
-    expected = 2 * estimate.update_cost(config, layers)
-    assert train_step_flops(settings, obs, act, 16, 64) == pytest.approx(expected, rel=0.1)

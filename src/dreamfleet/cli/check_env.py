@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import cloudpickle
 import numpy as np
-import psutil
 from msgspec import Meta
 from rich.table import Table
 
@@ -22,9 +21,8 @@ from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.registry import rendering_options
-from dreamfleet.estimate import fleet_speed, size_name, suggest, this_machine
+from dreamfleet.estimate import size_name, suggest
 from dreamfleet.fleet.watched import Person, run_watched
-from dreamfleet.formatting import clock, readable
 from dreamfleet.metrics.frames import contact_sheet, encode_png
 
 _LARGEST_FRAME = 160
@@ -81,16 +79,8 @@ def check(person: Person, request: dict[str, Any]) -> str:
         wanted = rendering_options(task)
         return make_visible_env(task, seed=seed, **options) if wanted else None
 
-    me, taken = psutil.Process(), [0]
-
-    def measured(seed: int) -> Any:
-        before = me.memory_info().rss
-        env = make_env(task, seed=seed, **options)
-        taken.append(me.memory_info().rss - before)
-        return env
-
     result = diagnose(
-        measured,
+        lambda seed: make_env(task, seed=seed, **options),
         steps=request["steps"],
         seed=request["seed"],
         make_visible=visible,
@@ -115,7 +105,7 @@ def check(person: Person, request: dict[str, Any]) -> str:
     if result.problems:
         count = len(result.problems)
         raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
-    _suggest(say, task, options, result, env_bytes=max(taken))
+    _suggest(say, task, options, result)
     return f"{task} is fine." if not result.hints else f"{task} can be used."
 
 
@@ -148,48 +138,25 @@ def _summary(result: Diagnosis) -> str:
 
 
 def _suggest(
-    say: Callable[..., None],
-    task: str,
-    options: dict[str, Any],
-    result: Diagnosis,
-    env_bytes: float,
+    say: Callable[..., None], task: str, options: dict[str, Any], result: Diagnosis
 ) -> None:
-    """Settings for it on this machine, and what they lead to."""
-    machine, free = this_machine(), shutil.disk_usage(Path.cwd()).free
+    """Settings to start with."""
+    free = shutil.disk_usage(Path.cwd()).free
     found = suggest(
         task,
         options,
         result.obs_space,
         result.act_space,
-        machine,
         steps_per_second=result.steps_per_second,
-        env_bytes=env_bytes,
         disk=free,
         single=result.single,
     )
-    config, expected = found.config, found.estimate
-    collected = fleet_speed(config, result.steps_per_second, machine)
+    config = found.config
     processes = -(-config.envs // config.envs_per_process)
-    say("\nSuggestion for this machine, with estimates for when nothing else runs:")
     model = size_name(config.agent_config.model)
-    several = "es" if processes > 1 else ""
     say(
-        f"settings       preset {found.preset}, model {model}, train ratio {config.train_ratio:g}\n"
-        f"environments   {config.envs} in {processes} process{several}, at most "
-        f"{readable(round(collected))} steps/s"
-    )
-    if expected.updates and expected.steps:
-        seconds = expected.seconds(config, collected)
-        took = f", {config.steps:,} steps in about {clock(seconds)}" if seconds else ""
-        rate = min(expected.steps, collected)
-        say(f"learning       about {expected.updates:.2g} updates/s, {rate:.3g} steps/s{took}")
-    else:
-        say("learning       not estimated: JAX may have an accelerator")
-    held = min(config.replay.capacity, config.steps or config.replay.capacity)
-    say(
-        f"memory         about {expected.memory / 1e9:.1f} GB of {machine.memory / 1e9:.1f} GB\n"
-        f"disk           {expected.disk / 1e9:.2g} GB for {held:,} steps in the replay, "
-        f"{free / 1e9:.0f} GB free\n"
+        f"\nSuggestion: preset {found.preset}, model {model}, train ratio {config.train_ratio:g}, "
+        f"{config.envs} environments in {processes} process{'es' if processes > 1 else ''}\n"
     )
     say(f"{found.command()}\n")
 

@@ -19,15 +19,7 @@ from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.registry import same_task
 from dreamfleet.errors import ConfigError, install_command
-from dreamfleet.estimate import (
-    PROCESS_BYTES,
-    column_bytes,
-    forecast,
-    memory_warnings,
-    replay_bytes,
-    step_bytes,
-    warnings,
-)
+from dreamfleet.estimate import PROCESS_BYTES, column_bytes, notes, replay_bytes, step_bytes
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.look import Look, look_apart, look_at_environments
@@ -105,8 +97,7 @@ def preflight(
         spaces = blueprint.obs_space, blueprint.act_space
         check_agent(config, *spaces)
         check_messages(config, *spaces)
-        notes = [forecast(config, *spaces), *memory_warnings(config, *spaces)]
-        return Prospects(spaces, notes if on_this_machine else [])
+        return Prospects(spaces, [])
     look = _look(config, make_env or partial(environment, config, None), say)
     check_agent(config, look.obs_space, look.act_space)
     check_spaces(config, look.obs_space, look.act_space)
@@ -118,14 +109,9 @@ def preflight(
             held = 2 * config.replay.capacity // config.replay_shards
             check_addresses((held + SPARE_SLOTS * config.replay.chunk) * step)
     check_disk(config, look.obs_space, look.act_space)
-    notes = list(look.notes)
-    if on_this_machine:
-        spaces = look.obs_space, look.act_space
-        processes = -(-config.all_envs // config.envs_per_process)
-        further = config.all_envs - processes
-        each = (processes * look.bytes + further * look.further_bytes) / config.all_envs
-        notes += [forecast(config, *spaces, each), *warnings(config, *spaces)]
-    return Prospects((look.obs_space, look.act_space), notes, look.log_info, look.output)
+    spaces = look.obs_space, look.act_space
+    said = [*look.notes, *(notes(config, *spaces) if on_this_machine else [])]
+    return Prospects(spaces, said, look.log_info, look.output)
 
 
 def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str], None]) -> Look:

@@ -73,11 +73,8 @@ def test_it_ends_with_a_command_for_this_machine(here: Path, capsys: pytest.Capt
     assert main(["check-env", "bundled:catch", "--steps", "50", "--options", "size=[32,32]"]) == 0
     out = capsys.readouterr().out
     assert "\ndreamfleet train --task bundled:catch --preset pixels\n" in out
-    suggestion = out.partition("Suggestion for this machine, with estimates")[2]
-    for words in ("preset pixels, model cpu-tiny, train ratio", "8 in 1 process, at most",
-                  "updates/s", "GB of", "steps in the replay"):  # fmt: skip
-        assert words in suggestion, suggestion
-    assert all(len(line) <= 80 for line in suggestion.splitlines()), suggestion
+    suggestion = " ".join(out.partition("Suggestion:")[2].split())
+    assert "preset pixels, model cpu-tiny, train ratio 64, 8 environments in 1" in suggestion
 
 
 def test_what_was_assumed_about_spaces_is_told(here: Path, capsys: pytest.CaptureFixture) -> None:
@@ -128,7 +125,7 @@ def test_what_is_seen_only_when_asked_for_is_asked_for(
     assert "frames         20 in check-env.png" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("size", "code"), [("[32,32]", 0), ("[512,512]", 0), ("[50,64]", 1)])
+@pytest.mark.parametrize(("size", "code"), [("[32,32]", 0), ("[256,256]", 0), ("[50,64]", 1)])
 def test_a_size_is_a_problem_if_the_agent_refuses_it_and_fine_if_not(
     here: Path, capsys: pytest.CaptureFixture, size: str, code: int
 ) -> None:

@@ -26,7 +26,7 @@ from dreamfleet.agents.dreamer.interfaces import stored_space
 from dreamfleet.agents.dreamer.runtime import nonfinite
 from dreamfleet.agents.dreamer.runtime.devices import Placement, prefetch
 from dreamfleet.agents.dreamer.runtime.dreaming import DreamerWorldModel
-from dreamfleet.agents.dreamer.runtime.footprint import check_fit, footprint, has_room
+from dreamfleet.agents.dreamer.runtime.footprint import check_fit, check_state, footprint, has_room
 from dreamfleet.agents.dreamer.runtime.player import ActingAgent
 from dreamfleet.agents.dreamer.runtime.programs import COMPILE_QUICKLY, Program
 from dreamfleet.agents.dreamer.runtime.publishing import Snapshot
@@ -39,7 +39,7 @@ from dreamfleet.agents.dreamer.runtime.saving import (
     select_matching,
     to_flat,
 )
-from dreamfleet.agents.dreamer.train import TrainState, init_state, train_step
+from dreamfleet.agents.dreamer.train import TrainState, init_state, state_shapes, train_step
 from dreamfleet.agents.errors import NonFiniteError
 from dreamfleet.spaces import Space, without_logs
 
@@ -79,7 +79,10 @@ class Dreamer(ActingAgent):
         )
         self.stored_space = stored_space(config.model)
         self.context = config.execution.replay_context
-        state = init_state(config, self.obs_space, self.act_space, seed)
+        spaces = (self.obs_space, self.act_space)
+        sharded = config.execution.shard_parameters
+        check_state(state_shapes(config, *spaces), self._placement.mesh, sharded=sharded)
+        state = init_state(config, *spaces, seed)
         self._shardings = self._placement.parameters(state)
         self._state: TrainState = self._placement.put(state, self._shardings)
         if host := jax.process_index():  # hosts act with random numbers of their own

@@ -59,6 +59,22 @@ def check_fit(found: Mapping[str, float], platform: str) -> None:
     )
 
 
+def check_state(shapes: TrainState, mesh: Mesh, *, sharded: bool) -> None:
+    """Refuse a model whose state cannot be held, before it is made.
+
+    Raises:
+        ConfigError: A step has the state twice, and there is not as much memory.
+    """
+    leaves = jax.tree.leaves(shapes)
+    needed = 2.0 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    needed /= mesh.size if sharded else 1
+    if needed > (limit := _limit(mesh)):
+        raise ConfigError(
+            f"Parameters and optimizer take {needed / 2e9:.1f} GB, which an update has twice, and "
+            f"there are {limit / 1e9:.1f} GB of memory: choose a smaller --dreamer.model."
+        )
+
+
 def has_room(state: TrainState, mesh: Mesh) -> bool:
     """Whether a second state fits on an accelerator beside all that was ever in use there."""
     device = mesh.local_devices[0]
