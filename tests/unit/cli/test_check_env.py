@@ -181,7 +181,7 @@ def test_an_environment_of_which_there_can_be_only_one_is_named_as_that(
     assert main(["check-env", "one_of_its_kind:Single", "--steps", "50"]) == 0
     out = capsys.readouterr().out
     assert "failed beside the first: RuntimeError('the device is taken')" in out
-    assert "--preset pixels --envs 1 " in out
+    assert "--preset pixels --envs 1\n" in out
     assert out.endswith("one_of_its_kind:Single can be used.\n")
     assert main(["check-env", "one_of_its_kind:Growing", "--steps", "50"]) == 1
     assert "'vector' is float32[1] in the first and float32[2] in the s" in capsys.readouterr().out
