@@ -152,7 +152,7 @@ def test_spaces_that_the_agent_cannot_take_are_refused() -> None:
     with pytest.raises(SpaceError, match=r"'image' is 50x64.*multiples of .*size=\[64,64\]"):
         preflight(CONFIG, lambda _: Closing(50))
     preflight(CONFIG.changed({"agent": "random"}), lambda _: Closing(50))
-    preflight(CONFIG.changed({"dreamer.model.mults": (2,)}), lambda _: Closing(50))
+    preflight(CONFIG.changed({"dreamer.model.mults": (2, 3)}), lambda _: Closing(48))
 
 
 def test_images_that_no_message_can_hold_are_refused() -> None:
@@ -261,7 +261,7 @@ def test_a_directory_belongs_to_one_run(
         (["--env-options", "obs=pixels"], "'image' is 400x600; both sides must be multiples of 16"),
         (
             ["--agent", "random", "--task", "bundled:catch", "--env-options", "size=[480,640]"],
-            "487MB of 'image', and the limit is 268MB: make it smaller, images with",
+            "472MB of 'image', and the limit is 268MB: make it smaller, images with",
         ),
         (
             ["--task", "bundled:catch", "--env-options", "size=[480,640]"],
