@@ -152,7 +152,7 @@ def test_spaces_that_the_agent_cannot_take_are_refused() -> None:
     with pytest.raises(SpaceError, match=r"'image' is 50x64.*multiples of .*size=\[64,64\]"):
         preflight(CONFIG, lambda _: Closing(50))
     preflight(CONFIG.changed({"agent": "random"}), lambda _: Closing(50))
-    preflight(CONFIG.changed({"dreamer.model.mults": (2, 3)}), lambda _: Closing(48))
+    preflight(CONFIG.changed({"dreamer.model.mults": (2, 4)}), lambda _: Closing(48))
 
 
 def test_images_that_no_message_can_hold_are_refused() -> None:

@@ -140,7 +140,7 @@ class Features:
 
     def mults(self, model: ModelConfig) -> tuple[int, ...]:
         """The channel multipliers of the stages that images of this size go through."""
-        return model.mults[: stages(self.images[0].height, self.images[0].width, model)]
+        return model.mults[-stages(self.images[0].height, self.images[0].width, model) :]
 
     def smallest_image(self, model: ModelConfig) -> tuple[int, int]:
         """Height and width of the images after all stages."""
