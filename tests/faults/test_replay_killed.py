@@ -84,23 +84,31 @@ def test_killed_between_any_two_instructions(memory_path: Path) -> None:
     assert moments > 80
 
 
-@pytest.mark.parametrize("journal", ["kept", "lost"])
-def test_killed_while_it_reopens(memory_path: Path, journal: str) -> None:
-    """Once with a batch that was never committed, once with a journal that has to be replaced."""
+@pytest.mark.parametrize("journal", ["kept", "lost", "of another boot"])
+def test_killed_while_it_reopens(
+    memory_path: Path, journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a batch that was never committed, with a journal that has to be replaced, and with a
+    batch that was not synced before the power was cut."""
     history = History()
     live, copy = memory_path / "live", memory_path / "copy"
     moments = 0
-    with open_replay(live) as replay:
+    with open_replay(memory_path / "written") as replay:
         for number in range(12):
             add(replay, history, number)
-        shutil.copy(live / "journal", memory_path / "journal")
+        replay.sync()
+        shutil.copy(memory_path / "written" / "journal", memory_path)
         add(replay, history, 12)
-    held = 13
+        shutil.copytree(memory_path / "written", live)
+    held = 12
     if journal == "lost":
         (live / "journal").unlink()
-    else:
+        held = 13
+    elif journal == "kept":
         shutil.copy(memory_path / "journal", live)
-        held = 12
+    else:
+        monkeypatch.setattr("dreamfleet.replay.storage.journal.BOOT_ID", memory_path / "boot")
+        (memory_path / "boot").write_text("another")
 
     def check() -> None:
         nonlocal moments

@@ -154,6 +154,7 @@ class Table:
         """
         for slot, index in places:
             self.store.columns["is_last"][slot, index] = True
+            self.store.changed.add(slot)
 
     def completed_at(self, number: int) -> int:
         """The tick of the step that completed a living item."""
