@@ -48,6 +48,7 @@ import numpy as np
 from fleet_parts import small_run
 
 import dreamfleet.positions
+import dreamfleet.replay.replay
 import dreamfleet.replay.storage.journal
 import dreamfleet.roles.logger
 import dreamfleet.roles.outbox
@@ -210,6 +211,8 @@ def watched() -> Iterator[None]:
         mock.patch.object(dreamfleet.roles.logger, "np", _Numpy()),
         mock.patch.object(dreamfleet.roles.logger, "BackgroundOutput", _Direct),
         mock.patch.object(dreamfleet.roles.outbox, "_PAUSE_SECONDS", 0.0),
+        # No thread: a history is the same each time.
+        mock.patch.object(dreamfleet.replay.replay, "SYNC_SECONDS", threading.TIMEOUT_MAX),
     ):
         gc.collect()
         gc.freeze()  # after each kill only what it left behind is looked through
@@ -710,6 +713,7 @@ class Checker:
         stored = [tag for chain in chains for tag in chain["tag"].tolist()]
         for chain in chains:
             self._follow(chain["tag"].tolist(), chain["is_first"].tolist())
+            assert chain["is_last"][:-1][chain["is_first"][1:]].all(), "an episode has no end"
         twice = [tag for tag, count in Counter(stored).items() if count > 1]
         assert not twice, f"stored twice: {[Step.of(tag) for tag in twice]}"
         there = set(stored)

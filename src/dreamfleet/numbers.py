@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.errors import DreamfleetError
+
 Words = NDArray[np.uint64]
 
 _COPY_WORDS = 3  # value, serial number, checksum
@@ -33,11 +35,27 @@ def map_words(path: Path | None, words: int) -> mmap.mmap:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
+        reserve(descriptor, size)
         return mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise DreamfleetError(
+            f"There is no room for {path} ({error.strerror}): free disk space, or use another "
+            "logdir."
+        ) from error
     finally:
         os.close(descriptor)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Give a file its bytes on the disk; what it holds stays.
+
+    Without them a full disk is noticed when a mapped page is written, which is a SIGBUS.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    for start in range(os.fstat(descriptor).st_size, size, 1 << 20):
+        os.pwrite(descriptor, bytes(min(1 << 20, size - start)), start)
 
 
 def checksum(*words: int) -> int:
@@ -83,14 +101,14 @@ class Numbers:
         self.values[index] = value
 
     def _read(self, index: int) -> None:
+        copies = self._copies[index].tolist()
         found: list[tuple[int, int, int]] = []
-        doubtful = False
-        for copy, (bits, serial, check) in enumerate(self._copies[index].tolist()):
+        for copy, (bits, serial, check) in enumerate(copies):
             if check == checksum(self._salt, index, bits, serial):
                 found.append((serial, copy, bits))
-            elif bits or serial or check:
-                doubtful = True
         serial, copy, bits = max(found, default=(0, 1, -1))
+        # The second time a number is set, its other copy is used too.
+        unused = copies.count([0, 0, 0]) if serial < 2 else 0
         self._newest.append((copy, serial))
         self.values.append(None if not found else bits - (bits >> 63 << 64))
-        self.doubtful.append(doubtful)
+        self.doubtful.append(len(found) + unused < 2)

@@ -37,7 +37,8 @@ Invariants, wherever any of the processes is killed and however often:
 The counts lie in a mapped file (`dreamfleet.numbers`). One is stored whole or not at all, and its
 page stays with the kernel when the process is killed, so the only question is the order of the
 stores; each method says why its order is right. A power cut may lose what came after the last
-`flush`. A count that is damaged is the one before, or is taken from the others.
+`flush`, which is all that the counts of samples lose; steps follow from the tick that the replay
+has after it. A count that is damaged is the one before, or is taken from the others.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class Positions:
             self._count_from(noted)
         else:
             self._store(_STEPS, by_tick)
+        self.flush()  # before ticks are synced that these counts belong to
 
     @property
     def steps(self) -> int:
@@ -174,8 +176,10 @@ class Positions:
         """Let steps of other runs be copied into the replay, without counting them; `import_all`
         returns the tick afterwards."""
         self._store(_IMPORTING, 1)
+        self.flush()
         self._tick = import_all()
         self._end_import(self.own)
+        self.flush()
 
     def owed(self, limiter: Limiter, size: int) -> float:
         """Samples that learning owes, for a limiter that starts now.

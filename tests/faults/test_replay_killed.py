@@ -24,6 +24,7 @@ WRITERS = {
     str(Path(dreamfleet.replay.__file__).parent / name)
     for name in (
         "loading.py",
+        "table.py",
         "storage/files.py",
         "storage/journal.py",
         "storage/memory.py",
@@ -31,18 +32,19 @@ WRITERS = {
     )
 }
 FILLED = 112
+CUT_SHORT = 126  # a batch that begins an episode before the one before it has ended
 KILLS = 120
 DRIVER = Path(__file__).parents[1] / "replay_kill_driver.py"
 
 
-def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
+def test_killed_between_any_two_instructions(memory_path: Path) -> None:
     """What lies in the files after every single bytecode instruction of an insert is opened.
 
     Files and mappings share their pages, so a copy of the files at that moment is what a SIGKILL at
     that moment leaves behind.
     """
     history = History()
-    live, copy = tmp_path / "live", tmp_path / "copy"
+    live, copy = memory_path / "live", memory_path / "copy"
     moments = 0
 
     def reopen(acknowledged: int) -> None:
@@ -73,28 +75,40 @@ def test_killed_between_any_two_instructions(tmp_path: Path) -> None:
         for number in range(FILLED, FILLED + 4):
             add_watched(number)
         after = set(live.glob("*.chunk"))
+        for number in range(FILLED + 4, CUT_SHORT):
+            add(replay, history, number)
+        add_watched(CUT_SHORT)
+    assert history.batches[CUT_SHORT][0]["is_first"].any()
     assert before - after, "the batches should have evicted a chunk"
     assert after - before, "the batches should have made a chunk"
     assert moments > 80
 
 
-@pytest.mark.parametrize("journal", ["kept", "lost"])
-def test_killed_while_it_reopens(tmp_path: Path, journal: str) -> None:
-    """Once with a batch that was never committed, once with a journal that has to be replaced."""
+@pytest.mark.parametrize("journal", ["kept", "lost", "of another boot"])
+def test_killed_while_it_reopens(
+    memory_path: Path, journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a batch that was never committed, with a journal that has to be replaced, and with a
+    batch that was not synced before the power was cut."""
     history = History()
-    live, copy = tmp_path / "live", tmp_path / "copy"
+    live, copy = memory_path / "live", memory_path / "copy"
     moments = 0
-    with open_replay(live) as replay:
+    with open_replay(memory_path / "written") as replay:
         for number in range(12):
             add(replay, history, number)
-        shutil.copy(live / "journal", tmp_path / "journal")
+        replay.sync()
+        shutil.copy(memory_path / "written" / "journal", memory_path)
         add(replay, history, 12)
-    held = 13
+        shutil.copytree(memory_path / "written", live)
+    held = 12
     if journal == "lost":
         (live / "journal").unlink()
+        held = 13
+    elif journal == "kept":
+        shutil.copy(memory_path / "journal", live)
     else:
-        shutil.copy(tmp_path / "journal", live)
-        held = 12
+        monkeypatch.setattr("dreamfleet.replay.storage.journal.BOOT_ID", memory_path / "boot")
+        (memory_path / "boot").write_text("another")
 
     def check() -> None:
         nonlocal moments
@@ -110,9 +124,9 @@ def test_killed_while_it_reopens(tmp_path: Path, journal: str) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 7])
-def test_killed_while_it_copies_another_run(tmp_path: Path, first: int) -> None:
+def test_killed_while_it_copies_another_run(memory_path: Path, first: int) -> None:
     """All at once, or the rest of it: rows of chunks that are here already, and new chunks."""
-    other, live, copy = tmp_path / "other", tmp_path / "live", tmp_path / "copy"
+    other, live, copy = memory_path / "other", memory_path / "live", memory_path / "copy"
     history = History()
     mine = [tuple(range(tag, tag + LENGTH)) for tag in range(1000, 1003)]
     before = mine + history.items(first)
@@ -209,10 +223,10 @@ def digest(directory: Path) -> dict[str, int]:
     return {path.name: zlib.crc32(path.read_bytes()) for path in directory.iterdir()}
 
 
-def test_killed_for_real_at_random_moments(tmp_path: Path) -> None:
+def test_killed_for_real_at_random_moments(memory_path: Path) -> None:
     """SIGKILL at random moments of a process that adds, samples and updates."""
     done = subprocess.run(
-        [sys.executable, str(DRIVER), str(tmp_path / "replay"), str(KILLS)],
+        [sys.executable, str(DRIVER), str(memory_path / "replay"), str(KILLS)],
         check=False,
         capture_output=True,
         text=True,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words
+from dreamfleet.errors import DreamfleetError
+from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, map_words
 
 
 def words(count: int = 2) -> Words:
@@ -56,6 +61,22 @@ def test_any_changed_bit_is_noticed(salt: int) -> None:
             assert read.values == [42 if word < NUMBER_WORDS // 2 else 41]
 
 
+@pytest.mark.parametrize("times", [2, 3, 4])
+def test_a_copy_that_is_zeroed_is_noticed(times: int) -> None:
+    file = words(1)
+    numbers = Numbers(file)
+    for value in range(times):
+        numbers.set(0, value)
+    newest = 0 if times % 2 else 1
+    for copy in range(2):
+        damaged = file.copy().reshape(2, -1)
+        damaged[copy] = 0
+        read = Numbers(damaged.reshape(-1))
+        assert read.values == [times - 2 if copy == newest else times - 1]
+        # One that was set only once has a copy that was never used.
+        assert read.doubtful == [read.values != [0]]
+
+
 def test_words_of_another_file_are_no_numbers() -> None:
     file = words(1)
     Numbers(file, salt=1).set(0, 9)
@@ -73,3 +94,24 @@ def test_a_number_goes_on_after_damage() -> None:
     numbers.set(0, 3)
     assert Numbers(file).values == [3]
     assert Numbers(file).doubtful == [False]
+
+
+def test_a_file_of_numbers_has_its_room_on_the_disk(tmp_path: Path) -> None:
+    """Otherwise a full disk kills the process when it sets one (SIGBUS)."""
+    path, size = tmp_path / "numbers", 8 * 1024
+    map_words(path, 1024).close()
+    assert 512 * path.stat().st_blocks >= size
+    path.unlink()
+    path.touch()
+    os.truncate(path, size)  # as an older version made it
+    map_words(path, 1024).close()
+    assert 512 * path.stat().st_blocks >= size
+
+
+def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DreamfleetError, match=r"numbers \(No space left on device\): free disk"):
+        map_words(tmp_path / "numbers", NUMBER_WORDS)

@@ -372,6 +372,45 @@ def test_a_prefilled_run_may_learn_at_once_and_counts_only_its_own_steps(tmp_pat
     assert again.owed(Limits(), 104) == 2.0
 
 
+class Flushed(Positions):
+    """Counts of which a power cut leaves those of the last flush."""
+
+    def __init__(self, path: Path, tick: int) -> None:
+        self.path = path
+        super().__init__(path, tick)
+
+    def flush(self) -> None:
+        super().flush()
+        shutil.copy(self.path, f"{self.path}.flushed")
+
+    def cut(self, tick: int) -> Flushed:
+        """The counts after a power cut that leaves the steps up to this tick."""
+        return Flushed(Path(shutil.copy(f"{self.path}.flushed", f"{self.path}.cut")), tick)
+
+
+def test_a_power_cut_counts_no_step_of_another_run(tmp_path: Path) -> None:
+    positions = Flushed(tmp_path / "positions", 0)
+
+    def copied() -> int:
+        assert [positions.cut(tick).steps for tick in (0, 50, 100)] == [0, 0, 0]
+        return 100
+
+    positions.import_steps(copied)
+    positions.stored(110)
+    ticks = (0, 50, 100, 101, 110)
+    assert [positions.cut(tick).steps for tick in ticks] == [0, 0, 0, 1, 10]
+
+
+def test_steps_that_a_power_cut_has_dropped_stay_counted(tmp_path: Path) -> None:
+    positions = Flushed(tmp_path / "positions", 0)
+    positions.stored(150)
+    positions.flush()
+    again = positions.cut(100)
+    again.stored(130)
+    assert again.steps == 180
+    assert again.cut(120).steps == 170, "also after a second power cut"
+
+
 def test_other_settings_forgive_what_the_limiter_would_not_tolerate(tmp_path: Path) -> None:
     positions = Positions(tmp_path / "positions", 0)
     positions.owed(Limits(ratio=0.5), 0)

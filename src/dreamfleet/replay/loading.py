@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
 from dreamfleet.replay.schema import StreamId
 from dreamfleet.replay.storage.files import SUFFIX, ChunkInfo, Found, header_bytes, scan
-from dreamfleet.replay.storage.journal import Journal, Source, damaged_path, read_committed
+from dreamfleet.replay.storage.journal import (
+    Journal,
+    LeftBy,
+    Source,
+    damaged_path,
+    read_committed,
+)
 from dreamfleet.replay.storage.seals import Block
 from dreamfleet.replay.storage.store import Store
 from dreamfleet.replay.table import Table
@@ -59,10 +65,19 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
         journal.begin(_newest_plausible(every))
     elif journal.in_doubt:
         _settle(journal, every)
+    power_cut = journal.left_by is LeftBy.POWER_CUT
+    if power_cut:
+        log.warning(
+            "The replay was not closed before the machine was restarted, or the run was moved: "
+            "steps after the last sync are dropped, of which the files hold %d.",
+            int((every > journal.committed).sum()),
+        )
     for chunk, slot in slots.items():
         ticks = store.ticks[slot]
         store.lengths[slot] = count = valid_ticks(ticks, journal.committed)
         rest = ticks[count:]
+        if power_cut and table.seals:
+            table.seals.end(Block(slot, 0))  # rows and seals may be of different times
         if not rest.any():
             continue
         if ((rest < 0) | ((rest > 0) & (rest <= journal.committed))).any():
@@ -73,6 +88,7 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
                 store.lengths[slot] = 0
                 continue
         rest[:] = 0  # never committed, or behind the damage
+        store.changed.add(slot)
     store.release([slot for slot in slots.values() if not store.lengths[slot]])
     journal.forget_uncommitted()
     sizes = {c: int(store.lengths[s]) for c, s in slots.items() if store.lengths[s]}
@@ -82,9 +98,10 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
     ]
     # Ticks are given out without gaps, and what was evicted is older than the oldest item. If later
     # ones are missing, the last steps of some stream are lost. Only streams that wrote after them
-    # are continued, because a sequence with a hole in it would look like any other.
-    hole = _newest_missing(ticks_of, journal.committed)
-    if hole <= _oldest_kept(ticks_of, table.length, table.items.capacity):
+    # are continued, because a sequence with a hole in it would look like any other. A power cut may
+    # have dropped steps of any stream.
+    hole = journal.committed if power_cut else _newest_missing(ticks_of, journal.committed)
+    if not power_cut and hole <= _oldest_kept(ticks_of, table.length, table.items.capacity):
         hole = 0
     # A stream continues behind its newest step; older chains of it only lost their continuation.
     streams: list[StreamId | None] = [None] * len(chains)
@@ -97,6 +114,8 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
     table.take_in_chains(
         [([slots[c] for c in chain], stream) for chain, stream in zip(chains, streams, strict=True)]
     )
+    if journal.left_by in (LeftBy.KILL, LeftBy.UNKNOWN):
+        store.changed.update(store.slot_of.values())  # what the writer before has not synced
     return skipped
 
 

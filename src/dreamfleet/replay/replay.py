@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
+from dreamfleet.files import fsync
 from dreamfleet.replay import loading
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
 from dreamfleet.replay.schema import (
@@ -29,7 +31,7 @@ from dreamfleet.replay.schema import (
 )
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.storage.files import DirectoryLock, remove_partial, scan
-from dreamfleet.replay.storage.journal import Journal, Source
+from dreamfleet.replay.storage.journal import Journal, LeftBy, Source
 from dreamfleet.replay.storage.seals import Block
 from dreamfleet.replay.table import SizeEstimate, Table
 
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["train", "report", "eval"]
 _MODES: tuple[Mode, ...] = ("train", "report", "eval")
+SYNC_SECONDS = 10.0
+"""New steps are synced this often: a power cut drops those that came later."""
 
 
 class Shares(NamedTuple):
@@ -70,6 +74,8 @@ class Replay:
 
     Steps lie in chunk files that are mapped into memory, so the buffer may be larger than RAM and
     a killed process loses nothing it acknowledged: `Replay(..., directory)` finds every step again.
+    A thread syncs new steps every `SYNC_SECONDS`. Steps after the last sync are dropped after a
+    power cut, and when the directory of a killed process is moved to another machine.
     Without a directory the same code runs on plain memory.
 
     All methods may be called from any thread.
@@ -117,6 +123,8 @@ class Replay:
         self._selector = selector or Uniform()
         self._rngs = {m: np.random.default_rng([seed, n]) for n, m in enumerate(_MODES)}
         self._lock = threading.RLock()
+        self._syncing = threading.RLock()  # taken before the other
+        self._closing = threading.Event()
         self._readers = _Readers()
         self._statistics = _Statistics()
         self._table: Table | None = None
@@ -127,11 +135,20 @@ class Replay:
             self._journal = Journal(self.directory)
             if self.directory:
                 self._open(self.directory)
+                # Before steps are added, the synced journal names this boot.
+                if self._journal.left_by is not LeftBy.KILL:
+                    self._sync()
             else:
                 self._journal.begin(0)
         except BaseException:
             self._unlock()
             raise
+        if self.directory:
+            weakref.finalize(self, self._closing.set)
+            arguments = weakref.ref(self), self._closing
+            threading.Thread(
+                target=_sync_regularly, args=arguments, name="replay-sync", daemon=True
+            ).start()
 
     def __len__(self) -> int:
         """Sequences that can be sampled."""
@@ -314,14 +331,15 @@ class Replay:
 
     def save(self) -> dict[str, NDArray[Any]]:
         """Sync, and return what is not in the directory: random state, counts, online queue."""
-        self.sync()
         with self._lock:
             self._check_open()
             state: dict[str, NDArray[Any]] = dict(self._statistics.save())
             state |= {f"rng/{mode}": _save_rng(rng) for mode, rng in self._rngs.items()}
             if self._table:
                 state |= self._table.save_position()
-            return state
+        # After that, so that the queue holds no steps that a power cut may still drop.
+        self.sync()
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `save` returned, after the directory was opened.
@@ -361,29 +379,49 @@ class Replay:
             return self._table.size_when_full() if self._table else None
 
     def sync(self) -> None:
-        """Write everything to the disk itself, so that it survives a power failure.
+        """Write everything to the disk itself, so that it survives a power cut.
 
-        A killed process needs no sync. After a power failure, steps added or updated since the last
-        sync may be missing or wrong.
+        A killed process needs no sync, and new steps are synced every `SYNC_SECONDS` without it.
+        Of values that were written back since the last call, a power cut may leave older ones.
         """
-        with self._lock:
-            self._check_open()
-            store = self._table.store if self._table else None
-            if self._table and self._table.seals:
-                self._table.seals.finish()
-            slots = list(store.slot_of.values()) if store else []
-        # Without the lock, because it may take seconds; evicting chunks meanwhile does no harm.
-        if store:
-            store.sync(slots)
-        self._journal.flush()
+        self._sync(everything=True)
+
+    def _sync(self, *, everything: bool = False, closed: bool = False) -> None:
+        """Sync the steps that are new, or `everything`; then the journal that counts them."""
+        with self._syncing:
+            while True:
+                with self._lock:
+                    self._check_open()
+                    table, journal = self._table, self._journal.freeze()
+                    if table and table.seals and everything:
+                        table.seals.finish()
+                    slots = table.store.take_changed(everything) if table else []
+                if self.directory is None:
+                    return
+                if not slots and not everything and self._journal.left_by is LeftBy.KILL:
+                    return  # nothing is new
+                try:
+                    # Without the lock, because it may take seconds. Evicting chunks meanwhile does
+                    # no harm.
+                    if table:
+                        table.store.sync(slots)
+                    fsync(self.directory)
+                    if self._table is table:  # else the directory was opened again meanwhile
+                        self._journal.flush(journal, closed=closed)
+                        return
+                except BaseException:
+                    if table:
+                        table.store.changed.update(slots)
+                    raise
 
     def close(self) -> None:
         """Sync, unmap and release the directory; closing twice is fine."""
-        with self._lock:
+        self._closing.set()
+        with self._syncing, self._lock:
             if self._closed:
                 return
             try:
-                self.sync()
+                self._sync(everything=True, closed=True)
             finally:
                 self._closed = True
                 self._readers.wait_until_none()
@@ -456,8 +494,8 @@ class Replay:
         )
 
     def _open(self, path: Path) -> Table | None:
-        remove_partial(path)
         journal = self._journal
+        remove_partial(path, power_cut=journal.left_by is LeftBy.POWER_CUT)
         contents = scan(path, None if journal.is_new else journal.id)
         self.skipped_files = contents.skipped
         if contents.found:
@@ -485,6 +523,21 @@ class Replay:
     def _unlock(self) -> None:
         if self._directory_lock:
             self._directory_lock.release()
+
+
+def _sync_regularly(find: weakref.ref[Replay], closing: threading.Event) -> None:
+    while not closing.wait(SYNC_SECONDS):
+        replay = find()
+        if replay is None:
+            return
+        try:
+            replay._sync()
+        except ReplayClosedError:
+            return
+        except (ReplayError, OSError) as error:
+            log.warning("The replay's new steps are not synced: %s", error)
+        # Not kept while waiting: it may go away meanwhile.
+        del replay
 
 
 def _annotate(data: dict[str, NDArray[Any]]) -> None:

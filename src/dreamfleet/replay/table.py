@@ -112,14 +112,13 @@ class Table:
         arrays, cut_short = self._cut_short(arrays, places)
         try:
             self.store.write(places.slots, places.indices, arrays, last - len(streams) + 1)
+            self._mark_last(cut_short)
             if source is not None and seq is not None:
                 self.journal.stage(source, seq, last)
             self.journal.commit(last)
         finally:
             # Also when interrupted: what is committed is taken in, what is not leaves no trace.
             if self.journal.committed == last:
-                for slot, index in cut_short:
-                    self.store.columns["is_last"][slot, index] = True
                 self._take_in(places, last)
             else:
                 self.store.erase(places.slots, places.indices)
@@ -146,6 +145,16 @@ class Table:
             elif slot >= 0 and length > 0:
                 stored.append((slot, length - 1))
         return {**arrays, "is_last": last}, stored
+
+    def _mark_last(self, places: list[tuple[int, int]]) -> None:
+        """Mark stored steps as the last of their episodes.
+
+        This comes before the commit: an environment that sends a first step has left the episode
+        before, whether or not that step is stored.
+        """
+        for slot, index in places:
+            self.store.columns["is_last"][slot, index] = True
+            self.store.changed.add(slot)
 
     def completed_at(self, number: int) -> int:
         """The tick of the step that completed a living item."""

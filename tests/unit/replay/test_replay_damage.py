@@ -13,9 +13,15 @@ import pytest
 from replay_history import CAPACITY, LENGTH, History, add, open_replay, write_history
 from replay_model import InOrder, all_items, batch, check_sequences, step, tags
 
+from dreamfleet.numbers import NUMBER_WORDS
 from dreamfleet.replay import NotEnoughDataError, Replay
 from dreamfleet.replay.storage.files import SEAL_BYTES, header_bytes, read_chunk
-from dreamfleet.replay.storage.journal import _HEADER_WORDS, _RECORD_WORDS, Journal
+from dreamfleet.replay.storage.journal import (
+    _COMMITTED_WORD,
+    _HEADER_WORDS,
+    _RECORD_WORDS,
+    Journal,
+)
 
 BATCHES = 40
 
@@ -68,6 +74,25 @@ def test_a_damaged_word_of_the_journal_loses_no_step(
     with open_replay(directory) as replay:
         assert add(replay, made, BATCHES) > 0
         assert all_items(replay) == made.items(BATCHES + 1)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 13])
+@pytest.mark.parametrize("copy", [0, 1])
+def test_a_zeroed_copy_of_the_committed_tick_loses_no_step(
+    tmp_path: Path, copy: int, batches: int
+) -> None:
+    """After a kill, when no synced copy of the journal is newer."""
+    made, live, killed = History(), tmp_path / "live", tmp_path / "killed"
+    with open_replay(live) as replay:
+        for number in range(batches):
+            add(replay, made, number)
+        shutil.copytree(live, killed)
+    half = NUMBER_WORDS // 2
+    for word in range(_COMMITTED_WORD + copy * half, _COMMITTED_WORD + (copy + 1) * half):
+        change(killed / "journal", word, None)
+    with open_replay(killed) as replay:
+        assert replay.tick == sum(len(streams) for _, streams in made.batches[:batches])
+        assert add(replay, made, batches - 1) == 0, "a resend is still recognised"
 
 
 @pytest.mark.parametrize("batches", [BATCHES, BATCHES - 1])

@@ -16,6 +16,7 @@ from fleet_parts import small_run
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import replay, stream
+from dreamfleet.replay.storage import journal
 from dreamfleet.roles.replay import ReplayService, _is_new, limiter_for
 
 ENVS = 4
@@ -80,6 +81,39 @@ def test_a_kill_before_the_first_save_loses_no_count(tmp_path: Path) -> None:
     again = open_service(killed_and_moved(config, tmp_path / "2"))
     assert again.lead.position() == service.lead.position()
     assert again.lead.position()["steps"] == 36
+
+
+@pytest.mark.parametrize("counts", ["of the save", "of the power cut"])
+def test_counts_limiter_and_batches_after_a_power_cut(
+    tmp_path: Path, counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps behind the last sync are gone. Whichever counts had reached the disk, none goes back,
+    and what is sent again is stored once."""
+    config = small_run(tmp_path / "1", train_ratio=2.0)
+    service = open_service(config)
+    play(service, 0, 10)
+    for _ in range(4):
+        service.sample_batch_train()
+    service.save()
+    saved, positions = service.lead.position(), "ckpt/replay/positions"
+    shutil.copy(config.logdir / positions, tmp_path)
+    play(service, 10, 12)
+    service.sample_batch_train()
+    before = service.lead.position()
+    moved = killed_and_moved(config, tmp_path / "2")
+    if counts == "of the save":
+        before = saved
+        shutil.copy(tmp_path / "positions", moved.logdir / positions)
+    monkeypatch.setattr(journal, "BOOT_ID", tmp_path / "boot")
+    (tmp_path / "boot").write_text("another")
+    again = open_service(moved)
+    assert again.holding()["size"] == saved["steps"] == 40
+    assert again.lead.position() == before
+    limiter = again.lead._limiter
+    assert limiter.avail == pytest.approx(again._positions.owed(limiter, 40))
+    play(again, 8, 12)  # two of these four are stored, and the answers to all were lost
+    assert again.holding()["size"] == 48
+    assert again.lead.position()["steps"] == before["steps"] + 8
 
 
 def test_a_replay_that_lost_its_files_is_noticed(

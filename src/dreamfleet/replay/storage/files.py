@@ -30,6 +30,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from dreamfleet.numbers import reserve
 from dreamfleet.replay.errors import (
     DirectoryInUseError,
     ReplayError,
@@ -37,7 +38,7 @@ from dreamfleet.replay.errors import (
     StorageFullError,
 )
 from dreamfleet.replay.schema import Schema, StreamId, round_up
-from dreamfleet.replay.storage.journal import DAMAGED
+from dreamfleet.replay.storage.journal import DAMAGED, SYNCED
 from dreamfleet.replay.storage.journal import FILENAME as JOURNAL
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ LOCK = "lock"
 _MAGIC = b"DFCHUNK\x01"
 _PARTIAL = ".partial"
 _PARTIAL_PATTERN = "[0-9a-f]" * 32 + _PARTIAL
+_CHUNK_PATTERN = "[0-9a-f]" * 32 + SUFFIX
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
 _PREFIX = struct.Struct("<8sII")
 _MAX_DESCRIPTION = 1 << 20
@@ -110,8 +112,7 @@ def chunk_bytes(schema: Schema, steps: int) -> int:
 def create_chunk(directory: Path, info: ChunkInfo) -> int:
     """Make the file, with every byte reserved on disk, and return its descriptor.
 
-    Without the reservation a full disk would be noticed when a mapped page is written, which is a
-    SIGBUS and not an error. The name is given last: a file that has its name is complete.
+    The name is given last: a file that has its name is complete.
     """
     final = directory / info.filename
     partial = final.with_suffix(_PARTIAL)
@@ -119,7 +120,7 @@ def create_chunk(directory: Path, info: ChunkInfo) -> int:
     fd = -1
     try:
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        _reserve(fd, size)
+        reserve(fd, size)
         os.pwrite(fd, info.header(), 0)
         partial.rename(final)
     except OSError as error:
@@ -135,14 +136,6 @@ def create_chunk(directory: Path, info: ChunkInfo) -> int:
             f"({error.strerror}): free disk space, or lower replay.capacity or replay.max_bytes."
         ) from error
     return fd
-
-
-def _reserve(fd: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)
-        return
-    for start in range(0, size, 1 << 20):
-        os.pwrite(fd, bytes(min(1 << 20, size - start)), start)
 
 
 def read_chunk(path: Path) -> ChunkInfo:
@@ -247,7 +240,7 @@ def scan(directory: Path, run: bytes | None) -> Contents:
     found: list[Found] = []
     skipped: dict[str, str] = {}
     for path in sorted(directory.iterdir()):
-        if path.name in (LOCK, JOURNAL, DAMAGED) or path.match(_PARTIAL_PATTERN):
+        if path.name in (LOCK, JOURNAL, DAMAGED, *SYNCED) or path.match(_PARTIAL_PATTERN):
             continue
         try:
             info = read_chunk(path)
@@ -278,7 +271,13 @@ def scan(directory: Path, run: bytes | None) -> Contents:
     return Contents(found, skipped)
 
 
-def remove_partial(directory: Path) -> None:
-    """Files that were being made when a writer died never had steps in them."""
+def remove_partial(directory: Path, *, power_cut: bool = False) -> None:
+    """Files that were being made when a writer died never had steps in them. A power cut may leave
+    such a file under its final name, with zeros where its header was not written yet."""
     for path in directory.glob(_PARTIAL_PATTERN):
         path.unlink(missing_ok=True)
+    for path in directory.glob(_CHUNK_PATTERN) if power_cut else ():
+        with path.open("rb") as file:
+            blank = not any(file.read(_PREFIX.size))
+        if blank:
+            path.unlink()

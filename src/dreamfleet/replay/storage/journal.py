@@ -3,8 +3,13 @@
 Every step carries a tick, a number that grows by one a step. A batch may touch many chunk files;
 it becomes valid, all of it, when the committed tick here moves past it. After a kill before that
 the batch never happened; after a kill behind it the batch is complete. Nothing has to be flushed
-for this: pages of a killed process stay with the kernel, so a commit costs no system call. Only a
-power failure can lose what was not synced (`Replay.sync`, and every checkpoint).
+for this: pages of a killed process stay with the kernel, so a commit costs no system call.
+
+A power cut loses any of the pages that the kernel has not written yet. So rows are synced now and
+then, and after them a copy of the journal as it was before, with the boot ID, in one of two further
+files in turn (`Journal.flush`). If a directory was not closed and the boot ID has changed, it is
+opened with that copy, and rows behind its tick are dropped. A killed run that is moved to another
+machine is treated alike. Without a boot ID (not Linux) every process counts as another boot.
 
 The journal also remembers, for each source of numbered batches, which numbers were added. A
 record has two copies: the one not in use is overwritten and carries the tick its batch will be
@@ -18,11 +23,13 @@ damaged one is kept beside it.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import itertools
 import logging
 import mmap
 import os
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,12 +37,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.files import atomic_write
-from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, checksum
-from dreamfleet.replay.errors import BatchOrderError, ReplayError
+from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, checksum, reserve
+from dreamfleet.replay.errors import BatchOrderError, ReplayError, StorageFullError
 
 log = logging.getLogger(__name__)
 
 FILENAME = "journal"
+SYNCED = ("synced-0", "synced-1")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SOURCES = 4096
 WINDOW = 64
 """How many numbers below the newest of a source are told apart."""
@@ -55,7 +64,20 @@ _COPY_WORDS = 4
 _NEWEST, _MASK, _TICK, _CHECK = 0, 1, 2, 3
 _SIZE = 8 * (_HEADER_WORDS + MAX_SOURCES * _RECORD_WORDS)
 
+# A synced journal: digest; serial number, boot, whether the replay was closed, word count; words.
+_DIGEST_BYTES = 16
+_SYNCED_HEAD = struct.Struct("<Q16s?Q")
+
 Source = int | str | bytes
+
+
+class LeftBy(enum.Enum):
+    """How the process that used a directory before has left it."""
+
+    UNKNOWN = "a new directory, one of an older version, or one whose journal is damaged"
+    CLOSE = "closed: everything is on the disk"
+    KILL = "killed in this boot: everything is in the kernel's cache or on the disk"
+    POWER_CUT = "not closed, and another boot: only what was synced is on the disk"
 
 
 class _Seen(NamedTuple):
@@ -79,10 +101,21 @@ class Journal:
         self._map = _open(path) if path else mmap.mmap(-1, _SIZE)
         # Stores of whole words: a word is never half written, wherever the process is killed.
         self._words = np.frombuffer(self._map, "<u8")
+        self._directory, self._boot = directory, _boot_id()
+        synced = _read_synced(directory) if directory else None
+        self._serial = synced.serial if synced else 0
+        self.left_by = LeftBy.UNKNOWN
+        if synced is not None:
+            unclosed = LeftBy.KILL if synced.boot == self._boot else LeftBy.POWER_CUT
+            self.left_by = LeftBy.CLOSE if synced.closed else unclosed
+            if synced.boot != self._boot:
+                # If this is interrupted, the next start does it again.
+                self._words[:], cut_off = synced.words, False
         header = _read_header(self._words)
         self.is_new = header is None or cut_off
         """Whether there was none, or only a damaged one; until `begin`, also if killed before."""
         if self.is_new:
+            self.left_by = LeftBy.UNKNOWN
             self._refuse_other_version(directory)
             # Without either, a first start was interrupted: there is nothing to keep.
             used = self._words[_MAGIC_WORD] or self._words[_HEADER_WORDS:].any()
@@ -126,6 +159,7 @@ class Journal:
     def begin(self, tick: int) -> None:
         """Make a new journal count, with steps up to `tick` committed."""
         self.commit(tick)
+        self.commit(tick)  # so that a copy of it that is lost is noticed
         self._words[_MAGIC_WORD] = _MAGIC
         self.is_new = False
 
@@ -195,8 +229,26 @@ class Journal:
             self._records[ticks[:, column] > self.committed, at : at + _COPY_WORDS] = 0
         self._read_records()
 
-    def flush(self) -> None:
-        self._map.flush()
+    def freeze(self) -> Words:
+        """The journal as it is now, to be flushed once the steps up to its tick are synced."""
+        return self._words.copy()
+
+    def flush(self, frozen: Words, *, closed: bool = False) -> None:
+        """Let a journal survive a power cut, with the steps that it counts.
+
+        Args:
+            frozen: The journal; all its steps are on the disk.
+            closed: Whether none will come after them.
+        """
+        if self._directory is None:
+            return
+        used = int(np.flatnonzero(frozen)[-1]) + 1
+        # Both at first, so that a disk that becomes full has room for them.
+        for serial in range(self._serial + 1, max(self._serial + 2, 1 + len(SYNCED))):
+            head = _SYNCED_HEAD.pack(serial, self._boot, closed, used)
+            _write_synced(self._directory / SYNCED[serial % 2], head + frozen[:used].tobytes())
+            self._serial = serial
+        self.left_by = LeftBy.KILL
 
     def _valid_ticks(self) -> NDArray[np.uint64]:
         """The tick of both copies of every record; 0 where a copy is unused or damaged."""
@@ -235,6 +287,9 @@ class Journal:
 
 def read_committed(directory: Path) -> tuple[bytes, int] | None:
     """Id and committed tick of another run's journal, which is only read; None if it has none."""
+    synced = _read_synced(directory)
+    if synced is not None and synced.boot != _boot_id():
+        return _read_header(synced.words)
     try:
         with (directory / FILENAME).open("rb") as file:
             header = file.read(_HEADER_WORDS * 8)
@@ -250,6 +305,68 @@ def _read_header(words: Words) -> tuple[bytes, int] | None:
         return None
     tick = _committed_number(words).values[0]
     return None if tick is None else (run.tobytes(), tick)
+
+
+class _Synced(NamedTuple):
+    """A journal that was flushed."""
+
+    serial: int
+    boot: bytes
+    closed: bool
+    words: Words
+
+
+def _read_synced(directory: Path) -> _Synced | None:
+    """The journal that was flushed last; None if there is none."""
+    found = []
+    for name in SYNCED:
+        try:
+            data = (directory / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        if len(data) < _SYNCED_HEAD.size:
+            continue
+        serial, boot, closed, used = _SYNCED_HEAD.unpack_from(data)
+        data = data[: _SYNCED_HEAD.size + 8 * used]
+        if digest == _digest(data):
+            words = np.zeros(_SIZE // 8, np.uint64)
+            words[:used] = np.frombuffer(data[_SYNCED_HEAD.size :], "<u8")
+            found.append(_Synced(serial, boot, closed, words))
+    return max(found, key=lambda each: each.serial, default=None)
+
+
+def _write_synced(path: Path, body: bytes) -> None:
+    data = _digest(body) + body
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            reserve(fd, len(data))
+            os.pwrite(fd, data, 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageFullError(
+            f"{path} cannot be written ({error.strerror}): check the disk; steps that are stored "
+            "from now on would not survive a power cut."
+        ) from error
+
+
+def _boot_id() -> bytes:
+    """Tells boots of machines apart."""
+    try:
+        boot = BOOT_ID.read_bytes().strip()
+    except OSError:  # not Linux, or a container that hides it
+        boot = b""
+    return _digest(boot) if boot else _THIS_PROCESS
+
+
+_THIS_PROCESS = os.urandom(_DIGEST_BYTES)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _committed_number(words: Words) -> Numbers:

@@ -13,9 +13,10 @@ updates change, such as latent states, are not covered: the first update of one 
 cover it, and they are made again without it.
 
 Blocks that were found on the disk are checked when they are first sampled; those that have no seal
-yet, such as all of an older version's, get one then. What this process has written itself it does
-not check. Sealing is spread over the inserts, a block or two with each, and whether there is
-something to seal is looked at after some of them: looking takes as long as it does for one.
+yet, such as all of an older version's and all after a power cut, get one then. What this process
+has written itself it does not check. Sealing is spread over the inserts, a block or two with each,
+and whether there is something to seal is looked at after some of them: looking takes as long as it
+does for one.
 """
 
 from __future__ import annotations

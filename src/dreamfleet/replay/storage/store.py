@@ -76,6 +76,8 @@ class Store:
         self.previous = np.full(self.slots, _NONE, np.int64)
         self.lengths = np.zeros(self.slots, np.int64)
         self.slot_of: dict[bytes, int] = {}
+        self.changed: set[int] = set()
+        """Slots with rows that were written, marked or erased since the last sync."""
         self._free = list(range(self.slots - 1, -1, -1))
         self._index_bytes = np.arange(steps, dtype=">u4").view(np.uint8).reshape(steps, 4)
         self._buffers = BufferPool()
@@ -128,6 +130,7 @@ class Store:
         try:
             here = self.slot_of.get(info.id)
             slot = self._make(mine) if here is None else here
+            self.changed.add(slot)
             try:
                 self._read_rows(fd, slot, first, stop, path)
             except BaseException:
@@ -216,11 +219,13 @@ class Store:
         for name, column in self.columns.items():
             column[slots, indices] = arrays[name]
         self.ticks[slots, indices] = np.arange(first_tick, first_tick + len(slots))
+        self.changed.update(slots.tolist())
         self._prefault.written(slots, indices)
 
     def erase(self, slots: Ints, indices: Ints) -> None:
         """Make rows that were written but not committed unreadable for good."""
         self.ticks[slots, indices] = 0
+        self.changed.update(slots.tolist())
 
     def pieces(self, slots: Ints, indices: Ints, length: int) -> list[Piece]:
         """Cut sequences that start at these steps where they cross from chunk to chunk."""
@@ -299,12 +304,16 @@ class Store:
                 if slot >= 0:
                     column[slot, index : index + count] = array[at : at + count]
 
+    def take_changed(self, everything: bool) -> list[int]:
+        """The slots to sync: those with changed rows, or all, also with values written back."""
+        slots = list(self.slot_of.values() if everything else self.changed)
+        self.changed = set()
+        return slots
+
     def sync(self, slots: Iterable[int]) -> None:
-        """Write dirty pages and the directory itself to disk."""
-        if self.directory is not None:
-            for slot in slots:
-                self.arena.sync(slot)
-            _sync_directory(self.directory)
+        """Write the dirty pages of slots to the disk; one that was removed meanwhile has none."""
+        for slot in slots:
+            self.arena.sync(slot)
 
     def close(self) -> None:
         """Unmap everything; the arrays must not be touched afterwards, so they go first."""
@@ -358,11 +367,3 @@ def _pages(places: tuple[tuple[int, int], ...], length: int) -> tuple[Ints, Ints
         np.concatenate([offsets for offsets, _ in bytes_in]),
         np.concatenate([np.full(len(offsets), row) for offsets, row in bytes_in]),
     )
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
