@@ -410,6 +410,7 @@ class Learner:
         self._reports = {mode: RemoteStream(reports, mode, ahead) for mode in ("report", "eval")}
         self._carry: Any = None
         self._results: tuple[Any, Any] | None = None  # of the last update
+        self._written: deque[Reply] = deque()  # states that are on their way to the replay
         self._since = (time.monotonic(), 0, 0)
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
         self._asked = 0  # updates after which learning ends, once all steps are made
@@ -636,7 +637,10 @@ class Learner:
         (outs, metrics), self._results = self._results, None
         if "replay" in outs:
             states = {key: np.asarray(value) for key, value in outs["replay"].items()}
-            self._updates.update(states)
+            self._written.append(self._updates.update(states))
+            # An agent whose states are refused ends, rather than learns from older ones.
+            while self._written and self._written[0].done():
+                self._written.popleft().result()
         self.aggregate.add(metrics)
 
     def log(self) -> None:
