@@ -45,7 +45,7 @@ class MachineRecord:
     failures: int = 0
     """How often an environment, or a process, of it has failed."""
     error: str = ""
-    """The last of these failures, or why it left."""
+    """The last of these failures, why it makes no steps, or why it left."""
     invitation: str = ""
     """The name of the invitation that it has joined with."""
     address: str = ""
