@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -425,15 +425,18 @@ def test_a_refused_metric_is_logged_and_refused_states_end_the_agent(
     saves = saver(agent, config, progress)
     with server, Client(server.address, timeout=60) as client:
         learner = Learner(agent, config, progress, saves, client, client, client)
-        learner.log()
-        assert client._progress(lambda: not client._pending, time.monotonic() + 60)
-        learner.log()
+
+        def twice(work: Callable[[], None]) -> None:
+            """And wait for the replies in between, which may also come at once."""
+            work()
+            assert client._progress(lambda: not client._pending, time.monotonic() + 60)
+            work()
+
+        twice(learner.log)
         assert "'add' failed" in caplog.text
         batch = {"stepid": np.zeros((2, 4, 20), np.uint8)}
-        learner.update(batch, at_once=True)
-        assert client._progress(lambda: not client._pending, time.monotonic() + 60)
         with pytest.raises(RemoteError, match="this cannot be taken"):
-            learner.update(batch, at_once=True)
+            twice(lambda: learner.update(batch, at_once=True))
 
 
 class Traced(CountingAgent):
