@@ -69,3 +69,28 @@ def read_machines(logdir: Path) -> list[MachineRecord]:
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.debug("The machines of %s cannot be read: %s", logdir, error)
         return []
+
+
+class Machines:
+    """The machines of a run. Cheap to ask: the file is read again only when it was replaced.
+
+    Args:
+        logdir: The run's directory.
+    """
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir = logdir
+        # Both at once: several threads ask.
+        self._known: tuple[tuple[int, int] | None, list[MachineRecord]] = (None, [])
+
+    def __call__(self) -> list[MachineRecord]:
+        before, machines = self._known
+        try:
+            status = (self._logdir / FILE_NAME).stat()
+            written = status.st_mtime_ns, status.st_ino
+        except OSError:
+            written = None
+        if written is None or written != before:
+            machines = read_machines(self._logdir)
+            self._known = written, machines
+        return machines
