@@ -101,6 +101,17 @@ class Network:
             yield
             dropped.run(f"ip neigh del {entry}")
 
+    @contextmanager
+    def dropped_port(self, machine: Machine, port: int) -> Iterator[None]:
+        """Drop what is sent to a port of a machine, as a firewall does."""
+        if not shutil.which("nft"):
+            pytest.skip("a firewall needs nft, which is not installed")
+        chain = "'{ type filter hook input priority 0; }'"
+        machine.run(f"nft add table inet wall && nft add chain inet wall input {chain}")
+        machine.run(f"nft add rule inet wall input tcp dport {port} drop")
+        yield
+        machine.run("nft delete table inet wall")
+
 
 @pytest.fixture
 def machines() -> Iterator[tuple[Network, list[Machine]]]:

@@ -44,7 +44,14 @@ from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.hosts import How, joined
-from dreamfleet.roles.invitations import Place, first_invitation, join_line, read_place, write_place
+from dreamfleet.roles.invitations import (
+    Place,
+    first_invitation,
+    join_line,
+    ports_line,
+    read_place,
+    write_place,
+)
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.notes import notes_path
@@ -244,6 +251,7 @@ def _joinable(
         write_place(run.logdir, place.shown)
         line = join_line(place.shown, first_invitation(run.logdir, keys))
         say(f"To join with environments of another machine, type there:\n  {line} --envs 4")
+        say(ports_line(place.shown))
         how = "The run has failed."
         try:
             yield

@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 # samples, and how many samples it does not count. The other shards' steps follow these.
 _STEPS, _SAMPLES, _OFFSET, _IMPORTING, _START, _UNCOUNTED, _SHARDS = range(7)
 _OTHERS = 7
+POSITIONS_FILE = "positions"
+"""The name of the file."""
 
 
 class Limiter(Protocol):
@@ -70,6 +72,15 @@ class Limiter(Protocol):
     tolerance: float
     minsize: int
     debt: float
+
+
+def read_steps(path: Path) -> int:
+    """The steps of a run that its replay has noted in a file; 0 if there is none."""
+    try:
+        values = Numbers(np.fromfile(path, "<u8")).values
+    except (OSError, ValueError):
+        return 0
+    return sum(value or 0 for value in (*values[_STEPS : _STEPS + 1], *values[_OTHERS:]))
 
 
 class Positions:

@@ -1,7 +1,6 @@
 """What every transport promises: ipc, tcp, tcp with keys, and inside one process."""
 
 import gc
-import logging
 import sys
 import threading
 import time
@@ -411,29 +410,30 @@ def test_a_value_that_cannot_be_sent_is_refused_on_the_spot(plain: Plain) -> Non
     assert client.echo(1).result(20) == (1,)
 
 
-def test_an_error_nobody_looks_at_is_raised_by_the_next_call(plain: Plain) -> None:
-    client = plain.client()
-    client.fail("unseen")
-    await_answers(client)
-    with pytest.raises(RemoteError, match="unseen") as caught:
-        client.add(2)
-    assert "nobody looked at" in caught.value.__notes__[0]
-    assert plain.added == []
-    assert client.add(2).result(20) == 1
-
-
-def test_an_error_nobody_looks_at_before_the_end_is_logged(
+def test_an_error_that_no_caller_looks_at_is_logged_and_fails_no_other_call(
     plain: Plain, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = plain.client()
     client.fail("unseen")
     await_answers(client)
-    with caplog.at_level(logging.ERROR):
-        client.close()
+    assert client.add(2).result(20) == 1
+    assert "'fail' failed" in caplog.text
     assert "unseen" in caplog.text
 
 
-def test_an_error_somebody_looked_at_is_not_raised_again(plain: Plain) -> None:
+def test_an_error_that_no_caller_looks_at_before_the_end_is_logged(
+    plain: Plain, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = plain.client()
+    client.fail("unseen")
+    await_answers(client)
+    client.close()
+    assert "unseen" in caplog.text
+
+
+def test_an_error_that_a_caller_has_seen_is_not_logged(
+    plain: Plain, caplog: pytest.LogCaptureFixture
+) -> None:
     client = plain.client()
     future = client.fail()
     with pytest.raises(RemoteError):
@@ -441,6 +441,7 @@ def test_an_error_somebody_looked_at_is_not_raised_again(plain: Plain) -> None:
     del future
     gc.collect()
     assert client.echo(1).result(20) == (1,)
+    assert "failed" not in caplog.text
 
 
 # --- waiting -------------------------------------------------------------------------------------

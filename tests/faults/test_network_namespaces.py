@@ -1,4 +1,5 @@
-"""A fleet on four machines whose network fails in every way that networks do.
+"""A fleet on four machines whose network fails in every way that networks do, and a machine that
+joins through a firewall.
 
 The machines are network namespaces with a directory that they share. The environments tell where
 each observation comes from, and the stored steps are audited afterwards.
@@ -145,3 +146,42 @@ def test_a_fleet_on_four_machines_survives_its_network(
     assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == found.rows
     assert "is started again" not in (tmp_path / "train.out").read_text()
+
+
+def test_a_machine_joins_only_if_it_reaches_every_port(
+    tmp_path: Path, machines: tuple[Network, list[Machine]]
+) -> None:
+    network, (agent, _, envs, _) = machines
+    fleet, here = Fleet(tmp_path), network.addresses[agent]
+    settings = {
+        "task": "bundled:dummy", "agent": "random", "steps": "0", "eval-episodes": "0",
+        "log-every": "0.5", "outputs": "jsonl", "bind": f"{here}:5550",
+    }  # fmt: skip
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    ports = "5550, 5551"
+    join = [sys.executable, "-m", "dreamfleet.cli", "join", str(tmp_path)]
+
+    def joined(out: Path) -> subprocess.Popen[bytes]:
+        with out.open("wb") as file:
+            return envs.start(join, stdout=file, stderr=subprocess.STDOUT)
+
+    try:
+        fleet.start("train", agent, "train", *flags, "--remote-envs")
+        said = tmp_path / "train.out"
+        fleet.until(lambda: f"to be open on {here}: {ports}\n" in said.read_text(), "its ports")
+        fleet.until(lambda: fleet.metrics != [], "metrics of the agent")
+        with network.dropped_port(agent, 5551):
+            refused = joined(tmp_path / "refused")
+            assert refused.wait(LONG) == 1
+        text = (tmp_path / "refused").read_text()
+        assert f"TCP port 5551 of {here} (actor) cannot be reached" in text
+        assert f"have to be open for this machine: {ports} of {here}." in text
+        assert "Joined" not in text
+        fleet.running["join"] = joined(tmp_path / "join.out")
+        fleet.until(lambda: fleet.step > 100, "steps of the machine that has joined")
+        assert fleet.end("train", signal.SIGINT) == 130, said.read_text()
+        assert fleet.running.pop("join").wait(LONG) == 0
+    finally:
+        for process in fleet.running.values():
+            process.kill()
+            process.wait()

@@ -158,10 +158,13 @@ class Attack:
             ("replay", "add_batch", (5, 5, 5, 5, 5), 0),
             ("replay", "sample_batch_train", (7,), 0),
             ("replay", "update", ({"stepid": np.zeros((1, 20), "u1"), "count": ids[:1]},), 0),
-            ("replay", "raise_position", (10**12,), 0),
+            ("replay", "raise_position", (10**10,), 0),
+            ("replay", "grant", (10**11,), 0),
+            ("replay", "add_batch", ({}, ids, True, "me", 1), 0),
             ("replay", "add_batch", ({"x": np.full(2, np.nan)}, ids, False, "me", 1), 0),
             ("replay", "add_batch", ({"x": np.ones(2)}, -ids, False, "me", 1), 0),
-            ("logger", "add", (10**12, {}), 0),
+            ("logger", "add", (9_900_000, {}), 0),
+            ("logger", "evaluated", (1, {"eval/score": 1e300}), 0),
             ("logger", "tran", (10**12, ids, no, {}, {}), 0),
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
             ("logger", "ended", (["me/1/0"], {"score": np.ones(1)}), 0),
@@ -176,6 +179,7 @@ class Attack:
             ("actor", "act", ({**good, "reward": np.full(2, np.nan, np.float32)},), 2),
             ("actor", "act", ({**good, "reward": np.full(2, 1e38, np.float32)},), 2),
             ("actor", "act", ({**good, "envid": -1 - ids},), 2),
+            ("actor", "act", ({**good, "is_eval": ~no},), 2),
             ("actor", "act", (self._observation(range(100_000)),), 100_000),
             ("coordinator", "join", (7,), 0),
         ]
@@ -186,6 +190,18 @@ class Attack:
             assert "\n" not in str(refused.value) or name == "coordinator", method
 
     def a_second_process_is_refused(self) -> None:
+        """To act in an environment, and to store its steps."""
+        space = make_env("bundled:dummy", **EVERY_STEP)
+        row = {
+            key: np.zeros((1, *each.shape), each.dtype)
+            for key, each in {**space.obs_space, **space.act_space}.items()
+            if not key.startswith("log/")
+        }
+        row |= {"is_first": np.ones(1, bool)}
+        with self._client("replay", self._keys.for_role("agent")) as client:
+            with pytest.raises(RemoteError, match="Environment 0 belongs to") as seen:
+                client.add_batch(row, np.zeros(1, np.int64), False, "me", 1).result(120)
+            assert seen.value.kind == "Occupied"
         with self._client("actor", self._keys.for_role("env")) as client:
             with pytest.raises(RemoteError, match=r"Environment 0 belongs to 127\.0\.0\.1") as seen:
                 client.call_block("act", self._observation([0, 1])).result(120)

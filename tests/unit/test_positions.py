@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.positions import Positions
+from dreamfleet.positions import Positions, read_steps
 from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.roles.lead import Holding, Lead
 from dreamfleet.transport import Unanswered
@@ -337,6 +337,19 @@ def test_another_number_of_shards_is_refused(tmp_path: Path) -> None:
     Positions(tmp_path / "positions", 0, shards=2)
     with pytest.raises(ConfigError, match=r"over 2 shards.*set replay_shards=2"):
         Positions(tmp_path / "positions", 0, shards=3)
+
+
+def test_others_read_how_many_steps_are_stored(tmp_path: Path) -> None:
+    path = tmp_path / "positions"
+    assert read_steps(path) == 0
+    positions = Positions(path, 0, shards=3)
+    assert read_steps(path) == 0
+    positions.stored(10)
+    positions.heard(2, 5)
+    positions.sampled(99)
+    assert read_steps(path) == positions.steps == 15
+    path.write_bytes(b"damaged")
+    assert read_steps(path) == 0
 
 
 def test_the_limiter_after_a_restart_is_the_limiter_before(tmp_path: Path) -> None:

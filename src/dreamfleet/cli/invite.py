@@ -9,7 +9,7 @@ from dreamfleet.cli.console import say
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.formatting import clock
-from dreamfleet.roles.invitations import invitations, join_line, read_place
+from dreamfleet.roles.invitations import invitations, join_line, ports_line, read_place
 from dreamfleet.roles.invitations import invite as make_invitation
 from dreamfleet.roles.invitations import revoke as revoke_invitation
 from dreamfleet.transport import Keys
@@ -55,5 +55,4 @@ def invite(
                 say(f"{each.name}  revoked, made {age} ago")
             else:
                 say(f"{each.name}  made {age} ago\n  {join_line(place, each)}")
-        ports = ", ".join(map(str, (place.port, *place.ports.values())))
-        say(f"TCP ports that have to be open on {place.host}: {ports}")
+        say(ports_line(place))

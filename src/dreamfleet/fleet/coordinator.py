@@ -32,7 +32,7 @@ from msgspec import Meta
 
 import dreamfleet
 from dreamfleet.clock import LocalClock
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.estimate import step_bytes
 from dreamfleet.roles.addresses import (
@@ -61,8 +61,6 @@ LEASE_SECONDS = 60.0
 """After which a machine that is not heard of has lost its ids."""
 HOLD_SECONDS = 45.0
 """After which a machine that hears nothing ends its environments."""
-JOINED_EVAL = JOINED + (1 << 19)
-"""Evaluation environments of machines that have joined are numbered from here."""
 MOST_MACHINES = 4096
 MOST_ENVS = 1 << 17
 _AWAY_SECONDS = 4.0

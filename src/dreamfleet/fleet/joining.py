@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,7 @@ from dreamfleet.fleet.coordinator import BEAT_SECONDS, HOLD_SECONDS
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.look import look_apart
+from dreamfleet.fleet.stall import hanging
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
 from dreamfleet.fleet.workers import joined_workers
 from dreamfleet.formatting import readable
@@ -54,6 +56,11 @@ _CALL_SECONDS = 10.0
 _BEAT_SECONDS = 3.0
 _TRY_SECONDS = 0.5
 _SAY_SECONDS = 60.0
+_STILL_SECONDS = 10.0  # without a step, after which this machine says why
+_PORT_SECONDS = 1.0  # for a look at ports between two signs of life
+_PORTS_AT_ONCE = 16
+_REFUSED = "nothing listens there: the agent is starting, or a firewall refuses the connection"
+_NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it waits for"
 _PLACE_PREFIX = "dreamfleet-join-"
 _LOCK = "lock"
 _KEY = "join.key"  # not the name under which a run keeps its own
@@ -66,6 +73,10 @@ _LEAVING = "Leaving the run; once more ends at once."
 
 class JoinError(DreamfleetError):
     """This machine cannot join, or cannot stay; the message says why and what to do."""
+
+
+class _PortsClosed(JoinError):
+    """The coordinator answers, and another server of the run cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,7 @@ class _Machine:
                     return described, None
                 config = self._config(described)
                 self._look(config, described)
+                self._try_ports(described.addresses)
                 asked = {
                     "version": __version__,
                     "host": socket.gethostname()[:90] or "machine",
@@ -171,9 +183,41 @@ class _Machine:
                     "envs_per_process": config.envs_per_process,
                 }
                 return described, self._ask(client, _Lease, "join", asked)
+            except _PortsClosed:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_TRY_SECONDS)
             except (Disconnected, Timeout) as error:
                 if _REFUSED_KEY in str(error) or time.monotonic() >= deadline:
                     raise JoinError(_unreachable(self._address, error)) from None
+
+    def _try_ports(self, told: Mapping[str, str]) -> None:
+        """Refuse to join a run whose servers cannot be reached from here. One at whose port nobody
+        listens may start later."""
+        problems = closed_ports(self.servers(told), _PROBE_SECONDS)
+        if any(problem != _REFUSED for problem in problems.values()):
+            raise _PortsClosed(f"{self.ports_text(told, problems)}.")
+
+    def servers(self, told: Mapping[str, str]) -> dict[str, Address]:
+        """Those that the environments of this machine call."""
+        every = called_servers(self._address, told)
+        acts = bool(self._offer.envs) or "evaluator" not in every
+        plays = bool(self._offer.eval_envs)
+        return {n: each for n, each in every.items() if (plays if n == "evaluator" else acts)}
+
+    def ports_text(self, told: Mapping[str, str], problems: Mapping[str, str]) -> str:
+        """Which ports cannot be reached, and all that have to be open; without a period."""
+        servers = self.servers(told)
+        closed = "; ".join(
+            f"TCP port {servers[name].port} of {servers[name].host} ({name}) cannot be reached: "
+            f"{problem}"
+            for name, problem in problems.items()
+        )
+        ports: dict[str, list[str]] = {}
+        for address in (self._address, *servers.values()):
+            ports.setdefault(address.host, []).append(str(address.port))
+        needed = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
+        return f"{closed}. Ports that have to be open for this machine: {needed}"
 
     def _connect(self, client: Client, *, first: bool) -> None:
         """Wait until the run answers, or it is clear that this key is none of its."""
@@ -279,7 +323,7 @@ class _Machine:
                 on_signal=_LEAVING,
             )
             notes = [worker.notes for worker in workers if worker.notes]
-            link = _Link(self, client, lease, notes, supervisor.stop)
+            link = _Link(self, client, lease, notes, config.env_timeout, supervisor.stop)
             try:
                 with link:
                     supervisor.run()
@@ -314,10 +358,12 @@ class _Link:
         client: Client,
         lease: _Lease,
         notes: Sequence[Path],
+        env_timeout: float,
         stop: Callable[[str], None],
     ) -> None:
         self._machine, self._client, self._lease = machine, client, lease
         self._notes, self._stop, self._say = notes, stop, machine._say
+        self._env_timeout = env_timeout
         self._before = _report(notes)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -337,10 +383,13 @@ class _Link:
         self._thread.join()
 
     def _beat(self) -> None:
-        heard = shown = time.monotonic()
-        steps, silent = 0, False
+        heard = shown = looked = time.monotonic()
+        steps, silent, made, why, told = 0, False, 0, "", False
         while not self._ended.wait(BEAT_SECONDS):
             report, sent = self._report(), time.monotonic()
+            if report["steps"] != made:
+                made, looked, why, told = report["steps"], sent, "", False
+            report["error"] = why or report["error"]
             call = ("beat", self._lease.token, report)
             try:
                 answer = self._machine._ask(self._client, _Answer, *call, timeout=_BEAT_SECONDS)
@@ -366,6 +415,19 @@ class _Link:
                 rate = (report["steps"] - steps) / (sent - shown)
                 shown, steps = sent, report["steps"]
                 self._say(f"{readable(steps)} steps, {readable(round(rate, 1))} steps/s")
+                told = False
+            if sent - looked > _STILL_SECONDS:
+                looked, why = sent, self._why_still(answer.addresses)
+                # Between two rounds of evaluation there is nothing to do.
+                if not told and (why or self._lease.envs):
+                    self._say(f"This machine makes no steps: {why or _NO_ACTIONS}.")
+                    told = True
+
+    def _why_still(self, told: Mapping[str, str]) -> str:
+        """What keeps the environments here from making steps; empty if nothing does."""
+        if problems := closed_ports(self._machine.servers(told), _PORT_SECONDS):
+            return self._machine.ports_text(told, problems)[:1000]
+        return hanging(map(read_notes, self._notes), self._env_timeout, time.time())
 
     def _is_over_after(self, error: DreamfleetError, seconds: float) -> bool:
         """Whether the ids are lost without an answer for so many seconds."""
@@ -422,21 +484,42 @@ def _counted(lease: _Lease) -> str:
 def publish_addresses(
     book: DirectoryBook, place: Path, coordinator: Address, addresses: Mapping[str, str]
 ) -> None:
-    """Keep where the run's roles listen, as far as they are servers that a machine may call. The
-    coordinator's host stands in for the host `*`."""
-    for name, text in addresses.items():
-        if not _ROLE.fullmatch(name):
-            continue
-        try:
+    """Keep where the servers of the run listen that a machine may call."""
+    for name, address in called_servers(coordinator, addresses).items():
+        if book.find(place, name) != address.text:
+            book.publish(place, name, address.text)
+
+
+def called_servers(coordinator: Address, told: Mapping[str, str]) -> dict[str, Address]:
+    """The servers that a machine may call, of those that the coordinator has told of, whose host
+    stands in for the host `*`."""
+    servers = {}
+    for name, text in told.items():
+        with suppress(TransportError):
             address = parse(text)
-        except TransportError:
-            continue
-        if address.kind != "tcp":
-            continue
-        host = coordinator.host if address.host == "*" else address.host
-        wanted = replace(address, host=host).text
-        if book.find(place, name) != wanted:
-            book.publish(place, name, wanted)
+            if _ROLE.fullmatch(name) and address.kind == "tcp":
+                host = coordinator.host if address.host == "*" else address.host
+                servers[name] = replace(address, host=host)
+    return servers
+
+
+def closed_ports(servers: Mapping[str, Address], seconds: float) -> dict[str, str]:
+    """The servers that cannot be reached from here, and why."""
+
+    def problem(address: Address) -> str:
+        try:
+            socket.create_connection((address.host, address.port), timeout=seconds).close()
+        except ConnectionRefusedError:
+            return _REFUSED
+        except TimeoutError:
+            return f"there is no answer within {seconds:g} s, mostly because of a firewall"
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    with ThreadPoolExecutor(_PORTS_AT_ONCE) as threads:
+        found = dict(zip(servers, threads.map(problem, servers.values()), strict=True))
+    return {name: text for name, text in found.items() if text}
 
 
 def _check_spaces(
@@ -481,7 +564,7 @@ def _probe(address: Address) -> None:
         raise JoinError(
             f"No answer from {there} within {_PROBE_SECONDS:g} s: the packets get lost on the way, "
             "mostly in a firewall. Open TCP port "
-            f"{address.port} and those after it that 'dreamfleet invite' names on {address.host} "
+            f"{address.port} and the others that stand below the run's line on {address.host} "
             "for this machine, and check that it is the right address."
         ) from None
     except ConnectionRefusedError:

@@ -116,7 +116,7 @@ class MachineStatus:
     steps_per_second: float
     failures: int
     error: str
-    """Why it last failed, or why it left."""
+    """Why it last failed, why it makes no steps, or why it left."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class RunStatus:
     supervisor: ProcessUsage | None
     """What the supervisor's process uses, with the workers that are its threads."""
     hanging: str = ""
-    """Environments that take long right now, while others may go on; empty if none does."""
+    """Environments that take long right now, and joined machines that make no steps, while others
+    may go on; empty if there are none."""
     machines: tuple[MachineStatus, ...] = ()
     """Those that have joined, then those that have left."""
 
@@ -395,10 +396,11 @@ class Watcher:
         )
         if record is None or state != "running":
             return status
+        hangs = hanging(self._noted(record), config.env_timeout, now)
         return replace(
             status,
             waiting=self._waiting(status, record.workers, now),
-            hanging=hanging(self._noted(record), config.env_timeout, now),
+            hanging="; ".join(filter(None, [hangs, *_idle(status.machines)])),
         )
 
     def _noted(self, record: FleetRecord) -> list[Noted]:
@@ -506,6 +508,15 @@ def _machines(
         )
         for each in machines
     )
+
+
+def _idle(machines: Sequence[MachineStatus]) -> list[str]:
+    """Joined machines that say why they make no steps."""
+    return [
+        f"{each.name} makes no steps: {each.error.rstrip('.')}"
+        for each in machines
+        if each.error and each.state == "joined" and not each.steps_per_second
+    ]
 
 
 def run_state(record: FleetRecord | None, responding: bool = False) -> RunState:

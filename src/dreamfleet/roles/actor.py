@@ -32,7 +32,7 @@ from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import EpisodeStats
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
-from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_ids, observed
+from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger import video_env
 from dreamfleet.roles.notes import notes_path
@@ -113,10 +113,7 @@ def serve_actor(
             actor.send,
             roles=("env",),
             check=ObservationCheck(
-                observed(agent, args),
-                args.envs_per_process,
-                owners,
-                lambda ids, invited: check_ids(args, ids, invited=invited),
+                observed(agent, args), args.envs_per_process, owners, check_acting(args)
             ),
             batch=args.policy_batch_of(index),
             wait=args.actor_wait,

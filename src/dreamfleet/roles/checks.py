@@ -1,13 +1,17 @@
 """What the servers of a run accept: the checks of every method's arguments.
 
-Whoever holds a key may send anything. What does not fit the run's spaces and limits is refused here
+A client with a key may send anything. What does not fit what the run itself knows is refused here
 with an `ArgumentError`, before it joins a batch or touches anything, so that it costs its sender an
-error and nobody else anything.
+error and no other client anything.
 
     ObservationCheck   `act` of the actor and of the evaluator, with the `Owners` of environments
     ReplayChecks       the methods of the replay
     CheckedLogger      the methods of the logger
-    check_report       what actors of other processes tell the learner
+    ReportCheck        what actors of other processes tell the learner
+
+The run knows its spaces, which environments it has and what they are for (`check_ids`), which
+machine was given which of them (`machines.json`), how many steps it has stored (`StepBound`), which
+checkpoints it has, and how far counts may be ahead of what is stored (`steps_ahead`).
 """
 
 from __future__ import annotations
@@ -17,14 +21,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy import vdot
 from numpy.typing import NDArray
 
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.checkpoint import Checkpoint, step_of
+from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
+from dreamfleet.positions import POSITIONS_FILE, read_steps
 from dreamfleet.replay.schema import PRIORITY, STEPID, STEPID_BYTES
+from dreamfleet.roles.addresses import server_name
+from dreamfleet.roles.machines import Machines
 from dreamfleet.roles.outbox import EPISODE, MOST_SENT
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import (
@@ -36,6 +44,7 @@ from dreamfleet.spaces import (
     without_logs,
 )
 from dreamfleet.transport import ArgumentError, Caller, Occupied
+from dreamfleet.transport.address import AUTO
 from dreamfleet.transport.batching import Request, Signature
 from dreamfleet.transport.server import Origin
 
@@ -54,8 +63,11 @@ _LONGEST_KEY, _LONGEST_TEXT = 200, 100_000
 _MOST_METRICS = 20_000
 _MOST_ROWS = 1 << 16  # in a message from the actor
 _MOST_STEPS = 10**11
-_FASTEST, _HEAD_START = 1e6, 1e7  # steps a second, and steps at once
+_MOST_FAILURES = 10**9  # of an environment
+_LATEST = 1e11  # Unix time, far in the future: clocks need not agree
+_FASTEST, _HEAD_START = 10**5, 10**6  # steps a second, and at once, where no step count is known
 _ROW_BYTES = 1 << 20  # of what is only logged
+_FOREVER = float("inf")
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -106,16 +118,46 @@ def observed(agent: object, args: RunConfig) -> Mapping[str, Space] | None:
     return known[0] if known else spaces
 
 
-def check_ids(args: RunConfig, ids: NDArray[np.int64], *, invited: bool = False) -> None:
-    """Refuse what are not environments of the run; the invited have those that have joined."""
-    fits = (ids >= 0) & (ids < (0 if invited else args.all_envs))
-    if args.bind:
-        fits |= (ids >= JOINED) & (ids < 2 * JOINED)
+def check_ids(args: RunConfig, ids: NDArray[np.int64], is_eval: NDArray[np.bool_] | bool) -> None:
+    """Refuse what are not environments that the actors serve, and training or evaluation that is
+    not what an environment is for, which follows from its number."""
+    joined = bool(args.bind) & (ids >= JOINED) & (ids < 2 * JOINED)
+    evaluates = np.where(joined, ids >= JOINED_EVAL, ids >= args.envs)
+    fits = (ids >= 0) & (ids < args.all_envs) | joined
+    if args.eval_every:  # the evaluator serves them
+        fits &= ~evaluates
     if not fits.all():
         raise ArgumentError(f"This run has no environment {ids[~fits][0]} for you.")
+    wrong = evaluates != is_eval
+    if wrong.any():
+        what = "evaluation" if evaluates[wrong][0] else "training"
+        raise ArgumentError(f"Environment {ids[wrong][0]} is for {what}.")
 
 
-def _check_column_of_ids(args: RunConfig, envids: Any) -> int:
+def check_acting(args: RunConfig) -> CheckEnvs:
+    """The check of the environments that call an actor: a machine that was invited has those that
+    the coordinator gave to its invitation, and all others are the run's own."""
+    machines = Machines(args.logdir)
+
+    def check(ids: NDArray[np.int64], is_eval: NDArray[np.bool_], invitation: str) -> None:
+        if not invitation:
+            require(bool((ids < JOINED).all()), "Environments from there need an invitation.")
+        check_ids(args, ids, is_eval)
+        if invitation:
+            given = {
+                envid
+                for machine in machines()
+                if machine.invitation == invitation and machine.state != "left"
+                for envid in (*machine.envs, *machine.eval_envs)
+            }
+            for envid in ids.tolist():
+                if envid not in given:  # or the file is older here, so it may be tried again
+                    raise Occupied(f"Environment {envid} is not given to {invitation!r}.")
+
+    return check
+
+
+def _check_column_of_ids(args: RunConfig, envids: Any, is_eval: Any) -> int:
     """Refuse what are not the ids of the rows of a message; returns how many rows it has."""
     fits = isinstance(envids, np.ndarray) and envids.dtype == np.int64 and envids.ndim == 1
     require(
@@ -123,27 +165,87 @@ def _check_column_of_ids(args: RunConfig, envids: Any) -> int:
         f"A message has an int64 for each row, which tells its environment, and {_MOST_ROWS} rows "
         "at most.",
     )
-    check_ids(args, envids)
+    require(
+        type(is_eval) is bool or _is_column(is_eval, len(envids), "b"),
+        "Whether steps are of evaluation is a bool, of a message or of each row.",
+    )
+    check_ids(args, envids, is_eval)
     return len(envids)
+
+
+# --- steps of the run ----------------------------------------------------------------------------
+
+
+def steps_ahead(args: RunConfig) -> int:
+    """Steps that the actors may have counted and the replay has not stored: several times what
+    their queues and messages hold."""
+    batch = max(args.policy_batch_of(actor) for actor in range(args.actors))
+    most = args.limiter_tolerance + batch + args.envs_per_process
+    return 1000 + 64 * args.actors * most
+
+
+def saved_steps(args: RunConfig) -> int:
+    """The highest step of a checkpoint; 0 if there is none."""
+    return max(map(step_of, Checkpoint(args.checkpoints).all()), default=0)
+
+
+def shares_no_directory(args: RunConfig) -> bool:
+    """Whether the replay may be on a machine that has another directory: others find it at a fixed
+    address, and not by what it has published."""
+    return args.remote_replay and AUTO not in args.replay_addr
+
+
+class StepBound:
+    """The most steps that the run can have made by now: those that the replay has noted in its
+    file, and what the actors may be ahead.
+
+    Several hosts count together, a run without environments counts updates, and what a replay on
+    another machine notes is seen late here. Then the most is what would take an impossible speed.
+
+    Args:
+        args: The run.
+        known: Steps that its owner knows of.
+        clock: Seconds, rising.
+    """
+
+    def __init__(self, args: RunConfig, known: int, clock: Callable[[], float]) -> None:
+        self._clock, self._start = clock, clock()
+        self._path = args.logdir / "ckpt" / "replay" / POSITIONS_FILE
+        self._known = max(0, known, saved_steps(args))
+        elsewhere = args.remote_replay or args.launcher == "ray"
+        self._by_time = args.hosts > 1 or bool(args.offline) or elsewhere
+        self._ahead = _HEAD_START if self._by_time else steps_ahead(args)
+        self._most = -1
+
+    def check(self, step: Any) -> None:
+        require(_is_whole(step, -1, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
+        if step <= self._most:
+            return
+        made = read_steps(self._path)
+        if self._by_time:
+            made = max(made, self._known + int(_FASTEST * (self._clock() - self._start)))
+        self._most = made + self._ahead
+        require(step <= self._most, f"The run has made {made} steps so far, and not {step}.")
 
 
 # --- observations --------------------------------------------------------------------------------
 
 
 class _Owner:
-    """A connection that has environments."""
+    """A client that has environments."""
 
-    __slots__ = ("blocks", "caller", "count", "seen")
+    __slots__ = ("blocks", "caller", "count", "key", "seen")
 
-    def __init__(self, caller: Caller) -> None:
-        self.caller = caller
+    def __init__(self, key: bytes, caller: Caller) -> None:
+        self.key, self.caller = key, caller
         self.blocks: set[bytes] = set()  # ids of its requests, to recognise the next one
         self.count = 0
         self.seen = 0.0
 
 
 class Owners:
-    """Which connection each environment belongs to: one at a time.
+    """Which client each environment belongs to: one at a time. A client is a connection, or a key
+    that only it knows, which it keeps when it connects again.
 
     It keeps an environment until its connection ends or was silent for `timeout` seconds. The
     successor has to begin a new episode: nothing continues over a change of owner. A process that
@@ -153,7 +255,7 @@ class Owners:
     Args:
         connected: Whether a connection is still there.
         timeout: Seconds.
-        most_each: Environments of one connection.
+        most_each: Environments of one client.
         most: Environments in all.
         clock: Seconds, rising.
     """
@@ -171,28 +273,44 @@ class Owners:
         self._owner_of: dict[int, _Owner] = {}
         self._owners: dict[bytes, _Owner] = {}
 
-    def is_known(self, connection: bytes, envids: NDArray[np.int64]) -> bool:
-        """Whether the connection has sent these environments together before, and has them
-        still."""
-        owner = self._owners.get(connection)
-        if owner is None or envids.tobytes() not in owner.blocks:
+    def is_known(self, key: bytes, envids: NDArray[np.int64], marks: bytes = b"") -> bool:
+        """Whether the client has sent these environments together before, with the same marks, and
+        has them still."""
+        owner = self._owners.get(key)
+        if owner is None or envids.tobytes() + marks not in owner.blocks:
             return False
         owner.seen = self._clock()
         return True
 
-    def claim(self, caller: Caller, envids: NDArray[np.int64], is_first: NDArray[np.bool_]) -> None:
-        """Give environments to the connection of a caller, if nobody else has them.
+    def claim(
+        self,
+        caller: Caller,
+        envids: NDArray[np.int64],
+        is_first: NDArray[np.bool_],
+        *,
+        marks: bytes = b"",
+        key: bytes = b"",
+    ) -> None:
+        """Give environments to a client, if no other one has them.
+
+        Args:
+            caller: Its connection.
+            envids: The environments.
+            is_first: Whether an episode begins, of each.
+            marks: What `is_known` is asked with.
+            key: What only the client knows; empty for its connection.
 
         Raises:
-            Occupied: Somebody else has one of them, or had it and no new episode begins.
+            Occupied: Another client has one of them, or had it and no new episode begins.
             ArgumentError: There are too many, or one occurs twice.
         """
         ids: list[int] = envids.tolist()
         require(len(set(ids)) == len(ids), "An environment occurs twice in a request.")
-        owner = self._owners.get(caller.connection) or _Owner(caller)
+        key = key or caller.connection
+        owner = self._owners.get(key) or _Owner(key, caller)
         for envid, first in zip(ids, is_first.tolist(), strict=True):
             other = self._owner_of.get(envid)
-            if other is None or other is owner:
+            if other is None or other is owner or other.caller.connection == caller.connection:
                 continue
             if self._holds(other):
                 raise Occupied(
@@ -209,9 +327,9 @@ class Owners:
             self._give(envid, owner)
         if len(owner.blocks) >= _MOST_PLANS:
             owner.blocks.clear()
-        owner.blocks.add(envids.tobytes())
-        owner.seen = self._clock()
-        self._owners[caller.connection] = owner
+        owner.blocks.add(envids.tobytes() + marks)
+        owner.seen, owner.caller = self._clock(), caller
+        self._owners[key] = owner
 
     def present(self) -> int:
         """How many environments have a connection that is there. They keep their owners, however
@@ -230,7 +348,7 @@ class Owners:
     def _check_room(self, owner: _Owner, more: int) -> None:
         require(
             owner.count + more <= self._most_each,
-            f"A connection has {self._most_each} environments at most.",
+            f"A client has {self._most_each} environments at most.",
         )
         if len(self._owner_of) + more > self._most:
             for envid, other in list(self._owner_of.items()):
@@ -252,10 +370,10 @@ class Owners:
         owner.blocks.clear()
         owner.count -= 1
         if not owner.count:
-            self._owners.pop(owner.caller.connection, None)
+            self._owners.pop(owner.key, None)
 
 
-CheckEnvs = Callable[[NDArray[np.int64], bool], None]
+CheckEnvs = Callable[[NDArray[np.int64], NDArray[np.bool_], str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +387,7 @@ class _Plan:
     ranges: list[tuple[int, str, int, int]]
     envid: int
     is_first: int
+    is_eval: int
 
 
 class ObservationCheck:
@@ -278,8 +397,8 @@ class ObservationCheck:
         spaces: The observation; if there is none, the first request tells what it is.
         most_rows: Observations in a block.
         owners: Told who acts in what.
-        check_envs: Refuses ids of environments that there are not; told whether the caller was
-            invited.
+        check_envs: Refuses environments that the caller does not have; told their ids, whether
+            they are for evaluation, and the caller's invitation.
     """
 
     def __init__(
@@ -297,7 +416,8 @@ class ObservationCheck:
             self._adopt(without_logs(spaces))
 
     def _adopt(self, spaces: Mapping[str, Space]) -> None:
-        fixed = {"envid": Space(np.int64), "is_eval": Space(bool), "failures": Space(np.int64)}
+        failures = Space(np.int64, (), 0, _MOST_FAILURES)
+        fixed = {"envid": Space(np.int64), "is_eval": Space(bool), "failures": failures}
         self._spaces = {**spaces, **fixed}
 
     def __call__(self, origin: Origin, request: Request) -> None:
@@ -319,11 +439,12 @@ class ObservationCheck:
                 _refuse(key, value, low, high)
         # Last, because nothing may be taken by a request that is refused. The environments of a
         # process do not change from step to step.
-        envids = request.leaf(plan.envid)
-        if not self._owners.is_known(origin.peer, envids):
+        envids, is_eval = request.leaf(plan.envid), request.leaf(plan.is_eval)
+        marks = is_eval.tobytes()
+        if not self._owners.is_known(origin.peer, envids, marks):
             caller = origin.caller
-            self._check_envs(envids, bool(caller.name))
-            self._owners.claim(caller, envids, request.leaf(plan.is_first))
+            self._check_envs(envids, is_eval, caller.name)
+            self._owners.claim(caller, envids, request.leaf(plan.is_first), marks=marks)
 
     def _make_plan(self, request: Request) -> _Plan:
         """Check all of a request but its values.
@@ -352,7 +473,8 @@ class ObservationCheck:
         for key in logs:
             _check_loggable(key, obs[key])
         at = {leaf.path[1]: index for index, leaf in enumerate(request.schema.leaves)}
-        plan = _Plan(request.signature, [], [], [], at["envid"], at["is_first"])
+        places = (at["envid"], at["is_first"], at["is_eval"])
+        plan = _Plan(request.signature, [], [], [], *places)
         for key, value in obs.items():
             bounds = _bounds(self._spaces.get(key), value.dtype)
             if bounds is None or not value.size:
@@ -447,35 +569,81 @@ def _text(value: Any) -> str:
 # --- the replay ----------------------------------------------------------------------------------
 
 
-class ReplayChecks:
-    """The checks of the methods of the replay, under their names."""
+class ReplayKnowledge(Protocol):
+    """What a replay knows of its run."""
 
-    def __init__(self, args: RunConfig) -> None:
-        self._args = args
+    def stored(self) -> int:
+        """Steps of the run; of this shard, if it is not the first."""
+
+    def told(self, shard: int) -> int:
+        """Steps that another shard has told of; waits until all have."""
+
+    def most_granted(self) -> int:
+        """Sequences that the end of the run may ask for at once."""
+
+
+class ReplayChecks:
+    """The checks of the methods of the replay, under their names.
+
+    Args:
+        args: The run.
+        known: What the replay knows of it.
+        connected: Whether a connection is still there.
+    """
+
+    takes_caller = ("add_batch",)
+    """Methods whose check is told who calls."""
+
+    def __init__(
+        self, args: RunConfig, known: ReplayKnowledge, connected: Callable[[bytes], bool]
+    ) -> None:
+        self._args, self._known = args, known
         obs, act = read_spaces(args, args.logdir) or ({}, {})
         self._spaces = without_logs({**obs, **act})
         self._protected = {*self._spaces, *FLAGS, RESET}
+        self._discrete = {
+            key: space
+            for key, space in self._spaces.items()
+            if space.discrete and space != Space(space.dtype, space.shape)
+        }
+        self._bounds = {
+            key: _float_bounds(space) for key, space in self._spaces.items() if not space.discrete
+        }
+        self._most_reward = _most_reward(self._spaces)
+        most = args.all_envs + MOST_IDS
+        self._owners = Owners(connected, _FOREVER, most, most)
+        # Other shards and hosts store steps that are not counted here.
+        self._counts = args.replay_shards == args.hosts == 1
+        self._ahead = steps_ahead(args)
 
     def guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, which checks its arguments first; the parts of samples share a check."""
         check = getattr(self, "sample_part" if name.startswith("sample_part") else name, None)
         if check is None:  # it takes no arguments
             return method
+        skipped = int(name in self.takes_caller)
 
         @functools.wraps(check)  # with its signature, by which a server counts arguments
         def checked(*args: Any) -> Any:
             with np.errstate(all="ignore"):
                 check(*args)
-            return method(*args)
+            return method(*args[skipped:])
 
         return checked
 
     def add_batch(
-        self, steps: Any, envids: Any, is_eval: Any, source: Any, seq: Any, ended: Any = None
+        self,
+        caller: Caller,
+        steps: Any,
+        envids: Any,
+        is_eval: Any,
+        source: Any,
+        seq: Any,
+        ended: Any = None,
     ) -> None:
-        rows = _check_column_of_ids(self._args, envids)
         require(type(is_eval) is bool, "Whether steps are of evaluation is a bool.")
-        require(type(source) is str and len(source) <= _LONGEST_KEY, "A source is a short text.")
+        rows = _check_column_of_ids(self._args, envids, is_eval)
+        require(type(source) is str and 0 < len(source) <= _LONGEST_KEY, "A source is a name.")
         require(_is_whole(seq, 0, 2**62), "The number of a batch counts from 0.")
         require(type(steps) is dict and len(steps) <= _MOST_LOGS, "Steps are a dict of arrays.")
         for key, value in steps.items():
@@ -486,10 +654,27 @@ class ReplayChecks:
                 raise ArgumentError(
                     f"{key!r} is {_text(value)}, and has to be {space.dtype}{[*space.shape]}."
                 )
-            if value.dtype.kind == "f":
-                check_floats(key, value, -_MAGNITUDE, _MAGNITUDE)
+            if value.dtype.kind == "f":  # policies and environments leave their bounds a little
+                check_floats(key, value, *self._bounds.get(key, (-_MAGNITUDE, _MAGNITUDE)))
+            elif key in self._discrete:
+                low, high = self._discrete[key].low, self._discrete[key].high
+                inside = bool(((value >= low) & (value < high)).all())
+                require(inside, f"{key!r} is outside of {low.tolist()} to {high.tolist()}.")
         if ended:
-            _check_ended(ended, rows, ("envid", "step", "score", "length"))
+            most = _MOST_STEPS
+            if self._counts:
+                most = self._known.stored() + rows + self._ahead
+            _check_ended(ended, rows, ("envid", "step", "score", "length"), self._most_reward, most)
+            inside = bool(np.isin(ended["envid"], envids).all())
+            require(inside, "An episode ends in an environment that has no step here.")
+        is_first = steps.get("is_first")
+        require(_is_column(is_first, rows, "b"), "'is_first' is missing or wrong.")
+        # Last, because nothing may be taken by a message that is refused.
+        ids, places = np.unique(envids, return_index=True)
+        marks = caller.connection  # of a source that connects again it is another one
+        if rows and not self._owners.is_known(source.encode(), ids, marks):
+            first = is_first[places]
+            self._owners.claim(caller, ids, first, marks=marks, key=source.encode())
 
     def update(self, data: Any) -> None:
         require(type(data) is dict and len(data) <= _MOST_LOGS, "An update is a dict of arrays.")
@@ -507,10 +692,14 @@ class ReplayChecks:
                 )
 
     def raise_position(self, steps: Any) -> None:
-        require(_is_whole(steps, 0, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
+        most = max(saved_steps(self._args), self._known.stored())
+        if shares_no_directory(self._args):  # and so has no checkpoints
+            most = self._args.steps or _MOST_STEPS
+        require(_is_whole(steps, 0, most), f"No checkpoint is of a step above {most}.")
 
     def grant(self, sequences: Any) -> None:
-        require(_is_whole(sequences, 0, _MOST_STEPS), "So many sequences cannot be sampled.")
+        most = self._known.most_granted()
+        require(_is_whole(sequences, 0, most), f"{most} sequences at most are asked for at once.")
 
     def permit(self, known: Any) -> None:
         require(_is_whole(known, 0, 2**62), "Samples are counted from 0.")
@@ -521,7 +710,7 @@ class ReplayChecks:
 
     def sample_part(self, fresh: Any, drawn: Any, everywhere: Any) -> None:
         require(_is_whole(fresh, 0, _MOST_ROWS), "So many fresh sequences are in no batch.")
-        require(_is_whole(everywhere, 0, 2**62), "Sequences are counted from 0.")
+        require(_is_whole(everywhere, 0, _MOST_STEPS), "Sequences are counted from 0.")
         fits = isinstance(drawn, (list, tuple)) and len(drawn) <= _MOST_LOGS
         require(
             fits and all(_is_whole(count, 0, _MOST_ROWS) for count in drawn),
@@ -530,28 +719,59 @@ class ReplayChecks:
 
     def opened(self, shard: Any, steps: Any, size: Any) -> None:
         self.inserted(shard, steps)
-        require(_is_whole(size, 0, _MOST_STEPS), "A shard holds 0 steps or more.")
+        most = 2 * self._args.replay.capacity + _MOST_ROWS
+        require(_is_whole(size, 0, most), f"A shard holds 0 to {most} steps.")
 
     def inserted(self, shard: Any, steps: Any) -> None:
-        require(_is_whole(shard, 0, _MOST_ROWS), "Shards are numbered from 0.")
-        require(_is_whole(steps, 0, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
+        others = self._args.replay_shards - 1
+        require(_is_whole(shard, 0, others), f"The other shards are numbered from 1 to {others}.")
+        # A shard tells of each message before it takes the next one.
+        most = self._known.told(shard) + 2 * _MOST_ROWS
+        require(_is_whole(steps, 0, most), f"Shard {shard} has stored {most} steps at most.")
 
 
 # --- the learner ---------------------------------------------------------------------------------
 
 
-def check_report(message: Any) -> None:
-    """Refuse what is no report of an actor to the learner."""
-    require(type(message) is dict, "A report is a dict.")
-    for key in ("learner", "actor", "source"):
-        value = message.get(key)
-        require(type(value) is str and len(value) <= _LONGEST_KEY, f"{key!r} is a short text.")
-    for key in ("steps", "unstored", "failures", "env_steps", "present"):
-        value = message.get(key)
-        counts = type(value) in (int, float) and 0 <= value <= _MOST_STEPS
-        require(counts and value == int(value), f"{key!r} counts from 0.")
-    for key in ("busy", "reached"):
-        require(type(message.get(key)) is bool, f"{key!r} is a bool.")
+class ReportCheck:
+    """The check of what actors of other processes tell the learner.
+
+    Args:
+        args: The run.
+        connected: Whether a connection is still there.
+    """
+
+    def __init__(self, args: RunConfig, connected: Callable[[bytes], bool]) -> None:
+        self._names = {server_name("actor", number): number for number in range(1, args.actors)}
+        self._owners = Owners(connected, _FOREVER, 1, args.actors)
+        self._ahead = steps_ahead(args)
+
+    def __call__(self, caller: Caller, message: Any, counted: Callable[[Any], int | None]) -> None:
+        """Refuse what is no report.
+
+        Args:
+            caller: Who sends it.
+            message: What was sent.
+            counted: How many of these steps are counted; None for a report that is not counted.
+        """
+        require(type(message) is dict, "A report is a dict.")
+        for key in ("learner", "actor", "source"):
+            value = message.get(key)
+            require(type(value) is str and len(value) <= _LONGEST_KEY, f"{key!r} is a short text.")
+        for key in ("steps", "unstored", "failures", "env_steps", "present"):
+            value = message.get(key)
+            counts = type(value) in (int, float) and 0 <= value <= _MOST_STEPS
+            require(counts and value == int(value), f"{key!r} counts from 0.")
+        for key in ("busy", "reached"):
+            require(type(message.get(key)) is bool, f"{key!r} is a bool.")
+        number = self._names.get(message["actor"])
+        require(number is not None and message["source"], "The run has no such actor.")
+        before = counted(message)
+        if before is not None:
+            new = message["steps"] - before
+            require(0 <= new <= self._ahead, f"An actor makes no {new} steps between two reports.")
+        which, new_episode = np.array([number]), np.ones(1, bool)
+        self._owners.claim(caller, which, new_episode, key=message["source"].encode())
 
 
 # --- the logger ----------------------------------------------------------------------------------
@@ -563,15 +783,17 @@ class CheckedLogger:
     def __init__(
         self, logger: Logger, args: RunConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._logger, self._args, self._clock = logger, args, clock
+        self._logger, self._args = logger, args
         self._names: set[str] = set()
-        self._newest: tuple[float, int] | None = None
+        self._steps = StepBound(args, logger.step, clock)
+        spaces = read_spaces(args, args.logdir)
+        self._most_reward = _most_reward(spaces[0] if spaces else {})
         self.status = logger.status
 
     @np.errstate(all="ignore")
     def tran(self, step: Any, envids: Any, is_eval: Any, transitions: Any, frames: Any) -> bool:
-        rows = _check_column_of_ids(self._args, envids)
-        require(_is_column(is_eval, rows, "b"), "Whether steps are of evaluation is a bool each.")
+        require(isinstance(is_eval, np.ndarray), "Whether steps are of evaluation is a bool each.")
+        rows = _check_column_of_ids(self._args, envids, is_eval)
         require(type(transitions) is dict and len(transitions) <= _MOST_LOGS, "No transitions.")
         for key in FLAGS:
             kind = "f" if key == "reward" else "b"
@@ -587,7 +809,7 @@ class CheckedLogger:
         for key, value in frames.items():
             fits = isinstance(value, np.ndarray) and is_image(value.dtype, value.shape[1:])
             require(fits and len(value) == 1, f"{key!r:.200} is not a single image.")
-        self._check_step(step)
+        self._steps.check(step)
         return self._logger.tran(step, envids, is_eval, transitions, frames)
 
     @np.errstate(all="ignore")
@@ -597,21 +819,25 @@ class CheckedLogger:
             parts = name.rsplit("/", 2) if type(name) is str and len(name) <= _LONGEST_KEY else ()
             numbered = len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal()
             require(numbered, "An episode has no id.")
-        _check_ended(episodes, len(ids), tuple(EPISODE))
+        _check_ended(episodes, len(ids), tuple(EPISODE), self._most_reward)
         require(len(episodes["step"]) == len(ids), "Every episode has an id.")
-        self._check_step(int(episodes["step"].max()))
+        self._steps.check(int(episodes["step"].max()))
         self._logger.ended(ids, episodes)
 
     def add(self, step: Any, metrics: Any) -> None:
         self._check_metrics(metrics)
-        self._check_step(step)
+        self._steps.check(step)
         self._logger.add(step, metrics)
 
     def evaluated(self, step: Any, metrics: Any) -> None:
         self._check_metrics(metrics)
         for key, value in metrics.items():
             require(type(value) is float, f"{key!r} is not a number.")
+            require(key.startswith("eval/"), f"{key!r} is not a metric of an evaluation.")
+        score = metrics.get("eval/score", 0.0)
+        require(-_MAGNITUDE <= score <= _MAGNITUDE, f"A score of {score:g} is none.")
         require(_is_whole(step, 0, _MOST_STEPS), "A round began at a step of the run.")
+        self._steps.check(step)
         self._logger.evaluated(step, metrics)
 
     def _check_metrics(self, metrics: Any) -> None:
@@ -629,32 +855,32 @@ class CheckedLogger:
         require(len(self._names) + len(new) <= _MOST_METRICS, "There are too many metrics.")
         self._names.update(new)
 
-    def _check_step(self, step: Any) -> None:
-        """Refuse a step that the run cannot have made: nobody is so fast."""
-        require(_is_whole(step, -1, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
-        now = self._clock()
-        if self._newest is not None:
-            then, before = self._newest
-            most = before + _HEAD_START + _FASTEST * (now - then)
-            require(step <= most, f"The run has made {before} steps so far, and not {step}.")
-            if step <= before:
-                return
-        if step >= 0:
-            self._newest = now, step
+
+def _most_reward(spaces: Mapping[str, Space]) -> float:
+    """The largest reward that is not absurd."""
+    return max(map(abs, _float_bounds(spaces["reward"]))) if "reward" in spaces else _MAGNITUDE
 
 
-def _check_ended(ended: Any, most: int, keys: tuple[str, ...]) -> None:
-    """Refuse what are no episodes that have ended."""
+def _check_ended(
+    ended: Any, rows: int, keys: tuple[str, ...], reward: float, most: int = _MOST_STEPS
+) -> None:
+    """Refuse what are no episodes that have ended: with more of them than rows, steps or lengths
+    beyond the run's, or scores beyond what a reward for each step adds up to."""
     require(type(ended) is dict and set(ended) == set(keys), "Episodes have other keys.")
-    rows = len(ended["step"]) if isinstance(ended["step"], np.ndarray) else -1
-    require(0 <= rows <= most, "There are more episodes than steps.")
+    count = len(ended["step"]) if isinstance(ended["step"], np.ndarray) else -1
+    require(0 <= count <= rows, "There are more episodes than steps.")
     for key in keys:
         whole = key not in ("score", "time")
-        require(_is_column(ended[key], rows, "i" if whole else "f"), f"{key!r} is no column.")
+        require(_is_column(ended[key], count, "i" if whole else "f"), f"{key!r} is no column.")
         if whole:
-            require(bool((ended[key] >= 0).all()), f"{key!r} counts from 0.")
-        else:
-            require(bool(np.isfinite(ended[key]).all()), f"{key!r} is not finite.")
+            high = 2 * JOINED if key == "envid" else most
+            fits = (ended[key] >= 0) & (ended[key] <= high)
+            require(bool(fits.all()), f"{key!r} is from 0 to {high}.")
+    largest = np.minimum(reward * (ended["length"] + 1.0), _MAGNITUDE)
+    require(bool((abs(ended["score"]) <= largest).all()), "A score is more than its rewards.")
+    if "time" in keys:
+        fits = (ended["time"] >= 0) & (ended["time"] <= _LATEST)
+        require(bool(fits.all()), "The time of an episode is none.")
 
 
 def _is_column(value: Any, rows: int, kind: str) -> bool:

@@ -115,7 +115,7 @@ class EpisodeServer:
     def address(self) -> str:
         return self._server.address
 
-    def _check_envs(self, envids: NDArray[np.int64], _invited: bool) -> None:
+    def _check_envs(self, envids: NDArray[np.int64], *_: Any) -> None:
         ids = envids.tolist()
         try:
             group = self._group_of(ids[0])

@@ -22,7 +22,7 @@ from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
 from dreamfleet.roles.invitations import invited
-from dreamfleet.roles.machines import FILE_NAME, read_machines
+from dreamfleet.roles.machines import MachineRecord, Machines
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.roles.runtime import stop_event
 from dreamfleet.roles.spaces_file import read_spaces
@@ -96,32 +96,28 @@ def parallel_evaluator(args: RunConfig) -> None:
 
 class JoinedGroups:
     """The evaluation environments of machines that have joined, by their processes, and who holds
-    them. Cheap to ask: the file is read again only when it was replaced.
+    them. Cheap to ask.
 
     Args:
         logdir: The run's directory.
     """
 
     def __init__(self, logdir: Path) -> None:
-        self._logdir = logdir
+        self._machines = Machines(logdir)
         # Both at once: several threads ask.
-        self._known: tuple[tuple[int, int] | None, dict[Group, str]] = (None, {})
+        self._known: tuple[list[MachineRecord] | None, dict[Group, str]] = (None, {})
 
     def __call__(self) -> dict[Group, str]:
+        machines = self._machines()
         before, groups = self._known
-        try:
-            status = (self._logdir / FILE_NAME).stat()
-            written = status.st_mtime_ns, status.st_ino
-        except OSError:
-            written = None
-        if written is None or written != before:
+        if machines is not before:
             groups = {
                 group: machine.holder
-                for machine in read_machines(self._logdir)
+                for machine in machines
                 if machine.state != "left"
                 for group in groups_of(machine.eval_envs, machine.envs_per_process)
             }
-            self._known = written, groups
+            self._known = machines, groups
         return groups
 
 

@@ -69,6 +69,12 @@ def join_line(place: Place, invitation: Invitation) -> str:
     return f"dreamfleet join '{url(place, invitation)}'"
 
 
+def ports_line(place: Place) -> str:
+    """What a firewall has to let through."""
+    ports = ", ".join(map(str, (place.port, *place.ports.values())))
+    return f"TCP ports that have to be open on {place.host}: {ports}"
+
+
 def first_invitation(logdir: Path, keys: Keys) -> Invitation:
     """The oldest invitation that is still good; made if there is none."""
     known = invitations(logdir)

@@ -130,6 +130,11 @@ class Lead:
 
         self._wait(f"actor/{shard}", count)
 
+    def told(self, shard: int) -> int:
+        """Steps that a shard has told of; waits until all have."""
+        self._wait_for_all()
+        return self._positions.of(shard)
+
     # --- for the learner -------------------------------------------------------------------------
 
     def sample(self) -> None:

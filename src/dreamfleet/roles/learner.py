@@ -32,7 +32,7 @@ from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.profiling import profile_folder
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import limiter_for
+from dreamfleet.roles.replay import LOOK_AHEAD, most_owed
 from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
 from dreamfleet.transport import Client, Closed, Disconnected, TransportError
 
@@ -42,8 +42,6 @@ ReplayClient = Client | ShardedReplay
 
 SAVE_REQUEST = "save.request"
 """A file in the run's directory by which a person asks for a checkpoint."""
-LOOK_AHEAD = 2
-"""Batches that are requested before they are needed."""
 _FIRST_TIMEOUT = 3600.0
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _STATE_SECONDS = 2.0
@@ -410,6 +408,7 @@ class Learner:
         self._reports = {mode: RemoteStream(reports, mode, ahead) for mode in ("report", "eval")}
         self._carry: Any = None
         self._results: tuple[Any, Any] | None = None  # of the last update
+        self._written: deque[Reply] = deque()  # states that are on their way to the replay
         self._since = (time.monotonic(), 0, 0)
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
         self._asked = 0  # updates after which learning ends, once all steps are made
@@ -452,7 +451,9 @@ class Learner:
             if not self._asked:
                 self._asked = self._saver.updates + missing
                 self._show("learner/state", f"making the last {missing} updates (train_ratio)")
-            granted = self._updates.grant(missing * self._args.host_batch)
+            # Another host may have more to make up for than this one's replay grants at once.
+            most = min(missing, most_owed(self._args))
+            granted = self._updates.grant(most * self._args.host_batch)
             if granted.wait(_STATE_SECONDS) and not granted.result():
                 return 0  # there is too little to train on
         except TransportError as error:  # the learner has ended just now, or the replay restarts
@@ -477,11 +478,9 @@ class Learner:
 
     def _owed(self, steps: int) -> int:
         """The same for a number of steps."""
-        args, limiter = self._args, limiter_for(self._args)
+        args = self._args
         asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
-        held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt
-        most = int(held / args.host_batch) + LOOK_AHEAD
-        return max(0, min(asked - self._saver.updates, most))
+        return max(0, min(asked - self._saver.updates, most_owed(args)))
 
     def _show(self, key: str, text: str, step: int | None = None) -> None:
         """Send a text for the person at once, if the logger is there to pass it on."""
@@ -638,7 +637,10 @@ class Learner:
         (outs, metrics), self._results = self._results, None
         if "replay" in outs:
             states = {key: np.asarray(value) for key, value in outs["replay"].items()}
-            self._updates.update(states)
+            self._written.append(self._updates.update(states))
+            # An agent whose states are refused ends, rather than learns from older ones.
+            while self._written and self._written[0].done():
+                self._written.popleft().result()
         self.aggregate.add(metrics)
 
     def log(self) -> None:

@@ -101,6 +101,11 @@ class Logger:
         self._step = _UNKNOWN if step is None else step
         self._notes = Notes(notes_path(args, "logger"))
 
+    @property
+    def step(self) -> int:
+        """The newest step known; -1 if none is."""
+        return self._step
+
     def tran(
         self,
         step: int,

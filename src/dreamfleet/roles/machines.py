@@ -45,7 +45,7 @@ class MachineRecord:
     failures: int = 0
     """How often an environment, or a process, of it has failed."""
     error: str = ""
-    """The last of these failures, or why it left."""
+    """The last of these failures, why it makes no steps, or why it left."""
     invitation: str = ""
     """The name of the invitation that it has joined with."""
     address: str = ""
@@ -69,3 +69,28 @@ def read_machines(logdir: Path) -> list[MachineRecord]:
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.debug("The machines of %s cannot be read: %s", logdir, error)
         return []
+
+
+class Machines:
+    """The machines of a run. Cheap to ask: the file is read again only when it was replaced.
+
+    Args:
+        logdir: The run's directory.
+    """
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir = logdir
+        # Both at once: several threads ask.
+        self._known: tuple[tuple[int, int] | None, list[MachineRecord]] = (None, [])
+
+    def __call__(self) -> list[MachineRecord]:
+        before, machines = self._known
+        try:
+            status = (self._logdir / FILE_NAME).stat()
+            written = status.st_mtime_ns, status.st_ino
+        except OSError:
+            written = None
+        if written is None or written != before:
+            machines = read_machines(self._logdir)
+            self._known = written, machines
+        return machines

@@ -20,10 +20,10 @@ import numpy as np
 from dreamfleet.agents.api import Agent, Flat, Player, load_policy, policy_state
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address
-from dreamfleet.roles.checks import check_report
+from dreamfleet.roles.checks import ReportCheck
 from dreamfleet.roles.notes import Notes
 from dreamfleet.roles.progress import Progress, SharedProgress
-from dreamfleet.transport import Closed, Server
+from dreamfleet.transport import Caller, Closed, Server
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,11 @@ class ParameterServer:
         self._offer: dict[str, Any] = {"learner": self._id, "version": 0}
         self._due = 0.0
         self._server = Server(listen_address(args, "learner"), "learner", keys=args.server_keys)
-        self._server.bind("report", self.report)
+        server = self._server
+        self._check = ReportCheck(
+            args, lambda connection: server.between_calls(lambda: server.connected(connection))
+        )
+        self._server.bind("report", self.report, pass_caller=True)
         self._server.bind("parameters", self.parameters, workers=1)
 
     def __enter__(self) -> Self:
@@ -107,9 +111,9 @@ class ParameterServer:
         offer = self._offer
         return {**offer, "age": time.monotonic() - offer["taken"]}
 
-    def report(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def report(self, caller: Caller, message: Mapping[str, Any]) -> dict[str, Any]:
         """Count an actor's steps, if it knows which learner this is; returns where the run is."""
-        check_report(message)
+        self._check(caller, message, self._counted)
         if message["learner"] == self._id:
             self._count(message)
         progress = self._progress
@@ -123,6 +127,13 @@ class ParameterServer:
             "finished": over,
             "stopped": over and progress.stopped,
         }
+
+    def _counted(self, message: Mapping[str, Any]) -> int | None:
+        """How many of an actor's steps are counted; None if this message is not."""
+        if message["learner"] != self._id:
+            return None
+        actor = self._actors.get(message["actor"])
+        return actor.steps if actor and actor.source == message["source"] else 0
 
     def _count(self, message: Mapping[str, Any]) -> None:
         with self._lock:

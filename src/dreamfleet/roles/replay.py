@@ -25,7 +25,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.metrics import Usage
 from dreamfleet.offline import copy_steps, nothing_to_learn_from
-from dreamfleet.positions import Positions
+from dreamfleet.positions import POSITIONS_FILE, Positions
 from dreamfleet.replay import (
     BatchOrderError,
     NotEnoughDataError,
@@ -55,6 +55,8 @@ from dreamfleet.transport.codec import encode
 
 log = logging.getLogger(__name__)
 
+LOOK_AHEAD = 2
+"""Batches that a learner requests before they are needed."""
 _IN_FLIGHT = 4  # calls of this process to each other one
 _REPLY_SECONDS = 0.2  # in which a last reply is on its way
 _ANSWERED = (
@@ -148,13 +150,22 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
     Each that may wait for another has a thread of its own; a single one keeps its order.
     """
 
-    checks = ReplayChecks(args)
+    def connected(connection: bytes) -> bool:
+        return server.between_calls(lambda: server.connected(connection))
+
+    checks = ReplayChecks(args, service, connected)
     suspect = args.logdir / "ckpt" / server.name / "suspect"
 
     def offer(role: str, workers: int, **methods: Callable[..., Any]) -> None:
         for name, method in methods.items():
-            guarded = _or_end(checks.guard(name, method), suspect)
-            server.bind(name, guarded, workers=workers, repeatable=True, roles=(role,))
+            server.bind(
+                name,
+                checks.guard(name, _or_end(method, suspect)),
+                workers=workers,
+                repeatable=True,
+                roles=(role,),
+                pass_caller=name in checks.takes_caller,
+            )
 
     offer("agent", 1, add_batch=service.add_batch, update=service.update)
     if args.replay_shards == 1:
@@ -259,6 +270,14 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
     )
 
 
+def most_owed(args: RunConfig) -> int:
+    """Updates that a run may be short of when it has made its steps, because nothing was trained
+    before the replay held enough of them."""
+    limiter = limiter_for(args)
+    held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt
+    return int(held / args.host_batch) + LOOK_AHEAD
+
+
 class ReplayService:
     """Both buffers, their streams and the run's positions, as methods that others call. Opening it
     recovers all of them.
@@ -294,7 +313,7 @@ class ReplayService:
         folder = args.logdir / "ckpt" / self._name
         self._checkpoint = Checkpoint(folder, keep=2)
         counted = 1 if shard else args.replay_shards
-        self._positions = Positions(folder / "positions", self._tick, counted)
+        self._positions = Positions(folder / POSITIONS_FILE, self._tick, counted)
         self.outbox = Outbox(folder / "episodes", self._tick, shard)
         """Scores on their way to the logger."""
         self.logger: Client | None = None
@@ -354,6 +373,18 @@ class ReplayService:
         stats = self._train.stats()
         size, items = int(stats["steps"]), int(stats["items"])
         return {"steps": self._positions.own, "size": size, "items": items}
+
+    # --- what checks ask -------------------------------------------------------------------------
+
+    def stored(self) -> int:
+        return self._positions.steps
+
+    def told(self, shard: int) -> int:
+        assert self.lead is not None
+        return self.lead.told(shard)
+
+    def most_granted(self) -> int:
+        return most_owed(self._args) * self._args.host_batch
 
     def _copy_steps(self) -> int:
         copy_steps(self._train, self._args, self._shard)

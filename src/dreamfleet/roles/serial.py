@@ -49,7 +49,8 @@ from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
 from dreamfleet.roles.runtime import ActorFailed, Factory, stop_event, takes, unpack
 from dreamfleet.spaces import RESET, without_logs
-from dreamfleet.transport import Server
+from dreamfleet.transport import Caller, Server
+from dreamfleet.transport.security import RUN
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,9 @@ def serial_fleet(
             raise progress.error
 
 
+_HERE = Caller(RUN, "", "this process", b"here")
+
+
 class Direct:
     """A server and its clients in one object: a call is made at once, by whoever makes it."""
 
@@ -125,8 +129,15 @@ class Direct:
         self.name = name
         self._methods: dict[str, Callable[..., Any]] = {}
 
-    def bind(self, method: str, function: Callable[..., Any], **_options: Any) -> None:
-        self._methods[method] = function
+    def bind(
+        self,
+        method: str,
+        function: Callable[..., Any],
+        *,
+        pass_caller: bool = False,
+        **_options: Any,
+    ) -> None:
+        self._methods[method] = partial(function, _HERE) if pass_caller else function
 
     def call(self, method: str, *args: Any) -> _Done:
         return _Done(self._methods[method](*args))

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,6 @@ from dreamfleet.transport.server import BaseServer, Origin, WorkQueue, error_fra
 
 WorkFn = Callable[..., tuple[Any, Any]]
 _FOREVER = float("inf")
-_T = TypeVar("_T")
 
 # What every item of a batch must agree on: per leaf its place, dtype, shape, and whether it is a
 # number of Python's.
@@ -253,14 +252,6 @@ class BatchServer(BaseServer):
             batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
             batcher.rows = sum(request.items for request in batcher.waiting)
             self._loop.wake_reader()
-
-    def between_calls(self, function: Callable[[], _T]) -> _T:
-        """The result of a function that reads what checks keep: no call is taken meanwhile."""
-        with self._loop.lock:
-            try:
-                return function()
-            finally:
-                self._loop.wake_reader()  # asking who is connected may have swallowed its signal
 
     def _start_threads(self) -> None:
         for batcher in self._methods.values():

@@ -89,7 +89,7 @@ class Future:
         self._error, self._done, self.request = error, True, None
 
     def __del__(self) -> None:
-        # Nobody can look at this answer any more. If it is an error, the client reports it.
+        # No caller can look at this answer any more. If it is an error, the client logs it.
         if self._error is not None and not self._seen:
             self._client._on_unseen_error(self.method, self._error)
 
@@ -161,7 +161,7 @@ class Client:
         self._waiters = 0  # other threads, which wait for that one
         self._closed = False
         self._pending: dict[int, Future] = {}
-        self._errors: deque[TransportError] = deque()  # of calls nobody looks at any more
+        self._unseen: deque[str] = deque()  # errors of calls whose answers no caller looked at
         self._number = 0
         self._welcome: Welcome | None = None
         self._counts: Counter[str] = Counter()
@@ -186,7 +186,6 @@ class Client:
         Raises:
             CodecError: An argument cannot be sent.
             Timeout: `maxinflight` calls are unanswered, and none was answered in time.
-            TransportError: An earlier call failed and nobody looked at its answer.
         """
         return self._call(method, 0, args)
 
@@ -273,9 +272,7 @@ class Client:
             log.warning(
                 "%s was closed, and calls were never sent (%s): %s.", self.name, problem, calls
             )
-        for error in self._errors:
-            if not isinstance(error, Closed):
-                log.error("%s: a call failed and nobody looked: %s", self.name, error)
+        self._log_unseen()
 
     def _flush(self, deadline: float) -> None:
         """Wait until the server has read every call: it answers a greeting in its turn."""
@@ -299,10 +296,13 @@ class Client:
         block = args[0] if len(args) == 1 and type(args[0]) is Block else None
         value = block.encoded() if block is not None else encode(args).snapshot()
         self._read_events()
+        if self._unseen:
+            self._log_unseen()
         deadline = self._deadline(None)
         while True:
             with self._lock:
-                self._check()
+                if self._closed:
+                    raise Closed(f"{self.name} is closed.")
                 if len(self._pending) < self._maxinflight:
                     return self._enqueue(Future(self, method), value, rows)
             wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value does not wait
@@ -453,7 +453,7 @@ class Client:
                 if future := self._pending.pop(header.id, None):
                     future._fail(error)
                 else:  # the server could not even read which call it was
-                    self._errors.append(error)
+                    self._unseen.append(str(error))
         except (TransportError, ValueError, TypeError) as problem:
             self._fail_all(
                 MessageError, f"{self._server} sent an answer that is not valid: {problem}"
@@ -546,15 +546,15 @@ class Client:
         return _FOREVER if limit is None else time.monotonic() + limit
 
     def _on_unseen_error(self, method: str, error: TransportError) -> None:
-        """An error that no caller can see any more. Called by the garbage collector, anywhere."""
-        error.add_note(f"(The answer to an earlier call of {method!r} that nobody looked at.)")
-        self._errors.append(error)
+        """An error that no caller can see any more. Called by the garbage collector, anywhere, so
+        it is logged later."""
+        if not isinstance(error, Closed):
+            self._unseen.append(f"{method!r} failed: {error}")
 
-    def _check(self) -> None:
-        if self._closed:
-            raise Closed(f"{self.name} is closed.")
-        if self._errors:
-            raise self._errors.popleft()
+    def _log_unseen(self) -> None:
+        with suppress(IndexError):  # another thread may log them, too
+            while True:
+                log.warning("%s: %s", self.name, self._unseen.popleft())
 
     @property
     def _server(self) -> str:

@@ -170,7 +170,7 @@ class Connection:
         self._monitor_descriptor = self._monitor.fileno()
         self._monitor_ready = True  # its descriptor only tells of changes after this
         self._final = False  # libzmq has given up, and does not try again by itself
-        self._failed = False  # the attempt at one number of a name has
+        self._failed = False  # the attempt at one number of a name has, or the connection has ended
         self._attempt_at = time.monotonic()
         self._retry_at = time.monotonic() + self._pause if self._find else _FOREVER
         self._poller = select.poll()
@@ -198,13 +198,18 @@ class Connection:
             self.problem = text
 
     def send(self, frames: list[Any], call: int = 0) -> None:
-        """Send a message: a call with this number, or a greeting."""
+        """Send a message: a call with this number, or a greeting. A connection that has ended takes
+        none, and is lost."""
         if call and self._shortcut and not self._by_libzmq and self._shortcut.send(frames):
             return
         if call and self._shortcut:
             self._by_libzmq.add(call)
         self._messages = True  # because sending may swallow the signal of one that came
-        wire.send(self._socket, frames)
+        try:
+            wire.send(self._socket, frames)
+        except zmq.Again:
+            self._try_another()
+            self._waker.wake()
 
     def greet(self) -> None:
         """Have the server greet back, after it has read what was sent before."""
@@ -251,7 +256,10 @@ class Connection:
                 else:
                     self._messages = False
             if self._retry_at <= time.monotonic():
-                self._retry()
+                if self._greeted:
+                    self._lose()
+                else:
+                    self._retry()
 
     def close(self, linger: int | None = None) -> None:
         self._end_shortcut()

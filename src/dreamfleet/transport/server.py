@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import zmq
 
@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 Peer = bytes
 Job = Callable[[], None]
+_T = TypeVar("_T")
 _FOREVER = float("inf")
 _LONGEST_TEXT = 100_000  # characters of an error; the last ones say most
 _READER_STOPS = 5.0  # seconds, far more than it takes
@@ -181,6 +182,14 @@ class BaseServer(ABC):
     def connected(self, connection: bytes) -> bool:
         """Whether a `Caller.connection` is still there. For checks of calls only."""
         return self._loop.connected(connection)
+
+    def between_calls(self, function: Callable[[], _T]) -> _T:
+        """The result of a function that reads what checks keep: no call is taken meanwhile."""
+        with self._loop.lock:
+            try:
+                return function()
+            finally:
+                self._loop.wake_reader()  # asking who is connected may have swallowed its signal
 
     def _repeatable(self, role: str) -> list[str]:
         """The methods that may be called twice, among those that a role may call."""

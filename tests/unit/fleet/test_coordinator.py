@@ -10,10 +10,9 @@ import pytest
 from fleet_parts import small_run
 
 from dreamfleet import __version__
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
 from dreamfleet.fleet.coordinator import (
     HOLD_SECONDS,
-    JOINED_EVAL,
     LEASE_SECONDS,
     Asked,
     Coordinator,

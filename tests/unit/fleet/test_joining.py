@@ -91,8 +91,66 @@ def test_a_firewall_is_named_with_how_long_was_waited_and_which_port(
 
     monkeypatch.setattr(socket, "create_connection", nothing)
     line = f"dreamfleet://10.0.0.5:5550/#{Keys.generate().invite('env').text}"
-    with pytest.raises(JoinError, match=r"10\.0\.0\.5:5550 within 10 s.*firewall.*port 5550"):
+    with pytest.raises(
+        JoinError, match=r"10\.0\.0\.5:5550 within 10 s.*firewall.*port 5550 and the others"
+    ):
         joined(line)
+
+
+def test_a_port_that_drops_packets_keeps_a_machine_from_joining_and_all_ports_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = socket.create_connection
+    dropped = {7001, 7003}
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[1] in dropped:
+            raise TimeoutError
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    coordinator, line = listening(
+        tmp_path, actor_addr="tcp://127.0.0.1:7001", evaluator_addr="tcp://127.0.0.1:7003",
+        actors=2, envs=2, eval_every=100,
+    )  # fmt: skip
+    first = parse(coordinator.address).port
+    with coordinator:
+        with pytest.raises(JoinError) as error:
+            joined(line)
+        assert "TCP port 7001 of 127.0.0.1 (actor) cannot be reached" in str(error.value)
+        assert "firewall" in str(error.value)
+        assert f"open for this machine: {first}, 7001, 7002 of 127.0.0.1." in str(error.value)
+        with pytest.raises(
+            JoinError, match=r"7003 of 127\.0\.0\.1 \(evaluator\) cannot be reached"
+        ):
+            joined(line, envs=0, eval_envs=1)  # which does not need the actors
+    assert coordinator._leases.machines() == []
+
+
+def test_a_joined_machine_without_steps_says_why_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_STILL_SECONDS", 0.0)
+    monkeypatch.setattr(joining, "BEAT_SECONDS", 0.05)
+    coordinator, line = listening(tmp_path / "run", on_failure="restart")
+    said: list[str] = []
+
+    def errors() -> list[str]:
+        return [each.error for each in coordinator._leases.machines() if each.error]
+
+    with coordinator:
+        thread = threading.Thread(
+            target=join,
+            args=(line, Offer(1)),
+            kwargs={"logdir": None, "patience": LONG, "say": said.append},
+        )
+        thread.start()
+        (told,) = eventually(errors)
+        coordinator.end("The run is over.")
+        thread.join(LONG)
+    assert "TCP port 9 of 127.0.0.1 (actor) cannot be reached: nothing listens there" in told
+    assert f"{parse(coordinator.address).port}, 9 of 127.0.0.1" in told
+    assert f"This machine makes no steps: {told}." in said
 
 
 def test_a_line_of_another_run_is_recognised_soon(tmp_path: Path) -> None:

@@ -154,6 +154,19 @@ def test_machines_are_those_that_the_coordinator_has_written(tmp_path: Path) -> 
     assert run.look().machines == ()
 
 
+def test_a_joined_machine_that_makes_no_steps_is_named_with_why_also_while_others_go_on(
+    tmp_path: Path,
+) -> None:
+    run, now = Run(tmp_path, bind="127.0.0.1"), time.time()
+    idle = MachineRecord("idle", "joined", (1,), (), 4, now - 100, now, error="its port is closed.")
+    busy = replace(idle, name="busy", steps=50, steps_per_second=7.5, error="a failure")
+    write_machines(tmp_path, [idle, busy, replace(idle, name="gone", state="left")])
+    with run.logger(), Watcher(tmp_path) as watcher:
+        status = seen(watcher)
+    assert status.waiting == ""
+    assert status.message == "idle makes no steps: its port is closed."
+
+
 def test_json_holds_numbers_that_are_not_finite_as_null(run: Run) -> None:
     run.metrics["train/loss"] = float("nan")
     with run.logger(), Watcher(run.logdir) as watcher:

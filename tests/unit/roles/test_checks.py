@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +16,22 @@ import numpy as np
 import pytest
 from fleet_parts import small_run
 
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
+from dreamfleet.positions import Positions
 from dreamfleet.roles.checks import (
     CheckedLogger,
     ObservationCheck,
     Owners,
     ReplayChecks,
+    ReportCheck,
+    check_acting,
     check_floats,
-    check_ids,
-    check_report,
     observed,
+    steps_ahead,
 )
 from dreamfleet.roles.episodes import EpisodeServer
+from dreamfleet.roles.machines import MachineRecord, write_machines
 from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.spaces import Space
 from dreamfleet.transport import (
@@ -83,12 +88,7 @@ def acting(
 
     server = BatchServer("tcp://127.0.0.1:{auto}", "actor", keys, **options)
     owners = Owners(server.connected, run.episode_timeout, run.envs_per_process, 8)
-    check = ObservationCheck(
-        SPACES,
-        run.envs_per_process,
-        owners,
-        lambda ids, invited: check_ids(run, ids, invited=invited),
-    )
+    check = ObservationCheck(SPACES, run.envs_per_process, owners, check_acting(run))
     server.bind("act", act, batch=batch, wait=wait, roles=("env",), check=check)
     with server:
         yield server, batches
@@ -96,7 +96,7 @@ def acting(
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    return small_run(tmp_path, envs=6, envs_per_process=4, bind="127.0.0.1")
+    return small_run(tmp_path, envs=6, eval_envs=2, envs_per_process=4, bind="127.0.0.1")
 
 
 ROWS = np.zeros(2)
@@ -115,7 +115,12 @@ WRONG: dict[str, Any] = {
     "a tuple": observation(vector=(ROWS, ROWS)),
     "negative ids": observation(envid=np.array([-1, 0])),
     "enormous ids": observation(envid=np.array([2**62, 0])),
-    "ids of nobody": observation(ids=(0, 6)),
+    "ids of nobody": observation(ids=(0, 8)),
+    "ids of who has joined": observation(ids=(JOINED, JOINED + 1)),
+    "training that is evaluation": observation(ids=(0, 6)),
+    "evaluation that is training": observation(is_eval=np.array([False, True])),
+    "failures below zero": observation(failures=np.array([0, -1])),
+    "failures beyond counting": observation(failures=np.array([0, 10**12])),
     "ids beyond those who join": observation(ids=(2 * JOINED, 0)),
     "the same id twice": observation(envid=np.array([1, 1])),
     "100,000 ids": observation(ids=range(100_000)),
@@ -190,7 +195,7 @@ def test_a_bool_is_0_or_1(run: RunConfig) -> None:
 
 def test_without_spaces_the_first_observation_says_what_they_are(run: RunConfig) -> None:
     owners = Owners(lambda _: True, 1.0, 4, 8)
-    check = ObservationCheck(None, 4, owners, lambda ids, invited: None)
+    check = ObservationCheck(None, 4, owners, lambda *_: None)
 
     class From:
         peer = b"peer"
@@ -217,7 +222,7 @@ def request_of(obs: dict[str, Any]) -> Request:
 def test_what_was_fine_before_is_looked_at_again(run: RunConfig) -> None:
     """Keys and shapes are checked once for all requests that are alike; values each time."""
     owners = Owners(lambda _: True, 1.0, 4, 8)
-    check = ObservationCheck(SPACES, 4, owners, lambda ids, invited: check_ids(run, ids))
+    check = ObservationCheck(SPACES, 4, owners, check_acting(run))
 
     class From:
         peer = b"peer"
@@ -387,20 +392,31 @@ def test_environments_are_bounded_for_each_connection_and_in_all() -> None:
     assert set(fake.owners._owners) == {b"bob", b"eve"}
 
 
-def test_the_invited_have_only_environments_that_have_joined(run: RunConfig) -> None:
+def test_the_invited_have_only_environments_that_they_were_given(run: RunConfig) -> None:
     keys = Keys.generate()
-    key = keys.invite("env")
-    who = {key.public: Identity("env", "ann")}
+    people = {keys.invite("env"): name for name in ("ann", "bob")}
+    who = {key.public: Identity("env", name) for key, name in people.items()}
+    ids = {"ann": (JOINED, JOINED + 1), "bob": (JOINED + 2,)}
+    box = MachineRecord("box", "joined", (), (), 4, 0.0, 0.0)
+    run.logdir.mkdir(exist_ok=True)
+    write_machines(
+        run.logdir, [replace(box, envs=each, invitation=name) for name, each in ids.items()]
+    )
+    ann, bob = people
     with (
         acting(run, keys, identify=who.get) as (server, _),
-        Client(server.address, keys=key) as guest,
+        Client(server.address, keys=ann) as guest,
+        Client(server.address, keys=bob) as other,
         Client(server.address, keys=keys.for_role("env")) as own,
     ):
-        with pytest.raises(RemoteError, match="no environment 0 for you"):
-            guest.call_block("act", observation((0, 1))).result(60)
-        guest.call_block("act", observation((JOINED, JOINED + 1))).result(60)
+        for wrong in ((0, 1), (JOINED + 1, JOINED + 2), (JOINED + 3,)):
+            with pytest.raises(RemoteError, match="is not given to 'ann'") as refused:
+                guest.call_block("act", observation(wrong)).result(60)
+            assert refused.value.kind == "Occupied"  # so it may be tried again
+        guest.call_block("act", observation(ids["ann"])).result(60)
+        other.call_block("act", observation(ids["bob"])).result(60)
         own.call_block("act", observation((0, 1))).result(60)
-        with pytest.raises(RemoteError, match=r"belongs to 'ann' at 127\.0\.0\.1"):
+        with pytest.raises(RemoteError, match="need an invitation"):
             own.call_block("act", observation((JOINED,))).result(60)
 
 
@@ -446,17 +462,51 @@ class Service:
         return lambda *_: self.calls.append(name)
 
 
-def guarded(run: RunConfig) -> tuple[Service, Any]:
-    service, checks = Service(), ReplayChecks(run)
-    names = ("add_batch", "update", "raise_position", "grant")
-    return service, SimpleNamespace(**{n: checks.guard(n, getattr(service, n)) for n in names})
+ELSEWHERE: dict[str, Any] = {
+    "remote_replay": True,
+    "keys": "key",
+    "replay_addr": "tcp://10.0.0.9:5560",
+    "logger_addr": "tcp://10.0.0.5:5561",
+}
+"""A replay that does not share the run's directory."""
 
 
-def checked_replay(run: RunConfig) -> tuple[Service, Any]:
-    action = {"action": Space(np.float32, (2,), -1.0, 1.0), "reset": Space(bool)}
+class Known:
+    """What a replay knows of its run."""
+
+    def stored(self) -> int:
+        return 5000
+
+    def told(self, shard: int) -> int:
+        return 1000 * shard
+
+    def most_granted(self) -> int:
+        return 64
+
+
+def guarded(run: RunConfig, gone: set[bytes] | None = None) -> tuple[Service, Any]:
+    service = Service()
+    checks = ReplayChecks(run, Known(), lambda connection: connection not in (gone or ()))
+
+    def method(name: str) -> Callable[..., Any]:
+        checked = checks.guard(name, getattr(service, name))
+        if name not in checks.takes_caller:
+            return checked
+        return lambda *args, caller=ACTOR: checked(caller, *args)
+
+    names = ("add_batch", "update", "raise_position", "grant", "opened", "inserted")
+    return service, SimpleNamespace(**{name: method(name) for name in names})
+
+
+def checked_replay(run: RunConfig, gone: set[bytes] | None = None) -> tuple[Service, Any]:
+    action = {
+        "action": Space(np.float32, (2,), -1.0, 1.0),
+        "buttons": Space(np.int32, (2,), 0, (2, 5)),
+        "reset": Space(bool),
+    }
     run.logdir.mkdir(exist_ok=True)
     write_spaces(run, SPACES, action)
-    return guarded(run)
+    return guarded(run, gone)
 
 
 def steps(rows: int = 2, **changes: Any) -> dict[str, Any]:
@@ -469,6 +519,7 @@ def steps(rows: int = 2, **changes: Any) -> dict[str, Any]:
 
 
 IDS = np.array([0, 1])
+ACTOR = Caller("agent", "", "10.0.0.1", b"actor")
 GOOD_BATCH = (steps(), IDS, False, "actor", 1)
 
 
@@ -505,6 +556,21 @@ WRONG_BATCHES: dict[str, tuple[Any, ...]] = {
     "a score that is none": (steps(), IDS, False, "actor", 1, ended(1, score=np.array([np.nan]))),
     "a negative length": (steps(), IDS, False, "actor", 1, ended(1, length=np.array([-1]))),
     "an absurd number": (steps(vector=np.full((2, 3), 1e38, "f4")), IDS, False, "actor", 1),
+    "training that is evaluation": (steps(), IDS, True, "actor", 1),
+    "evaluation that is training": (steps(), np.array([6, 7]), False, "actor", 1),
+    "no flags": (steps(is_first=np.zeros(2, np.uint8)), IDS, False, "actor", 1),
+    "no name": (steps(), IDS, False, "", 1),
+    "an action far outside": (steps(action=np.full((2, 2), 1e6, "f4")), IDS, False, "actor", 1),
+    "a choice that there is not": (
+        *(steps(choice=np.array([0, 5], np.int32)), IDS, False, "actor", 1),
+    ),
+    "a button that there is not": (
+        *(steps(buttons=np.array([[1, 4], [2, 4]], np.int32)), IDS, False, "actor", 1),
+    ),
+    "a score of 1e300": (*GOOD_BATCH, ended(1, score=np.array([1e300]))),
+    "an episode of another environment": (*GOOD_BATCH, ended(1, envid=np.array([2]))),
+    "an episode at a step to come": (*GOOD_BATCH, ended(1, step=np.array([9_900_000]))),
+    "an episode longer than the run": (*GOOD_BATCH, ended(1, length=np.array([9_900_000]))),
 }
 
 
@@ -547,21 +613,79 @@ def test_spaces_that_another_task_left_are_not_checked_by(run: RunConfig) -> Non
     assert observed(None, run) is None
 
 
-@pytest.mark.parametrize("method", ["raise_position", "grant"])
-def test_counts_are_whole_numbers_that_a_run_can_have(run: RunConfig, method: str) -> None:
+def test_what_actors_really_store_is_taken(run: RunConfig) -> None:
     service, checked = checked_replay(run)
-    for wrong in (-1, 10**12, 1.0, "1", None, True, np.int64(5)):
-        with pytest.raises(ArgumentError):
-            getattr(checked, method)(wrong)
-    getattr(checked, method)(1000)
-    assert service.calls == [method]
+    policy = np.full((2, 2), 1.5, np.float32)  # it leaves its bounds a little
+    late = ended(2, envid=IDS, step=np.full(2, 5100), length=np.full(2, 5000), score=np.ones(2))
+    checked.add_batch(steps(action=policy), IDS, False, "actor", 1, late)
+    checked.add_batch(steps(), np.array([6, 7]), True, "actor", 2)
+    checked.add_batch(steps(), np.array([JOINED, JOINED]), False, "actor", 3)
+    checked.add_batch(steps(), np.array([JOINED_EVAL, 6]), True, "actor", 4)
+    assert service.calls == 4 * ["add_batch"]
+
+
+def test_rows_of_an_environment_come_from_one_actor_at_a_time(run: RunConfig) -> None:
+    gone: set[bytes] = set()
+    service, checked = checked_replay(run, gone)
+    first = {"is_first": np.ones(2, bool)}
+    checked.add_batch(steps(), IDS, False, "actor", 1)
+    again = ACTOR._replace(connection=b"again")  # the same actor connects again
+    checked.add_batch(steps(), IDS, False, "actor", 2, caller=again)
+    thief = ACTOR._replace(connection=b"thief")
+    for source in ("thief", "other"):
+        with pytest.raises(Occupied, match="Environment 1 belongs to"):
+            checked.add_batch(steps(**first), np.array([1, 2]), False, source, 1, caller=thief)
+    gone.add(b"actor")  # which is not the one that it has now
+    with pytest.raises(Occupied, match="belongs to"):
+        checked.add_batch(steps(**first), IDS, False, "thief", 1, caller=thief)
+    gone.add(b"again")
+    with pytest.raises(Occupied, match="begin a new episode"):
+        checked.add_batch(steps(), IDS, False, "successor", 1, caller=thief)
+    checked.add_batch(steps(**first), IDS, False, "successor", 1, caller=thief)
+    # An actor that begins anew with the same connection has another name.
+    checked.add_batch(steps(**first), IDS, False, "later", 1, caller=thief)
+    assert len(service.calls) == 4
+
+
+def test_counts_are_whole_numbers_that_the_run_can_have(run: RunConfig) -> None:
+    service, checked = checked_replay(replace(run, replay_shards=3))
+    asked: dict[str, list[tuple[Any, ...]]] = {
+        "raise_position": [(5001,), (10**10,)],
+        "grant": [(65,), (10**11,)],
+        "opened": [(1, 10**6, 0), (1, 0, 10**10), (3, 0, 0)],
+        "inserted": [(2, 10**6), (-1, 0), (10**5, 0)],
+    }
+    good = {"raise_position": (5000,), "grant": (64,), "opened": (1, 1100, 50), "inserted": (2, 0)}
+    for method, wrong in asked.items():
+        kinds = [(value, *good[method][1:]) for value in (-1, 1.0, "1", None, True, np.int64(5))]
+        for args in (*wrong, *kinds):
+            with pytest.raises(ArgumentError):
+                getattr(checked, method)(*args)
+        getattr(checked, method)(*good[method])
+    assert service.calls == list(asked)
+
+
+def test_checkpoints_say_where_the_run_may_be(run: RunConfig) -> None:
+    _, checked = checked_replay(run)
+    checkpoint = Checkpoint(run.checkpoints)
+    checkpoint.save({"agent": {}}, step=7000)
+    checked.raise_position(7000)
+    with pytest.raises(ArgumentError, match="of a step above 7000"):
+        checked.raise_position(7001)
+    _, elsewhere = checked_replay(replace(run, **ELSEWHERE, steps=9000))
+    elsewhere.raise_position(9000)
+    with pytest.raises(ArgumentError):
+        elsewhere.raise_position(9001)
 
 
 # --- the logger ----------------------------------------------------------------------------------
 
 
-def checked_logger(run: RunConfig, clock: Callable[[], float] = lambda: 0.0) -> tuple[Service, Any]:
+def checked_logger(
+    run: RunConfig, clock: Callable[[], float] = lambda: 0.0, step: int = -1
+) -> tuple[Service, Any]:
     service = Service()
+    service.step = step  # type: ignore[attr-defined]
     logger: Any = service
     return service, CheckedLogger(logger, run, clock)
 
@@ -581,6 +705,8 @@ WRONG_TRANSITIONS: dict[str, tuple[Any, ...]] = {
     "negative ids": (1, np.array([-1, 0]), NO, transitions(), {}),
     "100,000 ids": (1, np.zeros(100_000, np.int64), NO, transitions(), {}),
     "too few flags": (1, IDS, NO[:1], transitions(), {}),
+    "training that is evaluation": (1, IDS, ~NO, transitions(), {}),
+    "evaluation that is training": (1, np.array([0, 6]), NO, transitions(), {}),
     "flags that are numbers": (1, IDS, np.zeros(2), transitions(), {}),
     "no rewards": (1, IDS, NO, transitions(reward=None), {}),
     "NaN": (1, IDS, NO, transitions(reward=np.full(2, np.nan, np.float32)), {}),
@@ -610,7 +736,8 @@ def test_wrong_scores_do_not_reach_the_logger(run: RunConfig) -> None:
     names = ["", "actor", "actor/0/1/-1", "actor/0/x/0", "a" * 300 + "/1/0", 5]
     wrong: list[tuple[Any, Any]] = [([name], good) for name in names]
     wrong += [("actor/0/1/0", good), ([], good), (["a/1/0"] * 10_000, good), (["a/1/0"], {})]
-    wrong += [(["a/1/0"], {**good, "score": np.full(1, np.inf)})]
+    wrong += [(["a/1/0"], {**good, "score": np.full(1, each)}) for each in (np.inf, 1e300)]
+    wrong += [(["a/1/0"], {**good, "time": np.full(1, each)}) for each in (np.nan, -1.0, 1e300)]
     wrong += [(["a/1/0"], {**good, "step": np.array([10**12])})]
     wrong += [(["a/1/0", "a/2/0"], good), (["a/1/0"], {**good, "more": np.ones(1)})]
     for names, episodes in wrong:
@@ -634,35 +761,63 @@ def test_wrong_metrics_do_not_reach_the_logger(run: RunConfig) -> None:
     ):
         with pytest.raises(ArgumentError):
             checked.add(step, metrics)
-    for step, metrics in ((1, {"eval/score": "high"}), (-1, {"eval/score": 1.0}), (1, 7)):
+    for step, metrics in (
+        *((1, {"eval/score": "high"}), (-1, {"eval/score": 1.0}), (1, 7)),
+        *((1, {"eval/score": 1e300}), (1, {"eval/score": np.nan}), (1, {"learner/updates": 1.0})),
+        (9_900_000, {"eval/score": 1.0}),
+    ):
         with pytest.raises(ArgumentError):
             checked.evaluated(step, metrics)
     checked.evaluated(1, {"eval/score": 1.0})
     assert service.calls == ["add", "evaluated"]
 
 
-def test_steps_do_not_jump(run: RunConfig) -> None:
-    """A logger that was started in the middle of a run takes what it hears first."""
-    now = [0.0]
-    _, checked = checked_logger(run, lambda: now[0])
+def test_a_step_is_one_that_the_replay_may_have_stored_by_now(run: RunConfig) -> None:
+    service, checked = checked_logger(run)
     checked.add(-1, {})
+    checked.add(0, {})
+    for believed in (9_900_000, 10**11):
+        with pytest.raises(ArgumentError, match="has made 0 steps so far"):
+            checked.add(believed, {})
+    positions = Positions(run.logdir / "ckpt" / "replay" / "positions", 0)
+    positions.stored(10**7)
+    checked.add(10**7 + steps_ahead(run), {})
+    with pytest.raises(ArgumentError, match="has made 10000000 steps so far"):
+        checked.add(10**7 + steps_ahead(run) + 1, {})
+    checked.add(100, {})  # what was on its way
+    assert service.calls == 4 * ["add"]
+
+
+def test_without_a_count_of_the_replay_no_step_is_impossibly_early(run: RunConfig) -> None:
+    """As for several hosts, which count together."""
+    now = [0.0]
+    _, checked = checked_logger(replace(run, **ELSEWHERE), lambda: now[0], 5 * 10**9)
     checked.add(5 * 10**9, {})
     with pytest.raises(ArgumentError, match="has made 5000000000 steps so far"):
-        checked.add(10**10, {})
-    checked.add(100, {})  # what was on its way
-    now[0] = 3600.0
-    checked.add(6 * 10**9, {})
+        checked.add(5 * 10**9 + 2 * 10**6, {})
+    now[0] = 60.0
+    checked.add(5 * 10**9 + 2 * 10**6, {})
 
 
-def test_a_report_to_the_learner_counts_what_can_be_counted() -> None:
-    texts: dict[str, Any] = dict.fromkeys(("learner", "actor", "source"), "me")
-    counts = dict.fromkeys(("steps", "unstored", "failures", "env_steps", "present"), 3)
+def test_a_report_to_the_learner_counts_what_can_be_counted(run: RunConfig) -> None:
+    gone: set[bytes] = set()
+    check = ReportCheck(replace(run, actors=3), lambda connection: connection not in gone)
+    texts: dict[str, Any] = {"learner": "me", "actor": "actor-1", "source": "mine"}
+    counts = dict.fromkeys(("steps", "unstored", "failures", "env_steps", "present"), 30)
     good = {**texts, **counts, "busy": False, "reached": True}
-    check_report(good)
+    check(ACTOR, good, lambda _: 10)
+    check(ACTOR, {**good, "steps": 10**9}, lambda _: None)  # of which nothing is counted
     for wrong in (
         *(5, {}, {**good, "steps": 10**12}, {**good, "steps": 1.5}, {**good, "busy": 1}),
         *({**good, "actor": 3}, {**good, "source": "x" * 1000}, {**good, "unstored": None}),
-        {**good, "present": -1},
+        *({**good, "present": -1}, {**good, "actor": "actor-3"}, {**good, "source": ""}),
+        *({**good, "steps": 10**8}, {**good, "steps": 9}),
     ):
         with pytest.raises(ArgumentError):
-            check_report(wrong)
+            check(ACTOR, wrong, lambda _: 10)
+    other = ACTOR._replace(connection=b"other")
+    check(other, good, lambda _: 10)  # it has connected again
+    with pytest.raises(Occupied):
+        check(ACTOR, {**good, "source": "another"}, lambda _: 0)
+    gone.add(b"other")
+    check(ACTOR, {**good, "source": "another"}, lambda _: 0)

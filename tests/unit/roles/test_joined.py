@@ -21,7 +21,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
-from dreamfleet.roles import evaluator
+from dreamfleet.roles import machines as machines_file
 from dreamfleet.roles.actor import BEGAN, Actor, Opening, policy_sizes
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.env import Lane
@@ -318,7 +318,7 @@ def test_the_list_of_machines_is_read_when_it_was_replaced(
         reads.append(logdir)
         return read_machines(logdir)
 
-    monkeypatch.setattr(evaluator, "read_machines", counted)
+    monkeypatch.setattr(machines_file, "read_machines", counted)
     groups = JoinedGroups(tmp_path)
     assert groups() == {}
     reads.clear()

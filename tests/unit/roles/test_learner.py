@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from dreamfleet.roles.actor import Carries, padded_policy
 from dreamfleet.roles.learner import LOOK_AHEAD, Learner, RemoteStream, Saver
 from dreamfleet.roles.notes import read_notes
 from dreamfleet.roles.progress import Progress
+from dreamfleet.transport import ArgumentError, Client, RemoteError, Server
 
 
 class ReplayClient:
@@ -410,6 +412,33 @@ def test_an_agent_that_is_to_stop_does_not_train_and_report_on(tmp_path: Path, w
     assert agent.done == [what]
 
 
+def test_a_refused_metric_is_logged_and_refused_states_end_the_agent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ArgumentError("this cannot be taken")
+
+    server = Server("ipc://{auto}")
+    server.bind("add", refuse)
+    server.bind("update", refuse)
+    agent, progress, config = CountingAgent(), Progress(), small_run(tmp_path)
+    saves = saver(agent, config, progress)
+    with server, Client(server.address, timeout=60) as client:
+        learner = Learner(agent, config, progress, saves, client, client, client)
+
+        def twice(work: Callable[[], None]) -> None:
+            """And wait for the replies in between, which may also come at once."""
+            work()
+            assert client._progress(lambda: not client._pending, time.monotonic() + 60)
+            work()
+
+        twice(learner.log)
+        assert "'add' failed" in caplog.text
+        batch = {"stepid": np.zeros((2, 4, 20), np.uint8)}
+        with pytest.raises(RemoteError, match="this cannot be taken"):
+            twice(lambda: learner.update(batch, at_once=True))
+
+
 class Traced(CountingAgent):
     """An agent that says what it needs, keeps its state itself, and writes profiles."""
 
@@ -449,7 +478,11 @@ class Told(Granting):
         self.metrics |= metrics
         return self
 
-    def update(self, states: Any) -> None: ...
+    def update(self, states: Any) -> Told:
+        return self
+
+    def done(self) -> bool:
+        return True
 
 
 def learner_of(agent: Any, config: Any) -> tuple[Learner, Saver, Told]:

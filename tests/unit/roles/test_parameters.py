@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_a_stop_a_score_and_a_failure_are_told_apart(run: RunConfig, stack: Exit
 def test_failures_of_all_environments_are_known_to_the_agent(
     run: RunConfig, stack: ExitStack
 ) -> None:
-    learner = Learner(run)
+    learner = Learner(replace(run, actors=3))
     assert learner.progress.failures_elsewhere() == (0, 0.0)
     with learner.server:
         for index in (1, 2):

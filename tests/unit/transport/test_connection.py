@@ -1,0 +1,88 @@
+"""A client that knows its server by name, for which libzmq makes one attempt and no second one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from dreamfleet.transport import Client, Server
+from dreamfleet.transport.address import resolve
+from dreamfleet.transport.codec import encode
+from dreamfleet.transport.connection import Connection, Event, Lost, Welcome
+from dreamfleet.transport.wire import CALL, Waker, pack
+
+LONG = 60.0
+
+
+@pytest.fixture
+def port() -> int:
+    return int(resolve("127.0.0.1:{auto}").rpartition(":")[2])
+
+
+def server_at(port: int) -> Server:
+    server = Server(f"127.0.0.1:{port}")
+    server.bind("ping", lambda: "pong")
+    return server
+
+
+def shake_hands_and_hang_up(listener: socket.socket) -> None:
+    """A server that ends right after the handshake of ZMTP."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"ROUTER"
+    connection, _ = listener.accept()
+    with connection, connection.makefile("rb") as stream:
+        connection.sendall(greeting + bytes([4, len(ready)]) + ready)
+        stream.read(len(greeting))
+        _, size = stream.read(2)
+        stream.read(size)  # what was not read would reset the connection
+
+
+def has_no_connection(connection: Connection) -> bool:
+    """Whether libzmq has noticed the loss, which nobody was told of yet."""
+    return not int(connection._socket.get(zmq.EVENTS)) & zmq.POLLOUT
+
+
+def wait_for_loss(connection: Connection) -> None:
+    deadline = time.monotonic() + LONG
+    while not has_no_connection(connection):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_server_that_ends_right_after_the_handshake_is_found_again(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        client = Client(f"localhost:{port}", timeout=LONG)
+        shake_hands_and_hang_up(listener)
+        wait_for_loss(client._connection)
+    with client:
+        calls = [client.ping(), client.ping()]
+        assert not client.wait_any(calls, 0.1)
+        with server_at(port):
+            assert [call.result() for call in calls] == ["pong", "pong"]
+
+
+def test_what_is_sent_before_a_loss_is_noticed_is_lost_with_the_connection(port: int) -> None:
+    waker = Waker()
+
+    def events(connection: Connection) -> Iterator[Event]:
+        while True:
+            connection.collect()
+            while connection.events:
+                yield connection.events.popleft()
+            connection.sleep(LONG)
+
+    with server_at(port):
+        connection = Connection(f"localhost:{port}", None, waker)
+        assert isinstance(next(events(connection)), Welcome)
+    wait_for_loss(connection)
+    connection.send(pack(CALL, 1, encode(()), 1, "ping"), 1)
+    connection.greet()
+    assert isinstance(next(events(connection)), Lost)
+    with server_at(port):
+        assert isinstance(next(events(connection)), Welcome)
+    connection.close()
+    waker.close()
