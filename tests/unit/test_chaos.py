@@ -19,7 +19,9 @@ import pytest
 
 from dreamfleet.chaos import faults
 from dreamfleet.chaos.accounts import Accounts, Findings, left_files
+from dreamfleet.chaos.conductor import fleet_config
 from dreamfleet.chaos.faults import ChaosError, Injector, Outcome, Recovery
+from dreamfleet.chaos.fleet import Fleet
 from dreamfleet.chaos.hostile import attack
 from dreamfleet.chaos.network import PARTS, Message, Network, Part, _Frames, read_header
 from dreamfleet.chaos.report import Report
@@ -54,6 +56,30 @@ def test_a_seed_decides_the_faults_and_a_deck_has_all_of_them() -> None:
 def test_threads_of_one_process_are_not_killed_one_by_one() -> None:
     for fault in islice(schedule(3, WORKERS, SERVERS, threads=True), 50):
         assert fault.kind in ("attack", "fill") or fault.targets == ("supervisor",)
+
+
+TITLED = """
+import sys, setproctitle
+setproctitle.setproctitle("dreamfleet env-0")
+print("titled", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_processes_with_a_title_are_known_as_those_of_the_fleet(tmp_path: Path) -> None:
+    fleet = Fleet(fleet_config(tmp_path / "run"), {}, tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", TITLED, "x" * 100],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=fleet.environment(),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"titled\n"
+        (found,) = fleet.processes()
+        assert found.pid == process.pid
+        assert found.cmdline()[0].startswith("dreamfleet env-0")
+    assert fleet.processes() == []
 
 
 # --- the network ---------------------------------------------------------------------------------

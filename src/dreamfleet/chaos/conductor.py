@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from dreamfleet.chaos.network import Network
 from dreamfleet.chaos.report import Report
 from dreamfleet.chaos.schedule import Fault, schedule
 from dreamfleet.config import RunConfig
+from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.roles.addresses import server_name
@@ -107,13 +107,13 @@ def run_chaos(
     called = [name for name in servers_of(config) if name != "evaluator"]
     faults = schedule(seed, worker_names(config), called, threads=threads)
     with (
-        tempfile.TemporaryDirectory(prefix="dreamfleet-chaos-") as name,
+        temporary_folder("dreamfleet-chaos-") as folder,
         Disk(config.logdir, _DISK_BYTES) as disk,
-        Network(config.logdir, servers, Path(name)) as network,
+        Network(config.logdir, servers, folder) as network,
     ):
         if disk.kind != "tmpfs":
             say("No small disk can be mounted here: a full one is a limit on the size of files.")
-        with closing(Fleet(config, network.addresses, Path(name))) as fleet:
+        with closing(Fleet(config, network.addresses, folder)) as fleet:
             conductor = _Conductor(fleet, Injector(fleet, network, disk, seed), say)
             report = conductor.run(islice(faults, most or None), random.Random(seed), minutes, rest)
         if report.problems and keep is not None:

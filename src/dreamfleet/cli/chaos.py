@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from dreamfleet.chaos.conductor import fleet_config, run_chaos
 from dreamfleet.chaos.report import PromiseBroken
 from dreamfleet.cli.console import say, write
 from dreamfleet.errors import MissingExtraError
+from dreamfleet.files import temporary_folder
 from dreamfleet.settings import Count, CountOrZero, ZeroOrMore
 
 
@@ -52,9 +52,9 @@ def chaos(
         goals: Also fail if a goal of speed is missed: recovery in 3 s (median) and 10 s (worst),
             70 % of the undisturbed steps, 200 faults in 30 minutes; for a quiet machine.
     """
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-chaos-") as folder:
+    with temporary_folder("dreamfleet-chaos-") as folder:
         config = fleet_config(
-            Path(folder) / "run",
+            folder / "run",
             agent,
             seed=seed,
             launcher=launcher,
