@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -23,7 +24,7 @@ from dreamfleet.chaos.conductor import fleet_config
 from dreamfleet.chaos.faults import ChaosError, Injector, Outcome, Recovery
 from dreamfleet.chaos.fleet import Fleet
 from dreamfleet.chaos.hostile import attack
-from dreamfleet.chaos.network import PARTS, Message, Network, Part, _Frames, read_header
+from dreamfleet.chaos.network import PARTS, Line, Message, Network, Part, _Frames, read_header
 from dreamfleet.chaos.report import Report
 from dreamfleet.chaos.schedule import Fault, schedule
 from dreamfleet.config import RunConfig
@@ -147,6 +148,64 @@ def test_a_part_of_a_call_is_lost_with_its_connection(
     assert after is not None
     assert after > loss.at > before
     assert client.stats()["connects"] == 2
+
+
+def call_directly(line: Line, client: Client, number: int) -> None:
+    """Call until it goes around libzmq, for which the server has to say first that it reads it."""
+    before = line.direct
+    while line.direct == before:
+        client.call("act", number, PADDING).result(LONG)
+
+
+@pytest.mark.parametrize("served", ["file"], indirect=True)
+def test_calls_go_around_libzmq_as_in_a_run_and_are_lost_there(
+    served: tuple[Network, Client, list[int]],
+) -> None:
+    network, client, done = served
+    line = network.lines["server"]
+
+    call_directly(line, client, 1)
+    for number, part in enumerate(PARTS, 2):
+        call_directly(line, client, number)
+        made = len(done)
+        loss = line.lose("act", part, lambda: None)
+        client.call("act", 50 + number, PADDING).result(LONG)
+        assert loss.happened.is_set()
+        assert done[made:] == [50 + number] * (1 if part == "request" else 2)
+    call_directly(line, client, 9)
+    assert client.stats()["connects"] == 4
+
+
+@pytest.mark.parametrize("served", ["file"], indirect=True)
+def test_faults_of_a_network_reach_the_way_around_libzmq(
+    served: tuple[Network, Client, list[int]],
+) -> None:
+    network, client, done = served
+    line = network.lines["server"]
+
+    call_directly(line, client, 1)
+    line.proxy.stall()
+    waiting = client.call("act", 2, PADDING)
+    assert not waiting.wait(0.05)
+    assert 2 not in done
+    line.proxy.resume()
+    waiting.result(LONG)
+    assert client.stats()["connects"] == 1
+    for fault in (line.proxy.cut, line.proxy.half_cut, lambda: line.proxy.half_cut("down")):
+        call_directly(line, client, 3)
+        before = client.stats()["connects"]
+        since = time.monotonic()
+        fault()
+        client.call("act", 4, PADDING).result(LONG)
+        call_directly(line, client, 5)
+        assert client.stats()["connects"] == before + 1
+        assert line.first_reply(since) is not None
+    line.proxy.refuse()
+    line.proxy.cut()
+    refused = client.call("act", 6, PADDING)
+    assert not refused.wait(0.05)
+    line.proxy.refuse(False)
+    refused.result(LONG)
 
 
 def test_attacks_are_refused_and_nobody_else_notices(

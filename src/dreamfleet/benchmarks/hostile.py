@@ -406,7 +406,7 @@ class Tap(Proxy):
         self.sent = bytearray()
         self.most = 1 << 62
         """Bytes of clients after which nothing more is passed on; the piece that they are in is."""
-        super().__init__(f"tcp://{target[0]}:{target[1]}", tap=lambda: self._see)
+        super().__init__(f"tcp://{target[0]}:{target[1]}", tap=lambda *_: self._see)
 
     def _see(self, way: Way, data: bytes) -> None:
         if way == "up":

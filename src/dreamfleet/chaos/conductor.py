@@ -49,8 +49,6 @@ def fleet_config(logdir: Path, agent: str = "dreamer", **changes: Any) -> RunCon
         "eval_envs": 1,
         "eval_episodes": 0,
         "steps": 0,
-        # The environments' server asks for keys; at the others messages can be told apart.
-        "actor_addr": "tcp://127.0.0.1:{auto}",
         "batch_size": 8,
         "batch_length": 16,
         "train_ratio": 16.0,
@@ -76,8 +74,8 @@ def servers_of(config: RunConfig) -> dict[str, bool]:
     names += ["learner"] if config.actors > 1 else []
     names += [server_name("replay", shard) for shard in range(config.replay_shards)]
     names += ["logger", *(["evaluator"] if config.eval_every else [])]
-    every = config.launcher == "ray"
-    return {name: every or name.startswith("actor") for name in names}
+    every, actors = config.launcher == "ray", config.actor_addr.startswith("tcp:")
+    return {name: every or (actors and name.startswith("actor")) for name in names}
 
 
 def run_chaos(
@@ -164,6 +162,7 @@ class _Conductor:
             accounts=accounts,
             problems=self._problems,
             lost=self._injector.lost,
+            calls=self._injector.calls,
             orphans=self._injector.orphans,
         )
 

@@ -25,6 +25,7 @@ def chaos(
     actors: Count = 1,
     replay_shards: Count = 1,
     eval_every: CountOrZero = 0,
+    ports: bool = False,
     out: Path = Path("chaos"),
     goals: bool = False,
 ) -> None:
@@ -47,6 +48,8 @@ def chaos(
         replay_shards: Processes that the replay is spread over.
         eval_every: Steps between two rounds of evaluation, by an evaluator; 0 for none. Without it
             the evaluation environment calls the agent.
+        ports: The environments call the agent over a port that asks for keys, as those of machines
+            that join do; otherwise over a socket file, as those of this machine do.
         out: Directory for report.json, report.txt and report.png; and for the run itself, if a
             promise did not hold.
         goals: Also fail if a goal of speed is missed: recovery in 3 s (median) and 10 s (worst),
@@ -61,6 +64,7 @@ def chaos(
             actors=actors,
             replay_shards=replay_shards,
             eval_every=eval_every,
+            **({"actor_addr": "tcp://127.0.0.1:{auto}"} if ports else {}),
         )
         report = run_chaos(config, seed, minutes, say, most=faults, rest=rest, keep=out / "run")
     write(out / "report.json", report.to_json())
