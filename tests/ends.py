@@ -157,8 +157,8 @@ def wait_for(plan: Plan, run: psutil.Process, logdir: Path, before: int) -> None
 def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], log: str) -> None:
     """Whether a run has ended in order."""
     logdir, output = folder / "run", read(folder / "output")
-    # Before the fleet is there, and after it, a signal ends the command as any other.
-    outside = plan.moment in ("start", "finish") and code == -signal.SIGTERM
+    # Before the fleet is there, and after it, the command ends as any other.
+    outside = plan.moment in ("start", "finish") and code == 128 + signal.SIGTERM
     done = plan.moment == "finish" and code == 0
     expect(code == 130 or outside or done, f"exit code {code}", output)
     # The kill of this program may come to be known after the end has begun.

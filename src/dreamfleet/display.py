@@ -201,12 +201,12 @@ def _score(status: RunStatus) -> RenderableType:
     if status.score is None:
         return Text("no episode has ended yet", style="dim")
     row = Table.grid(padding=(0, 2))
-    count = len(status.scores)
-    best = f", best {readable(max(status.scores))}" if status.scores else ""
+    count, best_score = status.scores.count, status.scores.best
+    best = "" if best_score is None else f", best {readable(best_score)}"
     episodes = f"{count:,} episode{'s' if count != 1 else ''}{best}"
     if status.eval_score is not None:
         episodes += f", evaluation {readable(status.eval_score)}"
-    spark = Text(f"{sparkline(status.scores):<{_SPARKS}}", style="green")
+    spark = Text(f"{sparkline(status.scores.curve):<{_SPARKS}}", style="green")
     row.add_row(spark, Text.from_markup(f"[bold]{readable(status.score)}[/]   [dim]{episodes}[/]"))
     return row
 

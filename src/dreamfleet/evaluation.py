@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
 from dreamfleet.envs.registry import Task, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_write, temporary_folder
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
 from dreamfleet.fleet.workers import eval_workers
 from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
@@ -167,13 +166,13 @@ def play(
     task = config.task if env is None else name_of(env)
     max_steps = max_steps or config.eval_max_steps
     count = min(envs or config.eval_envs or config.envs, episodes)
-    with _folder(logdir) as (folder, kept), tempfile.TemporaryDirectory() as private:
+    with _folder(logdir) as (folder, kept), temporary_folder() as private:
         recording = None
         if video:
             title = f"{task} step {policy.step:,}"
-            recording = _Recording(video.absolute(), fps, task, title, Path(private) / "recorded")
+            recording = _Recording(video.absolute(), fps, task, title, private / "recorded")
         make = partial(_environment, maker, config, seed, recording)
-        run = replace(config, logdir=Path(private))
+        run = replace(config, logdir=private)
         with _Environments(run, make, count, max_steps, folder) as environments:
             some = "1 environment" if count == 1 else f"{count} environments"
             where = f"; their output: {folder / 'logs'}" if kept else ""
@@ -233,8 +232,8 @@ def _folder(logdir: Path | None) -> Iterator[tuple[Path, bool]]:
     if logdir and (logdir / "ckpt" / "agent").is_dir() and os.access(logdir, os.W_OK):
         yield logdir, True
         return
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-eval-") as temporary:
-        yield Path(temporary), False
+    with temporary_folder("dreamfleet-eval-") as temporary:
+        yield temporary, False
 
 
 class _Environments:
@@ -256,9 +255,9 @@ class _Environments:
         name = "serial" if config.launcher == "serial" else "local"
         self._launcher: Launcher = find_launcher(name)(folder)
         self._groups = groups_of(range(count), config.envs_per_process)
-        self.server = EpisodeServer(
-            self._launcher.default_address, self._groups, max_steps=max_steps, why=self._why
-        )
+        # In the directory of the evaluation, which is removed also if this process is killed.
+        address = f"ipc://{config.logdir}/server" if name == "local" else "inproc://{auto}"
+        self.server = EpisodeServer(address, self._groups, max_steps=max_steps, why=self._why)
         run = replace(
             config,
             actor_addr=self.server.address,

@@ -1,10 +1,19 @@
-"""Writing files so that a reader finds the old content or the new one, never a part."""
+"""Writing files so that a reader finds the old content or the new one, never a part; and temporary
+directories that are always removed."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+# Without a line of input this process was killed. Others may write there for some seconds: they end
+# with it.
+_REMOVE = 'read _ || for _ in $(seq 25); do rm -rf "$0"; sleep 0.2; done'
 
 
 def atomic_write(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
@@ -47,3 +56,24 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def temporary_folder(prefix: str = "dreamfleet-") -> Iterator[Path]:
+    """A temporary directory that is removed when the block ends, or when this process is killed."""
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix) as name,
+        subprocess.Popen(
+            ["sh", "-c", _REMOVE, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        ) as guard,
+    ):
+        try:
+            yield Path(name)
+        finally:
+            shutil.rmtree(name, ignore_errors=True)
+            guard.communicate(b"\n")

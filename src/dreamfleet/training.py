@@ -29,7 +29,13 @@ from dreamfleet.fleet.factories import MakeOutput, environment, factories, logge
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import record_evaluation
 from dreamfleet.formatting import clock
-from dreamfleet.metrics.evaluations import Played, append_evaluation, evaluation_metrics
+from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
+from dreamfleet.metrics.evaluations import (
+    Played,
+    append_evaluation,
+    evaluation_from,
+    evaluation_metrics,
+)
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
 from dreamfleet.offline import find_source
@@ -167,8 +173,7 @@ def train(
     callbacks = Callbacks(on_log, on_episode, on_checkpoint)
     callbacks.check(config)
     if config.launcher == "ray" and config.hosts != 1:
-        _train_on_nodes(config, env, callbacks, outputs, say)
-        return None
+        return _train_on_nodes(config, env, callbacks, outputs, say)
     config = this_host(config)
     maker = _maker(config, env)
     with sigterm_interrupts():  # so that nothing is left behind
@@ -215,8 +220,8 @@ def _train_on_nodes(
     callbacks: Callbacks,
     outputs: Sequence[MakeOutput],
     say: Say,
-) -> None:
-    """Train on the nodes of a Ray cluster, each of which is a host."""
+) -> Evaluation | None:
+    """Train on the nodes of a Ray cluster, each of which is a host; returns what host 0 found."""
     from dreamfleet.fleet.ray_hosts import run_hosts  # only who has Ray can
 
     if callbacks != Callbacks() or outputs:
@@ -224,7 +229,10 @@ def _train_on_nodes(
             "Hosts on a Ray cluster call no functions of this program: leave callbacks and outputs "
             "that are classes out, or set hosts=1."
         )
+    evaluations = JsonlTail(config.logdir / EVALUATIONS, from_end=True)
     run_hosts(partial(train, env=env if callable(env) else None, display=None), config, say)
+    final = [row for row in evaluations.read() if row.get("kind") == "final"]
+    return evaluation_from(final[-1]) if final else None
 
 
 def _keep_output(config: RunConfig, text: str) -> None:

@@ -25,6 +25,7 @@ def test_every_promise_holds_under_faults(tmp_path: Path) -> None:
     kinds = {"kill": 2, "cut": 1, "lose": 1, "fill": 1, "attack": 1}
     assert report["kinds"] == kinds
     assert report["calls_lost"] == {"replay add_batch reply": 1}
+    assert report["calls"]["direct"] > report["calls"]["made"] / 2
     assert report["hostile_requests"] > 20
     assert {"agent", "replay", "env", "network", "disk"} <= report["recovery_seconds"].keys()
     assert report["rows"]["audited"] > 100

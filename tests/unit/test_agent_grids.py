@@ -4,7 +4,7 @@ for a quiet machine."""
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
-from dreamfleet.benchmarks import agent_devices, agent_sizes
+from dreamfleet.benchmarks import agent_devices, agent_sizes, report
 from dreamfleet.benchmarks.report import markdown
 from dreamfleet.cli import main
 from dreamfleet.cli.bench import _grid_line
@@ -73,13 +73,8 @@ def test_a_line_for_each_size_also_for_one_that_did_not_fit(
 
 
 def test_a_process_that_is_killed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    run = subprocess.run
-
-    def killed(words: list[str], **options: Any) -> Any:
-        return run([words[0], "-c", command], **options)
-
-    monkeypatch.setattr(subprocess, "run", killed)
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(report, "tied", lambda _: [sys.executable, "-c", program])
     (found,) = agent_sizes.run([agent_sizes.Task("1m", "vector", "float32")])
     assert "too little memory" in found["problem"]
 

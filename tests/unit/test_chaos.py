@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -19,9 +20,11 @@ import pytest
 
 from dreamfleet.chaos import faults
 from dreamfleet.chaos.accounts import Accounts, Findings, left_files
+from dreamfleet.chaos.conductor import fleet_config
 from dreamfleet.chaos.faults import ChaosError, Injector, Outcome, Recovery
+from dreamfleet.chaos.fleet import Fleet
 from dreamfleet.chaos.hostile import attack
-from dreamfleet.chaos.network import PARTS, Message, Network, Part, _Frames, read_header
+from dreamfleet.chaos.network import PARTS, Line, Message, Network, Part, _Frames, read_header
 from dreamfleet.chaos.report import Report
 from dreamfleet.chaos.schedule import Fault, schedule
 from dreamfleet.config import RunConfig
@@ -54,6 +57,30 @@ def test_a_seed_decides_the_faults_and_a_deck_has_all_of_them() -> None:
 def test_threads_of_one_process_are_not_killed_one_by_one() -> None:
     for fault in islice(schedule(3, WORKERS, SERVERS, threads=True), 50):
         assert fault.kind in ("attack", "fill") or fault.targets == ("supervisor",)
+
+
+TITLED = """
+import sys, setproctitle
+setproctitle.setproctitle("dreamfleet env-0")
+print("titled", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_processes_with_a_title_are_known_as_those_of_the_fleet(tmp_path: Path) -> None:
+    fleet = Fleet(fleet_config(tmp_path / "run"), {}, tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", TITLED, "x" * 100],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=fleet.environment(),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"titled\n"
+        (found,) = fleet.processes()
+        assert found.pid == process.pid
+        assert found.cmdline()[0].startswith("dreamfleet env-0")
+    assert fleet.processes() == []
 
 
 # --- the network ---------------------------------------------------------------------------------
@@ -121,6 +148,64 @@ def test_a_part_of_a_call_is_lost_with_its_connection(
     assert after is not None
     assert after > loss.at > before
     assert client.stats()["connects"] == 2
+
+
+def call_directly(line: Line, client: Client, number: int) -> None:
+    """Call until it goes around libzmq, for which the server has to say first that it reads it."""
+    before = line.direct
+    while line.direct == before:
+        client.call("act", number, PADDING).result(LONG)
+
+
+@pytest.mark.parametrize("served", ["file"], indirect=True)
+def test_calls_go_around_libzmq_as_in_a_run_and_are_lost_there(
+    served: tuple[Network, Client, list[int]],
+) -> None:
+    network, client, done = served
+    line = network.lines["server"]
+
+    call_directly(line, client, 1)
+    for number, part in enumerate(PARTS, 2):
+        call_directly(line, client, number)
+        made = len(done)
+        loss = line.lose("act", part, lambda: None)
+        client.call("act", 50 + number, PADDING).result(LONG)
+        assert loss.happened.is_set()
+        assert done[made:] == [50 + number] * (1 if part == "request" else 2)
+    call_directly(line, client, 9)
+    assert client.stats()["connects"] == 4
+
+
+@pytest.mark.parametrize("served", ["file"], indirect=True)
+def test_faults_of_a_network_reach_the_way_around_libzmq(
+    served: tuple[Network, Client, list[int]],
+) -> None:
+    network, client, done = served
+    line = network.lines["server"]
+
+    call_directly(line, client, 1)
+    line.proxy.stall()
+    waiting = client.call("act", 2, PADDING)
+    assert not waiting.wait(0.05)
+    assert 2 not in done
+    line.proxy.resume()
+    waiting.result(LONG)
+    assert client.stats()["connects"] == 1
+    for fault in (line.proxy.cut, line.proxy.half_cut, lambda: line.proxy.half_cut("down")):
+        call_directly(line, client, 3)
+        before = client.stats()["connects"]
+        since = time.monotonic()
+        fault()
+        client.call("act", 4, PADDING).result(LONG)
+        call_directly(line, client, 5)
+        assert client.stats()["connects"] == before + 1
+        assert line.first_reply(since) is not None
+    line.proxy.refuse()
+    line.proxy.cut()
+    refused = client.call("act", 6, PADDING)
+    assert not refused.wait(0.05)
+    line.proxy.refuse(False)
+    refused.result(LONG)
 
 
 def test_attacks_are_refused_and_nobody_else_notices(

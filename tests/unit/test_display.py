@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import sys
 import threading
 import types
@@ -21,7 +22,7 @@ from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
-from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, WorkerStatus
+from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, Scores, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
 
 
@@ -49,7 +50,7 @@ STATUS = RunStatus(
     state="running",
     responding=True,
     step=8_400,
-    scores=(10.0, 20.0, 400.0),
+    scores=Scores(3, 400.0, (10.0, 20.0, 400.0), (10.0, 20.0, 400.0)),
     metrics={"score": 143.3, "learner/updates": 4012.0, "learner/updates_per_second": 32.31},
     steps_per_second=64.2,
     seconds=131,
@@ -156,7 +157,7 @@ def test_what_stands_in_the_way_is_said(change: dict[str, Any], words: str) -> N
 
 
 def test_a_run_without_an_end_has_no_bar() -> None:
-    text = shown(replace(STATUS, config=RunConfig(steps=0), seconds_left=None, scores=()))
+    text = shown(replace(STATUS, config=RunConfig(steps=0), seconds_left=None, scores=Scores()))
     assert "%" not in text
     assert "left" not in text
 
@@ -172,7 +173,8 @@ def test_sparks_rise_with_the_scores() -> None:
 class Looking:
     """Finds a run that continues for a while and then has ended."""
 
-    def __init__(self, logdir: Path) -> None:
+    def __init__(self, logdir: Path, score_bytes: float) -> None:
+        assert score_bytes == math.inf, "the first picture knows all scores"
         self._steps: Iterator[int] = iter((1000, 2000, 3000, 4000))
 
     def __enter__(self) -> Looking:

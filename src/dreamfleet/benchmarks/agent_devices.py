@@ -11,7 +11,6 @@ import json
 import math
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ from dreamfleet.agents import (
 )
 from dreamfleet.benchmarks.agent import random_batch, spaces
 from dreamfleet.benchmarks.agent_sizes import described, this_device
-from dreamfleet.benchmarks.report import in_process
+from dreamfleet.benchmarks.report import in_process, scratch
 from dreamfleet.errors import ConfigError, DreamfleetError
 
 MODES = ("data parallel", "fully sharded", "both")
@@ -80,11 +79,11 @@ def run(counts: Sequence[int], like: Task) -> Iterator[dict[str, Any]]:
     one: dict[str, Any] = {}
     for count in counts:
         for mode in MODES[: 1 if count == 1 else 2 if count < 4 else 3]:
-            with tempfile.TemporaryDirectory() as folder:
-                task = replace(like, devices=count, mode=mode, folder=folder)
+            with scratch() as folder:
+                task = replace(like, devices=count, mode=mode, folder=str(folder))
                 found = {**asdict(task), **_found(task)}
                 if "problem" not in found:
-                    found["parameters"] = dict(np.load(Path(folder) / "parameters.npz"))
+                    found["parameters"] = dict(np.load(folder / "parameters.npz"))
             if not one:
                 one = found
             yield _compared(found, one)

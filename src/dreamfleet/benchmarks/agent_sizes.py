@@ -13,7 +13,6 @@ import os
 import platform
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from typing import Any, Literal
 from dreamfleet.agents import DreamerConfig, ExecutionConfig, find_agent, size_preset
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
 from dreamfleet.benchmarks.agent import learner_step, median, policy_caller, spaces
-from dreamfleet.benchmarks.report import in_process
+from dreamfleet.benchmarks.report import in_process, scratch
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.errors import ConfigError, DreamfleetError
 
@@ -122,7 +121,7 @@ def measure(task: Task, cache: str) -> dict[str, Any]:
 def _checkpoint(agent: Any, step: Callable[[], None], usual: float) -> dict[str, float]:
     """Seconds that a thread takes to write a checkpoint while training goes on, that the learner
     stands still for it, and how many times the usual a training step takes meanwhile."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+    with scratch() as folder, ThreadPoolExecutor(1) as pool:
         start = time.perf_counter()
         state = agent.save_later()
         still = time.perf_counter() - start
@@ -265,8 +264,8 @@ def described(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     try:
-        with tempfile.TemporaryDirectory() as place:
-            result = measure(Task(**json.loads(sys.argv[1])), place)
+        with scratch() as place:
+            result = measure(Task(**json.loads(sys.argv[1])), str(place))
     except (ConfigError, RuntimeError, MemoryError) as error:  # XLA raises the second
         result = {"problem": " ".join(str(error).split())[:300] or type(error).__name__}
     sys.stdout.write(json.dumps(result) + "\n")

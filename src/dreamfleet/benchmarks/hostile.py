@@ -33,7 +33,7 @@ import numpy as np
 import zmq
 
 from dreamfleet.benchmarks.proxy import Proxy, Way
-from dreamfleet.benchmarks.report import Row, compare, scratch
+from dreamfleet.benchmarks.report import Row, compare, helper, scratch
 from dreamfleet.benchmarks.soak import usage
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import factories
@@ -53,7 +53,6 @@ _HELD = 200  # connections of strangers that are kept open, and say nothing
 _SLOW = 20  # that send a byte now and then
 _STUCK = 5  # that stop in the middle of a message
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-_spawn = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -230,9 +229,8 @@ class Attacker:
         self._start()
 
     def _start(self) -> None:
-        self._channel, theirs = _spawn.Pipe()
-        arguments = (theirs, *self._what, self._rounds)
-        self._process = _spawn.Process(target=_attack, args=arguments, daemon=True)
+        self._channel, theirs = multiprocessing.Pipe()
+        self._process = helper(_attack, theirs, *self._what, self._rounds)
         self._process.start()
 
     @property
@@ -408,7 +406,7 @@ class Tap(Proxy):
         self.sent = bytearray()
         self.most = 1 << 62
         """Bytes of clients after which nothing more is passed on; the piece that they are in is."""
-        super().__init__(f"tcp://{target[0]}:{target[1]}", tap=lambda: self._see)
+        super().__init__(f"tcp://{target[0]}:{target[1]}", tap=lambda *_: self._see)
 
     def _see(self, way: Way, data: bytes) -> None:
         if way == "up":

@@ -8,13 +8,12 @@ its environments take; the peer is one lane at the same delay.
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import numpy as np
 
 from dreamfleet.benchmarks.proxy import Proxy
-from dreamfleet.benchmarks.report import Row, compare, rate_of, scratch
+from dreamfleet.benchmarks.report import Row, compare, helper, rate_of, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import factories
 from dreamfleet.roles.env import parallel_env
@@ -25,7 +24,6 @@ _ENVS, _STEP_SECONDS = 32, 0.002
 _DELAYS = (0.0, 0.001, 0.020, 0.100)
 _LANES = (1, 2, 4)
 _WARM_UP = 4  # steps of each environment
-_spawn = multiprocessing.get_context("spawn")
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -81,7 +79,5 @@ def measure(delay: float, lanes: int, seconds: float) -> float:
             actor_addr=proxy.address,
         )
         make = factories(config)["make_env_train"]
-        process = _spawn.Process(
-            target=parallel_env, args=(make, list(range(_ENVS)), config), daemon=True
-        )
+        process = helper(parallel_env, make, list(range(_ENVS)), config)
         return rate_of(lambda: counter.steps, [process], _WARM_UP * _ENVS, seconds)

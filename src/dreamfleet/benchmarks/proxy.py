@@ -2,20 +2,23 @@
 
 For measurements and tests on one machine: clients are given `Proxy.address`, and the server stays
 where it is, at a port or at a socket file. Bytes are passed on as they are, so encrypted
-connections work as well.
+connections work as well; and so are the packets that go around libzmq (`transport.shortcut`), if it
+listens at a socket file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import selectors
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
-from dreamfleet.transport.address import parse
+from dreamfleet.transport.address import Address, parse
+from dreamfleet.transport.shortcut import shortcut_path
 
 Way = Literal["up", "down"]
 """From the clients to the server, and from the server to the clients."""
@@ -24,9 +27,14 @@ BOTH: tuple[Way, Way] = ("up", "down")
 Tap = Callable[[Way, bytes], None]
 """Sees what is about to be passed on in one connection, piece by piece. `ConnectionError` resets
 the connection instead."""
+MakeTap = Callable[[Callable[[], None], bool], Tap]
+"""Called at every new connection with what resets it, and whether its pieces are packets."""
 
 _T = TypeVar("_T")
 _CHUNK = 1 << 16
+_PACKET = 1 << 20  # bytes; more than any has
+_PACKET_ROOM = 212_992  # bytes, as at both ends of a shortcut
+_BACKLOG = 1024
 _QUEUED = 256  # chunks of one connection and way that are in the proxy; then it stops reading
 
 
@@ -40,7 +48,7 @@ class Proxy:
             is now; asked at every new connection.
         delay: Seconds that bytes take, each way.
         listen: Where: a machine, with a free port, or a socket file that does not exist yet.
-        tap: Called at every new connection; returns what looks at its bytes.
+        tap: Makes what looks at the bytes of a connection.
     """
 
     def __init__(
@@ -48,10 +56,10 @@ class Proxy:
         target: str | Callable[[], str],
         delay: float = 0.0,
         listen: str | Path = "127.0.0.1",
-        tap: Callable[[], Tap] | None = None,
+        tap: MakeTap | None = None,
     ) -> None:
         self.delay = delay
-        self._tap = tap or (lambda: _look_away)
+        self._tap = tap or (lambda *_: _look_away)
         self.connections = 0
         """Connections that were accepted so far."""
         self.bytes = {"up": 0, "down": 0}
@@ -66,9 +74,14 @@ class Proxy:
         self._thread.start()
         self._flow = {way: asyncio.Event() for way in BOTH}
         self.resume()
+        self._packets: socket.socket | None = None
         if isinstance(listen, Path):
             self._server = self._call(asyncio.start_unix_server(self._accept, listen))
             self.address = f"ipc://{listen}"
+            self._packets = _packet_socket()
+            self._packets.bind(str(shortcut_path(listen)))
+            self._packets.listen(_BACKLOG)
+            asyncio.run_coroutine_threadsafe(self._accept_packets(self._packets), self._loop)
         else:
             self._server = self._call(asyncio.start_server(self._accept, listen, 0))
             self.address = f"tcp://{listen}:{self._server.sockets[0].getsockname()[1]}"
@@ -133,45 +146,57 @@ class Proxy:
                 self._begun.pop().cancel()
             await asyncio.sleep(0)
         self._server.close()
+        if self._packets is not None:
+            self._packets.close()
         await asyncio.sleep(0)  # in which sockets are closed
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._begin(_Stream(reader, writer))
+
+    async def _accept_packets(self, listener: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._begun.add(task)
+        while True:
+            accepted, _ = await self._loop.sock_accept(listener)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_ROOM)
+            self._loop.create_task(self._begin(_PacketStream(accepted)))
+
+    async def _begin(self, client: _Side) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._begun.add(task)
         try:
             # Closing cancels it, which asyncio would report as an error.
             with suppress(asyncio.CancelledError):
-                await self._serve(reader, writer)
+                await self._serve(client)
         finally:
             self._begun.discard(task)
-            writer.transport.abort()
+            client.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, client: _Side) -> None:
         self.connections += 1
         try:
             if self._refusing:
                 raise ConnectionRefusedError
-            server = parse(self._target() if callable(self._target) else self._target)
-            if server.kind == "tcp":
-                there = await asyncio.open_connection(server.host, server.port)
-            else:
-                there = await asyncio.open_unix_connection(server.path)
+            address = parse(self._target() if callable(self._target) else self._target)
+            server = await client.connect(address)
         except (OSError, ValueError):
             return
-        link = _Link(writer, there[1], self._tap())
+        link = _Link(client, server, self._tap)
         self._links.add(link)
         try:
             async with asyncio.TaskGroup() as ways:
-                ways.create_task(self._pass(reader, link, "up"))
-                ways.create_task(self._pass(there[0], link, "down"))
+                ways.create_task(self._pass(client, link, "up"))
+                ways.create_task(self._pass(server, link, "down"))
         except* OSError:
             pass  # one side has gone, so the other is told
         finally:
             self._links.discard(link)
             link.abort()
+            server.close()
 
-    async def _pass(self, source: asyncio.StreamReader, link: _Link, way: Way) -> None:
+    async def _pass(self, source: _Side, link: _Link, way: Way) -> None:
         """Pass on what comes from one side until its end, each chunk when it has taken its time."""
         chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
         async with asyncio.TaskGroup() as both:
@@ -186,12 +211,10 @@ class Proxy:
                 await link.send(way, data)
             link.end(way)
 
-    async def _read(
-        self, source: asyncio.StreamReader, chunks: asyncio.Queue[tuple[float, bytes]]
-    ) -> None:
+    async def _read(self, source: _Side, chunks: asyncio.Queue[tuple[float, bytes]]) -> None:
         data = b"-"
         while data:
-            data = await source.read(_CHUNK)
+            data = await source.read()
             await chunks.put((self._loop.time() + self.delay, data))
 
 
@@ -199,29 +222,114 @@ def _look_away(way: Way, data: bytes) -> None:
     del way, data
 
 
+class _Side(Protocol):
+    """One end of a connection that is passed on."""
+
+    async def connect(self, server: Address) -> _Side:
+        """A connection of the same kind to the server."""
+
+    async def read(self) -> bytes:
+        """What has come, at least a byte; nothing at the end."""
+
+    async def write(self, data: bytes) -> None: ...
+
+    def end(self) -> None:
+        """Tell the other end that nothing more is sent."""
+
+    def abort(self) -> None:
+        """Tell the other end that it is over."""
+
+    def close(self) -> None: ...
+
+
+class _Stream:
+    """A connection of libzmq."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def connect(self, server: Address) -> _Stream:
+        if server.kind == "tcp":
+            return _Stream(*await asyncio.open_connection(server.host, server.port))
+        return _Stream(*await asyncio.open_unix_connection(server.path))
+
+    async def read(self) -> bytes:
+        return await self._reader.read(_CHUNK)
+
+    async def write(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    def end(self) -> None:
+        if not self._writer.is_closing():
+            self._writer.write_eof()
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+    close = abort
+
+
+class _PacketStream:
+    """A connection around libzmq. Packets stay whole."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._loop = connected, asyncio.get_running_loop()
+
+    async def connect(self, server: Address) -> _PacketStream:
+        made = _packet_socket()
+        try:
+            await self._loop.sock_connect(made, str(shortcut_path(server.path)))
+        except OSError:
+            made.close()
+            raise
+        return _PacketStream(made)
+
+    async def read(self) -> bytes:
+        return await self._loop.sock_recv(self._socket, _PACKET)
+
+    async def write(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    def end(self) -> None:
+        with suppress(OSError):  # the other end has gone
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # closed once nobody reads it any more
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _packet_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_ROOM)
+    return made
+
+
 class _Link:
     """One connection of a client, and the one to the server that belongs to it."""
 
-    def __init__(
-        self, client: asyncio.StreamWriter, server: asyncio.StreamWriter, tap: Tap
-    ) -> None:
-        self._tap = tap
-        self._sinks: dict[Way, asyncio.StreamWriter] = {"up": server, "down": client}
+    def __init__(self, client: _Side, server: _Side, tap: MakeTap) -> None:
+        self._tap = tap(self.abort, isinstance(client, _PacketStream))
+        self._sinks: dict[Way, _Side] = {"up": server, "down": client}
         self._ended: set[Way] = set()
 
     async def send(self, way: Way, data: bytes) -> None:
         if way not in self._ended:
             self._tap(way, data)
-            self._sinks[way].write(data)
-            await self._sinks[way].drain()
+            await self._sinks[way].write(data)
 
     def end(self, way: Way) -> None:
         """The receiving side sees the end; what comes later is dropped."""
         if way not in self._ended:
             self._ended.add(way)
-            if not self._sinks[way].is_closing():
-                self._sinks[way].write_eof()
+            self._sinks[way].end()
 
     def abort(self) -> None:
+        self._ended.update(BOTH)
         for sink in self._sinks.values():
-            sink.transport.abort()
+            sink.abort()

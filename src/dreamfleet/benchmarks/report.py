@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
-import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.files import temporary_folder
+from dreamfleet.fleet.tied import tied
 
 _WARM_UP_SECONDS = 120.0
+_spawn = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,8 @@ def compare(
     return Row(name, value, unit, peer, peer_value, ratio, note)
 
 
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder that is removed at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-bench-") as folder:
-        yield Path(folder)
+scratch = partial(temporary_folder, "dreamfleet-bench-")
+"""A folder that is removed at the end of the block."""
 
 
 def timed(call: Callable[[], object], repeats: int) -> list[float]:
@@ -77,6 +77,23 @@ def calls_per_second(call: Callable[[], object], seconds: float) -> float:
             call()
         count += 10
     return count / elapsed
+
+
+def helper(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """A process that calls a function, and ends with this one, also if this one is killed."""
+    return _spawn.Process(target=_helped, args=(target, *args), daemon=True)
+
+
+def _helped(target: Callable[..., None], *args: Any) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+    target(*args)
 
 
 def rate_of(
@@ -115,18 +132,22 @@ def in_process(module: str, task: Any, *, agent: str = "dreamer", **variables: s
 
     kind = find_agent(agent)
     added = kind.process_environment(kind.default(), os.environ)
-    done = subprocess.run(
-        [sys.executable, "-m", module, json.dumps(task)],
+    with subprocess.Popen(
+        tied([module, json.dumps(task)]),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **added, **variables},
-        check=False,
-    )
-    if done.returncode < 0:
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = process.stdout.read().splitlines()
+        code = process.wait()
+    if code < 0:
         raise DreamfleetError("its process was killed: there was probably too little memory")
-    if done.returncode:
-        raise DreamfleetError(f"its process ended with code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if code:
+        raise DreamfleetError(f"its process ended with code {code}")
+    return json.loads(lines[-1])
 
 
 def markdown(cells: Iterable[str]) -> str:

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from dreamfleet.benchmarks.report import Row, compare, rate_of, timed
+from dreamfleet.benchmarks.report import Row, compare, helper, rate_of, timed
 from dreamfleet.transport import BatchServer, Client, Keys, Server
 
 BATCH = 4
-_spawn = multiprocessing.get_context("spawn")
 
 Tree = dict[str, Any]
 
@@ -80,8 +79,7 @@ def measure_ours(
     server.bind("act", counter, lambda _: None, batch=BATCH)
     with server:
         clients: list[BaseProcess] = [
-            _spawn.Process(target=_environments, args=(server.address, keys, envs), daemon=True)
-            for _ in range(processes)
+            helper(_environments, server.address, keys, envs) for _ in range(processes)
         ]
         return rate_of(lambda: counter.steps, clients, 50 * processes, seconds)
 
@@ -97,8 +95,7 @@ def measure_portal(processes: int, seconds: float) -> float:
     server.start(block=False)
     try:
         clients: list[BaseProcess] = [
-            _spawn.Process(target=_portal_environment, args=(f"localhost:{port}",), daemon=True)
-            for _ in range(processes)
+            helper(_portal_environment, f"localhost:{port}") for _ in range(processes)
         ]
         return rate_of(lambda: counter.steps, clients, 50 * processes, seconds)
     finally:
@@ -115,8 +112,8 @@ def _echo_server(channel: Any) -> None:
 
 @contextmanager
 def _echo_process() -> Iterator[str]:
-    ours, theirs = _spawn.Pipe()
-    process = _spawn.Process(target=_echo_server, args=(theirs,), daemon=True)
+    ours, theirs = multiprocessing.Pipe()
+    process = helper(_echo_server, theirs)
     process.start()
     try:
         yield ours.recv()

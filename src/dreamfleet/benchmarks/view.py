@@ -12,10 +12,10 @@ import math
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dreamfleet.benchmarks.report import Row, compare, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, import_extra
 from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics import read_jsonl
 
 _KEYS = 12
@@ -51,10 +52,13 @@ def run(quick: bool = False) -> list[Row]:
         ]
 
 
+_started = partial(subprocess.Popen, stdin=subprocess.PIPE, start_new_session=True)
+
+
 @contextmanager
 def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    command = [sys.executable, "-m", "dreamfleet.cli", "view", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = tied(["dreamfleet.cli", "view", str(folder), "--port", "0"])
+    with _started(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().strip(), psutil.Process(process.pid)
@@ -107,10 +111,10 @@ def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator
         "--logdir": str(folder / "run"),
     }
     words = [word for option in options.items() for word in option]
-    command = [sys.executable, "-m", "dreamfleet.cli", "train", *words]
+    command = tied(["dreamfleet.cli", "train", *words])
     folder.mkdir(parents=True)
     with (
-        subprocess.Popen(command, stdout=subprocess.DEVNULL) as process,
+        _started(command, stdout=subprocess.DEVNULL) as process,
         _served(folder) as (address, server),
     ):
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from dreamfleet.chaos.network import Network
 from dreamfleet.chaos.report import Report
 from dreamfleet.chaos.schedule import Fault, schedule
 from dreamfleet.config import RunConfig
+from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.roles.addresses import server_name
@@ -49,8 +49,6 @@ def fleet_config(logdir: Path, agent: str = "dreamer", **changes: Any) -> RunCon
         "eval_envs": 1,
         "eval_episodes": 0,
         "steps": 0,
-        # The environments' server asks for keys; at the others messages can be told apart.
-        "actor_addr": "tcp://127.0.0.1:{auto}",
         "batch_size": 8,
         "batch_length": 16,
         "train_ratio": 16.0,
@@ -76,8 +74,8 @@ def servers_of(config: RunConfig) -> dict[str, bool]:
     names += ["learner"] if config.actors > 1 else []
     names += [server_name("replay", shard) for shard in range(config.replay_shards)]
     names += ["logger", *(["evaluator"] if config.eval_every else [])]
-    every = config.launcher == "ray"
-    return {name: every or name.startswith("actor") for name in names}
+    every, actors = config.launcher == "ray", config.actor_addr.startswith("tcp:")
+    return {name: every or (actors and name.startswith("actor")) for name in names}
 
 
 def run_chaos(
@@ -107,13 +105,13 @@ def run_chaos(
     called = [name for name in servers_of(config) if name != "evaluator"]
     faults = schedule(seed, worker_names(config), called, threads=threads)
     with (
-        tempfile.TemporaryDirectory(prefix="dreamfleet-chaos-") as name,
+        temporary_folder("dreamfleet-chaos-") as folder,
         Disk(config.logdir, _DISK_BYTES) as disk,
-        Network(config.logdir, servers, Path(name)) as network,
+        Network(config.logdir, servers, folder) as network,
     ):
         if disk.kind != "tmpfs":
             say("No small disk can be mounted here: a full one is a limit on the size of files.")
-        with closing(Fleet(config, network.addresses, Path(name))) as fleet:
+        with closing(Fleet(config, network.addresses, folder)) as fleet:
             conductor = _Conductor(fleet, Injector(fleet, network, disk, seed), say)
             report = conductor.run(islice(faults, most or None), random.Random(seed), minutes, rest)
         if report.problems and keep is not None:
@@ -164,6 +162,7 @@ class _Conductor:
             accounts=accounts,
             problems=self._problems,
             lost=self._injector.lost,
+            calls=self._injector.calls,
             orphans=self._injector.orphans,
         )
 

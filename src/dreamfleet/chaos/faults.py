@@ -88,6 +88,13 @@ class Injector:
         """Seconds for which processes lived on after their supervisor was killed."""
 
     @property
+    def calls(self) -> dict[str, int]:
+        """Calls of the fleet so far, and how many of them went around libzmq."""
+        lines = self._network.lines.values()
+        made = sum(line.methods.total() for line in lines)
+        return {"made": made, "direct": sum(line.direct for line in lines)}
+
+    @property
     def lost(self) -> dict[str, int]:
         """What of which calls was lost, and how often."""
         return {" ".join(key): count for key, count in sorted(self._lost.items())}

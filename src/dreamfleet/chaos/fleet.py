@@ -30,6 +30,7 @@ from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
 from dreamfleet.fleet.record import WorkerRecord, read_record
+from dreamfleet.fleet.tied import tied
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.metrics import read_jsonl
 from dreamfleet.parallel import combined
@@ -58,22 +59,22 @@ class Fleet:
 
     def start(self) -> None:
         """Start the supervisor, which starts or resumes the run."""
-        # Not as a module of its own name: workers have to find what they are sent.
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
-        environment = {
-            **os.environ,
-            "TMPDIR": str(self.temporary),
-            _MARK: str(self._folder),
-        }
+        command = tied(["dreamfleet.chaos", str(self.config.logdir)])
         with (self.config.logdir / "fleet.log").open("ab") as output:
             self._process = subprocess.Popen(
-                [*command, str(self.config.logdir), json.dumps(dict(self._addresses))],
-                stdin=subprocess.DEVNULL,
+                [*command, json.dumps(dict(self._addresses))],
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=environment,
+                env=self.environment(),
                 start_new_session=True,
             )
+
+    def environment(self) -> dict[str, str]:
+        """Variables that all processes of the fleet inherit, by which they are found."""
+        # The title of a process would overwrite them: SPT_NOENV.
+        mine = {"TMPDIR": str(self.temporary), _MARK: str(self._folder), "SPT_NOENV": "1"}
+        return {**os.environ, **mine}
 
     @property
     def ended(self) -> bool:
@@ -83,14 +84,14 @@ class Fleet:
     def end(self, how: signal.Signals = signal.SIGINT) -> int:
         """Send the supervisor a signal, and wait until it has ended; returns its exit code."""
         assert self._process is not None
-        self._process.send_signal(how)
-        try:
-            code = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        self._process = None
-        return code
+        with self._process as process:
+            self._process = None
+            process.send_signal(how)
+            try:
+                return process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait()
 
     def wait_until_gone(self) -> float:
         """Seconds until every process of the fleet has ended."""
@@ -113,9 +114,8 @@ class Fleet:
     def close(self) -> None:
         """Leave nothing running, whatever happened."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            self._process.wait()
+            with self._process as supervisor:
+                supervisor.kill()
         for process in self.processes():
             with suppress(psutil.Error):
                 process.kill()

@@ -3,10 +3,14 @@
 What travels is ZMTP (rfc.zeromq.org/spec/23): a greeting, then frames with a length each. Without
 encryption the first frame of a message is one of `dreamfleet.transport.wire`, whose beginning names
 the method. With it only lengths are seen, which is enough where a server has a single method.
+
+Between socket files most messages go around libzmq, as packets with the same frames
+(`transport.shortcut`). A client then has two connections, and loses both.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -16,10 +20,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
+from weakref import WeakSet
 
 from dreamfleet.benchmarks.proxy import Proxy, Way
 from dreamfleet.roles.addresses import DirectoryBook
-from dreamfleet.transport.wire import CALL, ERROR, REPLY, Header
+from dreamfleet.transport.codec import Buffer
+from dreamfleet.transport.shortcut import split_packet
+from dreamfleet.transport.wire import CALL, ERROR, REPLY, WELCOME, Header
 
 Part = Literal["request", "reply", "server"]
 """What is lost with a connection: a request before it arrives, or its reply after the server has
@@ -27,7 +34,8 @@ done its work; with `server`, the server itself is killed at that moment."""
 PARTS: tuple[Part, ...] = ("reply", "request", "server")
 
 _GREETING, _MECHANISM = 64, slice(12, 32)
-_HEAD = 64  # bytes of a frame that name the call
+_HEAD = 1024  # bytes of a frame that name the call, or all of a greeting
+_TOKEN = re.compile(rb"[0-9a-f]{32}")  # that a greeting offers for the way around libzmq
 _MORE, _LONG, _COMMAND = 1, 2, 4
 # Bytes of an encrypted call, and of a reply; a greeting has 46, a heartbeat 38 or 40.
 _LEAST: dict[Way, int] = {"up": 52, "down": 44}
@@ -49,8 +57,8 @@ class Loss:
     method: str
     part: Part
     kill: Callable[[], object]
-    claim: tuple[_Messages, int] | None = None
-    """The call whose reply is to be lost."""
+    claim: tuple[_Messages | bytes, int] | None = None
+    """The call whose reply is to be lost: its client and its number."""
     at: float = 0.0
     """When it was, on the monotonic clock."""
     happened: threading.Event = field(default_factory=threading.Event)
@@ -65,6 +73,9 @@ class Line:
         """Calls so far, by method."""
         self.replies = 0
         """Calls that were answered so far."""
+        self.direct = 0
+        """Calls that went around libzmq so far."""
+        self._connections: WeakSet[_Messages] = WeakSet()
         self._firsts: list[tuple[float, float]] = []  # of connections: opened, first answered
         self._loss: Loss | None = None
         self.proxy = Proxy(
@@ -88,28 +99,36 @@ class Line:
 
     # --- in the proxy's thread -------------------------------------------------------------------
 
+    def open(self, connection: _Messages) -> None:
+        """There is another connection."""
+        self._connections.add(connection)
+
     def see(self, connection: _Messages, way: Way, message: Message) -> None:
         """Count a message, or lose it."""
         loss = self._loss
         if way == "up" and message.kind == CALL:
             self.methods[message.method] += 1
+            self.direct += connection.packets
             if loss and loss.method == message.method:
                 if loss.part == "request":
-                    self._lost(loss)
-                loss.claim = connection, message.number
+                    self._lost(loss, connection)
+                loss.claim = connection.client, message.number
         elif way == "down" and message.kind in (REPLY, ERROR):
-            if loss and loss.claim == (connection, message.number):
+            if loss and loss.claim == (connection.client, message.number):
                 if loss.part == "server":
                     loss.kill()
-                self._lost(loss)
+                self._lost(loss, connection)
             self.replies += 1
             if not connection.answered:
                 connection.answered = True
                 self._firsts.append((connection.opened, time.monotonic()))
 
-    def _lost(self, loss: Loss) -> None:
+    def _lost(self, loss: Loss, connection: _Messages) -> None:
         self._loss = None
         loss.at = time.monotonic()
+        for each in list(self._connections):
+            if each.client == connection.client:
+                each.reset()
         loss.happened.set()
         raise ConnectionResetError
 
@@ -117,17 +136,28 @@ class Line:
 class _Messages:
     """Follows the messages of one connection: the tap of a proxy."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, line: Line, reset: Callable[[], None], packets: bool) -> None:
+        self._line, self.reset, self.packets = line, reset, packets
         self._frames: dict[Way, _Frames] = {"up": _Frames(), "down": _Frames()}
         self._welcomed = False
         self.opened = time.monotonic()
         self.answered = False
+        self.client: _Messages | bytes = self
+        """Whose it is: connections of one client have the same token, if it has several."""
+        line.open(self)
 
     def __call__(self, way: Way, data: bytes) -> None:
+        if self.packets:
+            if self.client is self:
+                self.client = data  # the first one is the token
+            elif (parts := split_packet(data)) and (message := read_header(parts[0])):
+                self._line.see(self, way, message)
+            return
         frames = self._frames[way]
         for head, size in frames.feed(data):
             if message := self._encrypted(way, size) if frames.encrypted else read_header(head):
+                if message.kind == WELCOME and (token := _TOKEN.search(head)):
+                    self.client = token[0]
                 self._line.see(self, way, message)
 
     def _encrypted(self, way: Way, size: int) -> Message | None:
@@ -180,8 +210,9 @@ class _Frames:
                 yield bytes(buffer[start : start + min(size, _HEAD)]), size
 
 
-def read_header(head: bytes) -> Message | None:
+def read_header(frame: Buffer) -> Message | None:
     """Kind, number and method of a header (msgpack) by its beginning; None if it is no header."""
+    head = bytes(frame[:_HEAD])
     try:
         if head[0] != _ARRAY:
             return None

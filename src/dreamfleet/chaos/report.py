@@ -44,6 +44,9 @@ class Report:
     """Promises that did not hold, a sentence each."""
     lost: dict[str, int] = field(default_factory=dict)
     """What of which calls was lost with a connection, and how often."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """Calls between the fleet's processes that were `made`, and those that went around libzmq
+    (`direct`)."""
     orphans: list[float] = field(default_factory=list)
     """Seconds for which processes have outlived a killed supervisor."""
 
@@ -109,6 +112,7 @@ class Report:
             "recovery_seconds": recovery,
             "longest_pause_seconds": round(self.longest_pause, 2),
             "steps_per_second": {"quiet": round(self.quiet, 1), "faults": round(self.disturbed, 1)},
+            "calls": self.calls,
             "calls_lost": self.lost,
             "hostile_requests": sum(each.sent for each in self.outcomes),
             "orphans_lived_seconds": [round(each, 2) for each in self.orphans],
@@ -179,6 +183,9 @@ class Report:
                 f"replay ratio   {self.accounts.samples:,} sequences trained on, "
                 f"{self.accounts.due:,.0f} due",
             ]
+        if self.calls:
+            made, direct = self.calls["made"], self.calls["direct"]
+            lines.append(f"calls          {made:,}, {direct:,} of them around libzmq")
         if self.lost:
             lines.append(f"calls lost     {sum(self.lost.values())}, of {len(self.lost)} kinds")
         if sent := sum(each.sent for each in self.outcomes):

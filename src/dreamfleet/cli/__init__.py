@@ -10,8 +10,11 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from dreamfleet.cli.arguments import call, function_options, help_of, summary_of
 from dreamfleet.cli.console import complain, say
@@ -87,19 +90,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"There is no command {name!r}.{hint}")
         return 2
     try:
-        _run(name, args[1:])
+        with _signals():
+            _run(name, args[1:])
     except DreamfleetError as error:
         complain(str(error))
         # An error about what was given is a ValueError too.
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
+    except _Terminated:
+        return 128 + signal.SIGTERM
     except (OSError, MemoryError, RuntimeError) as error:
         if not (sentence := _about_machine(error)):
             raise
         complain(sentence)
         return 1
     return 0
+
+
+class _Terminated(SystemExit):
+    """SIGTERM, or SIGHUP, has ended a command that has no handler of its own."""
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM ends a command by an exception, so that it ends what it has started; and the end of
+    the terminal (SIGHUP) is a SIGTERM, unless nohup ignores it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    old = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        old[signal.SIGHUP] = signal.signal(
+            signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM)
+        )
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 _FIXES = {

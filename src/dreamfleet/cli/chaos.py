@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from dreamfleet.chaos.conductor import fleet_config, run_chaos
 from dreamfleet.chaos.report import PromiseBroken
 from dreamfleet.cli.console import say, write
 from dreamfleet.errors import MissingExtraError
+from dreamfleet.files import temporary_folder
 from dreamfleet.settings import Count, CountOrZero, ZeroOrMore
 
 
@@ -25,6 +25,7 @@ def chaos(
     actors: Count = 1,
     replay_shards: Count = 1,
     eval_every: CountOrZero = 0,
+    ports: bool = False,
     out: Path = Path("chaos"),
     goals: bool = False,
 ) -> None:
@@ -47,20 +48,23 @@ def chaos(
         replay_shards: Processes that the replay is spread over.
         eval_every: Steps between two rounds of evaluation, by an evaluator; 0 for none. Without it
             the evaluation environment calls the agent.
+        ports: The environments call the agent over a port that asks for keys, as those of machines
+            that join do; otherwise over a socket file, as those of this machine do.
         out: Directory for report.json, report.txt and report.png; and for the run itself, if a
             promise did not hold.
         goals: Also fail if a goal of speed is missed: recovery in 3 s (median) and 10 s (worst),
             70 % of the undisturbed steps, 200 faults in 30 minutes; for a quiet machine.
     """
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-chaos-") as folder:
+    with temporary_folder("dreamfleet-chaos-") as folder:
         config = fleet_config(
-            Path(folder) / "run",
+            folder / "run",
             agent,
             seed=seed,
             launcher=launcher,
             actors=actors,
             replay_shards=replay_shards,
             eval_every=eval_every,
+            **({"actor_addr": "tcp://127.0.0.1:{auto}"} if ports else {}),
         )
         report = run_chaos(config, seed, minutes, say, most=faults, rest=rest, keep=out / "run")
     write(out / "report.json", report.to_json())

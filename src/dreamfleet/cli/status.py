@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def status(
         _check(logdir)
         return
     live_display = follow and out.is_terminal and not json
-    with Watcher(logdir) as watcher:
+    with Watcher(logdir, score_bytes=math.inf) as watcher:
         found = watcher.look(_PATIENCE)
         if found is not None and found.running:
             # What a process keeps busy is known from the second look on.

@@ -68,6 +68,8 @@ _ANSWER_SECONDS = 0.5
 _UNANSWERED_SECONDS = 5.0
 # The last line of metrics is shorter than this.
 _TAIL_BYTES = 1 << 17
+_SCORE_BYTES = 4 << 20  # some 60,000 episodes, 0.05 s
+_CURVE_POINTS = 64
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,18 @@ class MachineStatus:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """All training episodes of a run in a few numbers, however many they are."""
+
+    count: int = 0
+    best: float | None = None
+    recent: tuple[float, ...] = ()
+    """Of the last episodes, in order."""
+    curve: tuple[float, ...] = ()
+    """Means of equally many episodes each, in order."""
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """Everything that a person is shown of a run."""
 
@@ -130,8 +144,7 @@ class RunStatus:
     responding: bool
     """Whether the logger responds."""
     step: int
-    scores: tuple[float, ...]
-    """Of all training episodes, in order."""
+    scores: Scores
     metrics: Mapping[str, Any]
     """The newest of every key."""
     steps_per_second: float
@@ -164,7 +177,7 @@ class RunStatus:
         told = self.metrics.get("score")
         if told is not None:
             return float(told)
-        recent = self.scores[-RECENT_EPISODES:]
+        recent = self.scores.recent
         return sum(recent) / len(recent) if recent else None
 
     @property
@@ -259,8 +272,8 @@ class RunStatus:
             "logdir": str(self.config.logdir),
             **{name: getattr(self, name) for name in _TOLD},
             "steps": self.config.steps,
-            "best_score": max(self.scores, default=None),
-            "episodes": len(self.scores),
+            "best_score": self.scores.best,
+            "episodes": self.scores.count,
             "workers": [asdict(worker) for worker in self.workers],
             "machines": [asdict(machine) for machine in self.machines],
             "metrics": dict(self.metrics),
@@ -338,12 +351,18 @@ def _forecast(status: RunStatus) -> str:
 
 
 class Watcher:
-    """Looks at a run again and again."""
+    """Looks at a run again and again.
 
-    def __init__(self, logdir: Path) -> None:
+    Args:
+        logdir: The run's directory.
+        score_bytes: Of `scores.jsonl`, at most, that one look reads. The first looks at a long file
+            know a part of its episodes; without a limit the first look takes longer.
+    """
+
+    def __init__(self, logdir: Path, score_bytes: float = _SCORE_BYTES) -> None:
         self._logdir = logdir
         self._config = _ConfigReader(logdir)
-        self._scores = _ScoresReader(logdir / "scores.jsonl")
+        self._scores = _ScoresReader(logdir / "scores.jsonl", score_bytes)
         self._logger: _LoggerQuestions | None = None
         self._progress = _Progress()
         self._processes: dict[int, psutil.Process] = {}
@@ -368,7 +387,7 @@ class Watcher:
         metrics, responding = self._ask(config, changed, record, patience)
         state = run_state(record, responding)
         running = state in _UNDER_WAY
-        scores = tuple(self._scores.read())
+        scores = self._scores.read()
         # A logger that was just started does not know the step yet.
         step = int(metrics.get("step", 0)) or max(
             self._scores.last_step, _last_logged_step(self._logdir / "metrics.jsonl")
@@ -645,20 +664,50 @@ class _ConfigReader:
         return self._config, changed
 
 
-class _ScoresReader:
-    """The scores of a file that grows."""
+class _ScoreRow(msgspec.Struct):
+    step: float
+    score: float | None = msgspec.field(name="episode/score", default=None)
 
-    def __init__(self, path: Path) -> None:
-        self._rows = JsonlTail(path)
-        self._scores: list[float] = []
+
+class _ScoresReader:
+    """The scores of a file that grows. Each is read once, and none is kept."""
+
+    def __init__(self, path: Path, most: float) -> None:
+        self._lines = JsonlTail(path).lines
+        self._most = most
+        self._decode = msgspec.json.Decoder(_ScoreRow).decode
+        self._count = 0
+        self._best: float | None = None
+        self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self._curve: list[float] = []
+        self._width = 1  # episodes of a point of the curve
+        self._sum, self._summed = 0.0, 0  # of the next point
         self.last_step = 0
 
-    def read(self) -> list[float]:
-        for row in self._rows.read():
-            with suppress(ValueError, KeyError, TypeError, OverflowError):
-                self.last_step = int(row["step"])
-                self._scores.append(float(row["episode/score"]))
-        return self._scores
+    def read(self) -> Scores:
+        """What is known with the next lines."""
+        for line in self._lines(self._most):
+            with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                row = self._decode(line)
+                self.last_step = int(row.step)
+                if row.score is not None:
+                    self._add(row.score)
+        rest = [self._sum / self._summed] if self._summed else []
+        return Scores(self._count, self._best, tuple(self._recent), (*self._curve, *rest))
+
+    def _add(self, score: float) -> None:
+        self._count += 1
+        self._best = score if self._best is None else max(self._best, score)
+        self._recent.append(score)
+        self._sum, self._summed = self._sum + score, self._summed + 1
+        if self._summed < self._width:
+            return
+        self._curve.append(self._sum / self._width)
+        self._sum, self._summed = 0.0, 0
+        if len(self._curve) == _CURVE_POINTS:
+            pairs = zip(self._curve[::2], self._curve[1::2], strict=True)
+            self._curve = [(first + second) / 2 for first, second in pairs]
+            self._width *= 2
 
 
 def _last_logged_step(path: Path) -> int:

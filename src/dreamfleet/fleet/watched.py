@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -33,6 +32,7 @@ import dreamfleet
 from dreamfleet.envs import EnvError, MissingExtraError, SpaceError, UnknownTaskError
 from dreamfleet.envs.diagnose import ONLY_ONE, Call
 from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.launchers import ONE_THREAD
 from dreamfleet.formatting import clock
 
@@ -117,8 +117,7 @@ def run_watched(
         DreamfleetError: What the function raised, by its message.
     """
     settings = Settings(timeout, setting, say, console, show_output)
-    with tempfile.TemporaryDirectory(prefix="dreamfleet-") as directory:
-        place = Path(directory)
+    with temporary_folder() as place:
         calls = _shared(place)
         reader, writer = os.pipe()
         start = {
@@ -129,7 +128,7 @@ def run_watched(
         with (place / "output").open("wb") as output:
             process = subprocess.Popen(
                 # The directory is no place to import from: -P.
-                [sys.executable, "-P", "-m", __spec__.name, directory, str(reader)],
+                [sys.executable, "-P", "-m", __spec__.name, str(place), str(reader)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

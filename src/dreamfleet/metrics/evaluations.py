@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,13 @@ def evaluation_metrics(played: Sequence[Played], step: int) -> dict[str, float]:
         f"{PREFIX}/cut_short": float(sum(each.cut_short for each in played)),
         f"{PREFIX}/failed": float(sum(each.episode is None for each in played)),
     }
+
+
+def evaluation_from(row: Mapping[str, Any]) -> Evaluation:
+    """What a line of the file says."""
+    known = {each.name: row[each.name] for each in fields(Evaluation) if each.name in row}
+    returns = [math.nan if score is None else score for score in row["returns"]]
+    return Evaluation(**{**known, "returns": returns})
 
 
 def append_evaluation(logdir: Path, result: Evaluation, **more: Any) -> None:

@@ -41,12 +41,13 @@ _SILENCE = f"nothing was heard of it for {LOST_SECONDS:g} s"
 _CALL_SECONDS = 5.0
 _GOODBYE_SECONDS = 30.0
 _TOLD_SECONDS = 3.0
+_ON_WAIT_SECONDS = 2.0
 _KEPT = 64  # meetings that are over, for calls that are repeated
 _OF_A_HOST = re.compile(
     r"logdir|host_index|keys|.*_addr|envs|envs_per_process|env_lanes|eval_.*|actors|actor_.*"
     r"|expect_envs|bind|remote_envs|coordinator|outputs|resources\..*|replay\.max_bytes"
     r"|replay\.capacity|replay\.chunk|.*\.cache_dir|.*\.dump_dir|retrace_seconds|env_timeout"
-    r"|ray_.*|duration|log_every|.*_platform|policy_.*"
+    r"|ray_.*|duration|log_every|.*_platform|.*\.execution\.policy_.*"
 )
 """Settings in which hosts may differ."""
 
@@ -236,6 +237,12 @@ class Meeting:
                 del self._rooms[each]
             return [room[each] for each in range(self._count)]
 
+    def missing(self, key: str) -> list[int]:
+        """The hosts that have said nothing under this key yet."""
+        with self._changed:
+            room = self._rooms.get(key, {})
+            return [index for index in range(self._count) if index not in room]
+
     def close(self) -> None:
         """Let nobody wait any more."""
         with self._changed:
@@ -421,6 +428,7 @@ def _served(config: RunConfig) -> Iterator[Meeting]:
     server.bind("beat", meeting.beat, repeatable=True)
     # Everybody in a round, and everybody in that of a checkpoint.
     server.bind("gather", meeting.gather, workers=2 * config.hosts, repeatable=True)
+    server.bind("missing", meeting.missing, repeatable=True)
     server.start(block=False)
     try:
         if not config.coordinator:
@@ -488,13 +496,25 @@ class Hosts:
         self._client = client
         self._meetings: dict[str, int] = {}
 
-    def gather(self, name: str, said: Said) -> list[Said]:
-        """What every host says in its next meeting of this name; waits for all of them."""
+    def gather(
+        self, name: str, said: Said, on_wait: Callable[[list[int]], object] | None = None
+    ) -> list[Said]:
+        """What every host says in its next meeting of this name; waits for all of them.
+
+        Args:
+            name: Of the meeting.
+            said: What this host says.
+            on_wait: Called now and then with the hosts that are waited for.
+        """
         if self._client is None:
             return [said]
         number = self._meetings[name] = self._meetings.get(name, 0) + 1
         key = f"{name}/{number}"
-        found: list[Said] = self._client.gather(key, self.index, self._token, dict(said)).result()
+        asked = self._client.gather(key, self.index, self._token, dict(said))
+        while on_wait and not asked.wait(_ON_WAIT_SECONDS):
+            if missing := self._client.missing(key).result():
+                on_wait(missing)
+        found: list[Said] = asked.result()
         return found
 
     def meeting(self, name: str) -> Gather:

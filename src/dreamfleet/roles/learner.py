@@ -45,6 +45,7 @@ SAVE_REQUEST = "save.request"
 _FIRST_TIMEOUT = 3600.0
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _STATE_SECONDS = 2.0
+_ENOUGH_DATA = "waiting for enough data to train on"
 _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _ROUND_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
@@ -170,6 +171,8 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self.updates = 0
+        self.most_hosts = self._hosts.count
+        """That this run ever had."""
         self.offset = 0
         """Several hosts: steps of the run that are not counted by the replay of any of them; below
         0 for those that two have counted."""
@@ -184,9 +187,11 @@ class Saver:
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
-            step = snapshot.step
-            self.updates = int(snapshot.parts["run"]["updates"])
-            self._round = int(snapshot.parts["run"].get("round", 0))
+            step, run = snapshot.step, snapshot.parts["run"]
+            self.updates = int(run["updates"])
+            self._round = int(run.get("round", 0))
+            counted = sum(name.startswith("steps/") for name in run)  # by hosts that saved it
+            self.most_hosts = max(self.most_hosts, int(run.get("hosts", 0)), counted)
             self.turns = snapshot.parts.get(TURNS, {})
             restored = f"resuming from {snapshot.path}"
         elif self._args.from_checkpoint:
@@ -302,6 +307,7 @@ class Saver:
         score = None
         if self._hosts.index == 0:  # the rest is the same on all hosts
             parts["run"] |= {"updates": self.updates, "round": self._round}
+            parts["run"]["hosts"] = self.most_hosts
             parts["replay"] = position
             parts[BLUEPRINT] = Blueprint.of(self._agent, self._args).save()
             score = self._evaluation_score()
@@ -438,7 +444,7 @@ class Learner:
             times.add(self._args, time.monotonic() - start)
             if needed := memory(self._agent):
                 self._show("learner/memory", _memory_in_words(needed))
-        self._show("learner/state", "waiting for enough data to train on")
+        self._show("learner/state", _ENOUGH_DATA)
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 
     def updates_left(self) -> int:
@@ -480,7 +486,10 @@ class Learner:
         """The same for a number of steps."""
         args = self._args
         asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
-        return max(0, min(asked - self._saver.updates, most_owed(args)))
+        hosts, before = self._hosts.count, self._saver.most_hosts
+        # Each of the hosts, then and now, had a replay to fill.
+        most = most_owed(args, fills=1.0 if before == hosts else 1.0 + before / hosts)
+        return max(0, min(asked - self._saver.updates, most))
 
     def _show(self, key: str, text: str, step: int | None = None) -> None:
         """Send a text for the person at once, if the logger is there to pass it on."""
@@ -496,6 +505,8 @@ class Learner:
         """
         args, timer, several = self._args, self._timer, self._hosts.count > 1
         every = {"log": args.log_every, "report": args.report_every, "save": args.save_every}
+        if several:
+            self._await_hosts()
         clock = GlobalClock(every, self._hosts.meeting("round"))
         batches = self._agent.stream(self._batches(samples))
         if several:
@@ -537,6 +548,17 @@ class Learner:
         self.log()
         # A reply to a later call: the last metrics have arrived before the client is closed.
         self._logger.status().wait(_FLUSH_SECONDS)
+
+    def _await_hosts(self) -> None:
+        """Wait until all hosts have compiled."""
+
+        def on_wait(missing: list[int]) -> None:
+            names = " and ".join(f"host {index}" for index in missing)
+            verb = "is" if len(missing) == 1 else "are"
+            self._show("learner/state", f"waiting for {names}, which {verb} compiling")
+
+        self._hosts.gather("compiled", {}, on_wait)
+        self._show("learner/state", _ENOUGH_DATA)
 
     def _said(self) -> dict[str, Any]:
         """What the hosts decide from, as this one knows it."""

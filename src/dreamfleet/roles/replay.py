@@ -270,12 +270,12 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
     )
 
 
-def most_owed(args: RunConfig) -> int:
+def most_owed(args: RunConfig, fills: float = 1.0) -> int:
     """Updates that a run may be short of when it has made its steps, because nothing was trained
-    before the replay held enough of them."""
+    before the replay held enough of them, which happened `fills` times."""
     limiter = limiter_for(args)
     held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt
-    return int(held / args.host_batch) + LOOK_AHEAD
+    return int(fills * held / args.host_batch) + LOOK_AHEAD
 
 
 class ReplayService:

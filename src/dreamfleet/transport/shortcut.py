@@ -108,7 +108,7 @@ class Shortcut:
         if not size:
             self.ended = True
             return None
-        return _split(self._socket.recv(min(size, _LARGEST)))
+        return split_packet(self._socket.recv(min(size, _LARGEST)))
 
     def close(self) -> None:
         self._socket.close()
@@ -121,7 +121,8 @@ def _beginning(sizes: tuple[int, ...]) -> bytes:
     return words + _NOTHING[: -len(words) % _ALIGN]
 
 
-def _split(packet: bytes) -> list[Buffer]:
+def split_packet(packet: bytes) -> list[Buffer]:
+    """The frames of a packet; none if it is malformed."""
     count = _WORD.unpack_from(packet)[0] if len(packet) >= _WORD.size else 0
     if not 0 < count <= _MOST_FRAMES or len(packet) < _WORD.size * (1 + count):
         return []

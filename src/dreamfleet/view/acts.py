@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from nicegui import app, ui
 
 from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.fleet.record import read_record, supervisor_process
+from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.roles.learner import SAVE_REQUEST
 from dreamfleet.view.frame import card, with_hint
@@ -75,8 +75,8 @@ class Job:
         self.result = ""
         self.code: int | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *module],
-            stdin=subprocess.DEVNULL,
+            tied(module),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

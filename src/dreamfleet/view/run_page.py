@@ -213,8 +213,8 @@ def newest(run: Run, key: str) -> float | None:
 def _numbers(run: Run, status: RunStatus | None, evaluation: float | None) -> dict[str, str]:
     found: dict[str, float | None] = {"score": run.row.score}
     if status is not None:
-        found["best episode"] = max(status.scores, default=None)
-        found["episodes"] = float(len(status.scores))
+        found["best episode"] = status.scores.best
+        found["episodes"] = float(status.scores.count)
     evaluated = [evaluation, *(newest(run, key) for key in ("eval_score", "eval/score"))]
     found["evaluation"] = next((v for v in evaluated if v is not None), None)
     found["steps/s"] = run.row.rate

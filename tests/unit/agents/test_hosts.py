@@ -21,7 +21,7 @@ NEAR = {"rtol": 1e-4, "atol": 1e-5}
 PROGRAM = """
 import sys
 from pathlib import Path
-tests, folder, address, index, count, updates = sys.argv[1:7]
+address, tests, folder, index, count, updates = sys.argv[1:7]
 folder, index, count = Path(folder), int(index), int(count)
 sys.path.insert(0, tests)
 from dreamfleet.agents.dreamer import DREAMER
@@ -81,29 +81,58 @@ if count > 1:  # what one process has saved, several load
 """
 
 
+KEEPS = """
+import sys
+address, index, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+from dreamfleet.agents.dreamer import DREAMER
+from dreamfleet.roles.hosts import Hosts
+from dreamfleet.transport import Client
+hosts = Hosts(2, index, "127.0.0.1", Client(address, "hosts"), f"token{index}")
+DREAMER.join_hosts(index, 2, hosts.meeting("agent"), hosts.address)
+import jax
+from dreamfleet.agents.dreamer.programs import enable_cache
+assert enable_cache(folder)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+assert jax.process_index() == index
+assert jax.jit(lambda x: x + 1)(1) == 2
+hosts.gather("ready", {})
+"""
+
+
+def test_every_host_keeps_its_compiled_programs(tmp_path: Path) -> None:
+    together([[KEEPS, str(index), str(tmp_path / f"cache-{index}")] for index in range(2)])
+    assert all(list((tmp_path / f"cache-{index}").glob("*-cache")) for index in range(2))
+
+
 def run(folder: Path, count: int) -> list[Any]:
     """Let so many processes learn together; returns what each has found."""
+    tests = str(Path(__file__).parents[2])
+    numbers = [[str(number) for number in (index, count, UPDATES)] for index in range(count)]
+    together([[PROGRAM, tests, str(folder), *each] for each in numbers])
+    return [np.load(folder / f"found-{count}-{index}.npz") for index in range(count)]
+
+
+def together(programs: list[list[str]]) -> None:
+    """Run Python programs, given with their arguments, that meet at the address they get first."""
+    count = len(programs)
     meeting = Meeting(count)
     for index in range(count):
         meeting.enter(index, "", f"token{index}", {})
     server = Server("tcp://127.0.0.1:{auto}", "hosts")
     server.bind("gather", meeting.gather, workers=2 * count, repeatable=True)
     with server:
-        tests = str(Path(__file__).parents[2])
         started = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, tests, folder, server.address]
-                + [str(number) for number in (index, count, UPDATES)],
+                [sys.executable, "-c", program, server.address, *arguments],
                 stderr=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )
-            for index in range(count)
+            for program, *arguments in programs
         ]
         ended = [(process.communicate()[1], process.returncode) for process in started]
         meeting.close()
     assert [code for _, code in ended] == [0] * count, "\n\n".join(text for text, _ in ended)
-    return [np.load(folder / f"found-{count}-{index}.npz") for index in range(count)]
 
 
 def state(folder: Path) -> Mapping[str, Any]:

@@ -10,10 +10,12 @@ from fleet_parts import small_run
 
 pytest.importorskip("ray")
 
-from dreamfleet.config import Resources
+from dreamfleet import train
+from dreamfleet.config import Resources, RunConfig
 from dreamfleet.fleet import ray_hosts
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.ray import homes
+from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 
 NODES: list[dict[str, Any]] = [{"NodeID": f"node{n}", "Resources": {"CPU": 8.0}} for n in range(4)]
 NODES.insert(1, {"NodeID": "head", "Resources": {}})  # nothing runs there
@@ -62,3 +64,21 @@ def test_every_host_has_a_node_of_its_own_if_there_are_enough() -> None:
     found = homes(workers[:4], NODES)
     assert found == {f"host-{n}": f"node{n}" for n in range(4)}
     assert homes(workers, NODES) == {}, "Ray decides who shares one"
+
+
+def test_training_on_nodes_returns_the_evaluation_of_host_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluation(step: int) -> Evaluation:
+        return Evaluation("gym:CartPole-v1", step, "sampled", 0, [1.0, 3.0], [1, 3], max_steps=9)
+
+    def run(host: object, config: RunConfig, say: object) -> None:
+        append_evaluation(config.logdir, evaluation(5), kind="round")
+        append_evaluation(config.logdir, evaluation(7), kind="final", seconds=2.0)
+
+    monkeypatch.setattr(ray_hosts, "run_hosts", run)
+    config = small_run(tmp_path, hosts=2, launcher="ray", batch_size=4)
+    append_evaluation(tmp_path, evaluation(3), kind="final")  # of an earlier start
+    assert train(config) == evaluation(7)
+    monkeypatch.setattr(ray_hosts, "run_hosts", lambda *_: None)
+    assert train(config) is None

@@ -131,3 +131,23 @@ def test_a_cluster_that_is_not_there_or_does_not_fit_is_one_sentence(
     (tmp_path / ".ray" / "auth_token").touch()
     launcher.connect(small_run(tmp_path, ray_address="local"), {})
     assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_a_machine_that_is_too_busy_for_ray_to_start_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises a plain Exception then, after a time that it has no setting for."""
+
+    def slow(*_: object, **__: object) -> None:
+        raise Exception(
+            "The current node timed out during startup. This could happen because some of the "
+            "raylet failed to startup or the GCS has become overloaded."
+        )
+
+    monkeypatch.setattr(launcher.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(launcher.ray, "init", slow)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    config = small_run(tmp_path, launcher="ray", ray_address="local")
+    words = "within its limit of 30 s: the machine is busy.*'ray start --head'"
+    with pytest.raises(launcher.ClusterError, match=words):
+        launcher.connect(config, {})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
 from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
-from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher, _Progress, _time_left
+from dreamfleet.fleet.status import RunStatus, Scores, StatusLines, Watcher, _Progress, _time_left
 from dreamfleet.roles.machines import MachineRecord, write_machines
 from dreamfleet.roles.notes import Notes
 from dreamfleet.transport import Server, resolve
@@ -358,9 +359,38 @@ def test_a_run_that_ended_is_shown_with_its_last_logged_step(tmp_path: Path) -> 
     (tmp_path / "metrics.jsonl").write_text('{"step": 800}\n{"step": 900}\n{"step": 95')
     with Watcher(tmp_path) as watcher:
         status = seen(watcher, 0.0)
-    assert (status.step, status.scores, status.score) == (900, (1.0,), 1.0)
+    assert (status.step, status.scores, status.score) == (900, Scores(1, 1.0, (1.0,), (1.0,)), 1.0)
     assert status.state == "ended"
     assert status.message == "The run has ended: it has made all its steps."
+
+
+def write_scores(path: Path, scores: Iterable[float]) -> None:
+    with path.open("a") as file:
+        file.writelines(f'{{"step": {n}, "episode/score": {v}}}\n' for n, v in enumerate(scores))
+
+
+def test_a_look_reads_a_bounded_part_of_the_scores_and_keeps_a_bounded_number(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(RunConfig(logdir=tmp_path).to_json())
+    count, path = 5000, tmp_path / "scores.jsonl"
+    write_scores(path, map(float, range(count)))
+    with Watcher(tmp_path, score_bytes=path.stat().st_size / 3) as watcher:
+        found = [seen(watcher, 0.0).scores for _ in range(4)]
+        with path.open("a") as file:
+            file.write('damaged\n{"step": 1, "episode/score": null}\n{"step": 9, "episode/sco')
+        assert seen(watcher, 0.0).scores == found[-1]
+    counts = [each.count for each in found]
+    assert 0 < counts[0] < counts[1] < count == counts[2] == counts[3]
+    last = found[-1]
+    assert last.best == count - 1
+    assert list(last.recent) == list(range(count - len(last.recent), count))
+    assert len(last.recent) < 100
+    assert 30 < len(last.curve) < 100
+    assert last.curve[0] < 200
+    assert list(last.curve) == sorted(last.curve)
+    with Watcher(tmp_path, score_bytes=math.inf) as watcher:
+        assert seen(watcher, 0.0).scores == last
 
 
 # --- progress -------------------------------------------------------------------------------------

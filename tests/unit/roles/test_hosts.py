@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.roles import hosts
 from dreamfleet.roles.hosts import End, Meeting, Membership, this_host
-from dreamfleet.transport import Disconnected
+from dreamfleet.transport import Client, Disconnected, Server
 
 SAME = {"batch_size": "16"}
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
@@ -103,6 +104,16 @@ def test_settings_that_may_differ_between_hosts() -> None:
     assert {"batch_size", "steps", "seed", "dreamer.loss.horizon", "version"} <= mine.keys()
 
 
+def test_every_setting_that_may_differ_is_one_of_a_run() -> None:
+    names = RunConfig().flat()
+    patterns = hosts._OF_A_HOST.pattern.split("|")
+    unknown = [each for each in patterns if not any(re.fullmatch(each, name) for name in names)]
+    assert unknown == []
+    mine = hosts._shared_settings(RunConfig())
+    assert "dreamer.execution.policy_devices" not in mine
+    assert "dreamer.loss.policy_scale" in mine, "it is no setting of a machine"
+
+
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     results: list[Any] = [None] * len(calls)
 
@@ -131,6 +142,28 @@ def test_all_hear_what_all_have_said() -> None:
     # A call that is repeated, because its answer was lost.
     assert there.gather("round/99", 1, "token1", {"host": 1})[2] == {"host": 2}
     assert len(there._rooms) <= hosts._KEPT + 1
+
+
+def test_a_host_knows_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, waited = meeting(3, Time()), list[list[int]]()
+    monkeypatch.setattr(hosts, "_ON_WAIT_SECONDS", 0.001)
+    server = Server("inproc://{auto}", "hosts")
+    server.bind("gather", there.gather, workers=6)
+    server.bind("missing", there.missing)
+
+    def on_wait(missing: list[int]) -> None:
+        if missing not in waited:
+            waited.append(missing)
+            other = waited[-1][0]  # which now comes
+            clients[other].gather("compiled/1", other, f"token{other}", {"host": other})
+
+    with server, ExitStack() as stack:
+        clients = [stack.enter_context(Client(server.address)) for _ in range(3)]
+        me = hosts.Hosts(3, 0, "", clients[0], "token0")
+        said = me.gather("compiled", {"host": 0}, on_wait)
+    assert said == [{"host": 0}, {"host": 1}, {"host": 2}]
+    assert waited == [[1, 2], [2]]
+    assert hosts.Hosts().gather("compiled", {"host": 0}, on_wait) == [{"host": 0}]
 
 
 def test_a_host_that_is_not_heard_of_is_lost_and_named() -> None:

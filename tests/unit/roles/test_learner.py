@@ -23,6 +23,7 @@ from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.actor import Carries, padded_policy
+from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.learner import LOOK_AHEAD, Learner, RemoteStream, Saver
 from dreamfleet.roles.notes import read_notes
 from dreamfleet.roles.progress import Progress
@@ -354,8 +355,10 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
         progress = Progress(1000)
         progress.restore(step)
         progress.stopped = bool(changes.pop("stopped", False))
+        hosts = changes.pop("most_hosts", 1)
         config = replace(args, **changes)
-        count, client = SimpleNamespace(updates=updates), client or Granting()
+        count = SimpleNamespace(updates=updates, most_hosts=hosts)
+        client = client or Granting()
         learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
         found = learner.updates_left()
         if found:
@@ -369,6 +372,8 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(61) == 64  # of 125
     assert left(125) == left(130) == 0
     assert left(0, train_ratio=4096.0) < 4096 * 1000 / 512, "what is owed has a bound"
+    # Replays of other hosts were filled, too, before there was anything to train on.
+    assert left(0, train_ratio=4096.0, most_hosts=2) == 4096 * 1000 / 512
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
     assert left(61, client=Granting(enough=False)) == 0
@@ -540,3 +545,43 @@ def test_a_few_updates_are_profiled_once_and_fewer_if_the_run_ends(tmp_path: Pat
     for _ in range(20):
         learner.update(batch)
     assert agent.traced == [], "nobody asked for it"
+
+
+def test_a_run_remembers_how_many_hosts_it_had(tmp_path: Path) -> None:
+    config, two = small_run(tmp_path), Hosts(2)
+    Saver(CountingAgent(), config, Progress(), ReplayClient(), LoggerClient(None), two).save()
+    for _ in range(2):  # also after the others have left
+        alone = saver(CountingAgent(), config, Progress())
+        alone.restore()
+        assert alone.most_hosts == 2
+        alone.save()
+
+
+def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -> None:
+    shown: list[str] = []
+
+    class Logger:
+        def add(self, step: int, metrics: dict[str, str]) -> Logger:
+            shown.append(metrics["learner/state"])
+            return self
+
+        def wait(self, timeout: float) -> bool:
+            return True
+
+    class Others(Hosts):
+        def gather(self, name: str, said: Any, on_wait: Any = None) -> list[Any]:
+            on_wait([1])
+            on_wait([1, 3])
+            return [said] * 4
+
+    args = small_run(tmp_path, hosts=4, batch_size=4)
+    count: Any = SimpleNamespace(updates=0)
+    client: Any = Logger()
+    hosts = Others(4)
+    learner = Learner(CountingAgent(), args, Progress(), count, client, client, client, hosts=hosts)
+    learner._await_hosts()
+    assert shown == [
+        "waiting for host 1, which is compiling",
+        "waiting for host 1 and host 3, which are compiling",
+        "waiting for enough data to train on",
+    ]

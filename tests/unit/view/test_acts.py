@@ -152,3 +152,29 @@ def test_who_is_refused_is_told_where_to_say_it(tmp_path: Path, jobs: list[acts.
     job = acts.Job(Run("a", made_up_run(tmp_path / "a")), "code", ["timeit", program], 7, 0)
     wait_for(job)
     assert job.words().endswith("start 'dreamfleet view --trust'.")
+
+
+PAGE = """
+import sys
+from pathlib import Path
+from dreamfleet.view import acts
+from dreamfleet.view.runs import Run
+
+job = acts.Job(Run("a", Path(sys.argv[1])), "long", ["endless_job"], 7, 0)
+print(job._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_job_ends_when_the_server_of_pages_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "endless_job.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", PAGE, str(made_up_run(tmp_path / "a"))],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as server:
+        assert server.stdout is not None
+        job = psutil.Process(int(server.stdout.readline()))
+        server.kill()
+        assert psutil.wait_procs([job], timeout=120)[1] == []

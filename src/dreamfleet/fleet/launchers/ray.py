@@ -55,6 +55,8 @@ _STORE_BYTES = 80_000_000  # of a cluster of our own: nothing is stored in it
 _THREADS = 8  # calls of one host at the same time, two of which wait for long
 _LOST = -int(signal.SIGKILL)
 _AUTH_MODE = "RAY_AUTH_MODE"
+_TOO_SLOW = "timed out during startup"
+_NO_CLUSTER = (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError)
 
 
 class ClusterError(DreamfleetError):
@@ -521,6 +523,7 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
 
     Raises:
         ConfigError: There is none at this address, or it does not fit.
+        ClusterError: It does not start.
     """
     if ray.is_initialized():
         return lambda: None
@@ -549,13 +552,14 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
             _choose_token()
             ray.init("local", **options, **own)
             return _disconnect
-        except (
-            ConnectionError,
-            RuntimeError,
-            ValueError,
-            OSError,
-            ray.exceptions.RayError,
-        ) as error:
+        except Exception as error:
+            if _TOO_SLOW in str(error):  # a plain Exception, after 30 s that cannot be changed
+                raise ClusterError(
+                    "Ray did not start on this machine within its limit of 30 s: the machine is "
+                    "busy. Try again when it is less busy, or start Ray first: 'ray start --head'."
+                ) from None
+            if not isinstance(error, _NO_CLUSTER):
+                raise
             where = f"the Ray cluster at {address}" if address else "a Ray cluster on this machine"
             # Ray looks for its token only at a cluster that it has found by itself.
             token = (

@@ -109,15 +109,21 @@ class JsonlTail:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The rows that are new. Damaged ones are left out."""
+        for line in self.lines():
+            yield from _row(line)
+
+    def lines(self, most: float = math.inf) -> Iterator[bytes]:
+        """The lines that are new, until they have so many bytes."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n") or most <= 0:
                     return
                 self._offset += len(line)
-                yield from _row(line)
+                most -= len(line)
+                yield line
 
 
 def last_rows(file: BinaryIO, most: int) -> list[dict[str, Any]]:

@@ -57,6 +57,19 @@ def join_hosts(index: int, count: int, gather: Gather, address: str) -> None:
     )
     if len({each["loopback"] for each in said}) > 1 and jax.default_backend() == "cpu":
         check_own_name()
+    _keep_programs()
+
+
+def _keep_programs() -> None:
+    """Let every host write to its compilation cache.
+
+    JAX lets only process 0 write, for hosts that share a cache. But programs of hosts differ, so
+    the others would compile at every start.
+    """
+    from jax._src import distributed  # there is no public setting
+
+    jax.devices()  # numbered by the process id
+    distributed.global_state.process_id = 0
 
 
 def _loopback() -> str:
