@@ -281,6 +281,16 @@ class Policy:
             bounded = {key: value[0] for key, value in bounded.items()}
         return bounded, PolicyState(carry, np.zeros(count, bool))
 
+    if not TYPE_CHECKING:  # which would take every name for one of its own
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("act", "get_action", "predict"):
+                raise AttributeError(
+                    f"A Policy has no method {name!r}: call the policy itself, action, state = "
+                    f"policy(observation, state), {_RAW}"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def for_gym(self, env: Any) -> Any:
         """The policy for one Gymnasium environment: observations and actions as that has them.
 

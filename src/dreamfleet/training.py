@@ -103,7 +103,7 @@ def configure(
 
 
 def train(
-    config: RunConfig | None = None,
+    config: RunConfig | Task | None = None,
     *,
     env: Task | None = None,
     preset: str | None = None,
@@ -121,8 +121,8 @@ def train(
     not import the program that started them.
 
     Args:
-        config: The run; None for the preset, or for the run in `logdir` if there is one, with the
-            settings that follow.
+        config: The run, or its environment alone; None for the preset, or for the run in `logdir`
+            if there is one, with the settings that follow.
         env: The environment: a task (`gym:CartPole-v1`, `module:factory`), a class, or a function
             that returns an environment, also one of a script or a notebook; None for the task of
             the configuration.
@@ -150,6 +150,10 @@ def train(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
+    if config is not None and not isinstance(config, RunConfig):
+        if env is not None:
+            raise ConfigError("Two environments are given: leave one of them out.")
+        config, env = None, config
     for name in ("outputs", "offline", "prefill"):
         value = settings.get(name)
         if isinstance(value, (str, Path)) or callable(value):  # one of them

@@ -7,7 +7,6 @@ line and Python refuse the same value with the same sentence.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import re
 import types
@@ -26,7 +25,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import convert, describe, read, switchable_groups
+from dreamfleet.settings import closest_setting, convert, describe, read, switchable_groups
 
 _WIDEST = 100
 _NOT_GIVEN: Any = object()
@@ -220,8 +219,9 @@ def _unknown_option(word: str, options: Sequence[Option]) -> ConfigError:
     for option in options:
         if option.positional and flag == f"--{option.name}":
             return ConfigError(f"{option.flag} is written without {flag}: its value alone will do.")
-    close = difflib.get_close_matches(flag, [o.flag for o in options if not o.positional], n=1)
-    hint = f"Did you mean {close[0]}?" if close else "See --help."
+    flags = {option.name: option.flag for option in options if not option.positional}
+    close = closest_setting(flag, flags)
+    hint = f"Did you mean {flags[close]}?" if close else "See --help."
     return ConfigError(f"There is no option {flag}. {hint}")
 
 
