@@ -143,7 +143,8 @@ class RunConfig:
     which is at least one then."""
     eval_max_steps: Count = 27_000
     """Steps after which an evaluation episode is cut short; its score so far counts. The default is
-    that of Atari: 108,000 frames at four a step."""
+    that of Atari: 108,000 frames at four a step. In the evaluation at the end an episode is also
+    cut short after as many steps as the run has trained."""
 
     launcher: str = "local"
     """Who starts the roles: local (processes of this machine), serial (one thread, in which the

@@ -389,7 +389,8 @@ class _Progress:
         scores = [each.episode.score for each in played if each.episode is not None]
         mean = f", mean score so far {sum(scores) / len(scores):.4g}" if scores else ""
         failed = f", {len(played) - len(scores)} failed" if len(played) > len(scores) else ""
-        self._say(f"{len(played)} of {self._episodes} episodes{failed}{mean}")
+        steps = f"{self._server.steps:,} steps"
+        self._say(f"{len(played)} of {self._episodes} episodes, {steps}{failed}{mean}")
 
 
 # --- video ---------------------------------------------------------------------------------------

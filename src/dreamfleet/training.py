@@ -387,8 +387,18 @@ def _final_evaluation(
         except DreamfleetError as error:
             video, no_encoder = None, str(error)
     _finish_round(config, policy, env, say, outputs)
+    max_steps = config.eval_max_steps
+    if not config.offline and not config.from_checkpoint:
+        # An environment without an end must not play for hours after a run of minutes.
+        max_steps = min(max_steps, max(1, policy.step))
     result, played = play(
-        policy, config.eval_episodes, env=env, video=video, logdir=config.logdir, say=say
+        policy,
+        config.eval_episodes,
+        env=env,
+        max_steps=max_steps,
+        video=video,
+        logdir=config.logdir,
+        say=say,
     )
     # Said before it is written: a full disk must not take the result along.
     low, high = min(result.returns), max(result.returns)

@@ -52,6 +52,14 @@ class Option:
         return label.upper() if self.positional else f"--{label}"
 
     @property
+    def flags(self) -> str:
+        """Everything that may be typed: a switch that is on by default is switched off."""
+        if not (self.switch and self.default):
+            return self.flag
+        group, dot, label = self.flag.removeprefix("--").rpartition(".")
+        return f"{self.flag}, --{group}{dot}no-{label}"
+
+    @property
     def switch(self) -> bool:
         """Whether it takes no value: --greedy, and --no-greedy."""
         return _bare(self.kind) is bool
@@ -161,7 +169,9 @@ def help_of(
 ) -> RenderableType:
     """The help of a command: what it does, its options in groups, examples."""
     places = [o.flag + (" ..." if o.several else "") for o in options if o.positional]
-    usage = " ".join(["usage: dreamfleet", command, *places, "[OPTIONS]"])
+    optional = [o.default is not inspect.Parameter.empty for o in options if o.positional]
+    shown = [f"[{o}]" if free else o for o, free in zip(places, optional, strict=True)]
+    usage = " ".join(["usage: dreamfleet", command, *shown, "[OPTIONS]"])
     parts: list[RenderableType] = [Text(usage), Text(), Text(summary), Text()]
     for title, members in _grouped(options, groups):
         parts += [Text(title, style="bold"), _rows(members), Text()]
@@ -242,14 +252,16 @@ def _rows(options: Sequence[Option]) -> RenderableType:
     for option in options:
         words = Text(option.sentence)
         empty: tuple[Any, ...] = (inspect.Parameter.empty, None, (), "", False, {})
-        if not option.positional and option.default not in empty:
+        if option.default not in empty:
             default = option.default
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            if isinstance(default, dict):
+            if default is True:
+                shown = "on"
+            elif isinstance(default, dict):
                 shown = " ".join(f"{name}={value}" for name, value in default.items())
             words.append(f" ({shown})", style="dim")
         values = "" if option.positional or option.switch else f" {_values(option.kind)}"
-        table.add_row(Text(f"{option.flag}{values}", style="cyan"), words)
+        table.add_row(Text(f"{option.flags}{values}", style="cyan"), words)
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
