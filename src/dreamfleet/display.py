@@ -67,8 +67,10 @@ def live(logdir: Path, console: Console | None = None, say: Say | None = None) -
 
 
 def print_line(line: str) -> None:
-    """Print a line at once, also into a pipe or a file."""
-    print(line, flush=True)  # noqa: T201 - what a person asked to see
+    """Print a line at once, also into a pipe or a file; with a question mark for what cannot be
+    shown there."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201 - asked for
 
 
 @contextmanager

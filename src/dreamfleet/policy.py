@@ -78,11 +78,25 @@ class Blueprint:
 
     @classmethod
     def load(cls, state: Mapping[str, str]) -> Blueprint:
-        """The blueprint that `save` wrote. This imports no code that it names."""
-        config = RunConfig.from_json(state["config"])
-        obs_space, act_space = (spaces_from_json(state[k]) for k in ("obs_space", "act_space"))
-        if "stored_space" in state:
-            stored = spaces_from_json(state["stored_space"])
+        """The blueprint that `save` wrote. This imports no code that it names.
+
+        Raises:
+            ConfigError: It is damaged, or of another version.
+        """
+        names = [name for name in ("obs_space", "act_space", "stored_space") if name in state]
+        try:
+            config = RunConfig.from_json(state["config"])
+            spaces = {name: spaces_from_json(state[name]) for name in names}
+            obs_space, act_space = spaces["obs_space"], spaces["act_space"]
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                "What the checkpoint says about its agent is damaged "
+                f"({type(error).__name__}: {error}): take another checkpoint."
+            ) from None
+        if "stored_space" in spaces:
+            stored = spaces["stored_space"]
         else:  # an older version, which had built-in agents only
             if config.agent not in BUILT_IN:
                 raise ConfigError(
