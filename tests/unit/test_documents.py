@@ -245,7 +245,7 @@ def test_metrics_in_the_text_are_in_the_glossary() -> None:
 
 
 def test_tasks_in_the_text_exist() -> None:
-    checked = 0
+    checked, missing = 0, set[str]()
     for page, span in SPANS:
         for task in re.findall(
             r"\b(?:gym|dmc|atari|atari100k|crafter|minigrid|bundled):[\w-]+", span
@@ -255,7 +255,9 @@ def test_tasks_in_the_text_exist() -> None:
                 continue
             try:
                 assert name in registry.tasks(suite), f"{page}: {task}"
-            except MissingExtraError:
-                continue
-            checked += 1
+                checked += 1
+            except MissingExtraError as error:
+                missing.add(str(error))
     assert checked > 20
+    if missing:
+        pytest.skip(min(missing))

@@ -64,7 +64,6 @@ _TOLD = (
 _RATE_SECONDS = 30.0
 _ACTOR_RATE = r"actor(-\d+)?/steps_per_second$"
 _FORECAST_SECONDS = 60.0
-_REPEAT_SECONDS = 30.0  # after which a line that says nothing new is said again
 _ANSWER_SECONDS = 0.5
 _UNANSWERED_SECONDS = 5.0
 # The last line of metrics is shorter than this.
@@ -293,8 +292,6 @@ class StatusLines:
     ) -> None:
         self._watcher, self._say, self._tell = watcher, say, tell or say
         self._start = self._memory = ""
-        self._said: object = None
-        self._said_at = 0.0
         self._training_since: float | None = None
         self._forecast = False
 
@@ -321,12 +318,6 @@ class StatusLines:
             if moves and now - self._training_since >= _FORECAST_SECONDS:
                 self._forecast = True
                 self._tell(_forecast(status))
-        there = [machine.state for machine in status.machines]
-        message = re.sub(r"\d+", "", status.message)  # it may count seconds
-        news = (status.step, status.updates, status.env_failures, there, message)
-        if news == self._said and time.monotonic() - self._said_at < _REPEAT_SECONDS:
-            return
-        self._said, self._said_at = news, time.monotonic()
         if status.responding:  # what is known without the logger is old
             self._say(status.line())
         if status.message:

@@ -180,26 +180,6 @@ def test_what_an_agent_starts_from_is_said_when_it_changes(run: Run) -> None:
     assert starts == ["Agent: from scratch", "Agent: resuming from there"]
 
 
-def test_a_run_that_stands_still_says_so_now_and_then(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    with run.logger(), Watcher(run.logdir) as watcher:
-        seen(watcher)  # the logger responds from now on
-        lines = StatusLines(watcher, said.append)
-        for seconds in range(5):
-            run.metrics["actor/steps_per_second"] = 0.0
-            run.metrics["learner/waiting"] = f"the learner compiles ({seconds} s so far)"
-            lines.show()
-        assert [line.partition(" ")[0] for line in said] == ["step", "Waiting:"]
-        run.metrics["step"] += 1
-        lines.show()
-        assert len(said) == 3
-        monkeypatch.setattr("dreamfleet.fleet.status._REPEAT_SECONDS", 0.0)
-        lines.show()
-        assert len(said) == 4
-
-
 def test_memory_and_the_time_to_go_are_told_once_beside_a_display(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
