@@ -44,8 +44,6 @@ threadpoolctl.threadpool_limits(1, user_api="blas")
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # in the process that starts the others
         os.environ[CACHE] = tempfile.mkdtemp(prefix="dreamfleet-tests-")
-        keep_bytecode()
-        compile_less()
 
 
 def keep_bytecode() -> None:
@@ -64,6 +62,11 @@ def compile_less() -> None:
     if tuple(int(n) for n in importlib.metadata.version("jax").split(".")[:2]) < (0, 11):
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # here, because conftest files below import JAX
+    keep_bytecode()
+    compile_less()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
