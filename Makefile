@@ -49,6 +49,10 @@ setup-dev: .venv/dev.stamp ## .venv with what a developer needs
 	@echo "Setting up .venv with $$($(PYTHON) --version) (once, a minute or two)"
 	@$(PYTHON) -m venv --without-pip --clear .venv
 
+.venv/build.stamp: locks/build.txt | .venv/bin/python
+	@$(INSTALL_LOCK) locks/build.txt
+	@touch $@
+
 .venv/base.stamp: locks/base.txt pyproject.toml | .venv/bin/python
 	@$(INSTALL_LOCK) locks/base.txt
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
@@ -69,6 +73,7 @@ EXTRAS := $(FOR_USERS) --extra dev --extra bench --extra dmc --extra atari --ext
 lock: setup-dev ## refresh the lock files
 	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)
 	@$(COMPILE) pyproject.toml locks/build.in $(FOR_USERS) -c locks/dev.txt -o locks/base.txt $(LOCKFLAGS)
+	@$(COMPILE) locks/build.in -c locks/dev.txt -o locks/build.txt $(LOCKFLAGS)
 
 # Every dependency at its floor, or as new as it gets, in a virtual environment of its own. PYTHON=python3.13 chooses
 # another Python. Warnings are no errors here, because other packages deprecate things at their own pace.
@@ -91,8 +96,8 @@ docs: setup-dev ## write the configuration reference, then make a site of all pa
 	@$(BIN)/sphinx-build -q -W --keep-going -E -c docs -d build/doctrees . site
 	@echo "The documentation is in site/index.html."
 
-wheel: setup-dev ## build the wheel into dist/
-	@$(BIN)/python -m build --no-isolation --wheel --outdir dist .
+wheel: .venv/build.stamp ## build the wheel into dist/
+	@$(BIN)/python -m hatchling build --target wheel --directory dist
 
 clean: ## remove .venv and what tools left behind
 	rm -rf .venv .venv-lowest .venv-newest dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -44,8 +44,6 @@ threadpoolctl.threadpool_limits(1, user_api="blas")
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # in the process that starts the others
         os.environ[CACHE] = tempfile.mkdtemp(prefix="dreamfleet-tests-")
-        keep_bytecode()
-        compile_less()
 
 
 def keep_bytecode() -> None:
@@ -64,6 +62,11 @@ def compile_less() -> None:
     if tuple(int(n) for n in importlib.metadata.version("jax").split(".")[:2]) < (0, 11):
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # here, because conftest files below import JAX
+    keep_bytecode()
+    compile_less()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -96,6 +99,34 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+BY_HAND = (
+    "never by make test: Slurm (deploy/slurm/try.sh), containers (deploy/try_containers.py),",
+    "  500 ends of runs (python tests/ends.py --ends 500), GPUs and TPUs",
+)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say which promises were not tested, and what installs what they need."""
+    untested: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        module, _, name = report.nodeid.partition("::")
+        untested.setdefault(reason, []).append(name.replace("_", " ") or module)
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not untested and not everything:
+        return
+    terminalreporter.section("not tested here")
+    for reason, names in sorted(untested.items()):
+        terminalreporter.line(reason)
+        for name in sorted(names):
+            terminalreporter.line(f"  {name.removeprefix('test ')}")
+    if everything:
+        for line in BY_HAND:
+            terminalreporter.line(line)
+
+
 def free_programs() -> None:
     """Forget compiled programs that no agent holds, and give their memory back to the system."""
     if "jax" in sys.modules:
@@ -111,6 +142,12 @@ def programs_are_freed_after_a_module() -> Iterator[None]:
     yield
     if "jax" in sys.modules:
         free_programs()
+
+
+@pytest.fixture(autouse=True)
+def directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test neither resumes a run of the checkout nor leaves one there."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

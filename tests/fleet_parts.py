@@ -252,12 +252,13 @@ class Witness:
 
 def processes_by_title() -> dict[str, psutil.Process]:
     """The processes of the fleet that this one runs, by role."""
-    found = {}
+    found: dict[str, psutil.Process] = {}
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             words = " ".join(child.cmdline()).split()
             if words[:1] == ["dreamfleet"]:
-                found[words[1]] = child
+                # A process that a worker is just starting still has the worker's title.
+                found.setdefault(words[1], child)
     return found
 
 

@@ -89,3 +89,12 @@ def leave_a_child(path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     path.write_text(str(child.pid))
     os._exit(1)
+
+
+def write_much(log: Path) -> None:
+    """Write more than a log may hold, and a line after it was moved."""
+    sys.stdout.write("a line\n" * 3_000_000)
+    sys.stdout.flush()
+    while log.stat().st_size > 1000:
+        threading.Event().wait(0.01)
+    sys.stdout.write("and the end\n")

@@ -117,9 +117,11 @@ class Network:
 def machines() -> Iterator[tuple[Network, list[Machine]]]:
     """Four machines in a network: agent, replay, and two with environments."""
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
-        pytest.skip(f"network namespaces need {', '.join(missing)}, which is not installed")
+        pytest.skip(
+            f"Network namespaces need {', '.join(missing)}: apt install iproute2 util-linux"
+        )
     if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+        pytest.skip("Network namespaces need root: sudo make test")
     with ExitStack() as stack:
         try:
             names = ("agent", "replay", "envs-a", "envs-b", "switch")
@@ -130,5 +132,5 @@ def machines() -> Iterator[tuple[Network, list[Machine]]]:
             *hosts, switch = made
             network = Network(*hosts, switch=switch)
         except (PermissionError, AssertionError) as error:
-            pytest.skip(f"this machine does not allow network namespaces ({error})")
+            pytest.skip(f"This machine forbids network namespaces: sudo make test ({error})")
         yield network, hosts

@@ -94,6 +94,10 @@ class Killed(BaseException):
     """The process that runs is killed here."""
 
 
+class Broken(BaseException):
+    """A process has failed, and no fault of storage was the reason."""
+
+
 @dataclass
 class Faults:
     """Counts writes and messages, and lets some of them fail."""
@@ -418,11 +422,18 @@ class World:
     def as_process(self, role: str, action: Callable[[], Any]) -> Any:
         """Run an action of a process, in which its writes may fail."""
         faults.armed, faults.dead = True, False
+        before = len(faults.done)
         try:
             return action()
         except Killed:
             faults.armed = False
             self.end(role)
+            raise
+        except (Unanswered, *_ANSWERED):
+            raise
+        except Exception as error:
+            if len(faults.done) == before:
+                raise Broken(f"the {role} failed without a fault: {error!r}") from error
             raise
         finally:
             faults.armed = False
@@ -785,7 +796,7 @@ def history(seed: int, at: Collection[str] | None = None) -> World:
             world = World(folder / "run", seed, at)
             world.run(EVENTS)
             world.finish()
-        except Exception as error:
+        except (Broken, Exception) as error:
             more = "".join(f" --fault {fault}" for fault in at or ())
             more = more or " --minutes 0 --processes 1"
             again = f"python tests/simulation.py --seed {seed}{more}"

@@ -57,6 +57,10 @@ _LATER = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> object:
     if name == "__version__":
         value: object = import_module("importlib.metadata").version("dreamfleet")

@@ -30,6 +30,7 @@ from dreamfleet.settings import (
     incidental,
     require,
     settings,
+    switchable_groups,
     to_plain,
     unknown_setting,
     validate,
@@ -146,7 +147,8 @@ class RunConfig:
     which is at least one then."""
     eval_max_steps: Incidental[Count] = 27_000
     """Steps after which an evaluation episode is cut short; its score so far counts. The default is
-    that of Atari: 108,000 frames at four a step."""
+    that of Atari: 108,000 frames at four a step. In the evaluation at the end an episode is also
+    cut short after as many steps as the run has trained."""
 
     launcher: Incidental[str] = "local"
     """Who starts the roles: local (processes of this machine), serial (one thread, in which the
@@ -570,11 +572,23 @@ class RunConfig:
             mine["agent_config"] = changed(config, theirs, f"{agent.name}.")
         for path in mine:
             if path.partition(".")[0] not in self.__dataclass_fields__:
-                known = [setting.path for setting in self.changed({"agent": name}).settings()]
-                raise unknown_setting(path, known)
+                known = [*self.changed({"agent": name}).settings()]
+                known += switchable_groups(config, f"{agent.name}.")
+                raise unknown_setting(path, [setting.path for setting in known])
         if "task" in mine and "logdir" not in mine and self.logdir == _in_place(_LOGDIR, self.task):
             mine["logdir"] = _LOGDIR  # it follows the task, unless it was chosen
         return changed(self, mine)
+
+    if not TYPE_CHECKING:  # which would take every name for one of its own
+
+        def __getattr__(self, name: str) -> Any:
+            """The agent's settings under its name, such as `config.dreamer`, as flags have them."""
+            mine = self.__dict__.get("agent_config")
+            # Settings of an agent whose code was not imported do not import it here either.
+            known = mine is not None and not isinstance(mine, ForeignSettings)
+            if known and name == find_agent(self.agent).name:
+                return mine
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def to_json(self) -> str:
         """The configuration as JSON; the agent's settings stand under the agent's name."""

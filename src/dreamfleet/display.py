@@ -4,9 +4,11 @@ shows."""
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
@@ -29,6 +31,7 @@ from dreamfleet.roles.machines import MachineState
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SECONDS_BETWEEN_LOOKS = 1.0
+_REPEAT_SECONDS = 30.0
 _SPARKS = 26
 _WIDEST = 100
 _FAILED_SECONDS = 600.0
@@ -63,12 +66,29 @@ def live(logdir: Path, console: Console | None = None, say: Say | None = None) -
         ):
             yield silent
     else:
-        yield say or print_line
+        yield calm(say or print_line)
+
+
+def calm(say: Say, seconds: float = _REPEAT_SECONDS) -> Say:
+    """The same, but a line that says nothing new is said now and then only: it is like one of the
+    last lines, but for the seconds that it counts."""
+    recent: deque[tuple[str, float]] = deque(maxlen=4)
+
+    def calmly(line: str) -> None:
+        news, now = re.sub(r"\d+ s\b", "", line), time.monotonic()
+        if any(news == before and now - at < seconds for before, at in recent):
+            return
+        recent.append((news, now))
+        say(line)
+
+    return calmly
 
 
 def print_line(line: str) -> None:
-    """Print a line at once, also into a pipe or a file."""
-    print(line, flush=True)  # noqa: T201 - what a person asked to see
+    """Print a line at once, also into a pipe or a file; with a question mark for what cannot be
+    shown there."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201 - asked for
 
 
 @contextmanager

@@ -77,8 +77,9 @@ class EvaluationInterrupted(KeyboardInterrupt):
 
 def evaluate(
     policy: Policy | Path | str,
-    episodes: int = 10,
+    env_or_episodes: Task | int | None = None,
     *,
+    episodes: int = 10,
     env: Task | None = None,
     envs: int = 0,
     max_steps: int = 0,
@@ -94,6 +95,7 @@ def evaluate(
 
     Args:
         policy: A run's directory, a checkpoint, or a policy that was loaded from one.
+        env_or_episodes: One of the next two, without its name.
         episodes: How many.
         env: What makes the environments, a task or a class or a function; None for the task that
             the policy was trained on, if that is part of this package.
@@ -113,6 +115,10 @@ def evaluate(
         EvaluationError: Every episode failed.
         EvaluationInterrupted: Ctrl-C, as a KeyboardInterrupt with what was played until then.
     """
+    if isinstance(env_or_episodes, int):
+        episodes = env_or_episodes
+    elif env_or_episodes is not None:
+        env = env_or_episodes
     logdir = None if isinstance(policy, Policy) else Path(policy)
     if not isinstance(policy, Policy):
         policy = Policy.load(policy, agent=agent, greedy=greedy, trust=trust)
@@ -382,7 +388,8 @@ class _Progress:
         scores = [each.episode.score for each in played if each.episode is not None]
         mean = f", mean score so far {sum(scores) / len(scores):.4g}" if scores else ""
         failed = f", {len(played) - len(scores)} failed" if len(played) > len(scores) else ""
-        self._say(f"{len(played)} of {self._episodes} episodes{failed}{mean}")
+        steps = f"{self._server.steps:,} steps"
+        self._say(f"{len(played)} of {self._episodes} episodes, {steps}{failed}{mean}")
 
 
 # --- video ---------------------------------------------------------------------------------------

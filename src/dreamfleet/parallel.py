@@ -153,7 +153,8 @@ def combined(
                 raise raised[0]
     finally:
         remove_addresses(run.logdir, elsewhere=_elsewhere(run))
-        say(_saved(run.checkpoints))
+        if run.logdir.is_dir():  # it may have been moved away
+            say(_saved(run.checkpoints))
 
 
 def _elsewhere(run: RunConfig) -> tuple[RoleName, ...]:

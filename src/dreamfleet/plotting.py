@@ -313,10 +313,10 @@ def draw(panels: Sequence[Panel], out: Path) -> None:
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = make_figure(5.2 * columns, 3.7 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, panel in zip(axes, panels, strict=False):
         _draw_panel(axis, panel)
-    for axis in list(axes)[len(panels) :]:
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
     save_figure(figure, out)
 

@@ -78,11 +78,25 @@ class Blueprint:
 
     @classmethod
     def load(cls, state: Mapping[str, str]) -> Blueprint:
-        """The blueprint that `save` wrote. This imports no code that it names."""
-        config = RunConfig.from_json(state["config"])
-        obs_space, act_space = (spaces_from_json(state[k]) for k in ("obs_space", "act_space"))
-        if "stored_space" in state:
-            stored = spaces_from_json(state["stored_space"])
+        """The blueprint that `save` wrote. This imports no code that it names.
+
+        Raises:
+            ConfigError: It is damaged, or of another version.
+        """
+        names = [name for name in ("obs_space", "act_space", "stored_space") if name in state]
+        try:
+            config = RunConfig.from_json(state["config"])
+            spaces = {name: spaces_from_json(state[name]) for name in names}
+            obs_space, act_space = spaces["obs_space"], spaces["act_space"]
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                "What the checkpoint says about its agent is damaged "
+                f"({type(error).__name__}: {error}): take another checkpoint."
+            ) from None
+        if "stored_space" in spaces:
+            stored = spaces["stored_space"]
         else:  # an older version, which had built-in agents only
             if config.agent not in BUILT_IN:
                 raise ConfigError(
@@ -281,6 +295,16 @@ class Policy:
         if single:
             bounded = {key: value[0] for key, value in bounded.items()}
         return bounded, PolicyState(carry, np.zeros(count, bool))
+
+    if not TYPE_CHECKING:  # which would take every name for one of its own
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("act", "get_action", "predict"):
+                raise AttributeError(
+                    f"A Policy has no method {name!r}: call the policy itself, action, state = "
+                    f"policy(observation, state), {_RAW}"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def for_gym(self, env: Any) -> Any:
         """The policy for one Gymnasium environment: observations and actions as that has them.

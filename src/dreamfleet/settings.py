@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import json
 import math
@@ -32,7 +33,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from dreamfleet.errors import ConfigError, did_you_mean
+from dreamfleet.errors import ConfigError
 
 Config = TypeVar("Config")
 Kind = TypeVar("Kind")
@@ -49,6 +50,7 @@ ZeroOrMore = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 _EXACT = 2**53  # a float holds every whole number below it
+_LIKE = 0.7  # how like two names are, from 0 to 1, of which one may be the other mistyped
 
 
 def require(condition: bool, message: str) -> None:
@@ -223,8 +225,60 @@ def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Con
 
 def unknown_setting(path: str, known: Iterable[str]) -> ConfigError:
     """The error that there is no such setting; it names the one that was meant."""
-    hint = did_you_mean(path, known, "see docs/configuration.md.")
+    close = closest_setting(path, known)
+    hint = f"did you mean {close!r}?" if close else "see docs/configuration.md."
+    if close and "." in close:
+        hint += f" As an argument of a function: {close.replace('.', '__')}."
     return ConfigError(f"There is no setting {path!r}: {hint}")
+
+
+WORDS_ELSEWHERE = {
+    "task": "env env_id env_name environment gym_id",
+    "env_options": "env_kwargs env_config",
+    "envs": "n_envs num_envs workers num_workers",
+    "steps": "total_timesteps timesteps total_steps max_steps num_steps total_frames",
+    "logdir": "log_dir output_dir save_dir save_path exp_name run_name",
+    "preset": "config configs",
+    "outputs": "wandb use_wandb track wandb_project_name tensorboard tensorboard_log",
+    "seed": "random_seed",
+    "target_score": "reward_threshold",
+    "eval_episodes": "n_eval_episodes num_eval_episodes",
+    "eval_every": "eval_freq eval_interval",
+    "save_every": "save_freq checkpoint_freq checkpoint_every",
+    "log_every": "log_freq log_interval",
+    "from_checkpoint": "checkpoint load_path pretrained",
+    "batch_length": "seq_len sequence_length",
+    "train_ratio": "gradient_steps train_freq replay_ratio utd_ratio",
+    "replay.capacity": "buffer_size replay_size replay.size",
+    "dreamer.model": "policy_kwargs net_arch model_size size",
+    "dreamer.optimizer.learning_rate": "lr",
+    "dreamer.optimizer.clip": "max_grad_norm grad_clip agc",
+    "dreamer.loss.horizon": "gamma discount",
+    "dreamer.loss.return_lambda": "gae_lambda lam",
+    "dreamer.loss.entropy_scale": "ent_coef entropy_coef actent",
+    "dreamer.loss.imag_length": "imag_horizon",
+    "dreamer.execution.train_platform": "device cuda gpu platform",
+    "dreamer.execution.compute_dtype": "precision dtype",
+}
+"""Settings, and what Stable-Baselines3, CleanRL and the reference implementation call them."""
+
+
+def closest_setting(name: str, known: Iterable[str]) -> str | None:
+    """The path that somebody may have meant: by the word of another library, by the last part of a
+    path, or despite a typing error; None if none is close."""
+    paths = list(known)
+    name = name.lstrip("-").replace("-", "_")
+    last = name.rpartition(".")[2]
+    for path, words in WORDS_ELSEWHERE.items():
+        if path in paths and {name, last} & set(words.split()):
+            return path
+
+    def likeness(path: str) -> float:
+        pairs = (name, path), (last, path.rpartition(".")[2])
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    best = max(paths, key=likeness, default=None)
+    return best if best is not None and likeness(best) >= _LIKE else None
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def configure(
 
 
 def train(
-    config: RunConfig | None = None,
+    config: RunConfig | Task | None = None,
     *,
     env: Task | None = None,
     preset: str | None = None,
@@ -128,8 +128,8 @@ def train(
     not import the program that started them.
 
     Args:
-        config: The run; None for the preset, or for the run in `logdir` if there is one, with the
-            settings that follow.
+        config: The run, or its environment alone; None for the preset, or for the run in `logdir`
+            if there is one, with the settings that follow.
         env: The environment: a task (`gym:CartPole-v1`, `module:factory`), a class, or a function
             that returns an environment, also one of a script or a notebook; None for the task of
             the configuration.
@@ -157,6 +157,10 @@ def train(
         FleetError: A process failed, and the run ended because of it.
         KeyboardInterrupt: The person ended the run; everything is saved.
     """
+    if config is not None and not isinstance(config, RunConfig):
+        if env is not None:
+            raise ConfigError("Two environments are given: leave one of them out.")
+        config, env = None, config
     for name in ("outputs", "offline", "prefill"):
         value = settings.get(name)
         if isinstance(value, (str, Path)) or callable(value):  # one of them
@@ -402,8 +406,18 @@ def _final_evaluation(
         except DreamfleetError as error:
             video, no_encoder = None, str(error)
     _finish_round(config, policy, env, say, outputs)
+    max_steps = config.eval_max_steps
+    if not config.offline and not config.from_checkpoint:
+        # An environment without an end must not play for hours after a run of minutes.
+        max_steps = min(max_steps, max(1, policy.step))
     result, played = play(
-        policy, config.eval_episodes, env=env, video=video, logdir=config.logdir, say=say
+        policy,
+        config.eval_episodes,
+        env=env,
+        max_steps=max_steps,
+        video=video,
+        logdir=config.logdir,
+        say=say,
     )
     # Said before it is written: a full disk must not take the result along.
     low, high = min(result.returns), max(result.returns)

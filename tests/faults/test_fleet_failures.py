@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -166,3 +167,29 @@ def test_an_agent_that_raises_goes_on_from_its_checkpoint(tmp_path: Path, method
     assert snapshot is not None
     assert snapshot.step == sum(len(stream["action"]) for stream in found.values())
     assert snapshot.parts["agent"]["updates"] == snapshot.parts["run"]["updates"]
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_run_whose_directory_is_gone_ends_with_a_sentence(tmp_path: Path, how: str) -> None:
+    """It was started again and again, and left half a run behind at the old place."""
+    logdir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    config = small_run(logdir, on_failure="restart", steps=0, save_every=0.1)
+
+    def on_tick() -> None:
+        if elsewhere.exists() or len(list((logdir / "ckpt" / "agent").glob("0*"))) < 2:
+            return
+        logdir.rename(elsewhere)
+        if how == "removed":
+            shutil.rmtree(elsewhere)
+            elsewhere.mkdir()
+
+    with pytest.raises(FleetError) as error:
+        combined(**parts(config), args=config, tick=on_tick)
+    assert str(error.value) == (
+        f"The run's directory {logdir} was moved or removed while the run was under way, so it has "
+        "ended without saving: resume it from where the directory is now."
+    )
+    assert left_behind() == []
+    assert not (logdir / "fleet.json").exists()
+    if how == "moved":
+        combined(**parts(small_run(elsewhere)), args=small_run(elsewhere))

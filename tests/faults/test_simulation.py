@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from dreamfleet.replay import loading
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.outbox import Outbox
+from dreamfleet.roles.replay import ReplayService
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +102,22 @@ def writes_every_score_that_is_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ScoresFile, "add", always)
 
 
+def fails_now_and_then(patch: pytest.MonkeyPatch) -> None:
+    """The successor of its process would answer, as if nothing had been."""
+    add, calls = ReplayService.add_batch, itertools.count(1)
+
+    def add_batch(self: ReplayService, *args: Any) -> Any:
+        if next(calls) % 7 == 0:
+            raise TypeError("no such argument")
+        return add(self, *args)
+
+    patch.setattr(ReplayService, "add_batch", add_batch)
+
+
 @pytest.mark.parametrize(
     ("mutate", "complaint"),
     [
+        (fails_now_and_then, "the replay failed without a fault"),
         (forgets_batches, "stored twice|spliced|limiter"),
         (believes_uncommitted_steps, "message|stored twice|spliced|never sent|acknowledged"),
         (counts_samples_in_memory, "samples went back"),

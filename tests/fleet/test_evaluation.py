@@ -253,6 +253,19 @@ def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
     assert (config.logdir / "kept").read_text() == "7 1.0\n"
 
 
+def test_an_environment_without_an_end_does_not_outlast_its_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 7 steps: its evaluation of 3 episodes would be 81,000 long. It says its steps."""
+    monkeypatch.setattr("dreamfleet.evaluation._SAY_SECONDS", 1e-9)
+    said: list[str] = []
+    result = train(over(folder, "Endless", eval_episodes=3), display=None, say=said.append)
+    assert result is not None
+    assert result.lengths == [7, 7, 7]
+    assert "3 of 3 episodes did not end within 7 steps (eval_max_steps, or what the" in str(said)
+    assert "0 of 3 episodes, 3 steps" in said
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """SIGINT is Ctrl-C, also where whoever started the tests in the background ignores it."""

@@ -56,10 +56,11 @@ def running(
 
 
 def by_title(parent: psutil.Process) -> dict[str, psutil.Process]:
-    found = {}
+    found: dict[str, psutil.Process] = {}
     for child in parent.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            found[" ".join(child.cmdline()).strip()] = child
+            # A process that a worker is just starting still has the worker's title.
+            found.setdefault(" ".join(child.cmdline()).strip(), child)
     return found
 
 

@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-from browser_parts import CHROMIUM, chromium
+from browser_parts import chromium
 from dream_parts import small_run
 from view_parts import made_up_run, save_random_agent
 
@@ -29,15 +28,13 @@ EVIL_TEXT = "<script>window.evil=1</script><img src=x onerror=window.evil=1>${wi
 PATIENCE = 180_000.0
 """Milliseconds; the machine may be busy."""
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-
 
 def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     with (
+        chromium() as browser,
         some_runs(folder),
         served(folder) as address,
-        chromium() as browser,
         entered(browser, address) as page,
     ):
         without_the_token_there_is_nothing_and_with_it_only_what_is_in_runs(address)

@@ -45,7 +45,7 @@ def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
     beside = Path(sys.executable).parent
     program = shutil.which("hadolint", path=str(beside)) or shutil.which("hadolint")
     if program is None:
-        pytest.skip("hadolint is not installed")
+        pytest.skip("hadolint is not installed: make setup-dev")
     return subprocess.run(
         [program, "--no-color", str(path)], capture_output=True, text=True, check=False
     )

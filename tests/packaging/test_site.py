@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from browser_parts import CHROMIUM, chromium
+from browser_parts import chromium
 from documents import PAGES, ROOT
 
 PACKAGES = ("", ".agents", ".dream", ".envs", ".metrics", ".replay", ".transport")
@@ -44,9 +44,12 @@ class Page(HTMLParser):
             self.assets.append(given["href"])
 
 
-def test_the_site_is_whole_and_works_from_the_disk(tmp_path: Path) -> None:
-    """One test for all of it: the site takes seconds to make."""
-    site = made(tmp_path)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("checkout"))
+
+
+def test_the_site_is_whole(site: Path) -> None:
     pages = {path: Page() for path in site.rglob("*.html")}
     for path, page in pages.items():
         page.feed(path.read_text())
@@ -54,8 +57,9 @@ def test_the_site_is_whole_and_works_from_the_disk(tmp_path: Path) -> None:
     nothing_comes_from_another_host(site, pages)
     every_page_is_there_and_is_reached(site, pages)
     every_public_name_has_its_docstring(pages[site / "docs/api.html"])
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on this machine to open it with")
+
+
+def test_the_site_works_from_the_disk(site: Path) -> None:
     with chromium() as browser:
         a_person_reads_and_searches_it(browser, site, dark=False, width=1280)
         a_person_reads_and_searches_it(browser, site, dark=True, width=390)  # a phone

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dreamfleet.benchmarks import agent, replay
 from dreamfleet.cli import main
 
 
@@ -19,3 +20,13 @@ def test_a_quick_run_writes_its_rows(name: str, tmp_path: Path) -> None:
         assert row.keys() == {"name", "value", "unit", "peer", "peer_value", "ratio", "note"}
         assert math.isfinite(row["value"])
         assert row["value"] > 0 or "not measured" in row["note"]
+
+
+def test_nothing_is_compared_with_what_was_not_measured_in_the_same_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {"policy": [1.0] * 3, "while_training": [(1.0, 2.0)] * 3}
+    figures |= dict.fromkeys(("train", "compile", "memory"), 1.0)
+    monkeypatch.setattr(agent, "in_process", lambda *_: figures)
+    rows = agent.run(quick=True) + replay._speed("vector", "memory", quick=True)
+    assert {(row.peer, row.peer_value, row.ratio) for row in rows} == {(None, None, None)}

@@ -265,7 +265,7 @@ def test_a_disk_is_filled_and_freed(tmp_path: Path, kind: str, said: str) -> Non
     words = [sys.executable, "-c", FILLING, str(folder), kind]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     if kind == "tmpfs" and done.stdout.startswith("limit"):
-        pytest.skip("this machine does not allow to mount a file system")
+        pytest.skip("A full disk needs the right to mount a file system: sudo make test")
     assert done.stdout.strip() == f"{kind} {said}"
     # A file system of its own is seen by nobody else, and gone.
     assert bool(list(folder.iterdir())) == (kind == "limit")

@@ -1,9 +1,11 @@
 """The command line, as a person types it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,3 +81,32 @@ def test_the_transport_benchmark_runs_and_writes_rows(tmp_path: Path) -> None:
     rates = [row for row in rows if row["unit"] == "steps/s"]
     assert len(rates) == 4
     assert all(row["ratio"] == pytest.approx(row["value"] / row["peer_value"]) for row in rates)
+
+
+HEARD: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+VERSION = [sys.executable, "-m", "dreamfleet.cli", "--version"]
+
+
+def test_a_command_works_with_closed_streams() -> None:
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "-", *VERSION], **HEARD)
+    assert (closed.returncode, closed.stdout) == (0, "")
+    assert closed.stderr == (
+        "error: Standard output is closed, so nothing is shown: redirect it to a file.\n"
+    )
+    assert subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "-", *VERSION], **HEARD).returncode == 0
+
+
+def test_a_terminal_without_unicode_shows_question_marks() -> None:
+    code = (
+        "from dreamfleet.cli import main\n"
+        "from dreamfleet.cli.console import complain, say\n"
+        "from dreamfleet.display import print_line\n"
+        "print_line('1 ± 2')\n"
+        "main(['--version'])\n"
+        "say('3 ± 4')\n"
+        "complain('5 ± 6')\n"
+    )
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=plain, **HEARD)
+    first, _, second = done.stdout.splitlines()
+    assert (first, second, done.stderr) == ("1 ? 2", "3 ? 4", "error: 5 ? 6\n")

@@ -206,8 +206,10 @@ def test_following_without_a_terminal_lasts_until_the_run_ends(
 
 def test_without_a_terminal_there_are_lines(tmp_path: Path) -> None:
     plain, terminal = Console(force_terminal=False), Console(force_terminal=True, quiet=True)
-    with live(tmp_path, plain, print) as progress:
-        assert progress is print
+    said: list[str] = []
+    with live(tmp_path, plain, said.append) as progress:
+        progress("a line")
+    assert said == ["a line"]
     with live(tmp_path, terminal) as progress:
         assert progress is silent
 
@@ -265,3 +267,22 @@ def test_json_is_one_object_in_a_line(
     assert main(["status", str(tmp_path), "--json", "--follow"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2000, 3000, 4000]
+
+
+def test_lines_that_say_nothing_new_are_said_now_and_then() -> None:
+    said: list[str] = []
+    told = display.calm(said.append)
+    for seconds in range(9, 29, 2):
+        told("step 0 of 1,200  0 steps/s")
+        told(f"Waiting: the learner is compiling the agent ({seconds} s so far).")
+    assert said == [
+        "step 0 of 1,200  0 steps/s",
+        "Waiting: the learner is compiling the agent (9 s so far).",
+    ]
+    told("step 8 of 1,200  4 steps/s")
+    told("step 9 of 1,200  4 steps/s")
+    assert len(said) == 4
+    often = display.calm(said.append, seconds=0.0)
+    often("again")
+    often("again")
+    assert said[4:] == ["again", "again"]

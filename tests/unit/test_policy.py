@@ -315,6 +315,26 @@ def test_a_configuration_and_spaces_survive_the_checkpoint() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"config": None},
+        {"obs_space": None},
+        {"act_space": "[]"},
+        {"obs_space": "{"},
+        {"stored_space": '{"a": {}}'},
+        {"obs_space": '{"a": {"dtype": "hat", "shape": [], "low": "0", "high": "1"}}'},
+    ],
+    ids=str,
+)
+def test_a_damaged_blueprint_is_a_sentence(damage: dict[str, Any]) -> None:
+    agent = RandomAgent(worlds.VECTOR, worlds.ACTIONS)
+    described = {**Blueprint.of(agent, RunConfig(agent="random")).save(), **damage}
+    damaged = {name: value for name, value in described.items() if value is not None}
+    with pytest.raises(ConfigError, match=r"^What the checkpoint says about its agent is damaged"):
+        Blueprint.load(damaged)
+
+
 def test_settings_of_other_versions_are_passed_over() -> None:
     values = json.loads(RunConfig(envs=3).to_json())
     del values["batch_size"]

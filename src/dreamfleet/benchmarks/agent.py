@@ -1,9 +1,7 @@
 """Speed of the agent at size 1m: training, compiling, acting, memory.
 
 The agent is made, compiled and called as the fleet does it, in a process with the fleet's
-environment variables. The figures of the reference implementation were taken on another 2-core
-machine. They are compared in units of a 1024x1024x1024 float32 product: the peer's value is its
-count of products times the time that one product takes here, in the same run.
+environment variables.
 """
 
 from __future__ import annotations
@@ -24,27 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents import DreamerConfig, ExecutionConfig, find_agent, size_preset
-from dreamfleet.benchmarks.report import Row, compare, in_process, timed
+from dreamfleet.benchmarks.report import Row, in_process, timed
 from dreamfleet.spaces import Space
 
-_PEER = "reference, in matmuls of this machine"
-_REFERENCE_MATMUL = 14.6
 _ROWS = (1, 8, 16)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Milliseconds of the reference implementation where a product takes 14.6 ms."""
-
-    train: float
-    compile: float
-    policy: tuple[float, float, float]
-
-
-REFERENCES = {
-    "vector": Reference(1258, 50_000, (1.7, 3.0, 2.3)),
-    "image": Reference(6671, 50_000, (2.4, 8.4, 11.3)),
-}
 
 
 @dataclass(frozen=True)
@@ -64,42 +45,24 @@ class Task:
 def run(quick: bool) -> list[Row]:
     """Measure vectors and images, with an empty and with a filled compilation cache.
 
-    A quick run only shows that everything works: its networks and batches are tiny, and its
-    ratios mean nothing.
+    A quick run only shows that everything works: its networks and batches are tiny.
     """
     rows: list[Row] = []
-    for kind, reference in REFERENCES.items():
+    for kind in ("vector", "image"):
         with tempfile.TemporaryDirectory() as cache:
             task = Task(kind, cache)
             if quick:
                 task = Task(kind, cache, "debug", 2, 4, 4, steps=2, calls=20)
             cold = in_process(__name__, asdict(task))
             warm = in_process(__name__, asdict(replace(task, steps=0)))
-        unit = cold["matmul"] / _REFERENCE_MATMUL
-
-        def faster(
-            name: str, ours: float, theirs: float, note: str = "", unit: float = unit
-        ) -> Row:
-            return compare(name, ours, "ms", _PEER, theirs * unit, note=note)
-
         rows += [
-            Row(f"{kind}: matmul 1024^3", cold["matmul"], "ms", note="reference machine: 14.6"),
-            faster(
-                f"{kind}: train step",
-                cold["train"],
-                reference.train,
-                f"{cold['train'] / cold['matmul']:.0f} matmuls",
-            ),
-            faster(f"{kind}: compile, cold", cold["compile"], reference.compile),
-            faster(f"{kind}: compile, warm cache", warm["compile"], reference.compile),
+            Row(f"{kind}: train step", cold["train"], "ms"),
+            Row(f"{kind}: compile, cold", cold["compile"], "ms"),
+            Row(f"{kind}: compile, warm cache", warm["compile"], "ms"),
             Row(f"{kind}: peak memory", cold["memory"], "MB"),
         ]
         for index, batch in enumerate(_ROWS):
-            rows.append(
-                faster(
-                    f"{kind}: policy, batch {batch}", cold["policy"][index], reference.policy[index]
-                )
-            )
+            rows.append(Row(f"{kind}: policy, batch {batch}", cold["policy"][index], "ms"))
         for index, batch in enumerate(_ROWS):
             middle, high = cold["while_training"][index]
             note = f"99th percentile {high:.1f} ms"
@@ -134,7 +97,6 @@ def measure(task: Task) -> dict[str, Any]:
         "train": median(step, task.steps),
         "policy": [median(policy_caller(agent, obs, n), task.calls) for n in _ROWS],
         "while_training": _while_training(agent, obs, step, task.calls),
-        "matmul": _matmul(),
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -219,15 +181,6 @@ def _while_training(
 def median(call: Callable[[], object], repeats: int) -> float:
     """Milliseconds that a call takes."""
     return 1e3 * statistics.median(timed(call, repeats))
-
-
-def _matmul() -> float:
-    import jax
-
-    x = jax.device_put(np.ones((1024, 1024), np.float32))
-    product = jax.jit(lambda a: a @ a)
-    product(x).block_until_ready()
-    return median(lambda: product(x).block_until_ready(), 30)
 
 
 if __name__ == "__main__":

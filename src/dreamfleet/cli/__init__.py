@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dreamfleet.cli.arguments import call, function_options, help_of, summary_of
-from dreamfleet.cli.console import complain, say
+from dreamfleet.cli.console import complain, open_streams, say
 from dreamfleet.errors import DreamfleetError
 
 COMMANDS = {
@@ -74,6 +74,7 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 2 for what was asked and cannot work, 1 for what went
     wrong later."""
+    open_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args else "--help"
     if name in ("-h", "--help"):

@@ -7,7 +7,6 @@ line and Python refuse the same value with the same sentence.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import re
 import types
@@ -26,7 +25,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import convert, describe, read, switchable_groups
+from dreamfleet.settings import closest_setting, convert, describe, read, switchable_groups
 
 _WIDEST = 100
 _NOT_GIVEN: Any = object()
@@ -51,6 +50,14 @@ class Option:
         """What is typed: --train-ratio, or LOGDIR."""
         label = self.name.replace("_", "-")
         return label.upper() if self.positional else f"--{label}"
+
+    @property
+    def flags(self) -> str:
+        """Everything that may be typed: a switch that is on by default is switched off."""
+        if not (self.switch and self.default):
+            return self.flag
+        group, dot, label = self.flag.removeprefix("--").rpartition(".")
+        return f"{self.flag}, --{group}{dot}no-{label}"
 
     @property
     def switch(self) -> bool:
@@ -162,7 +169,9 @@ def help_of(
 ) -> RenderableType:
     """The help of a command: what it does, its options in groups, examples."""
     places = [o.flag + (" ..." if o.several else "") for o in options if o.positional]
-    usage = " ".join(["usage: dreamfleet", command, *places, "[OPTIONS]"])
+    optional = [o.default is not inspect.Parameter.empty for o in options if o.positional]
+    shown = [f"[{o}]" if free else o for o, free in zip(places, optional, strict=True)]
+    usage = " ".join(["usage: dreamfleet", command, *shown, "[OPTIONS]"])
     parts: list[RenderableType] = [Text(usage), Text(), Text(summary), Text()]
     for title, members in _grouped(options, groups):
         parts += [Text(title, style="bold"), _rows(members), Text()]
@@ -220,8 +229,9 @@ def _unknown_option(word: str, options: Sequence[Option]) -> ConfigError:
     for option in options:
         if option.positional and flag == f"--{option.name}":
             return ConfigError(f"{option.flag} is written without {flag}: its value alone will do.")
-    close = difflib.get_close_matches(flag, [o.flag for o in options if not o.positional], n=1)
-    hint = f"Did you mean {close[0]}?" if close else "See --help."
+    flags = {option.name: option.flag for option in options if not option.positional}
+    close = closest_setting(flag, flags)
+    hint = f"Did you mean {flags[close]}?" if close else "See --help."
     return ConfigError(f"There is no option {flag}. {hint}")
 
 
@@ -242,14 +252,16 @@ def _rows(options: Sequence[Option]) -> RenderableType:
     for option in options:
         words = Text(option.sentence)
         empty: tuple[Any, ...] = (inspect.Parameter.empty, None, (), "", False, {})
-        if not option.positional and option.default not in empty:
+        if option.default not in empty:
             default = option.default
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            if isinstance(default, dict):
+            if default is True:
+                shown = "on"
+            elif isinstance(default, dict):
                 shown = " ".join(f"{name}={value}" for name, value in default.items())
             words.append(f" ({shown})", style="dim")
         values = "" if option.positional or option.switch else f" {_values(option.kind)}"
-        table.add_row(Text(f"{option.flag}{values}", style="cyan"), words)
+        table.add_row(Text(f"{option.flags}{values}", style="cyan"), words)
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 

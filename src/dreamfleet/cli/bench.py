@@ -38,7 +38,8 @@ def bench(
     Ratios are ours to the peer's within one run; above 1 is better. Measure on a quiet machine.
 
     Args:
-        name: What to measure.
+        name: What to measure: transport, replay, agent, fleet, envs, metrics, checkpoint, network,
+            scale, view, lowering or hostile.
         json: Also write the rows to this file.
         quick: A short run that only shows that the benchmark works.
         sizes: Of the agent: measure these on whatever device is here, such as 1m,12m,25m, or all.

@@ -1,5 +1,6 @@
 """The one place where commands speak to the person."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,8 +11,26 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 
 # What goes to a file has no edge at which it would have to be wrapped.
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
+_is_terminal = sys.stdout is not None and sys.stdout.isatty()
+out = Console(highlight=False, width=None if _is_terminal else 180)
 _err = Console(stderr=True, highlight=False)
+
+
+def open_streams() -> None:
+    """Let everything be written: to nowhere if a stream is closed, and with a question mark for
+    what a terminal cannot show."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # no file that is opened later becomes a standard stream
+    os.close(descriptor)
+    is_closed = sys.stdout is None
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - it stays open
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    if is_closed:
+        complain("Standard output is closed, so nothing is shown: redirect it to a file.")
 
 
 def say(message: str | RenderableType) -> None:

@@ -15,7 +15,7 @@ from dreamfleet.plotting import Panel, draw, final_score, read_panels
 
 
 def plot(
-    logdirs: tuple[Path, ...] = (),
+    logdirs: tuple[Path, ...],
     /,
     out: Path = Path("curves.png"),
     bins: Annotated[int, Meta(ge=2)] = 50,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ Resume a run with the settings that it was last with.
 
 It takes the options of 'dreamfleet train', for settings to change; what is changed is said."""
 
+_EMPTY = inspect.Parameter.empty
 EXAMPLES = (
     ("resume runs/gym-CartPole-v1", "as it was"),
     ("resume runs/gym-CartPole-v1 --steps 60000", "and longer"),
@@ -26,7 +28,7 @@ def resume(arguments: Sequence[str]) -> None:
     """Resume a run, with the changes that were typed."""
     if {"-h", "--help", "--help-all"} & set(arguments):
         options = [
-            replace(option, positional=True, sentence="The run's directory.")
+            replace(option, positional=True, default=_EMPTY, sentence="The run's directory.")
             if option.name == "logdir"
             else replace(option, default=None)  # it is what the run has
             for option in options_of([], new=True)

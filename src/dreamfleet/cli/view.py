@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from dreamfleet.cli.console import out, say
 from dreamfleet.errors import ConfigError, import_extra
+from dreamfleet.fleet.preflight import check_place
 
 _END_SECONDS = 10.0
 
@@ -60,6 +61,7 @@ def view(
 def page_beside(logdir: Path) -> Iterator[None]:
     """A page about a run, by a process that ends with the block, or with this process."""
     _need_the_extra()
+    check_place(logdir)
     logdir.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-m", "dreamfleet.view.app", str(logdir)],

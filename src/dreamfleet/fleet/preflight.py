@@ -44,6 +44,7 @@ _DISK_BESIDE = 100_000_000  # checkpoints of a small model, metrics, logs, some 
 _FILES_PER_PROCESS = 4
 _FILES_BESIDE = 100
 _ADDRESSES_BESIDE = 2_000_000_000  # of libraries and threads
+_FILES = ("*.json", "*.jsonl", "ckpt/*/positions", "ckpt/*/episodes", "ckpt/logger/step")
 
 
 class Prospects(NamedTuple):
@@ -141,6 +142,11 @@ def check_outputs(config: RunConfig) -> None:
 def check_place(logdir: Path) -> None:
     """Every process writes to the run's directory."""
     there = _nearest(logdir)
+    if there.is_symlink() and not there.exists():
+        raise ConfigError(
+            f"{there} is a link to {there.readlink()}, which does not exist: make that directory, "
+            "or choose another --logdir."
+        )
     if not there.is_dir():
         raise ConfigError(
             f"{there} is a file, and the run keeps everything in the directory {logdir}: choose "
@@ -154,6 +160,9 @@ def check_place(logdir: Path) -> None:
             f"{there} cannot be written to ({error.strerror}): choose another --logdir, or let "
             "yourself write there."
         ) from None
+    for path in (path for name in _FILES for path in logdir.glob(name)):
+        if path.is_dir():  # its worker would fail at every start
+            raise ConfigError(f"{path} is a directory where the run keeps a file: move it away.")
 
 
 def _nearest(logdir: Path) -> Path:

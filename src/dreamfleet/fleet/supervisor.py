@@ -108,6 +108,7 @@ class Supervisor:
         self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
         self._record = FleetRecord.of_this_process(launcher_name)
         self._logdir = logdir
+        self._inode = logdir.stat().st_ino if logdir is not None else None
         self._unwritten = False  # the record, because of a full disk
         self.ending = False
         """Whether the end has begun: what fails from here on is part of it."""
@@ -158,6 +159,7 @@ class Supervisor:
         next_tick = time.monotonic() + every
         while True:
             now = time.monotonic()
+            self._check_directory()
             self._look_at_notes()
             if now >= end:
                 return "duration"
@@ -196,6 +198,7 @@ class Supervisor:
 
     def _on_exit(self, member: _Member, code: int) -> None:
         """Decide what follows the end of a worker that nobody here has asked to stop."""
+        self._check_directory()
         how = member.describe_exit(code)
         self._write_event(member, "failed", member.failure)
         error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
@@ -213,6 +216,27 @@ class Supervisor:
         timer = threading.Timer(delay, self._events.put, [_Restart(member)])
         timer.daemon = True
         timer.start()
+
+    def _check_directory(self) -> None:
+        """End the run without saving when its directory was moved or removed: what workers write
+        by its name would be half a run in a new directory."""
+        if not self._is_gone():
+            return
+        for member in self._members:
+            member.kill()
+        raise FleetError(
+            f"The run's directory {self._logdir} was moved or removed while the run was under way, "
+            "so it has ended without saving: resume it from where the directory is now."
+        )
+
+    def _is_gone(self) -> bool:
+        """Whether the run's directory is no longer at its place."""
+        try:
+            return self._logdir is not None and self._logdir.stat().st_ino != self._inode
+        except (FileNotFoundError, NotADirectoryError):
+            return self._inode is not None
+        except OSError:  # a file system that does not answer for a moment
+            return False
 
     def _look_at_notes(self) -> None:
         """Say which environment has failed and is built again, once; its worker goes on."""
@@ -304,7 +328,7 @@ class Supervisor:
         return _PLACE_SECONDS
 
     def _write_record(self, state: FleetState | None = None) -> None:
-        if self._logdir is None:
+        if self._logdir is None or self._is_gone():
             return
         state = state or ("ending" if self.ending else "running")
         workers = tuple(member.record(state) for member in self._members)
@@ -317,7 +341,7 @@ class Supervisor:
             log.warning("The record of the fleet cannot be written: %s", error)
 
     def _write_event(self, member: _Member, event: str, error: str = "") -> None:
-        if self._logdir is not None:
+        if self._logdir is not None and not self._is_gone():
             record_event(self._logdir, member.name, event, error)
 
     @contextmanager

@@ -83,7 +83,8 @@ class Evaluation:
         if self.cut_short:
             found.append(
                 f"{self.cut_short} of {total} episodes did not end within {self.max_steps:,} "
-                "steps (eval_max_steps) and were cut short; their scores so far count."
+                "steps (eval_max_steps, or what the run has trained) and were cut short; their "
+                "scores so far count."
             )
         if self.failed:
             found.append(f"{self.failed} of {total} episodes failed: {self.error}")

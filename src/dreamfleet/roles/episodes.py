@@ -186,6 +186,11 @@ class EpisodeServer:
                     return current.result()
                 self._reply(requests, reply)
 
+    @property
+    def steps(self) -> int:
+        """Steps of this round so far, in all environments."""
+        return self._round.steps if self._round else 0
+
     def played(self, group: Group | None = None) -> list[Played]:
         """The episodes of this round so far; of one process, or of all."""
         if self._round is None:
@@ -331,6 +336,8 @@ class _Round:
         self._left = [len(range(place, episodes, count)) for place in range(count)]
         self.played: list[list[Played]] = [[] for _ in range(count)]
         """The episodes of each environment."""
+        self.steps = 0
+        """Steps of all environments together."""
         self._running = np.zeros(count, bool)
         self._steps = np.zeros(count, np.int64)
         self._stats = EpisodeStats()
@@ -359,6 +366,7 @@ class _Round:
         first, last = obs["is_first"] & there, obs["is_last"] & there
         self._running |= first
         self._steps = np.where(first, 0, self._steps + there)
+        self.steps += int(there.sum())
         cut = self._running & there & ~last & (self._steps >= self._max_steps)
         over = last | cut
         rows = {key: value[there] for key, value in {**obs, "is_last": over}.items()}

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import shlex
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,31 @@ def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     shown(text, function_options(function_of(command)))
     assert summary_of(function_of(command)).split("\n")[0] in text
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_the_help_lists_every_name_that_may_be_given(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    words = re.findall(r"[\w-]+", capsys.readouterr().out)
+    for option in function_options(function_of(command)):
+        if option.positional and typing.get_origin(option.kind) is typing.Literal:
+            assert set(typing.get_args(option.kind)) <= set(words)
+
+
+def test_the_help_says_what_may_be_left_out_and_how_to_switch_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["view", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: dreamfleet view [FOLDER] [OPTIONS]\n")
+    assert re.search(r"FOLDER +A run's directory, or a folder of runs. \(runs\)", text)
+    assert re.search(r"--browser, --no-browser +Also .* \(on\)", text)
+    assert main(["plot", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: dreamfleet plot LOGDIRS ... [OPTIONS]\n")
+    assert main(["train", "--help-all"]) == 0
+    assert "--replay.online, --replay.no-online " in capsys.readouterr().out
 
 
 def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[str]) -> None:

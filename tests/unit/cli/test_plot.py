@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dreamfleet import plotting
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 
@@ -54,6 +55,17 @@ def test_runs_of_one_seed_are_not_called_seeds(
     out = tmp_path / "curves.svg"
     assert main(["plot", *runs, "--out", str(out)]) == 0
     assert table(capsys)[0][2] == "1 (3 runs)"
+
+
+def test_a_picture_has_as_many_panels_as_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plotting, "save_figure", lambda figure, _: drawn.append(figure))
+    for count in (1, 3, 4, 7):
+        runs = [run(tmp_path / f"{count}-{n}", 1, task=f"gym:Task{n}-v0") for n in range(count)]
+        assert main(["plot", *runs]) == 0
+        assert sum(axis.get_visible() for axis in drawn[-1].axes) == count
 
 
 def test_runs_that_differ_in_anything_are_not_seeds_of_each_other(
@@ -119,7 +131,7 @@ def test_panels_are_tasks(tmp_path: Path) -> None:
         (["nowhere"], "holds no run"),
         (["RUN", "--out", "curves.jpeg"], "has to end in .png"),
         (["RUN", "--bins", "1"], "at least 2"),
-        ([], "at least one"),
+        ([], "LOGDIRS is missing"),
     ],
 )
 def test_mistakes_are_sentences(

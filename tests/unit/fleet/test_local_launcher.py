@@ -4,10 +4,10 @@ import resource
 from functools import partial
 from pathlib import Path
 
-from launcher_parts import LONG, note_files
+from launcher_parts import LONG, note_files, write_much
 
 from dreamfleet.fleet.launchers import Worker
-from dreamfleet.fleet.launchers.local import LocalLauncher
+from dreamfleet.fleet.launchers.local import LocalLauncher, bound_log
 
 
 def test_a_worker_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -> None:
@@ -22,3 +22,28 @@ def test_a_worker_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert int((tmp_path / "files").read_text()) == hard
+
+
+def test_the_log_of_a_chatty_worker_stays_small(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "env-0.log"
+    worker = Worker("env-0", "env", partial(write_much, log))
+    with LocalLauncher(tmp_path) as launcher:
+        launcher.prepare([worker])
+        running = launcher.start(worker)
+        assert running.wait(LONG) == 0
+        assert running.output() == "and the end"
+    assert log.stat().st_size < 1000
+    assert log.with_name("env-0.log.1").stat().st_size == 16 << 20
+
+
+def test_of_a_log_that_is_too_large_the_end_is_kept(tmp_path: Path) -> None:
+    log, older = tmp_path / "a.log", tmp_path / "a.log.1"
+    with log.open("ab") as writer:
+        writer.write(b"0123456789")
+        writer.flush()
+        bound_log(log, 10)
+        assert not older.exists()
+        bound_log(log, 4)
+        writer.write(b"more")
+    assert (log.read_bytes(), older.read_bytes()) == (b"more", b"6789")
+    bound_log(tmp_path / "missing.log", 4)

@@ -330,6 +330,9 @@ def test_settings_that_cannot_work_well_here_are_warned_of_at_the_start(
         ("file/run", "file is a file"),
         ("/proc/run", "/proc cannot be written to ("),
         ("/sys/kernel/run", "/sys/kernel cannot be written to ("),
+        ("dangling", "dangling is a link to nowhere, which does not exist: make that directory"),
+        ("dangling/run", "dangling is a link to nowhere, which does not exist"),
+        ("run", "run/ckpt/replay/positions is a directory where the run keeps a file: move it"),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_refused(
@@ -341,6 +344,8 @@ def test_a_directory_that_cannot_be_used_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
+    Path("dangling").symlink_to("nowhere")
+    Path("run/ckpt/replay/positions").mkdir(parents=True)
     assert main(["train", "--logdir", logdir]) == 2
     said = capsys.readouterr().err
     assert words in said

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from event_files import events
 
-from dreamfleet.errors import MissingExtraError
+from dreamfleet.errors import MissingExtraError, install_command
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
@@ -162,7 +162,8 @@ def test_wandb_gets_every_kind(wandb: FakeRun) -> None:
 
 
 def test_the_real_package_takes_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    reason = f"wandb is not installed: {install_command('wandb')}"
+    package = pytest.importorskip("wandb", reason=reason)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     output = WandbOutput(project="p", dir=str(tmp_path), config={"seed": 3}, allow_val_change=True)

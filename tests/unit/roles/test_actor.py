@@ -134,8 +134,8 @@ def test_training_and_evaluation_rows_of_a_batch_get_their_own_mode_in_place(
         ]
         assert actions["action"].tolist() == expected
     agent.wait_for_replies(60.0)
-    for _, steps, _, evaluated, *_ in replay.calls:
-        assert set(steps["mode"]) == {len("eval" if evaluated else "train")}
+    modes = {(evaluated, *steps["mode"]) for _, steps, _, evaluated, *_ in replay.calls}
+    assert modes == {(True, 4, 4), (False, 5, 5, 5)}  # the length of the mode's name
 
 
 def test_batches_come_in_a_few_sizes_whatever_arrives(tmp_path: Path) -> None:

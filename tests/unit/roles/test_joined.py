@@ -34,7 +34,14 @@ from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
 from dreamfleet.spaces import RESET
-from dreamfleet.transport import BatchServer, Client, Disconnected, RemoteError
+from dreamfleet.transport import (
+    BatchServer,
+    Client,
+    Closed,
+    Disconnected,
+    RemoteError,
+    TransportError,
+)
 
 LONG = 120.0
 DUMMY = make_env("bundled:dummy", **EVERY_STEP)
@@ -252,6 +259,7 @@ class Player:
         self._client = Client(address)
         self._ids, self._length = ids, length
         self.replies = 0
+        self._problem: TransportError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -274,12 +282,13 @@ class Player:
                     continue
                 self.replies += 1
                 step = 0 if reply[RESET].all() else step + 1
-        except (Disconnected, RemoteError, Exception):
-            return
+        except TransportError as error:
+            self._problem = error
 
     def leave(self) -> None:
         self._client.close(0.0)
         self._thread.join()
+        assert isinstance(self._problem, (Closed, Disconnected))
 
 
 def machine(name: str, ids: Group, state: Any = "joined") -> MachineRecord:

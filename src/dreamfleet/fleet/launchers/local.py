@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -48,12 +49,15 @@ from dreamfleet.roles.runtime import (
 from dreamfleet.transport.address import remove_socket_files
 
 _TAIL_BYTES, _TAIL_LINES = 20_000, 60
+_LOG_BYTES = 16 << 20
+_LOG_SECONDS = 1.0  # between two looks at the size of a log
 _ORPHAN_SECONDS = 1.5
 _PR_SET_PDEATHSIG = 1
 
 
 class LocalLauncher:
-    """Starts processes, with their output in `logs/NAME.log`, which is appended to."""
+    """Starts processes, with their output in `logs/NAME.log`, which is appended to. A process whose
+    log has more than 16 MB moves it to `NAME.log.1`."""
 
     default_address = "ipc://{auto}"
 
@@ -104,7 +108,12 @@ class LocalWorker:
         self.host = socket.gethostname()
         self._log_file = log_file
         self._ended = False
-        header = {"path": sys.path, "title": f"dreamfleet {worker.name}", "bytes": len(payload)}
+        header = {
+            "path": sys.path,
+            "title": f"dreamfleet {worker.name}",
+            "log": str(log_file.absolute()),
+            "bytes": len(payload),
+        }
         with log_file.open("ab") as output:
             self.log_start = output.tell()
             self._process = subprocess.Popen(
@@ -164,7 +173,7 @@ def tail(path: Path, start: int) -> str:
     """The end of what was written to a file from this place on."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - _TAIL_BYTES))
+        file.seek(max(start if start <= size else 0, size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
     return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
 
@@ -187,7 +196,7 @@ def run_worker() -> None:
     sys.path[:] = header["path"]
     setproctitle.setproctitle(header["title"])
     function = cloudpickle.loads(_read(pipe, header["bytes"]))
-    watched = [pipe, ending, orphaned]
+    watched = [pipe, Path(header["log"]), ending, orphaned]
     threading.Thread(target=_watch_parent, args=watched, name="parent", daemon=True).start()
     _wake_with_parent()
     _allow_all_files()
@@ -211,13 +220,34 @@ def _read(pipe: FileIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _watch_parent(pipe: FileIO, ending: threading.Event, orphaned: threading.Event) -> None:
-    while pipe.read(1):
-        ending.set()
+def _watch_parent(
+    pipe: FileIO, log_file: Path, ending: threading.Event, orphaned: threading.Event
+) -> None:
+    """Obey the parent, and end when it is gone; meanwhile keep the log small."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while True:
+        if not poll.poll(1000 * _LOG_SECONDS):
+            bound_log(log_file)
+        elif pipe.read(1):
+            ending.set()
+        else:
+            break
     orphaned.set()
     os.kill(os.getpid(), ORDER)
     threading.Event().wait(_ORPHAN_SECONDS)
     _end_group()
+
+
+def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
+    """Move the end of a log that has grown too large to NAME.1, over what is there. Processes that
+    append to it go on at its start."""
+    with suppress(OSError), path.open("rb") as file:  # a log that cannot be moved stays
+        size = file.seek(0, os.SEEK_END)
+        if size > most:
+            file.seek(size - most)
+            path.with_name(f"{path.name}.1").write_bytes(file.read(most))
+            os.truncate(path, 0)
 
 
 def _end_group() -> None:

@@ -173,6 +173,8 @@ def _copy(path: Path, start: int, wait: Callable[[float], int | None]) -> None:
         file.seek(start)
         while True:
             ended = wait(0.5) is not None
+            if file.tell() > path.stat().st_size:  # the process has moved its log away
+                file.seek(0)
             if text := file.read():
                 sys.stdout.write(text.decode(errors="replace"))
                 sys.stdout.flush()
