@@ -124,7 +124,7 @@ def test_the_point_cloud_encoder_trains() -> None:
     for _ in range(200):
         loop.step()
     batch, carry, losses = loop.batch(4, 7, newest=200), agent.init_train(4), []
-    batch |= {"stepid": np.zeros((4, 7, 20), np.uint8), "consec": np.zeros((4, 7), np.int32)}
+    batch |= {"stepid": np.zeros((4, 7, 20), np.uint8)}
     for _ in range(30):
         carry, _, metrics = agent.train(carry, batch)
         losses.append(float(metrics["opt/loss"]))

@@ -60,7 +60,7 @@ def test_published_sizes_have_the_published_parameters(size: str, vector: int, i
     ):
         nets = Networks.init(
             np.random.default_rng(0),
-            size_preset(size),
+            DreamerConfig(model=size_preset(size)),
             obs | flags,
             {"action": action},
         )
@@ -107,7 +107,7 @@ GROUPS = [ModelConfig, LossConfig, OptimizerConfig, ExecutionConfig, DreamerConf
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_every_setting_is_documented_and_read(group: type) -> None:
     config = (SOURCE / "config.py").read_text()
-    rest = "".join(path.read_text() for path in SOURCE.glob("*.py") if path.name != "config.py")
+    rest = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "config.py")
     for field in dataclasses.fields(group):
         assert re.search(rf'    {field.name}: [^\n]*\n    """', config), (
             f"{field.name} says nothing"
