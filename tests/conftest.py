@@ -45,7 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # in the process that starts the others
         os.environ[CACHE] = tempfile.mkdtemp(prefix="dreamfleet-tests-")
         keep_bytecode()
-        compile_less()
 
 
 def keep_bytecode() -> None:
@@ -61,9 +60,13 @@ def compile_less() -> None:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
     # Halves the time of a training step. Newer versions do without it, and a backend that does not
     # know a flag ends its process.
-    if tuple(int(n) for n in importlib.metadata.version("jax").split(".")[:2]) < (0, 11):
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+    flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
+    older = tuple(int(n) for n in importlib.metadata.version("jax").split(".")[:2]) < (0, 11)
+    if older and flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
+
+compile_less()  # before a conftest.py below this one imports JAX
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

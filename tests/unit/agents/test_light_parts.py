@@ -82,6 +82,9 @@ def test_every_size_exists_and_unknown_ones_are_refused() -> None:
         (lambda: ModelConfig(kernel=4), "odd"),
         (lambda: ModelConfig(min_std=2.0), "min_std"),
         (lambda: LossConfig(imag_last=1), "replay value loss"),
+        (lambda: LossConfig(reconstruction_scale=0.0), "representation=barlow"),
+        (lambda: LossConfig(representation="none"), "representation"),  # type: ignore[arg-type]
+        (lambda: OptimizerConfig(decay=-2), "decay"),
         (lambda: LossConfig(horizon=1.0), "horizon"),
         (lambda: OptimizerConfig(learning_rate=0.0), "learning_rate"),
         (lambda: OptimizerConfig(clip=1e-9), "use 0 for no clipping"),
@@ -112,7 +115,8 @@ def test_every_setting_is_documented_and_read(group: type) -> None:
         assert re.search(rf'    {field.name}: [^\n]*\n    """', config), (
             f"{field.name} says nothing"
         )
-        assert re.search(rf"\.{field.name}\b", rest), f"nothing reads {field.name}"
+        # The table of losses names the settings that weigh them.
+        assert re.search(rf"[.\"]{field.name}\b", rest), f"nothing reads {field.name}"
 
 
 def test_random_agent_acts_inside_its_space_and_can_be_saved() -> None:
