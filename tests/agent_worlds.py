@@ -73,7 +73,6 @@ def random_batch(
     batch["dyn/deter"] = np.tanh(rng.standard_normal((*steps, sizes.deter))).astype(np.float32)
     batch["dyn/stoch"] = np.eye(sizes.classes, dtype=np.float32)[index]
     batch["stepid"] = rng.integers(256, size=(*steps, 20)).astype(np.uint8)
-    batch["consec"] = np.zeros(steps, np.int32)
     return batch
 
 

@@ -59,9 +59,10 @@ def compile_less() -> None:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
     # Halves the time of a training step. Newer versions do without it, and a backend that does not
     # know a flag ends its process.
-    if tuple(int(n) for n in importlib.metadata.version("jax").split(".")[:2]) < (0, 11):
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+    flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
+    older = tuple(int(n) for n in importlib.metadata.version("jax").split(".")[:2]) < (0, 11)
+    if older and flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # here, because conftest files below import JAX

@@ -21,7 +21,6 @@ from dreamfleet.agents import Dreamer, RandomAgent
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.acting import draw
 from dreamfleet.agents.dreamer.features import embed_actions
-from dreamfleet.agents.dreamer.rssm import State
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.dream import Reality
@@ -80,33 +79,32 @@ def test_it_imagines_what_the_networks_say(run: Path) -> None:
         return draw(words, number, nets.actor.actions, (1, agent.config.model.stoch)).state
 
     @jax.jit
-    def expected(nets: Any, draws: Any, carry: State, obs: Any, previous: Any) -> Any:
+    def expected(nets: Any, draws: Any, obs: Any, previous: Any) -> Any:
         observed = nets.dynamics.observe(
-            carry,
+            nets.dynamics.initial(1),
             nets.encoder(obs),
             embed_actions(nets.actor.actions, previous, jnp.float32),
             obs["is_first"],
             jnp.stack(draws[:3], 1),
         )
-        latent = nets.dynamics.enter(State(*(part[:, -1] for part in observed.state)))
+        state = jax.tree.map(lambda part: part[:, -1], observed.states)
         for uniform, action in zip(draws[3:], (2, 0), strict=True):
             vector = embed_actions(nets.actor.actions, {"action": jnp.array([action])}, jnp.float32)
-            latent = nets.dynamics.imagine_step(latent, vector, uniform)
-        state = latent.state
-        image = nets.decoder(State(*(part[:, None] for part in state)))["image"][0, 0]
-        numbers = dist.twohot_mean(nets.critic(state))[0], dist.twohot_mean(nets.reward(state))[0]
-        cont = jax.nn.sigmoid(nets.cont(state)[0, 0])
-        return state, image, numbers, cont, jnp.argmax(nets.actor(state)["action"][0])
+            state = nets.dynamics.step(state, vector, uniform)
+        features = nets.dynamics.features(state)
+        image = nets.decoder(tuple(part[:, None] for part in features))["image"][0, 0]
+        numbers = tuple(dist.twohot_mean(head(features))[0] for head in (nets.critic, nets.reward))
+        cont = jax.nn.sigmoid(nets.cont(features)[0, 0])
+        return state, image, numbers, cont, jnp.argmax(nets.actor(features)["action"][0])
 
     state, image, numbers, cont, best = expected(
         nets,
         [drawn(number) for number in ((1 << 32), (1 << 32) + 1, (1 << 32) + 2, 1, 2)],
-        agent.init_train(1),
         {"image": steps["image"][None], "is_first": steps["is_first"][None]},
         {"action": np.array([[0, *steps["action"][:2]]], np.int32)},
     )
     np.testing.assert_allclose(imagined.obs["image"], np.round(image * 255), atol=1)
-    np.testing.assert_allclose(imagined.latent.state.deter, state.deter, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(imagined.latent.deter, state.deter, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose((imagined.value, imagined.reward), numbers, rtol=1e-3, atol=1e-5)
     alive = float(cont) / (1 - 1 / agent.config.loss.horizon)
     assert imagined.continuation == pytest.approx(min(alive, 1.0), rel=1e-4)
@@ -132,7 +130,7 @@ def test_the_same_actions_give_the_same_dream_and_others_another(dream: Dream) -
     assert same(dream.step(0), first[0])
     dream.reset()
     dream.seed = 99
-    assert not np.array_equal(dream.step(0).latent.state.stoch, first[0].latent.state.stoch)
+    assert not np.array_equal(dream.step(0).latent.stoch, first[0].latent.stoch)
 
 
 def test_moments_are_kept_up_to_a_number(dream: Dream) -> None:
@@ -183,8 +181,9 @@ def test_vectors_tokens_and_several_actions() -> None:
     assert imagined.obs["token"].dtype == np.int32
     assert 0 <= imagined.obs["token"] < 4
     nets = agent._state.nets
-    state = State(*(part[:, None] for part in imagined.latent.state))
-    expected = jax.jit(lambda nets, s: dist.symexp(nets.decoder(s)["vector"])[0, 0])(nets, state)
+    features = tuple(part[:, None] for part in nets.dynamics.features(imagined.latent))
+    decode = jax.jit(lambda nets, parts: dist.symexp(nets.decoder(parts)["vector"])[0, 0])
+    expected = decode(nets, features)
     np.testing.assert_allclose(imagined.obs["vector"], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match="NaN"):
         dream.step({**chosen, "move": [np.nan, 0.0]})

@@ -89,11 +89,11 @@ def test_it_remembers_and_forgets(run: tuple[Path, Dreamer]) -> None:
     def carry_after(restart: list[bool] | None, **flags: Any) -> np.ndarray:
         policy = Policy.load(run[0])
         _, state = policy(first)
-        before = state.carry["deter"].copy()
+        before = state.carry["state"].deter.copy()
         later = state.restart(restart) if restart else state
         _, after = policy({**second, **flags}, later)
-        np.testing.assert_array_equal(state.carry["deter"], before)  # states may be kept
-        return after.carry["deter"]
+        np.testing.assert_array_equal(state.carry["state"].deter, before)  # states may be kept
+        return after.carry["state"].deter
 
     remembered = carry_after(None)
     forgotten = carry_after([True, False])
@@ -102,7 +102,7 @@ def test_it_remembers_and_forgets(run: tuple[Path, Dreamer]) -> None:
     np.testing.assert_array_equal(forgotten, carry_after(None, is_first=[True, False]))
     policy = Policy.load(run[0])
     policy(first)
-    fresh = policy(second)[1].carry["deter"]
+    fresh = policy(second)[1].carry["state"].deter
     np.testing.assert_allclose(forgotten[0], fresh[0], rtol=1e-6)
 
 

@@ -10,24 +10,29 @@ from jaxtyping import install_import_hook
 PACKAGE = "dreamfleet.agents.dreamer"
 NUMERICAL = (
     "acting",
-    "convolution",
-    "decoders",
+    "actor_critic",
+    "decoder",
     "distributions",
-    "encoders",
+    "dynamics",
+    "encoder",
+    "forms",
     "heads",
-    "learning",
-    "losses",
+    "images",
+    "imagination",
     "layers",
     "networks",
     "optimizer",
-    "report",
     "rssm",
+    "runtime.dreaming",
+    "runtime.report",
+    "train",
+    "world_model",
 )
 CHECKED = [f"{PACKAGE}.{name}" for name in NUMERICAL]
 
 assert f"{PACKAGE}.layers" not in sys.modules, "shapes are checked from the first import on"
 with install_import_hook(CHECKED, "beartype.beartype"):
-    importlib.import_module(f"{PACKAGE}.agent")
+    importlib.import_module(f"{PACKAGE}.runtime.agent")
 
 
 @pytest.fixture(autouse=True)

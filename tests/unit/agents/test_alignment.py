@@ -7,84 +7,74 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agent_worlds import ACTIONS, VECTOR, config
+from agent_worlds import ACTIONS, VECTOR, config, random_batch
 
+from dreamfleet.agents.dreamer import actor_critic, train
 from dreamfleet.agents.dreamer import distributions as dist
-from dreamfleet.agents.dreamer import losses
 from dreamfleet.agents.dreamer.config import LossConfig
 from dreamfleet.agents.dreamer.features import embed_actions
-from dreamfleet.agents.dreamer.learning import init_state
-from dreamfleet.agents.dreamer.losses import ReturnRange
-from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.train import TrainState, init_state, total_loss, without_context
 
-BATCH, TIME, STARTS = 3, 5, 2
+BATCH, TIME, STARTS, LENGTH = 3, 5, 2, 3
 
 
 def test_imagination_and_replay_meet_at_the_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
+    called: dict[str, Any] = {}
 
-    def watch(name: str) -> None:
-        original = getattr(losses, name)
+    def watch(module: Any, name: str) -> None:
+        original = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen[f"{name} of"] = args
-            seen[name] = original(*args, **kwargs)
-            return seen[name]
+            called[name] = args
+            return original(*args, **kwargs)
 
-        monkeypatch.setattr(losses, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    for name in ("imagine", "imagination_targets", "replay_value_losses"):
-        watch(name)
-    nets = init_state(config(), VECTOR, ACTIONS, seed=0).nets
+    watch(train, "imagine")
+    watch(actor_critic, "replay_value_losses")
+    settings = replace(config(), loss=LossConfig(imag_last=STARTS, imag_length=LENGTH))
+    state = init_state(settings, VECTOR, ACTIONS, seed=0)
     rng = np.random.default_rng(0)
     # Critics begin with zeros, which would make all returns equal.
     critic = jax.tree.map(
-        lambda x: x + jnp.asarray(rng.standard_normal(x.shape, np.float32)), nets.critic
+        lambda x: x + jnp.asarray(rng.standard_normal(x.shape, np.float32)), state.nets.critic
     )
-    nets = replace(nets, critic=critic)
-    model = config().model
-    state = State(
-        jnp.asarray(rng.standard_normal((BATCH, TIME, model.deter), np.float32)),
-        jnp.asarray(rng.random((BATCH, TIME, model.stoch * model.classes), np.float32)),
-    )
-    obs = {
-        "reward": jnp.asarray(rng.standard_normal((BATCH, TIME), np.float32)),
-        "is_last": jnp.asarray(rng.random((BATCH, TIME)) < 0.5),
-        "is_terminal": jnp.asarray(rng.random((BATCH, TIME)) < 0.5),
+    state = state._replace(nets=replace(state.nets, critic=critic), slow_critic=critic)
+    batch = {
+        key: jnp.asarray(value) for key, value in random_batch(VECTOR, ACTIONS, BATCH, TIME).items()
     }
-    settings = LossConfig(imag_last=STARTS, imag_length=3)
-    last = jax.tree.map(lambda x: x[:, -STARTS:], state)
+    sequence = without_context(state, batch, settings)
 
     @jax.jit  # each operation alone would take longer to compile
-    def meet(nets: Any, critic: Any, state: State, obs: Any, key: jax.Array) -> Any:
-        range_ = ReturnRange.initial()
-        losses.actor_critic_losses(nets, critic, state, obs, range_, settings, key)
-        targets, _, _ = seen["imagination_targets"]
-        found = (seen["imagine of"][2], seen["replay_value_losses of"][:6], targets)
-        return *found, seen["imagine"]
+    def meet(state: TrainState, sequence: Any) -> Any:
+        _, outcome = total_loss(state.nets, state, sequence, settings, update=True)
+        return called["imagine"][2], called["replay_value_losses"][:6], outcome
 
     @jax.jit
-    def expect(nets: Any, last: State, start: State, rollout: Any) -> Any:
+    def expect(nets: Any, last: Any, start: Any, rollout: Any) -> Any:
         taken = {name: action[0] for name, action in rollout.actions.items()}
         dynamics = nets.dynamics
         vector = embed_actions(nets.actor.actions, taken, dynamics.dtype)
         following = dynamics.core(dynamics.enter(start), dynamics.embed_action(vector)).state
-        return nets.critic(last), dist.twohot_mean(nets.critic(rollout.states)), following
+        acted = jax.tree.map(lambda x: x[:LENGTH], rollout.features)
+        judged = nets.critic(dynamics.features(last))
+        return judged, dist.twohot_mean(nets.critic(acted)), following
 
-    start, replayed, targets, rollout = meet(nets, critic, state, obs, jax.random.key(0))
-    judged, values, following = expect(nets, last, start, rollout)
+    start, replayed, outcome = meet(state, sequence)
+    last = jax.tree.map(lambda x: x[:, -STARTS:], outcome.seen.observed.states)
+    targets, rollout = outcome.targets, outcome.rollout
+    judged, values, following = expect(state.nets, last, start, rollout)
     for part, whole in zip(start, last, strict=True):
         np.testing.assert_array_equal(part, whole.reshape(BATCH * STARTS, -1))
     logits, slow, bootstrap, *rest = replayed
-    np.testing.assert_allclose(logits, judged.swapaxes(0, 1), atol=1e-5)
+    np.testing.assert_allclose(logits, judged.swapaxes(0, 1), atol=1e-4)
     assert slow.shape == (STARTS, BATCH)
     assert not np.allclose(targets.returns[0], targets.returns[-1]), "or nothing is shown"
     np.testing.assert_array_equal(bootstrap.T.reshape(-1), targets.returns[0])
     for name, value in zip(("reward", "is_last", "is_terminal"), rest, strict=True):
-        np.testing.assert_array_equal(value.T, obs[name][:, -STARTS:], err_msg=name)
+        np.testing.assert_array_equal(value.T, sequence.obs[name][:, -STARTS:], err_msg=name)
 
-    first = jax.tree.map(lambda x: x[0], rollout.states)
-    for part, whole in zip(first, start, strict=True):
-        np.testing.assert_array_equal(part, whole)
+    for part, whole in zip(rollout.features, start, strict=True):
+        np.testing.assert_array_equal(part[0], whole)
     np.testing.assert_allclose(rollout.value[:-1], values, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(rollout.states.deter[1], following.deter, atol=1e-5)
+    np.testing.assert_allclose(rollout.features[0][1], following.deter, atol=1e-5)

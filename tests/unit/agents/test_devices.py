@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dreamfleet.agents.dreamer.devices import check_own_name
+from dreamfleet.agents.dreamer.runtime.devices import check_own_name
 from dreamfleet.errors import ConfigError
 
 PROGRAM = """
@@ -21,8 +21,8 @@ sys.path.insert(0, TESTS)
 from agent_worlds import ACTIONS, IMAGE, VECTOR, config, observations, random_batch
 from dataclasses import replace
 from dreamfleet.agents import Dreamer
-from dreamfleet.agents.dreamer.devices import Placement
-from dreamfleet.agents.dreamer.losses import IMAGINATION
+from dreamfleet.agents.dreamer.runtime.devices import Placement
+from dreamfleet.agents.dreamer.imagination import IMAGINATION
 from dreamfleet.benchmarks.agent_devices import collectives_in_loops
 from dreamfleet.errors import ConfigError
 
@@ -92,7 +92,7 @@ for count, expected in enumerate((1, 2, 2, 4, 4, 4, 4, 8), 1):
     placement = replace(Placement.of(config().execution, jax.devices()[:count]), chosen=False)
     assert placement.fitting(16).count == expected, count
 agent = Dreamer(spaces, ACTIONS, config(shard_parameters=True))
-assert len(agent.init_train(6).deter.sharding.device_set) == 6
+assert agent.init_train(6) == ()
 assert len(agent._state.updates.sharding.device_set) == 6
 agent._copy_program(agent._state.nets)
 
@@ -100,7 +100,8 @@ agent._copy_program(agent._state.nets)
 options = {"train_devices": (1, 3), "policy_devices": (7,), "policy_backend": "compiled"}
 agent = Dreamer(spaces, ACTIONS, config(**options))
 devices = jax.devices()
-assert agent.init_train(4).deter.sharding.device_set == {devices[1], devices[3]}
+agent.init_train(4)
+assert agent._state.updates.sharding.device_set == {devices[1], devices[3]}
 assert jax.tree.leaves(agent._publisher.newest())[0].devices() == {devices[7]}
 agent._updates = 1
 agent.settle()
@@ -137,7 +138,7 @@ def test_eight_devices_equal_one() -> None:
 def test_a_program_ends_in_order_while_batches_are_brought_to_the_device() -> None:
     program = """
 import itertools, jax, numpy as np
-from dreamfleet.agents.dreamer.devices import prefetch
+from dreamfleet.agents.dreamer.runtime.devices import prefetch
 batch = {str(i): np.zeros(1000, np.float32) for i in range(20)}
 batches = prefetch(itertools.repeat(batch), lambda b: jax.tree.map(jax.device_put, b), 10**6)
 for _ in range(20):

@@ -35,8 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 from agent_worlds import ACTIONS, VECTOR, config, observations, random_batch
 from dreamfleet.agents import Dreamer
-from dreamfleet.agents.dreamer.learning import init_state
-from dreamfleet.agents.dreamer.programs import enable_cache
+from dreamfleet.agents.dreamer.train import init_state
+from dreamfleet.agents.dreamer.runtime.programs import enable_cache
 from dreamfleet.checkpoint import Checkpoint
 
 # In twice the precision no rounding tips a sample over, so that all updates can be compared.

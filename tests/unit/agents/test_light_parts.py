@@ -60,7 +60,7 @@ def test_published_sizes_have_the_published_parameters(size: str, vector: int, i
     ):
         nets = Networks.init(
             np.random.default_rng(0),
-            size_preset(size),
+            DreamerConfig(model=size_preset(size)),
             obs | flags,
             {"action": action},
         )
@@ -82,6 +82,9 @@ def test_every_size_exists_and_unknown_ones_are_refused() -> None:
         (lambda: ModelConfig(kernel=4), "odd"),
         (lambda: ModelConfig(min_std=2.0), "min_std"),
         (lambda: LossConfig(imag_last=1), "replay value loss"),
+        (lambda: LossConfig(reconstruction_scale=0.0), "representation=barlow"),
+        (lambda: LossConfig(representation="none"), "representation"),  # type: ignore[arg-type]
+        (lambda: OptimizerConfig(decay=-2), "decay"),
         (lambda: LossConfig(horizon=1.0), "horizon"),
         (lambda: OptimizerConfig(learning_rate=0.0), "learning_rate"),
         (lambda: OptimizerConfig(clip=1e-9), "use 0 for no clipping"),
@@ -107,12 +110,13 @@ GROUPS = [ModelConfig, LossConfig, OptimizerConfig, ExecutionConfig, DreamerConf
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_every_setting_is_documented_and_read(group: type) -> None:
     config = (SOURCE / "config.py").read_text()
-    rest = "".join(path.read_text() for path in SOURCE.glob("*.py") if path.name != "config.py")
+    rest = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "config.py")
     for field in dataclasses.fields(group):
         assert re.search(rf'    {field.name}: [^\n]*\n    """', config), (
             f"{field.name} says nothing"
         )
-        assert re.search(rf"\.{field.name}\b", rest), f"nothing reads {field.name}"
+        # The table of losses names the settings that weigh them.
+        assert re.search(rf"[.\"]{field.name}\b", rest), f"nothing reads {field.name}"
 
 
 def test_random_agent_acts_inside_its_space_and_can_be_saved() -> None:

@@ -19,7 +19,7 @@ from dreamfleet import Space
 from dreamfleet.agents import Dreamer, LossConfig, OptimizerConfig
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
-from dreamfleet.agents.dreamer.cpu.actor import NumpyActor, _sample_possible
+from dreamfleet.agents.dreamer.actor_critic import behaviour_gradient
 from dreamfleet.agents.dreamer.features import action_features
 from dreamfleet.agents.dreamer.heads import (
     Policy,
@@ -28,16 +28,10 @@ from dreamfleet.agents.dreamer.heads import (
     predicted_mask,
     sample_actions,
 )
-from dreamfleet.agents.dreamer.learning import init_state
-from dreamfleet.agents.dreamer.losses import (
-    Predictions,
-    Rollout,
-    Targets,
-    imagine,
-    learn_from,
-    mask_loss,
-)
-from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.imagination import Rollout, Targets, imagine
+from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor, _sample_possible
+from dreamfleet.agents.dreamer.train import init_state
+from dreamfleet.agents.dreamer.world_model import mask_loss
 from dreamfleet.envs import make_env
 from dreamfleet.masks import ActionMask
 from dreamfleet.parallel import combined
@@ -142,16 +136,14 @@ def test_log_probabilities_entropies_and_gradients_are_those_of_the_allowed() ->
     mask, features = mask_of(obs, act), action_features(act)
     nets = init_state(config(), obs, act, seed=0).nets
     rng = np.random.default_rng(0)
-    state = State(
-        jnp.asarray(rng.normal(size=(6, 16)), jnp.float32), jnp.zeros((6, 16), jnp.float32)
-    )
+    parts = (jnp.asarray(rng.normal(size=(6, 16)), jnp.float32), jnp.zeros((6, 16), jnp.float32))
     given = np.stack([obs["action_mask"].sample(rng) for _ in range(6)])
     given[0], given[1] = 0, 1
     allowed = jnp.asarray(mask.allowed(given))
     noise = {mask.name: jnp.asarray(rng.random((6, *act[mask.name].shape)), jnp.float32)}
 
     def score(actor: Policy) -> tuple[jax.Array, Any]:
-        choices = actor(state, allowed)
+        choices = actor(parts, allowed)
         actions = sample_actions(features, choices, noise, masked=True)
         log_prob = action_log_prob(features, choices, actions, rank=1)
         entropy = action_entropies(choices, rank=1)[mask.name]
@@ -177,30 +169,26 @@ def test_the_predicted_mask_allows_what_is_likely_and_at_least_the_likeliest() -
 
 def test_the_policy_learns_nothing_where_it_had_no_choice() -> None:
     """The policy loss is that of the masked distribution, which is certain of its only choice."""
-    nets = init_state(config(), *BUTTON, seed=0).nets
-    zeros, ones = jnp.zeros((2, 3)), jnp.ones((2, 3))
-    states = State(jnp.ones((2, 3, 16)), jnp.ones((2, 3, 16)))
+    state = init_state(config(), *BUTTON, seed=0)
+    nets, zeros, ones = state.nets, jnp.zeros((2, 3)), jnp.ones((2, 3))
+    start = nets.dynamics.initial(3)
+    shapes = jax.eval_shape(lambda: imagine(nets, state.slow_critic, start, 2, jax.random.key(0)))
     index = jnp.asarray([[0, 1, 2], [3, 2, 1]], jnp.int32)
-    nothing = jnp.zeros((3, 3))
-    rollout = Rollout(
-        states,
-        {"button": index + 1},
-        nothing,
-        Predictions(nothing, nothing, nothing),
-        jax.nn.one_hot(index, 4, dtype=bool),
+    rollout: Rollout = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)._replace(
+        actions={"button": index + 1}, allowed=jax.nn.one_hot(index, 4, dtype=bool)
     )
     targets = Targets(ones, ones, ones, zeros)
 
-    def policy(actor: Policy, rollout: Rollout) -> tuple[jax.Array, Any]:
-        learned = learn_from(actor, nets.critic, rollout, targets, LossConfig())
-        return learned.policy, learned.entropies["button"]
+    @jax.jit
+    def learn(actor: Policy, rollout: Rollout) -> Any:
+        found, (grads, _) = behaviour_gradient(actor, nets.critic, rollout, targets, LossConfig())
+        return found.losses["policy"], found.entropies["button"], grads
 
-    learn = jax.jit(jax.value_and_grad(policy, has_aux=True))
-    (loss, entropy), grads = learn(nets.actor, rollout)
+    loss, entropy, grads = learn(nets.actor, rollout)
     assert float(loss) == float(entropy) == 0.0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
     free = rollout._replace(allowed=jnp.ones((2, 3, 4), bool))
-    (_, entropy), grads = learn(nets.actor, free)
+    _, entropy, grads = learn(nets.actor, free)
     assert float(entropy) > 1.0
     assert any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
@@ -263,12 +251,14 @@ def test_it_learns_the_mask_imagines_with_it_and_plays_in_a_fleet(
     latent, nets = outs["replay"], agent._state.nets
     assert nets.mask is not None
     assert nets.actor.mask is not None
-    start = State(
-        jnp.asarray(latent["dyn/deter"]).reshape(44, -1),
-        jnp.asarray(latent["dyn/stoch"]).reshape(44, -1),
-    )
+    entries = {
+        name: jnp.asarray(latent[name]).reshape(44, 1, *latent[name].shape[2:])
+        for name in agent.stored_space
+    }
+    start = nets.dynamics.truncate(entries)
     rooms, ended = (batch[key][:, 1:].ravel() for key in ("room", "is_last"))
-    predicted = np.asarray(predicted_mask(nets.actor.mask, nets.mask(start)))
+    logits = nets.mask(nets.dynamics.features(start))
+    predicted = np.asarray(predicted_mask(nets.actor.mask, logits))
     truth = np.stack([doors_of(room) for room in rooms]).astype(bool)
     assert (predicted == truth)[~ended].mean() > 0.95
     rollout = imagine(nets, agent._state.slow_critic, start, 3, jax.random.key(0))

@@ -14,12 +14,13 @@ from agent_worlds import ACTIONS, FLAGS, VECTOR, config, observations, random_ba
 
 from dreamfleet import ConfigError, Space
 from dreamfleet.agents import Dreamer, DreamerConfig, SpaceError, find_agent
-from dreamfleet.agents.dreamer.cpu.actor import NumpyActor
-from dreamfleet.agents.dreamer.decoders import DefaultDecoder
-from dreamfleet.agents.dreamer.encoders import DefaultEncoder
-from dreamfleet.agents.dreamer.interfaces import Decoder, Dynamics, Encoder
+from dreamfleet.agents.dreamer.decoder import DefaultDecoder
+from dreamfleet.agents.dreamer.dynamics import Dynamics
+from dreamfleet.agents.dreamer.encoder import DefaultEncoder
+from dreamfleet.agents.dreamer.interfaces import Decoder, Encoder
 from dreamfleet.agents.dreamer.layers import Linear
 from dreamfleet.agents.dreamer.rssm import RSSM
+from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor
 
 GRID = {"grid": Space(np.float32, (3, 4, 2))} | FLAGS
 

@@ -8,7 +8,7 @@ from agent_worlds import ACTIONS, VECTOR, config, observations
 
 from dreamfleet.agents import Dreamer, RandomAgent, StateMismatchError, find_agent
 from dreamfleet.agents.api import load_policy, policy_state
-from dreamfleet.agents.dreamer.player import DreamerPlayer
+from dreamfleet.agents.dreamer.runtime.player import DreamerPlayer
 from dreamfleet.agents.random import RandomConfig
 from dreamfleet.roles.parameters import packed, unpacked
 from dreamfleet.transport.codec import decode, encode

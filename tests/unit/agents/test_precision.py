@@ -11,12 +11,13 @@ import pytest
 from agent_worlds import ACTIONS, VECTOR, config, random_batch
 
 from dreamfleet.agents.dreamer import distributions as dist
+from dreamfleet.agents.dreamer.actor_critic import behaviour_gradient
 from dreamfleet.agents.dreamer.config import LossConfig, ModelConfig
-from dreamfleet.agents.dreamer.layers import cast, scan
-from dreamfleet.agents.dreamer.learning import init_state, train_step
-from dreamfleet.agents.dreamer.losses import Predictions, Rollout, Targets, learn_from
-from dreamfleet.agents.dreamer.networks import Networks
-from dreamfleet.agents.dreamer.rssm import RSSM, State
+from dreamfleet.agents.dreamer.forms import scan
+from dreamfleet.agents.dreamer.imagination import Targets, imagine
+from dreamfleet.agents.dreamer.layers import cast
+from dreamfleet.agents.dreamer.rssm import RSSM
+from dreamfleet.agents.dreamer.train import init_state, train_step
 
 # --- products as accelerators round them ----------------------------------------------------------
 
@@ -144,9 +145,8 @@ def test_gradients_of_a_long_sequence_in_bfloat16() -> None:
     first = jnp.ones((2, time), bool)  # every step starts from zeros
 
     def loss(rssm: RSSM, dtype: Any) -> jax.Array:
-        carry = State(jnp.zeros((2, 16), dtype), jnp.zeros((2, 16), dtype))
         inputs = [x.astype(dtype) for x in (tokens, action)]
-        observed = rssm.observe(carry, *inputs, first, teacher=teacher)
+        observed = rssm.observe(rssm.initial(2), *inputs, first, teacher=teacher)
         return jnp.sum(observed.posterior.astype(jnp.float32)[..., 0])
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
@@ -158,7 +158,7 @@ def test_gradients_of_a_long_sequence_in_bfloat16() -> None:
 
 def test_gradients_of_actor_and_critic_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, and in the form of other devices."""
-    nets = Networks.init(np.random.default_rng(0), config().model, VECTOR, ACTIONS)
+    state = init_state(config(), VECTOR, ACTIONS, seed=0)
     rng = np.random.default_rng(0)
     steps, rows = 400, 3
 
@@ -172,27 +172,24 @@ def test_gradients_of_actor_and_critic_in_bfloat16(monkeypatch: pytest.MonkeyPat
         "move": repeated(2),
     }
     targets = Targets(repeated(), jnp.ones((steps, rows)), 9.0 * repeated(), repeated())
-    nothing = jnp.zeros((steps + 1, rows))
-    states = State(repeated(16), repeated(16))
+    nets, critic, start = state.nets, state.slow_critic, state.nets.dynamics.initial(rows)
+    shapes = jax.eval_shape(lambda: imagine(nets, critic, start, steps, jax.random.key(0)))
+    rollout = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    features = tuple(jnp.resize(repeated(x.shape[-1])[:1], x.shape) for x in rollout.features)
 
-    def loss(models: Any, dtype: Any) -> jax.Array:
-        rollout = Rollout(
-            State(*(x.astype(dtype) for x in states)),
-            actions,
-            nothing,
-            Predictions(nothing, nothing, nothing),
-        )
-        learned = learn_from(*models, rollout, targets, LossConfig())
-        return learned.policy + learned.value
+    def gradient(models: Any, dtype: Any) -> Any:
+        parts = tuple(x.astype(dtype) for x in features)
+        same = rollout._replace(features=parts, actions=actions)
+        return behaviour_gradient(*models, same, targets, LossConfig())[1]
 
     models = (nets.actor, nets.critic)
-    gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    high = gradient(widened(models), jnp.float32)
-    found = [gradient(narrow(models), jnp.bfloat16)]
+    high = jax.jit(gradient, static_argnums=1)(widened(models), jnp.float32)
+    found = [jax.jit(gradient, static_argnums=1)(narrow(models), jnp.bfloat16)]
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
-    gradient = jax.jit(jax.grad(lambda *args: loss(*args)), static_argnums=1)
-    found.append(gradient(narrow(models), jnp.bfloat16))
+    elsewhere = jax.jit(lambda *args: gradient(*args), static_argnums=1)
+    found.append(elsewhere(narrow(models), jnp.bfloat16))
     for low in found:
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(low))
         assert max((errors := relative_errors(low, high)).values()) < 0.03, errors
 
 
@@ -200,9 +197,8 @@ def test_no_sum_of_a_training_step_is_taken_in_bfloat16() -> None:
     """Compilers of some devices would add the numbers as they are."""
     settings = config(compute_dtype="bfloat16")
     state = jax.eval_shape(lambda: init_state(settings, VECTOR, ACTIONS, 0))
-    carry = State(*(jax.ShapeDtypeStruct((4, 16), jnp.bfloat16) for _ in range(2)))
     jaxpr = jax.make_jaxpr(lambda *args: train_step(*args, config=settings))(
-        state, carry, random_batch(VECTOR, ACTIONS)
+        state, random_batch(VECTOR, ACTIONS)
     )
     sums = list(operations(jaxpr.jaxpr, "reduce_sum", "cumsum"))
     assert len(sums) > 50

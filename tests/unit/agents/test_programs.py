@@ -1,8 +1,9 @@
-"""Traced programs are kept between runs, and never used where they do not belong."""
+"""Programs are compiled once for the same shapes, and never used where they do not belong."""
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,97 +12,70 @@ import pytest
 from agent_worlds import ACTIONS, VECTOR, config, random_batch
 
 from dreamfleet.agents import Dreamer
-from dreamfleet.agents.dreamer import agent as dreamer
-from dreamfleet.agents.dreamer import programs
-from dreamfleet.agents.dreamer.programs import Program, TraceCache
+from dreamfleet.agents.dreamer import actor_critic, world_model
 from dreamfleet.agents.dreamer.rssm import State
+from dreamfleet.agents.dreamer.runtime import programs
+from dreamfleet.agents.dreamer.runtime.agent import give_memory_back
+from dreamfleet.agents.dreamer.runtime.programs import Program
 
 
-class Traced:
-    """A small program's function that counts how often it is traced."""
+def test_a_program_is_traced_once_for_the_same_shapes() -> None:
+    traced: list[int] = []
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, state: State, scale: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        self.count += 1
+    def double(state: State, scale: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        traced.append(state.deter.size)
         return State(state.deter * scale, state.stoch), {"sum": state.deter.sum()}
 
-
-def run(folder: Path, settings: object = "same", width: int = 3) -> int:
-    """Run the program as a new process would; returns how often it was traced."""
-    traced = Traced()
-    program = Program("double", traced, donate_first=True, traces=TraceCache(str(folder), settings))
-    state = State(jnp.arange(width, dtype=jnp.float32), jnp.ones(2))
-    new, metrics = program(state, jnp.asarray(2.0))
-    np.testing.assert_array_equal(new.deter, 2 * np.arange(width))
-    np.testing.assert_array_equal(new.stoch, np.ones(2))
-    assert float(metrics["sum"]) == np.arange(width).sum()
-    assert state.deter.is_deleted(), "donated"
-    return traced.count
+    program = Program("double", double, donate_first=True)
+    for width in (3, 3, 4, 3):
+        state = State(jnp.arange(width, dtype=jnp.float32), jnp.ones(2))
+        new, metrics = program(state, jnp.asarray(2.0))
+        np.testing.assert_array_equal(new.deter, 2 * np.arange(width))
+        np.testing.assert_array_equal(new.stoch, np.ones(2))
+        assert float(metrics["sum"]) == np.arange(width).sum()
+        assert state.deter.is_deleted(), "donated"
+    assert traced == [3, 4]
 
 
-def test_a_program_is_traced_once(tmp_path: Path) -> None:
-    assert [run(tmp_path) for _ in range(3)] == [1, 0, 0]
-
-
-def test_whatever_shapes_a_program_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path)
-    assert run(tmp_path, settings="others") == 1
-    assert run(tmp_path, width=4) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(programs.metadata, "version", lambda _: "99")
-        assert run(tmp_path) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(programs, "_sources", lambda: b"other code")
-        assert run(tmp_path) == 1
-    before = jax.config.values["jax_default_matmul_precision"]
-    jax.config.update("jax_default_matmul_precision", "highest")
-    assert run(tmp_path) == 1
-    jax.config.update("jax_default_matmul_precision", before)
-    assert run(tmp_path) == 0
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[: len(content) // 2],
-        lambda content: b"",
-        lambda content: content[::-1],
-    ],
-    ids=["half", "empty", "another"],
-)
-def test_a_damaged_file_is_ignored_and_replaced(
-    tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
+def test_a_loss_that_a_script_replaces_is_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run(tmp_path)
-    (path,) = (tmp_path / "traces").iterdir()
-    path.write_bytes(damage(path.read_bytes()))
-    assert run(tmp_path) == 1
-    assert "damaged" in caplog.text
-    assert run(tmp_path) == 0
-    assert list((tmp_path / "traces").iterdir()) == [path]
+    """Although compiled programs are kept, of which the one of the same settings is there."""
 
+    def losses() -> dict[str, float]:
+        agent = Dreamer(VECTOR, ACTIONS, config())
+        _, _, metrics = agent.train(agent.init_train(4), random_batch(VECTOR, ACTIONS))
+        return {name: float(x) for name, x in metrics.items() if name.startswith("loss/")}
 
-def test_a_disk_that_refuses_costs_only_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+    def replace(module: Any, name: str, change: float) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: original(*args) + change)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)
-        assert run(tmp_path) == 1
-    assert "could not be kept" in caplog.text
-    assert not list((tmp_path / "traces").iterdir())
-    assert run(tmp_path) == 1
+    before = losses()
+    folder = Path(jax.config.values["jax_compilation_cache_dir"])
+    assert any("-cache" in path.name for path in folder.iterdir()), "programs are kept"
+    replace(world_model, "continue_loss", 1.0)
+    replace(actor_critic, "policy_loss", 2.0)
+    replace(actor_critic, "replay_value_loss", 8.0)
+    row = world_model.TERMS["reward"]
+    changed = row._replace(loss=lambda *args: row.loss(*args) + 4.0)
+    monkeypatch.setitem(world_model.TERMS, "reward", changed)  # type: ignore[arg-type]
+    after = losses()
+    apart = {name: after[name] - before[name] for name in before}
+    expected = {
+        "loss/continue": 1.0,
+        "loss/policy": 2.0,
+        "loss/reward": 4.0,
+        "loss/replay_value": 8.0,
+    }
+    assert apart == {name: pytest.approx(expected.get(name, 0.0), abs=1e-4) for name in before}
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_programs_are_not_kept_where_others_may_write(
     tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever may write there could have their own program executed."""
+    """They could have their own program executed."""
     folder, before = tmp_path / "cache", jax.config.values["jax_compilation_cache_dir"]
     folder.mkdir()
     folder.chmod(mode)
@@ -118,27 +92,6 @@ def test_a_new_folder_of_programs_is_private(tmp_path: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_a_kept_training_step_computes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # It is traced anew, and need not be compiled if another test has.
-    monkeypatch.setattr(programs, "_sources", lambda: str(tmp_path).encode())
-
-    def train() -> dict[str, np.ndarray]:
-        agent = Dreamer(VECTOR, ACTIONS, config())
-        carry, batch = agent.init_train(4), random_batch(VECTOR, ACTIONS)
-        for _ in range(3):
-            carry, _, _ = agent.train(carry, batch)
-        return agent.save()
-
-    traced = train()
-    monkeypatch.delattr(dreamer, "train_step")
-    kept = train()
-    assert traced.keys() == kept.keys()
-    for name, value in traced.items():
-        np.testing.assert_array_equal(value, kept[name], err_msg=name)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no such call")
 def test_memory_that_compiling_took_is_given_back() -> None:
     def used() -> int:
@@ -148,6 +101,6 @@ def test_memory_that_compiling_took_is_given_back() -> None:
     last = bytes(1000)  # behind all of them, so that nothing is given back by itself
     del parts
     before = used()
-    dreamer.give_memory_back()
+    give_memory_back()
     assert used() < before - 50_000_000
     assert len(last) == 1000

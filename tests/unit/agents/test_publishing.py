@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dreamfleet.agents.dreamer.acting import Publisher, Snapshot
+from dreamfleet.agents.dreamer.runtime.publishing import Publisher, Snapshot
 
 
 class Road:

@@ -1,19 +1,15 @@
 """Traces of the reference: limiter and replay, which must match exactly."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from golden_files import load, numbered, part
 
 from dreamfleet.replay import RateLimitedError, Replay, SamplesPerInsert
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 
-
-@pytest.mark.parametrize("trace", range(4))
+@pytest.mark.parametrize("trace", numbered(load("15_limiter"), "trace"))
 def test_limiter_trace(trace: int) -> None:
-    with np.load(GOLDEN / "15_limiter.npz") as file:
-        data = {k.removeprefix(f"trace{trace}/"): file[k] for k in file if f"trace{trace}/" in k}
+    data = part(load("15_limiter"), f"trace{trace}/")
     limiter = SamplesPerInsert(
         float(data["samples_per_insert"]), float(data["tolerance"]), int(data["minsize"])
     )
@@ -32,8 +28,7 @@ def test_limiter_trace(trace: int) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 1024])
 def test_replay_trace(chunk: int) -> None:
-    with np.load(GOLDEN / "16_replay_sampling.npz") as file:
-        data = dict(file)
+    data = load("16_replay_sampling")
     length = int(data["cfg/length"])
     replay = Replay(length, 1000, chunk=chunk)
     for step in range(data["in/is_first"].shape[1]):

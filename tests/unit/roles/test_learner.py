@@ -18,8 +18,8 @@ from agent_worlds import config as agent_config
 from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.agents import Dreamer
-from dreamfleet.agents.dreamer import player as dreamer_module
 from dreamfleet.agents.dreamer.acting import Draws
+from dreamfleet.agents.dreamer.runtime import player as dreamer_module
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.actor import Carries, padded_policy

@@ -152,7 +152,7 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
             for _ in range(12):
                 batch = client.call("sample_batch_train").result(LONG)
                 drawn += windows_of(batch)
-                assert batch["consec"].shape == (6, LENGTH)
+                assert batch["stepid"].shape == (6, LENGTH, 20)
                 states = (batch["vector"][..., 0] * 100 + batch["vector"][..., 1]).astype(
                     np.float32
                 )

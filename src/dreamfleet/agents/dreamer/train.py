@@ -20,11 +20,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8, UInt32
 
 from dreamfleet.agents.dreamer import actor_critic, world_model
-from dreamfleet.agents.dreamer.actor_critic import (
-    behaviour_gradient,
-    entropy_metrics,
-    replay_value_loss,
-)
+from dreamfleet.agents.dreamer.actor_critic import behaviour_gradient, entropy_metrics
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.dynamics import State
 from dreamfleet.agents.dreamer.features import Spaces, embed_actions
@@ -135,7 +131,7 @@ def total_loss(
     # The critic on replayed rewards, for pairs of steps.
     if config.loss.replay_value_scale and last > 1:
         boot = targets.returns[0].reshape(batch, last).T
-        losses["replay_value"] = replay_value_loss(nets, slow_critic, seen, boot, config.loss)
+        losses["replay_value"] = TERMS["replay_value"](nets, slow_critic, seen, boot, config.loss)
 
     means = {name: loss.mean() for name, loss in losses.items()}
     scales = weights(means, obs, config)
