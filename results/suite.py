@@ -189,8 +189,8 @@ def write(root: Path) -> None:
 
 HEAD = """# Results
 
-Made by `python results/suite.py`, which makes the runs and writes this page from them. Every run that
-was started is listed. `runs/` holds the settings, command, version, machine and scores of each.
+Made by `python results/suite.py`, which makes the runs and writes this page. Every run that was
+started is listed. `runs/` holds the settings, command, version, machine and scores of each.
 """
 TABLE = (
     "| task | preset | steps | seeds | final evaluation: mean, 95 % interval | each seed | goal | "

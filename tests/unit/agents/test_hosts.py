@@ -24,7 +24,7 @@ from pathlib import Path
 address, tests, folder, index, count, updates = sys.argv[1:7]
 folder, index, count = Path(folder), int(index), int(count)
 sys.path.insert(0, tests)
-from dreamfleet.agents.dreamer import DREAMER
+from dreamfleet.agents.dreamer.runtime.entry import DREAMER
 from dreamfleet.roles.hosts import Hosts
 from dreamfleet.transport import Client
 hosts = Hosts(count, index, "127.0.0.1", Client(address, "hosts"), f"token{index}")
@@ -84,7 +84,7 @@ if count > 1:  # what one process has saved, several load
 KEEPS = """
 import sys
 address, index, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-from dreamfleet.agents.dreamer import DREAMER
+from dreamfleet.agents.dreamer.runtime.entry import DREAMER
 from dreamfleet.roles.hosts import Hosts
 from dreamfleet.transport import Client
 hosts = Hosts(2, index, "127.0.0.1", Client(address, "hosts"), f"token{index}")
