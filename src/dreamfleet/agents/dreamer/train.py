@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
     losses: Metrics
     """The mean of each loss."""
     step_loss: Float[Array, "B T"]
-    """The weighted loss of the world model at each step."""
+    """The weighted loss of the world model at each step, without `loss.extra`."""
     seen: Seen
     rollout: Rollout
     targets: Targets
@@ -138,7 +138,8 @@ def total_loss(
     scales = weights(means, obs, config)
     total = sum((scales[name] * mean for name, mean in means.items()), jnp.zeros(()))
     step_loss = sum(
-        (scales[name] * each for name, each in by_step.items()), jnp.zeros((batch, time))
+        (scales[name] * each for name, each in by_step.items() if name not in nets.extra),
+        jnp.zeros((batch, time)),
     )
     metrics |= nets.dynamics.metrics(seen.observed)
     return total, Outcome(means, step_loss, seen, rollout, targets, returns, metrics)
