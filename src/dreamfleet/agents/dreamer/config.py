@@ -48,7 +48,7 @@ class ModelConfig:
     """Channels of the image networks, before the multipliers."""
     mults: Annotated[tuple[Count, ...], Meta(min_length=1)] = (2, 3, 4, 4)
     """Channel multiplier of each image stage; every stage halves the resolution. Images that would
-    end with less than 3 pixels a side skip the last ones."""
+    end with less than 3 pixels a side skip the first ones."""
     kernel: Count = 5
     """Width of the convolution kernels; must be odd."""
     decoder_blocks: Count = 8
