@@ -26,6 +26,12 @@ from dreamfleet.agents.dreamer.imagination import IMAGINATION
 from dreamfleet.benchmarks.agent_devices import collectives_in_loops
 from dreamfleet.errors import ConfigError
 
+from own_parts import BARLOW, OWN_LOSSES
+
+# Losses of every kind: of a step, of a row, and such that rows of the whole batch meet in.
+kinds = OWN_LOSSES | BARLOW
+base = config
+config = lambda **options: replace(base(**options), loss=replace(base().loss, extra=kinds))
 spaces = VECTOR | IMAGE
 batch = random_batch(spaces, ACTIONS, size=8)
 
@@ -38,6 +44,7 @@ def run(devices, **options):
     return agent, outs, metrics
 
 one, outs, metrics = run(jax.devices()[:1])
+assert {"loss/Forward", "loss/Contrast", "loss/Quiet", "loss/Barlow"} < metrics.keys()
 
 def compare(sharded, copies=1):
     several, outs2, metrics2 = run(

@@ -12,15 +12,22 @@ import pytest
 from agent_worlds import ACTIONS, FLAGS, IMAGE, MIXED, VECTOR, config, observations, random_batch
 
 from dreamfleet import ConfigError, Space
-from dreamfleet.agents import Agent, Dreamer, NonFiniteError, SpaceError, StateMismatchError
+from dreamfleet.agents import (
+    Agent,
+    Dreamer,
+    NonFiniteError,
+    SpaceError,
+    StateMismatchError,
+    find_agent,
+)
 from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
-from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig
+from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig, size_preset
 from dreamfleet.agents.dreamer.runtime import footprint as footprint_module
 from dreamfleet.agents.dreamer.runtime.agent import _AHEAD
 from dreamfleet.agents.dreamer.runtime.footprint import check_fit
 from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor
 from dreamfleet.agents.dreamer.runtime.saving import named_leaves
-from dreamfleet.agents.dreamer.train import weights
+from dreamfleet.agents.dreamer.train import state_shapes, weights
 
 # Whole training steps are compiled, which takes minutes on a busy machine.
 
@@ -281,6 +288,88 @@ def test_every_loss_has_its_own_weight() -> None:
     assert found == expected
 
 
+def test_floats_are_weighed_by_the_variance_of_their_errors_up_to_a_bound() -> None:
+    """1 / (2 variance): a key's loss is the sum over its elements, so the variance is its share."""
+    batch = random_batch(MIXED, ACTIONS)
+    terms = {"reconstruction/vector": 0.5, "reconstruction/token": 0.5, "reward": 0.5}
+
+    def found(vector: float, **loss: Any) -> dict[str, float]:
+        given = {**terms, "reconstruction/vector": vector}
+        arrays = {name: jnp.asarray(value) for name, value in given.items()}
+        settings = LossConfig(float_variance=True, reconstruction_scale=2.0, **loss)
+        return jax.device_get(weights(arrays, batch, DreamerConfig(loss=settings)))
+
+    # 5 elements with 0.1 each: 2 x 1 / 0.2.
+    assert found(0.5, float_scale=100.0)["reconstruction/vector"] == pytest.approx(10.0)
+    assert found(5.0, float_scale=100.0)["reconstruction/vector"] == pytest.approx(1.0)
+    assert found(0.001, float_scale=100.0)["reconstruction/vector"] == pytest.approx(200.0)
+    assert found(0.0, float_scale=100.0)["reconstruction/vector"] == pytest.approx(200.0)
+    others = found(0.5, float_scale=100.0)
+    assert (others["reconstruction/token"], others["reward"]) == (2.0, 1.0)
+    # The weight is a number to the gradient.
+    slope = jax.grad(
+        lambda x: (
+            weights(
+                {"reconstruction/vector": x},
+                batch,
+                DreamerConfig(loss=LossConfig(float_variance=True, float_scale=100.0)),
+            )["reconstruction/vector"]
+            * x
+        )
+    )(jnp.asarray(0.5))
+    assert float(slope) == pytest.approx(5.0)
+
+
+SMALL_IMAGES = [
+    ("cpu-tiny", 16, 2, 4),
+    ("cpu-tiny", 24, 3, 3),
+    ("cpu-tiny", 32, 3, 4),
+    ("cpu-tiny", 64, 4, 4),
+    ("cpu-tiny", 96, 4, 6),
+    ("debug", 16, 2, 4),
+    ("debug", 8, 1, 4),
+]
+
+
+@pytest.mark.parametrize(("size", "pixels", "stages", "smallest"), SMALL_IMAGES)
+def test_small_images_go_through_fewer_stages(
+    size: str, pixels: int, stages: int, smallest: int
+) -> None:
+    """The network needs 3 to 16 pixels at its end."""
+    obs = {"image": Space(np.uint8, (pixels, pixels, 3))} | FLAGS
+    settings = DreamerConfig(model=size_preset(size))
+    nets = state_shapes(settings, obs, ACTIONS).nets
+    encoder, decoder = nets.encoder, nets.decoder
+    assert len(encoder.cnn) == len(decoder.image.stages) == stages
+    assert decoder.image.size == (smallest, smallest)
+    assert encoder.width == smallest**2 * encoder.cnn[-1].bias.shape[0]
+    steps = jax.ShapeDtypeStruct((2, 3, pixels, pixels, 3), np.uint8)
+    tokens = jax.eval_shape(lambda net, x: net({"image": x}), encoder, steps)
+    assert tokens.shape == (2, 3, encoder.width)
+    features = tuple(jnp.zeros((2, 3, width)) for width in nets.dynamics.widths)
+    images = jax.eval_shape(lambda net: net(features)["image"], decoder)
+    assert images.shape == steps.shape
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "words"),
+    [
+        ("cpu-tiny", (512, 512, 3), r"512x512.*multiples of 16 from 48 to 256.*size=\[64,64\]"),
+        ("cpu-tiny", (64, 512, 3), "from 48 to 256"),
+        ("cpu-tiny", (72, 72, 3), "multiples of 16.*resize it"),
+        ("cpu-tiny", (30, 30, 3), "multiples of 8 .*because 3 stages"),
+        ("cpu-tiny", (4, 4, 3), "multiples of 2 from 6 to 32"),
+        ("debug", (128, 128, 3), "from 12 to 64"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused_with_the_fix(
+    size: str, shape: tuple[int, int, int], words: str
+) -> None:
+    obs, settings = {"image": Space(np.uint8, shape)} | FLAGS, DreamerConfig(size_preset(size))
+    with pytest.raises(SpaceError, match=words):
+        find_agent("dreamer").check(obs, ACTIONS, settings)
+
+
 def test_a_loaded_agent_continues_bit_for_bit(fresh: Dreamer) -> None:
     one = fresh
     carry, batch = one.init_train(4), random_batch(VECTOR, ACTIONS)
@@ -538,12 +627,12 @@ def test_stream_prefetches_and_passes_errors_on(shared: Dreamer) -> None:
     ("obs", "act", "words"),
     [
         ({"image": Space(np.uint8, (30, 30, 3))} | FLAGS, ACTIONS, "multiples of 4"),
-        ({"image": Space(np.float32, (16, 16, 3))} | FLAGS, ACTIONS, "uint8"),
+        ({"image": Space(np.float32, (16, 16, 3))} | FLAGS, ACTIONS, "image_layout"),
         ({"cube": Space(np.float32, (2, 2, 2, 2))} | FLAGS, ACTIONS, "4 dimensions"),
         (FLAGS, ACTIONS, "nothing to observe"),
         ({"vector": Space(np.float32, (3,))}, ACTIONS, "lacks"),
         (VECTOR, {"reset": Space(bool)}, "nothing to decide"),
-        ({"big": Space(np.int32)} | FLAGS, ACTIONS, "too many"),
+        ({"big": Space(np.int32)} | FLAGS, ACTIONS, "split it into"),
     ],
 )
 def test_impossible_spaces_are_refused(obs: dict, act: dict, words: str) -> None:

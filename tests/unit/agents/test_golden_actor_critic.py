@@ -17,7 +17,12 @@ from dreamfleet.agents.dreamer.actor_critic import policy_loss, replay_value_los
 from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig
 from dreamfleet.agents.dreamer.features import Feature, action_features
 from dreamfleet.agents.dreamer.heads import Head, Normal, Policy, action_entropies, action_log_prob
-from dreamfleet.agents.dreamer.imagination import ReturnRange, imagined_targets, lambda_return
+from dreamfleet.agents.dreamer.imagination import (
+    Predicted,
+    ReturnRange,
+    imagined_targets,
+    lambda_return,
+)
 from dreamfleet.agents.dreamer.optimizer import make_optimizer, stages
 from dreamfleet.agents.dreamer.runtime.saving import named_leaves
 from dreamfleet.agents.dreamer.train import init_state
@@ -200,10 +205,9 @@ def test_imagination_losses(kind: str) -> None:
             choices = {"action": Normal(jnp.tanh(raw[0]), dist.bounded_std(raw[1], 0.1, 1.0))}
         logp = action_log_prob(keys, choices, actions, 2)
         entropy = action_entropies(choices, 2)["action"]
-        predicted = (time_first(data["in/rew"]), time_first(data["in/con"]))
-        targets, after, metrics = imagined_targets(
-            *predicted, dist.twohot_mean(value_logits), slow, before, config
-        )
+        heads = (time_first(data["in/rew"]), time_first(data["in/con"]))
+        predicted = Predicted(*heads, dist.twohot_mean(value_logits), slow)
+        targets, after, metrics = imagined_targets(predicted, before, config)
         targets = jax.lax.stop_gradient(targets)  # as imagination has none
         policy = policy_loss(logp[:-1], entropy[:-1], targets, config)
         value = value_loss(value_logits[:-1], targets, config)

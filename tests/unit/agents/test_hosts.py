@@ -24,12 +24,12 @@ from pathlib import Path
 address, tests, folder, index, count, updates = sys.argv[1:7]
 folder, index, count = Path(folder), int(index), int(count)
 sys.path.insert(0, tests)
-from dreamfleet.agents.dreamer.runtime.entry import DREAMER
+from dreamfleet.agents.registry import find_agent
 from dreamfleet.roles.hosts import Hosts
 from dreamfleet.transport import Client
 hosts = Hosts(count, index, "127.0.0.1", Client(address, "hosts"), f"token{index}")
 if count > 1:
-    DREAMER.join_hosts(index, count, hosts.meeting("agent"), hosts.address)
+    find_agent("dreamer").join_hosts(index, count, hosts.meeting("agent"), hosts.address)
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +90,7 @@ from dreamfleet.transport import Client
 hosts = Hosts(2, index, "127.0.0.1", Client(address, "hosts"), f"token{index}")
 DREAMER.join_hosts(index, 2, hosts.meeting("agent"), hosts.address)
 import jax
-from dreamfleet.agents.dreamer.programs import enable_cache
+from dreamfleet.agents.dreamer.runtime.programs import enable_cache
 assert enable_cache(folder)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 assert jax.process_index() == index

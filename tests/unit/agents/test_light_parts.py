@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ from dreamfleet.agents import (
     take_rows,
 )
 from dreamfleet.agents.dreamer.config import SIZES
+from dreamfleet.agents.dreamer.runtime import entry
+from dreamfleet.config import RunConfig
+from dreamfleet.fleet import factories
 
 SOURCE = Path(dreamfleet.agents.dreamer.__file__).parent
 
@@ -119,6 +123,36 @@ def test_every_setting_is_documented_and_read(group: type) -> None:
         assert re.search(rf"[.\"]{field.name}\b", rest), f"nothing reads {field.name}"
 
 
+@pytest.mark.parametrize(
+    ("run", "updates"),
+    [
+        ({"steps": 10_000, "train_ratio": 32.0, "batch_size": 16, "batch_length": 32}, 625),
+        ({"steps": 0, "train_ratio": 32.0}, 0),
+        ({"steps": 10_000, "train_ratio": -1.0}, 0),
+        ({"steps": 700, "offline": ("runs/a",)}, 700),
+    ],
+)
+def test_the_learning_rate_falls_until_the_last_update_of_a_run(run: dict, updates: int) -> None:
+    """Without an end it stays as it is; a setting stays as it is, too."""
+    dreamer = find_agent("dreamer")
+    config = RunConfig(**run)
+    assert config.updates == updates
+    settings = dreamer.default()
+    assert settings.optimizer.decay == -1
+    assert dreamer.for_run(settings, config.updates).optimizer.decay == updates
+    stated = dataclasses.replace(settings, optimizer=OptimizerConfig(decay=7))
+    assert dreamer.for_run(stated, config.updates) == stated
+    assert DreamerConfig().optimizer.decay == 0, "as in the paper"
+
+
+def test_a_runs_agent_has_the_settings_of_the_run() -> None:
+    config = RunConfig(task="bundled:dummy", steps=6400, train_ratio=16.0).changed(
+        {"batch_size": 8, "batch_length": 16, "dreamer.model": "debug"}
+    )
+    made: Any = factories.agent(config)
+    assert made.config.optimizer.decay == config.updates == 800
+
+
 def test_random_agent_acts_inside_its_space_and_can_be_saved() -> None:
     one, two = (RandomAgent(VECTOR, ACTIONS, seed=3) for _ in range(2))
     assert isinstance(one, Agent)
@@ -162,7 +196,7 @@ def test_allocator_settings_are_for_training_on_a_processor_with_glibc(
     dreamer = find_agent("dreamer")
 
     def added(platform: str, environ: dict[str, str], *, device: bool) -> bool:
-        monkeypatch.setattr(dreamfleet.agents.dreamer, "_has_accelerator", lambda: device)
+        monkeypatch.setattr(entry, "_has_accelerator", lambda: device)
         settings = DreamerConfig(execution=ExecutionConfig(train_platform=platform))
         return bool(dreamer.process_environment(settings, environ))
 

@@ -3,19 +3,20 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from agent_worlds import ACTIONS, VECTOR, config, random_batch
+from agent_worlds import ACTIONS, MIXED, VECTOR, config, random_batch
 
 from dreamfleet.agents.dreamer import distributions as dist
 from dreamfleet.agents.dreamer.actor_critic import behaviour_gradient
 from dreamfleet.agents.dreamer.config import LossConfig, ModelConfig
 from dreamfleet.agents.dreamer.forms import scan
 from dreamfleet.agents.dreamer.imagination import Targets, imagine
-from dreamfleet.agents.dreamer.layers import cast
+from dreamfleet.agents.dreamer.layers import Dense, Norm, cast
 from dreamfleet.agents.dreamer.rssm import RSSM
 from dreamfleet.agents.dreamer.train import init_state, train_step
 
@@ -90,6 +91,34 @@ def test_every_class_can_be_drawn_where_products_are_rounded(
         draw = with_rounded_products(sample, rounding)
         drawn = draw(repeated, jnp.asarray(middle, jnp.float32))
         np.testing.assert_array_equal(drawn, np.broadcast_to(np.arange(classes), drawn.shape))
+
+
+# --- which parameters are narrow ------------------------------------------------------------------
+
+
+class OwnScale(eqx.Module):
+    """A layer of a user, whose field is called as that of norms."""
+
+    scale: jax.Array
+    layer: Dense
+    norm: Norm
+
+
+def test_the_scales_of_norms_stay_in_float32_and_no_others() -> None:
+    rng = np.random.default_rng(0)
+    own = narrow(OwnScale(jnp.ones(3), Dense.init(rng, 3, 4), Norm.init(4)))
+    assert own.scale.dtype == own.layer.kernel.dtype == own.layer.bias.dtype == jnp.bfloat16
+    assert own.layer.scale.dtype == own.norm.scale.dtype == jnp.float32
+    nets = narrow(init_state(config(), MIXED, ACTIONS, seed=0).nets)
+    wide = {
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nets)
+        if leaf.dtype == jnp.float32
+    }
+    every = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(nets)}
+    assert wide == {name for name in every if name.endswith(".scale")}
+    for part in (".encoder.mlp", ".encoder.cnn", ".dynamics.hidden", ".decoder.image.norms"):
+        assert any(name.startswith(part) for name in wide), part
 
 
 # --- gradients ------------------------------------------------------------------------------------

@@ -271,12 +271,15 @@ def _check_images(spaces: Spaces, model: ModelConfig) -> None:
         sizes = ", ".join(f"{name} {height}x{width}" for name, (height, width) in images.items())
         raise SpaceError(f"All images need the same size, got {sizes}: resize them.")
     for name, (height, width) in images.items():
-        factor = 2 ** stages(height, width, model)
-        if height % factor or width % factor or max(height, width) > _LARGEST * factor:
+        count = stages(height, width, model)
+        factor = 2**count
+        least, most = _SMALLEST * factor, _LARGEST * factor
+        sides = (height, width)
+        if any(side % factor or not least <= side <= most for side in sides):
             raise SpaceError(
-                f"Image {name!r} is {height}x{width}; both sides must be multiples of {factor}, at "
-                f"most {_LARGEST * factor}, because {len(model.mults)} stages (model.mults) halve "
-                "it: resize it, for example with the environment's option size=[64,64]."
+                f"Image {name!r} is {height}x{width}; both sides must be multiples of {factor} "
+                f"from {least} to {most}, because {count} stages (model.mults) halve it: resize "
+                "it, for example with the environment's option size=[64,64]."
             )
 
 

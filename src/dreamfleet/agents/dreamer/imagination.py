@@ -79,6 +79,9 @@ def imagine(
         reward, value, slow_value = (dist.twohot_mean(head(features)) for head in heads)
         return Predicted(reward, cont, value, slow_value)
 
+    def append(steps: Any, last: Any) -> Any:
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), steps, last)
+
     def follow(start: State, noise: Any, uniform: Array, *, along: bool) -> Rollout:
         def step(features: Parts, noise: Any) -> tuple[Array, Any]:
             action, chosen = act(features, noise)
@@ -86,8 +89,7 @@ def imagine(
 
         found = dynamics.imagine(start, step, noise, uniform)
         features, last, (actions, allowed, predicted) = found
-        predicted = predicted if along else predict(features)
-        every = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), predicted, predict(last))
+        every = append(predicted, predict(last)) if along else predict(append(features, last))
         return Rollout(features, actions, allowed, every)
 
     # A CPU predicts along the way, while states are in its cache: a tenth of the training step.

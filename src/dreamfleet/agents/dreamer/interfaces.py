@@ -148,12 +148,22 @@ def find_network(kind: str, model: ModelConfig) -> Any:
 
 
 def extra_losses(config: DreamerConfig) -> dict[str, Any]:
-    """The classes of losses with parameters of their own, by name."""
-    found = {
-        loss_name(name): _find("loss", f"loss.extra={name}", name) for name in config.loss.extra
-    }
+    """The classes of losses with parameters of their own, by name.
+
+    Raises:
+        ConfigError: One is no loss, or has the name of another one.
+    """
+    found: dict[str, Any] = {}
     if config.loss.representation == "barlow":
         found["barlow"] = load_object(f"{_PACKAGE}.world_model:Barlow")
+    for name in config.loss.extra:
+        own = loss_name(name)
+        # Losses of the paper have a setting for their weight.
+        if own in found or hasattr(config.loss, f"{own}_scale"):
+            raise ConfigError(
+                f"loss.extra={name}: two losses are called {own!r}: give the class another name."
+            )
+        found[own] = _find("loss", f"loss.extra={name}", name)
     return found
 
 
