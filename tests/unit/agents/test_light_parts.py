@@ -206,5 +206,5 @@ def test_allocator_settings_are_for_training_on_a_processor_with_glibc(
     assert not added("gpu", {}, device=False)
     assert added("", {"JAX_PLATFORMS": "cpu"}, device=True)
     assert not added("", {"JAX_PLATFORMS": "cuda,cpu"}, device=True)
-    monkeypatch.setattr(dreamfleet.agents.dreamer, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(entry, "libc_ver", lambda: ("", ""))
     assert not added("cpu", {}, device=False)
