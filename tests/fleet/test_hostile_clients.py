@@ -156,7 +156,7 @@ class Attack:
         good = self._observation([0, 1])
         deadly: list[tuple[str, str, tuple[Any, ...], int]] = [
             ("replay", "add_batch", (5, 5, 5, 5, 5), 0),
-            ("replay", "sample_batch_train", (7,), 0),
+            ("replay", "sample_batch_train", (-7,), 0),
             ("replay", "update", ({"stepid": np.zeros((1, 20), "u1"), "count": ids[:1]},), 0),
             ("replay", "raise_position", (10**12,), 0),
             ("replay", "add_batch", ({"x": np.full(2, np.nan)}, ids, False, "me", 1), 0),

@@ -31,10 +31,10 @@ from dreamfleet.checkpoint import above, below
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import EpisodeStats
-from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
+from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_ids, observed
 from dreamfleet.roles.invitations import hooks_of, invited
-from dreamfleet.roles.logger import video_env
+from dreamfleet.roles.logger import LoggerClient, video_env
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import ActorFailed
@@ -94,12 +94,10 @@ def serve_actor(
         lock: Held while the agent chooses actions.
         more_metrics: What is logged in addition, under the actor's name.
     """
-    keys, name = args.run_keys, server_name("actor", index)
+    name = server_name("actor", index)
     with (
         replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
-        Client(
-            find_server(args, "logger"), f"{name}-logger", _LOGGED_IN_FLIGHT, keys=keys
-        ) as logger,
+        LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
     ):
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))

@@ -127,6 +127,12 @@ def _check_column_of_ids(args: RunConfig, envids: Any) -> int:
     return len(envids)
 
 
+def _check_number(source: Any, number: Any) -> None:
+    """Refuse what does not tell a message that is sent again from another one."""
+    require(type(source) is str and len(source) <= _LONGEST_KEY, "A source is a short text.")
+    require(_is_whole(number, 0, 2**62), "The messages of a source are counted from 0.")
+
+
 # --- observations --------------------------------------------------------------------------------
 
 
@@ -475,8 +481,7 @@ class ReplayChecks:
     ) -> None:
         rows = _check_column_of_ids(self._args, envids)
         require(type(is_eval) is bool, "Whether steps are of evaluation is a bool.")
-        require(type(source) is str and len(source) <= _LONGEST_KEY, "A source is a short text.")
-        require(_is_whole(seq, 0, 2**62), "The number of a batch counts from 0.")
+        _check_number(source, seq)
         require(type(steps) is dict and len(steps) <= _MOST_LOGS, "Steps are a dict of arrays.")
         for key, value in steps.items():
             if value.__class__ is not np.ndarray or value.shape[:1] != (rows,):
@@ -511,6 +516,10 @@ class ReplayChecks:
 
     def grant(self, sequences: Any) -> None:
         require(_is_whole(sequences, 0, _MOST_STEPS), "So many sequences cannot be sampled.")
+
+    def sample_batch_train(self, known: Any = None) -> None:
+        if known is not None:
+            self.permit(known)
 
     def permit(self, known: Any) -> None:
         require(_is_whole(known, 0, 2**62), "Samples are counted from 0.")
@@ -569,7 +578,17 @@ class CheckedLogger:
         self.status = logger.status
 
     @np.errstate(all="ignore")
-    def tran(self, step: Any, envids: Any, is_eval: Any, transitions: Any, frames: Any) -> bool:
+    def tran(
+        self,
+        step: Any,
+        envids: Any,
+        is_eval: Any,
+        transitions: Any,
+        frames: Any,
+        source: Any = "",
+        number: Any = 0,
+    ) -> bool:
+        _check_number(source, number)
         rows = _check_column_of_ids(self._args, envids)
         require(_is_column(is_eval, rows, "b"), "Whether steps are of evaluation is a bool each.")
         require(type(transitions) is dict and len(transitions) <= _MOST_LOGS, "No transitions.")
@@ -588,7 +607,7 @@ class CheckedLogger:
             fits = isinstance(value, np.ndarray) and is_image(value.dtype, value.shape[1:])
             require(fits and len(value) == 1, f"{key!r:.200} is not a single image.")
         self._check_step(step)
-        return self._logger.tran(step, envids, is_eval, transitions, frames)
+        return self._logger.tran(step, envids, is_eval, transitions, frames, source, number)
 
     @np.errstate(all="ignore")
     def ended(self, ids: Any, episodes: Any) -> None:
@@ -602,17 +621,19 @@ class CheckedLogger:
         self._check_step(int(episodes["step"].max()))
         self._logger.ended(ids, episodes)
 
-    def add(self, step: Any, metrics: Any) -> None:
+    def add(self, step: Any, metrics: Any, source: Any = "", number: Any = 0) -> None:
+        _check_number(source, number)
         self._check_metrics(metrics)
         self._check_step(step)
-        self._logger.add(step, metrics)
+        self._logger.add(step, metrics, source, number)
 
-    def evaluated(self, step: Any, metrics: Any) -> None:
+    def evaluated(self, step: Any, metrics: Any, source: Any = "", number: Any = 0) -> None:
+        _check_number(source, number)
         self._check_metrics(metrics)
         for key, value in metrics.items():
             require(type(value) is float, f"{key!r} is not a number.")
         require(_is_whole(step, 0, _MOST_STEPS), "A round began at a step of the run.")
-        self._logger.evaluated(step, metrics)
+        self._logger.evaluated(step, metrics, source, number)
 
     def _check_metrics(self, metrics: Any) -> None:
         require(type(metrics) is dict, "Metrics are a dict.")

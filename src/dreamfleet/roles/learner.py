@@ -25,9 +25,9 @@ from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import BEGAN, policy_sizes
-from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.compile_times import CompileTimes
 from dreamfleet.roles.hosts import Hosts
+from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.profiling import profile_folder
@@ -86,7 +86,7 @@ def parallel_learner(
         replay_client(args, "learner-samples", LOOK_AHEAD, homes) as samples,
         replay_client(args, "learner-reports", 2 * LOOK_AHEAD) as reports,
         replay_client(args, "learner-updates", 4, homes) as updates,
-        Client(find_server(args, "logger"), "learner-logger", 8, keys=args.run_keys) as logger,
+        LoggerClient(args, "learner-logger", 8) as logger,
     ):
         saver = Saver(agent, args, progress, updates, logger, hosts)
         learner = Learner(agent, args, progress, saver, reports, updates, logger, hosts=hosts)
@@ -161,7 +161,7 @@ class Saver:
         self._replay, self._logger = replay, logger
         self._hosts = hosts or Hosts()
         self._checkpoint = Checkpoint(args.checkpoints, keep=2)
-        self._position: dict[str, Any] = {}
+        self._position: dict[str, Any] = {"steps": 0, "samples": 0}
         self._notes = Notes(notes_path(args, "agent"))
         self._round = 0  # the step at which the last round of evaluation began
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
@@ -247,6 +247,11 @@ class Saver:
             except Disconnected:
                 if self._progress.finished.is_set() or time.monotonic() > deadline:
                     raise
+
+    @property
+    def samples(self) -> int:
+        """Samples that the replay has counted, as it has told last."""
+        return int(self._position["samples"])
 
     def asked(self) -> bool:
         """Whether a person wants a checkpoint now, and has said so with a file."""
@@ -588,7 +593,9 @@ class Learner:
 
     def _batches(self, samples: ReplayClient) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, until learning is over."""
-        stream = RemoteStream(samples, "train")
+        stream = RemoteStream(
+            samples, "train", known=self._saver.samples, batch=self._args.host_batch
+        )
         while True:
             try:
                 batch = stream.take()
@@ -720,10 +727,20 @@ class RemoteStream:
         client: Of the replay.
         mode: Which of the streams.
         ahead: How many are requested, at least the one that is wanted.
+        known: Samples that the replay has counted, if it counts those of this stream.
+        batch: Samples in a batch.
     """
 
-    def __init__(self, client: ReplayClient, mode: str, ahead: int = LOOK_AHEAD) -> None:
+    def __init__(
+        self,
+        client: ReplayClient,
+        mode: str,
+        ahead: int = LOOK_AHEAD,
+        known: int | None = None,
+        batch: int = 0,
+    ) -> None:
         self._client, self._ahead = client, ahead
+        self._known, self._batch = known, batch
         self._method = f"sample_batch_{mode}"
         self._requested: deque[Reply] = deque()
 
@@ -741,7 +758,10 @@ class RemoteStream:
         return batch
 
     def _request(self) -> None:
-        self._requested.append(self._client.call(self._method))
+        known = () if self._known is None else (self._known,)
+        self._requested.append(self._client.call(self._method, *known))
+        if self._known is not None:
+            self._known += self._batch
 
 
 def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:

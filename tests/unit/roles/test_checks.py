@@ -589,6 +589,8 @@ WRONG_TRANSITIONS: dict[str, tuple[Any, ...]] = {
     "a log of other rows": (1, IDS, NO, transitions(**{"log/speed": np.ones(3)}), {}),
     "a log that is text": (1, IDS, NO, transitions(**{"log/speed": "fast"}), {}),
     "frames that are none": (1, IDS, NO, transitions(), {"image": np.zeros((1, 4, 4, 3))}),
+    "a source that is none": (1, IDS, NO, transitions(), {}, 5, 1),
+    "a negative number": (1, IDS, NO, transitions(), {}, "actor", -1),
     "two frames": (1, IDS, NO, transitions(), {"image": np.zeros((2, 4, 4, 3), np.uint8)}),
 }
 

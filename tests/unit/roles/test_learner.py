@@ -43,7 +43,7 @@ class ReplayClient:
         return self
 
     def result(self, timeout: float | None = None) -> dict[str, float]:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "samples": 0}
 
 
 class LoggerClient:
@@ -291,7 +291,7 @@ class Source:
         self.requested: list[str] = []
         self.batches: list[dict[str, Any]] = []
 
-    def call(self, method: str) -> Any:
+    def call(self, method: str, *_: Any) -> Any:
         self.requested.append(method)
         number = len(self.requested) - 1
         source = self
