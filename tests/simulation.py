@@ -745,10 +745,9 @@ class Checker:
         # What a logger that was killed had written is not known to its successor.
         again = len(numbers) - len(set(numbers))
         assert not again or self.killed["logger"] > 1, f"{again} metrics were written twice"
-        for name in ("metrics.jsonl", "scores.jsonl"):
-            at = [row["step"] for row in read_jsonl(self._config.logdir / name)]
-            back = "logger" in self.cut  # nobody but the file knew of steps that were not stored
-            assert back or at == sorted(at), f"steps of {name} go back: {at}"
+        at = [row["step"] for row in read_jsonl(self._config.logdir / "metrics.jsonl")]
+        back = "logger" in self.cut  # nobody but the file knew of steps that were not stored
+        assert back or at == sorted(at), f"steps of the metrics go back: {at}"
 
     def _scores(self, there: set[int]) -> None:
         """Each episode that is stored from its first to its last step has its score once."""

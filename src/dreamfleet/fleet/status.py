@@ -645,7 +645,7 @@ class _ScoresReader:
     def read(self) -> list[float]:
         for row in self._rows.read():
             with suppress(ValueError, KeyError, TypeError, OverflowError):
-                self.last_step = int(row["step"])
+                self.last_step = max(self.last_step, int(row["step"]))
                 self._scores.append(float(row["episode/score"]))
         return self._scores
 

@@ -180,7 +180,7 @@ class Logger:
             rows = zip(ids, *(episodes[key].tolist() for key in EPISODE), strict=True)
             for name, step, score, length, ended in rows:
                 self._advance(step)
-                if self._scores.add(self._step, score, length, name, time=ended):
+                if self._scores.add(step, score, length, name, time=ended):
                     self._recent.append(score)
 
     def _follow(
