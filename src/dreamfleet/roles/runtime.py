@@ -257,11 +257,35 @@ def stop_event(
             on_stop()
         if _stop_signal == ORDER:
             with suppress(RuntimeError):  # no memory for another thread
-                # Its log tells where it was, in case it does not end.
-                faulthandler.dump_traceback_later(_DUMP_SECONDS)
+                _say_where()
 
     _signals.on(_stop_signal, stop, exit_process=exit_process)
     return event
+
+
+_timer = threading.Lock()  # of faulthandler, which has one
+_says_where = False
+
+
+def _say_where() -> None:
+    """Have the log tell where this process is, if it does not end in time: it is about to be killed
+    then. The timer is for nothing else from here on."""
+    global _says_where
+    with _timer:
+        _says_where = True
+        faulthandler.dump_traceback_later(_DUMP_SECONDS)
+
+
+def end_process_after(seconds: float) -> None:
+    """End this process after so many seconds, with its tracebacks in the log; 0 for never. Called
+    again, it counts from there."""
+    with _timer:
+        if _says_where:
+            return
+        if seconds:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
