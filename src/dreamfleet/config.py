@@ -256,7 +256,8 @@ class RunConfig:
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb, or your own as package.module:Class."""
     save_every: ZeroOrMore = 120.0
-    """Seconds between two checkpoints; 0 saves at the end only."""
+    """Seconds between two checkpoints; 0 saves at the end only. The first one comes a minute after
+    the first update, and the next ones after twice as long each."""
     profile: bool = False
     """Write profiles to the folder `profile`: where the threads of every process spend their time,
     and a few training steps as JAX sees them. A resumed run does not go on with it."""

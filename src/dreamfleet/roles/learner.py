@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
 import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,9 @@ ReplayClient = Client | ShardedReplay
 
 SAVE_REQUEST = "save.request"
 """A file in the run's directory by which a person asks for a checkpoint."""
+EARLY_SECONDS = 60.0
+"""After the first update: when the first checkpoint is due. Later ones follow after longer and
+longer times, up to `save_every`."""
 LOOK_AHEAD = 2
 """Batches that are requested before they are needed."""
 _FIRST_TIMEOUT = 3600.0
@@ -50,7 +52,8 @@ _STATE_SECONDS = 2.0
 _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _ROUND_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
-_BATCH_SECONDS = 0.1  # after which a host without a batch meets the others all the same
+_BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
+_END = object()  # of the batches
 _FLUSH_SECONDS = 10.0
 TURNS = "turns"
 """The part of a checkpoint that only a run has whose roles take turns; see `roles.serial`."""
@@ -171,6 +174,7 @@ class Saver:
         self._may_look = LocalClock(_LOOK_SECONDS, first=True)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._saved = 0  # updates
         self.updates = 0
         self.offset = 0
         """Several hosts: steps of the run that are not counted by the replay of any of them; below
@@ -187,7 +191,7 @@ class Saver:
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
             step = snapshot.step
-            self.updates = int(snapshot.parts["run"]["updates"])
+            self.updates = self._saved = int(snapshot.parts["run"]["updates"])
             self._round = int(snapshot.parts["run"].get("round", 0))
             self.turns = snapshot.parts.get(TURNS, {})
             restored = f"resuming from {snapshot.path}"
@@ -290,6 +294,11 @@ class Saver:
         self.finish(wait=False)
         return self._writing is not None or self._checkpoint.pending() is not None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the agent was trained since it was last saved."""
+        return self.updates > self._saved
+
     def save(self, *, pending: bool = False, turns: Flat | None = None, wait: bool = True) -> None:
         """Write a checkpoint, with the evaluation score that tells which one is the best.
 
@@ -300,6 +309,7 @@ class Saver:
                 learning; one at a time, so that there is one state beside the agent's at most.
         """
         self.finish()
+        self._saved = self.updates
         position = self._newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
@@ -418,6 +428,7 @@ class Learner:
         self._since = (time.monotonic(), 0, 0)
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
         self._asked = 0  # updates after which learning ends, once all steps are made
+        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
 
     def restore(self) -> None:
         """Wait for the replay, and go on from the newest checkpoint."""
@@ -499,22 +510,21 @@ class Learner:
             parameters: Offers the parameters to actors in other processes, if there are any.
         """
         args, timer, several = self._args, self._timer, self._hosts.count > 1
-        every = {"log": args.log_every, "report": args.report_every, "save": args.save_every}
+        every = {"log": args.log_every, "report": args.report_every}
         clock = GlobalClock(every, self._hosts.meeting("round"))
-        batches = self._agent.stream(self._batches(samples))
-        if several:
-            batches = _looked_for(batches)
-        batch = None
+        batches = _looked_for(self._agent.stream(self._batches(samples)))
+        batch: Any = None
         while True:
             if batch is None:
                 with timer.section("wait"):
-                    batch = next(batches, None)
-            if not several and (batch is None or self._progress.learning_over):
+                    batch = next(batches, _END)
+            if batch is _END or (self._progress.learning_over and not several):
                 break
             agreed = clock(ready=batch is not None, **self._said())
             if several and self._hear(agreed):
                 break
-            if batch is not None and agreed.all("ready"):
+            ready = batch is not None and agreed.all("ready")
+            if ready:
                 self.update(batch)
                 batch = None
                 self._saver.note_end()
@@ -523,7 +533,7 @@ class Learner:
                 if not several and self._asked and self._saver.updates >= self._asked:
                     break
             if agreed.due("log"):
-                self.log()
+                self.log(waiting=not ready)
             if self._stopping if several else self._progress.stopped:
                 continue  # the end is all that is waited for
             if agreed.due("report"):
@@ -547,7 +557,7 @@ class Learner:
         saver, progress = self._saver, self._progress
         first, self._said_steps = self._hosts.index == 0, progress.own
         return {
-            "save": first and saver.asked(),
+            "save": first and (saver.asked() or (saver.has_news and self._should_save())),
             "round": first and not self._asked and saver.round_is_due(),
             "steps": self._said_steps + saver.offset,
             "finished": progress.finished.is_set(),
@@ -646,8 +656,8 @@ class Learner:
             self._updates.update(states)
         self.aggregate.add(metrics)
 
-    def log(self) -> None:
-        """Tell the logger how learning is doing."""
+    def log(self, *, waiting: bool = False) -> None:
+        """Tell the logger how learning is doing, which may be `waiting` for a batch."""
         if self._args.actors > 1:
             self._saver.recount()
         now, updates, steps = time.monotonic(), self._saver.updates, self._progress.step
@@ -670,7 +680,8 @@ class Learner:
             **{f"actor/{key}": value for key, value in self._agent.metrics().items()},
         }
         if updates:
-            metrics["learner/state"] = "training"
+            waits = "waiting for a batch from the replay"
+            metrics["learner/state"] = waits if waiting else "training"
         self._logger.add(steps, _sendable(metrics))
 
     def report(self) -> None:
@@ -698,24 +709,17 @@ class Learner:
 
 def _looked_for(batches: Iterator[Any]) -> Iterator[Any]:
     """The batches, and None for every moment in which there is none."""
-    found: queue.Queue[Any] = queue.Queue(1)
-    failed: list[BaseException] = []
-
-    def look() -> None:
-        try:
-            for batch in batches:
-                found.put(batch)
-        except BaseException as error:
-            failed.append(error)
-
-    threading.Thread(target=look, name="learner-batches", daemon=True).start()
-    while True:
-        try:
-            yield found.get(timeout=_BATCH_SECONDS)
-        except queue.Empty:
-            if failed:
-                raise failed[0] from None
-            yield None
+    thread = ThreadPoolExecutor(1, "learner-batches")
+    try:
+        while True:
+            wanted = thread.submit(next, batches, _END)
+            while not wait([wanted], _BATCH_SECONDS).done:
+                yield None
+            if (batch := wanted.result()) is _END:
+                return
+            yield batch
+    finally:
+        thread.shutdown(wait=False)
 
 
 class RemoteStream:

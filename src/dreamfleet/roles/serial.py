@@ -42,7 +42,7 @@ from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
-from dreamfleet.roles.learner import Learner, Saver
+from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
 from dreamfleet.roles.logger import Logger
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
@@ -214,7 +214,7 @@ class Turns:
         self._actor = Actor(agent, args, progress, replay, logs, clock=clock)
         self._acting.bind("act", self._reply)
         self._notes = Notes(notes_path(args, "agent"))
-        self._should_save = LocalClock(args.save_every)
+        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._lanes: list[Lane] = []
         self._envs: dict[int, RetracedEnv] = {}
         self._turn = 0  # the lane that steps next
