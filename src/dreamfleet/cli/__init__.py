@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error.__context__, KeyboardInterrupt) and error.args[:1] == (errno.EIO,):
+            return 130  # its terminal was closed, and takes nothing more
         if not (sentence := _about_machine(error)):
             raise
         complain(sentence)

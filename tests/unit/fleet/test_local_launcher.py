@@ -1,13 +1,16 @@
 """What a process of the local launcher is given."""
 
 import resource
+import signal
 from functools import partial
 from pathlib import Path
 
-from launcher_parts import LONG, note_files
+import psutil
+from launcher_parts import LONG, appears, note_files, save_when_stopped
 
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.local import LocalLauncher
+from dreamfleet.roles.runtime import STOPPED
 
 
 def test_a_worker_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -> None:
@@ -22,3 +25,30 @@ def test_a_worker_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert int((tmp_path / "files").read_text()) == hard
+
+
+def test_workers_that_are_stopped_go_on_when_the_end_begins(tmp_path: Path) -> None:
+    """The agent saves with the help of the replay, and the replay saves itself."""
+    workers = [
+        Worker(name, name, partial(save_when_stopped, tmp_path / name, tmp_path / f"{name} saved"))
+        for name in ("agent", "replay")
+    ]
+    with LocalLauncher(tmp_path) as launcher:
+        launcher.prepare(workers)
+        agent, replay = map(launcher.start, workers)
+        try:
+            assert appears(tmp_path / "agent")
+            assert appears(tmp_path / "replay")
+            replay._process.send_signal(signal.SIGSTOP)
+            process = psutil.Process(replay.pid)
+            while process.status() != psutil.STATUS_STOPPED:
+                pass
+            agent.terminate()
+            assert agent.wait(LONG) == STOPPED
+            assert process.status() != psutil.STATUS_STOPPED
+            replay.terminate()
+            assert replay.wait(LONG) == STOPPED
+        finally:
+            agent.kill()
+            replay.kill()
+    assert (tmp_path / "replay saved").exists()
