@@ -262,7 +262,8 @@ class RunConfig:
     """Write profiles to the folder `profile`: where the threads of every process spend their time,
     and a few training steps as JAX sees them. A resumed run does not go on with it."""
     episode_timeout: AboveZero = 180.0
-    """Seconds without a step after which an environment's episode and carry are dropped."""
+    """Seconds without a step after which an environment that has no connection any more is dropped,
+    with its episode."""
 
     prefill: tuple[str, ...] = ()
     """Directories of runs whose steps a new run starts with."""

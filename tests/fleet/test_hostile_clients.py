@@ -42,6 +42,7 @@ MAY: dict[str, dict[str, set[str]]] = {
     },
     "logger": {
         "tran": {"agent"},
+        "gone": {"agent"},
         "ended": {"replay"},
         "add": {"agent", "replay"},
         "evaluated": {"evaluator"},
@@ -164,6 +165,7 @@ class Attack:
             ("logger", "add", (10**12, {}), 0),
             ("logger", "tran", (10**12, ids, no, {}, {}), 0),
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
+            ("logger", "gone", (-1 - ids,), 0),
             ("logger", "ended", (["me/1/0"], {"score": np.ones(1)}), 0),
             ("actor", "act", (5,), 0),
             ("actor", "act", ({},), 2),

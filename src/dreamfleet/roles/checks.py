@@ -229,6 +229,15 @@ class Owners:
                 count += owner.count
         return count
 
+    def gone(self, envids: Iterable[int]) -> list[int]:
+        """Those of these environments that have no connection any more."""
+        owners = {envid: self._owner_of.get(envid) for envid in envids}
+        return [
+            envid
+            for envid, owner in owners.items()
+            if owner is None or not self._connected(owner.caller.connection)
+        ]
+
     def _holds(self, owner: _Owner) -> bool:
         silence = self._clock() - owner.seen
         return silence <= self._timeout and self._connected(owner.caller.connection)
@@ -608,6 +617,11 @@ class CheckedLogger:
             require(fits and len(value) == 1, f"{key!r:.200} is not a single image.")
         self._check_step(step)
         return self._logger.tran(step, envids, is_eval, transitions, frames, source, number)
+
+    def gone(self, envids: Any, source: Any = "", number: Any = 0) -> None:
+        _check_number(source, number)
+        _check_column_of_ids(self._args, envids)
+        self._logger.gone(envids, source, number)
 
     @np.errstate(all="ignore")
     def ended(self, ids: Any, episodes: Any) -> None:

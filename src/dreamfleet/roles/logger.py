@@ -37,7 +37,7 @@ RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
 _UNKNOWN = -1
 _MOST_SOURCES = 1 << 10
-_NUMBERED = ("tran", "add", "evaluated")
+_NUMBERED = ("tran", "gone", "add", "evaluated")
 
 
 def video_env(args: RunConfig) -> int:
@@ -68,6 +68,7 @@ def bind(server: Server, logger: Logger, args: RunConfig) -> None:
     """Offer the methods of a logger."""
     checked = CheckedLogger(logger, args)
     server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
+    server.bind("gone", checked.gone, repeatable=True, roles=("agent",))
     server.bind("ended", checked.ended, repeatable=True, roles=("replay",))
     server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
     server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
@@ -101,16 +102,12 @@ class LoggerClient(Client):
 class Logger:
     """The step counter, episodes and outputs, as methods that others call."""
 
-    def __init__(
-        self, output: Output, args: RunConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, output: Output, args: RunConfig) -> None:
         self._lock = threading.Lock()
         self._output = BackgroundOutput(output)
         self._video = video_env(args)
         self._scores = ScoresFile(args.logdir / "scores.jsonl")
-        timeout = args.episode_timeout
-        self._train = EpisodeStats(timeout=timeout, video=self._video, clock=clock)
-        self._eval = EpisodeStats(timeout=timeout, clock=clock)
+        self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(self._scores.last, maxlen=RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -172,6 +169,13 @@ class Logger:
         if step > self._step:
             self._step = step
             self._written.set(0, step)
+
+    def gone(self, envids: NDArray[np.int64], source: str = "", number: int = 0) -> None:
+        """Environments will not go on with their episodes."""
+        with self._lock:
+            if self._is_new(source, number):
+                self._train.forget(envids.tolist())
+                self._eval.forget(envids.tolist())
 
     def ended(self, ids: list[str], episodes: dict[str, NDArray[Any]]) -> None:
         """Take the scores of training episodes, each of which is written once, however often it is
@@ -255,8 +259,6 @@ class Logger:
     def write(self) -> None:
         """Write what was aggregated about episodes."""
         with self._lock:
-            self._train.expire()
-            self._eval.expire()
             if self._step == _UNKNOWN:
                 return
             metrics = self._aggregate.result()

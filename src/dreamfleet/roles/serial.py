@@ -94,7 +94,7 @@ def serial_fleet(
         return progress.step / STEPS_PER_SECOND
 
     with ExitStack() as stack:
-        logger = _Logger(unpack(make_logger)(), args, clock)
+        logger = _Logger(unpack(make_logger)(), args)
         stack.callback(logger.close)
         server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
         logging_role.bind(server, logger, args)

@@ -362,8 +362,10 @@ def test_who_is_there_is_counted_once_and_keeps_what_it_has_while_it_waits() -> 
     fake.claim("ann", [0, 1])
     fake.claim("bob", [2])
     assert fake.owners.present() == 3
+    assert fake.owners.gone([0, 2]) == []
     fake.gone.add(b"bob")
     assert fake.owners.present() == 2
+    assert fake.owners.gone([0, 2, 7]) == [2, 7]
     fake.claim("cat", [2])
     fake.now = 9.0
     assert fake.owners.present() == 3
