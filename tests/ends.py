@@ -3,9 +3,9 @@
     python tests/ends.py --ends 500 --seed 0 --dreamer 0.1
 
 A seed says when and how each run is ended: while it starts, compiles, saves, reports, evaluates or
-trains, around its very end, or right after one of its processes was killed; by Ctrl-C, by SIGTERM,
-or by SIGTERM to every process of it. A directory is resumed some times; some runs have two actors
-or a replay of two shards.
+trains, around its very end, right after one of its processes was killed, or while one is stopped;
+by Ctrl-C, by SIGTERM or SIGHUP, or by one of these to every process of it. A directory is resumed
+some times; some runs have two actors or a replay of two shards.
 
 An end is in order if the run exits soon and as it should, has saved what its replay holds, and
 leaves nothing behind: no process, no half-written checkpoint, no socket file. What is stored is
@@ -42,10 +42,10 @@ from dreamfleet.roles.notes import read_notes
 from dreamfleet.transport.address import remove_socket_files
 
 MOMENTS = (
-    *("replay killed", "save", "logger killed", "start", "compile", "report", "evaluation"),
-    *("agent killed", "train", "finish", "env-0 killed"),
+    *("replay killed", "save", "logger killed", "replay stopped", "start", "compile", "report"),
+    *("evaluation", "agent killed", "train", "finish", "env-0 killed", "logger stopped"),
 )
-WAYS = ("SIGINT", "SIGTERM", "SIGTERM to all")
+WAYS = ("SIGINT", "SIGTERM", "SIGTERM to all", "SIGHUP", "SIGHUP to all")
 RESUMED = 8
 """Runs in one directory, one after the other."""
 SETTINGS = """--task bundled:audit --envs 4 --envs-per-process 2 --batch-size 4 --batch-length 8
@@ -70,6 +70,11 @@ class Plan:
     def victim(self) -> str:
         """Who is killed first; empty if nobody is."""
         return self.moment.removesuffix(" killed") if self.moment.endswith(" killed") else ""
+
+    @property
+    def stopped(self) -> str:
+        """Who is stopped first; empty if nobody is."""
+        return self.moment.removesuffix(" stopped") if self.moment.endswith(" stopped") else ""
 
     def settings(self, logdir: Path) -> list[str]:
         steps = steps_made(logdir) + 400 if self.moment == "finish" else 0
@@ -103,7 +108,7 @@ def end_one(plan: Plan, folder: Path) -> float:
     began = time.monotonic()
     with suppress(psutil.NoSuchProcess):
         processes = run.children(recursive=True)
-        for process in [run, *(processes if plan.way == "SIGTERM to all" else [])]:
+        for process in [run, *(processes if plan.way.endswith(" to all") else [])]:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.Signals[plan.way.split()[0]])
     code = exit_code(run.pid)
@@ -121,6 +126,7 @@ def start(plan: Plan, folder: Path) -> int:
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of a shell may ignore it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -147,18 +153,23 @@ def wait_for(plan: Plan, run: psutil.Process, logdir: Path, before: int) -> None
         return plan.moment != "save" or any((logdir / "ckpt").glob("*/.writing-*"))
 
     wait_until(come, plan.moment, _FIRST_PATIENCE)
-    if plan.victim:
-        for child in run.children():
-            with suppress(psutil.NoSuchProcess):
-                if " ".join(child.cmdline()).split()[:2] == ["dreamfleet", plan.victim]:
-                    child.kill()
+    for child in run.children():
+        with suppress(psutil.NoSuchProcess):
+            name = " ".join(child.cmdline()).split()[1:2]
+            if name == [plan.victim]:
+                child.kill()
+            elif name == [plan.stopped]:
+                child.suspend()
 
 
 def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], log: str) -> None:
     """Whether a run has ended in order."""
     logdir, output = folder / "run", read(folder / "output")
-    # Before the fleet is there, and after it, the command ends as any other.
-    outside = plan.moment in ("start", "finish") and code == 128 + signal.SIGTERM
+    # Before the fleet is there, and after it, a signal ends the command as any other.
+    outside = plan.moment in ("start", "finish") and code in (
+        128 + signal.SIGTERM,
+        128 + signal.SIGHUP,
+    )
     done = plan.moment == "finish" and code == 0
     expect(code == 130 or outside or done, f"exit code {code}", output)
     # The kill of this program may come to be known after the end has begun.

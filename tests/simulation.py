@@ -265,9 +265,12 @@ class Link:
         self.calls: deque[Call] = deque()
         self.answers: deque[tuple[Any, BaseException | None]] = deque()
         self.note: Any = None
+        self._source, self._numbers = str(uuid.uuid4()), itertools.count(1)
 
     def call(self, method: str, *args: Any) -> Future:
         future = Future()
+        if method in ("tran", "add"):  # as `LoggerClient` does
+            args = (*args, self._source, next(self._numbers))
         self.calls.append(Call(future, method, _copied(args), self.note))
         return future
 
@@ -413,6 +416,8 @@ class World:
             self.checker.resume(before.checker)
         self.links: dict[str, Link] = {}
         self.sample: Future | None = None
+        self.known: int | None = None
+        self.metrics = before.metrics if before else 0
         self.now = ""
         for role in ("logger", "replay", "agent"):
             self.start(role)
@@ -443,6 +448,7 @@ class World:
         faults.armed = False
         self.parts[role] = None
         self._ended.add(role)
+        self.checker.killed[role] += 1
         for name, link in list(self.links.items()):
             if link.server == role:
                 link.cut()
@@ -450,7 +456,7 @@ class World:
                 del self.links[name]
         if role == "agent":
             self.made.clear()
-            self.sample = None
+            self.sample = self.known = None
 
     def start(self, role: str) -> None:
         """Start a process, which may be killed, and started again, while it starts."""
@@ -617,14 +623,17 @@ class World:
                 self.checker.sampled(batch)
                 states = {"stepid": batch["stepid"], "state": batch["state"] + 1}
                 self.learning.call("update", states)
-            if not len(self.learning.calls):
-                self.sample = self.learning.call("sample_batch_train")
-            else:
-                self.sample = None
+                self.known = (self.known or 0) + self.config.batch_size
+            service, self.sample = self.parts["replay"], None
+            if self.known is None and service is not None:
+                self.known = service.lead.position()["samples"]
+            if self.known is not None and not len(self.learning.calls):
+                self.sample = self.learning.call("sample_batch_train", self.known)
 
     def _metrics(self) -> None:
         actor = self.parts["agent"]
-        actor._logger.call("add", actor._progress.step, {"loss": 1.0})
+        self.metrics += 1
+        actor._logger.call("add", actor._progress.step, {"loss": float(self.metrics)})
 
     def _cut(self) -> None:
         self.rng.choice(list(self.links.values())).cut()
@@ -663,6 +672,7 @@ class Checker:
         self._acknowledged: set[int] = set()
         self._counts = (0, 0)
         self.samples = 0
+        self.killed: Counter[str] = Counter()
         self.cut = ""
         """A file that has lost its end, with what only it knew."""
 
@@ -699,6 +709,9 @@ class Checker:
         least = -max(limiter.debt, limiter.tolerance) - self._config.batch_size
         most = (limiter.tolerance + _MESSAGE) * limiter.ratio
         assert least <= limiter.avail <= most, f"the limiter owes {limiter.avail}"
+        batch = self._config.batch_size
+        twice = counts[1] - self.samples - batch * (1 + self.killed["agent"])
+        assert self.cut or twice <= 0, f"{twice} samples were counted twice"
         self._counts = counts
 
     def sampled(self, batch: Mapping[str, Any]) -> None:
@@ -742,10 +755,14 @@ class Checker:
         for rows in order.values():
             assert [tag for _, tag in sorted(rows)] == sorted(tag for _, tag in rows), "reordered"
         self._scores(there)
-        for name in ("metrics.jsonl", "scores.jsonl"):
-            at = [row["step"] for row in read_jsonl(self._config.logdir / name)]
-            back = "logger" in self.cut  # nobody but the file knew of steps that were not stored
-            assert back or at == sorted(at), f"steps of {name} go back: {at}"
+        losses = [row.get("loss") for row in read_jsonl(self._config.logdir / "metrics.jsonl")]
+        numbers = [loss for loss in losses if loss is not None]
+        # What a logger that was killed had written is not known to its successor.
+        again = len(numbers) - len(set(numbers))
+        assert not again or self.killed["logger"] > 1, f"{again} metrics were written twice"
+        at = [row["step"] for row in read_jsonl(self._config.logdir / "metrics.jsonl")]
+        back = "logger" in self.cut  # nobody but the file knew of steps that were not stored
+        assert back or at == sorted(at), f"steps of the metrics go back: {at}"
 
     def _scores(self, there: set[int]) -> None:
         """Each episode that is stored from its first to its last step has its score once."""

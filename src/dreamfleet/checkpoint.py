@@ -206,6 +206,14 @@ class Checkpoint:
         """Path of the newest checkpoint, damaged or not."""
         return next(iter(self.all()), None)
 
+    def saved_at(self) -> float | None:
+        """When the newest checkpoint was saved, in seconds since 1970; None if it is not known."""
+        path = self.latest()
+        try:
+            return None if path is None else float(_read_manifest(path)["time"])
+        except (CheckpointError, OSError, KeyError, TypeError, ValueError):
+            return None
+
     def best(self) -> Path | None:
         """Path of the checkpoint with the highest score, the newest of equal ones."""
         return next(iter(self._candidates("best")), None)

@@ -15,6 +15,7 @@ class LocalClock:
 
     `every` of 0 is never and below 0 is always. The interval starts with the first call, which
     answers `first`; a call that comes late is answered once, not once for each interval missed.
+    With `early` the first interval is that long, and each is twice the one before, up to `every`.
     """
 
     def __init__(
@@ -22,9 +23,11 @@ class LocalClock:
         every: float,
         *,
         first: bool = False,
+        early: float | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every = every
+        self._wait = every if early is None else min(early, every)
         self._first = first
         self._now = now
         self._previous: float | None = None
@@ -36,9 +39,10 @@ class LocalClock:
         if self._previous is None:
             self._previous = now
             return self._first
-        if now < self._previous + self._every:
+        if now < self._previous + self._wait:
             return False
         self._previous = now
+        self._wait = min(2 * self._wait, self._every)
         return True
 
 

@@ -264,12 +264,14 @@ class RunConfig:
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb, or your own as package.module:Class."""
     save_every: Incidental[ZeroOrMore] = 120.0
-    """Seconds between two checkpoints; 0 saves at the end only."""
+    """Seconds between two checkpoints; 0 saves at the end only. The first one comes a minute after
+    the first update, and the next ones after twice as long each."""
     profile: Incidental[bool] = False
     """Write profiles to the folder `profile`: where the threads of every process spend their time,
     and a few training steps as JAX sees them. A resumed run does not go on with it."""
     episode_timeout: Incidental[AboveZero] = 180.0
-    """Seconds without a step after which an environment's episode and carry are dropped."""
+    """Seconds without a step after which an environment that has no connection any more is dropped,
+    with its episode."""
 
     prefill: tuple[str, ...] = ()
     """Directories of runs whose steps a new run starts with."""

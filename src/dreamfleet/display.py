@@ -214,6 +214,10 @@ def _time(status: RunStatus) -> RenderableType:
     words = f"{clock(status.seconds)} running"
     if status.seconds_left is not None:
         words += f", [bold]{clock(status.seconds_left)} left[/]"
+    if status.checkpoint_age is not None:
+        words += f", saved {clock(status.checkpoint_age)} ago"
+    elif status.updates:
+        words += ", not saved yet"
     return Text.from_markup(words)
 
 

@@ -106,7 +106,7 @@ def combined(
 
     Raises:
         FleetError: A worker failed, and the run ended because of it.
-        KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP ended the run; everything is saved.
     """
     say, progress = unless_full(say), unless_full(progress or say)
     launcher = (make_launcher or find_launcher(args.launcher))(args.logdir, args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 class SlotTable:
     """Gives every id a slot: the index of its row in arrays that the owner keeps.
 
-    Slots are reused once their id is evicted, so the arrays stay as small as the most ids at one
+    Slots are reused once their id is removed, so the arrays stay as small as the most ids at one
     time. The row of a reused slot still holds the values of the id before.
 
     Not thread-safe.
@@ -75,12 +75,10 @@ class SlotTable:
         since = self._clock() - seconds
         return int(np.count_nonzero(self._used[list(self._slots.values())] > since))
 
-    def evict(self, seconds: float) -> dict[int, int]:
-        """Free the slots of ids that were not used for longer than this; returns both."""
-        gone = {key: self._slots[key] for key, idle in self.idle().items() if idle > seconds}
-        for key, slot in gone.items():
-            del self._slots[key]
-            self._free.append(slot)
+    def remove(self, keys: Iterable[int]) -> dict[int, int]:
+        """Free the slots of ids; returns both, of those that had one."""
+        gone = {key: self._slots.pop(key) for key in keys if key in self._slots}
+        self._free += gone.values()
         return gone
 
     def _take(self) -> int:

@@ -17,6 +17,8 @@ from dreamfleet.positions import Positions
 from dreamfleet.replay import loading
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.roles.actor import Actor
+from dreamfleet.roles.lead import Lead
+from dreamfleet.roles.logger import Logger
 from dreamfleet.roles.outbox import Outbox
 from dreamfleet.roles.replay import ReplayService
 
@@ -114,6 +116,15 @@ def fails_now_and_then(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReplayService, "add_batch", add_batch)
 
 
+def counts_a_batch_that_is_asked_for_again(patch: pytest.MonkeyPatch) -> None:
+    sample = Lead.sample
+    patch.setattr(Lead, "sample", lambda self, _: sample(self))
+
+
+def writes_metrics_that_are_sent_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Logger, "_is_new", lambda *_: True)
+
+
 @pytest.mark.parametrize(
     ("mutate", "complaint"),
     [
@@ -124,6 +135,8 @@ def fails_now_and_then(patch: pytest.MonkeyPatch) -> None:
         (names_every_actor_alike, "acknowledged"),
         (notes_scores_after_the_commit, "scores are missing"),
         (writes_every_score_that_is_sent, "a score is there twice"),
+        (counts_a_batch_that_is_asked_for_again, "samples were counted twice"),
+        (writes_metrics_that_are_sent_again, "metrics were written twice"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

@@ -42,6 +42,7 @@ MAY: dict[str, dict[str, set[str]]] = {
     },
     "logger": {
         "tran": {"agent"},
+        "gone": {"agent"},
         "ended": {"replay"},
         "add": {"agent", "replay"},
         "evaluated": {"evaluator"},
@@ -156,7 +157,7 @@ class Attack:
         good = self._observation([0, 1])
         deadly: list[tuple[str, str, tuple[Any, ...], int]] = [
             ("replay", "add_batch", (5, 5, 5, 5, 5), 0),
-            ("replay", "sample_batch_train", (7,), 0),
+            ("replay", "sample_batch_train", (-7,), 0),
             ("replay", "update", ({"stepid": np.zeros((1, 20), "u1"), "count": ids[:1]},), 0),
             ("replay", "raise_position", (10**10,), 0),
             ("replay", "grant", (10**11,), 0),
@@ -167,6 +168,7 @@ class Attack:
             ("logger", "evaluated", (1, {"eval/score": 1e300}), 0),
             ("logger", "tran", (10**12, ids, no, {}, {}), 0),
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
+            ("logger", "gone", (-1 - ids,), 0),
             ("logger", "ended", (["me/1/0"], {"score": np.ones(1)}), 0),
             ("actor", "act", (5,), 0),
             ("actor", "act", ({},), 2),

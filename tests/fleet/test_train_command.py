@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -93,6 +97,42 @@ def test_a_signal_saves_and_leaves_nothing_behind(
         send(process.pid, number)
         assert process.wait(200) == 130
         assert psutil.wait_procs(children.values(), timeout=60)[1] == []
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert snapshot.step > 0
+
+
+def take_terminal(terminal: int) -> None:
+    """In a process that is about to be started."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
+def test_a_closed_terminal_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and what is written from then on fails. Or ssh has lost its
+    connection."""
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*DUMMY, "--logdir", str(tmp_path)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=partial(take_terminal, terminal),
+    )
+    os.close(terminal)
+    try:
+        scores, children = tmp_path / "scores.jsonl", dict[str, psutil.Process]()
+        while not (children.keys() >= ROLES and scores.exists() and scores.stat().st_size):
+            assert os.read(master, 1 << 16)
+            children = by_title(psutil.Process(process.pid))
+        os.close(master)
+        assert process.wait(200) == 130
+        assert psutil.wait_procs(children.values(), timeout=60)[1] == []
+    finally:
+        process.kill()
+        process.wait()
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
     assert snapshot is not None
     assert snapshot.step > 0

@@ -49,7 +49,14 @@ def check_nothing_lost(found: dict[int, dict[str, Any]]) -> int:
 def test_every_step_is_stored_once_in_order_with_its_action(
     tmp_path: Path, envs_per_process: int, actor_batch: int
 ) -> None:
-    config = small_run(tmp_path, envs_per_process=envs_per_process, actor_batch=actor_batch)
+    """However long an environment that is connected sends nothing."""
+    config = small_run(
+        tmp_path,
+        envs_per_process=envs_per_process,
+        actor_batch=actor_batch,
+        episode_timeout=1e-6,
+        log_every=0.01,
+    )
     make_env = partial(Together, tmp_path, config.envs)
     fleet = parts(config, make_agent=CountingAgent, make_env_train=make_env)
     combined(**fleet, args=config)

@@ -22,6 +22,21 @@ def test_once_every_interval() -> None:
     assert [n for n, answer in enumerate(answers) if answer] == [10, 20]
 
 
+def test_the_first_intervals_can_be_short() -> None:
+    time = Time()
+    clock = LocalClock(900, early=60, now=time)
+    answers = []
+    for _ in range(3000):
+        answers.append(clock())
+        time.now += 1
+    assert [n for n, answer in enumerate(answers) if answer] == [60, 180, 420, 900, 1800, 2700]
+    assert [LocalClock(0, early=60)() for _ in range(3)] == [False] * 3, "never is never"
+    clock = LocalClock(10, early=60, now=time)
+    clock()
+    time.now += 10
+    assert clock()
+
+
 def test_the_first_call_can_be_true() -> None:
     time = Time()
     clock = LocalClock(10, first=True, now=time)

@@ -73,7 +73,7 @@ def test_everything_a_person_asks_is_there() -> None:
         "gym:CartPole-v1",
         "70%",
         "8,400 of 12,000 steps",
-        "2:11 running, 0:59 left",
+        "2:11 running, 0:59 left, not saved yet",
         "143.3   3 episodes, best 400",
         "64.2 steps/s",
         "32.3 updates/s",
@@ -86,6 +86,13 @@ def test_everything_a_person_asks_is_there() -> None:
     assert "running, 1 restart" in env
     assert "82MB" in env
     assert "0:07" in env  # the youngest
+
+
+def test_the_age_of_the_checkpoint_is_shown() -> None:
+    saved = replace(STATUS, checkpoint_age=75.0)
+    assert "2:11 running, 0:59 left, saved 1:15 ago" in shown(saved)
+    assert "saved 1:15 ago" in saved.line()
+    assert "saved" not in shown(replace(STATUS, metrics={})), "there is nothing to save yet"
 
 
 def row(status: RunStatus, name: str) -> str:

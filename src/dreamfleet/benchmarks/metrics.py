@@ -31,7 +31,7 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def _episodes(size: int, logs: int, seconds: float) -> Row:
-    stats = EpisodeStats(timeout=60, video=0)
+    stats = EpisodeStats(video=0)
     envid = np.arange(size)
     batch = {
         "reward": np.random.default_rng(0).random(size, np.float32),

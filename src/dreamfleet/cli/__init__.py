@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _Terminated:
         return 128 + signal.SIGTERM
     except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error.__context__, KeyboardInterrupt) and error.args[:1] == (errno.EIO,):
+            return 130  # its terminal was closed, and takes nothing more
         if not (sentence := _about_machine(error)):
             raise
         complain(sentence)

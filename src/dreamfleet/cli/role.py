@@ -22,6 +22,7 @@ from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
+from dreamfleet.roles.runtime import end_signals
 from dreamfleet.roles.spaces_file import read_spaces
 
 Name = Literal["actor", "agent", "env", "evaluator", "logger", "replay"]
@@ -77,8 +78,9 @@ def role(
         ids = range(first, args.all_envs if count is None else first + count)
         parallel_envs(parts["make_env_train"], parts["make_env_eval"], args, say, ids)
         return
-    # Ctrl-C ends a role as it is ended in a fleet: it saves first.
-    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    # Ctrl-C and a closed terminal end a role as it is ended in a fleet: it saves first.
+    for each in set(end_signals()) - {signal.SIGTERM}:
+        signal.signal(each, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if name == "replay":
         buffers = parts["make_replay_train"], parts["make_replay_eval"]
         parallel_replay(*buffers, parts["make_stream"], args, shard)

@@ -37,20 +37,20 @@ from dreamfleet.errors import DreamfleetError
 from dreamfleet.estimate import step_bytes
 from dreamfleet.roles.addresses import (
     RoleName,
-    find_server,
     listen_address,
     published_address,
     server_name,
 )
 from dreamfleet.roles.episodes import MOST_JOINED
 from dreamfleet.roles.invitations import ROLE, hooks_of, invited
+from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.machines import (
     MachineRecord,
     read_machines,
     write_machines,
 )
 from dreamfleet.roles.spaces_file import SPACES_FILE, read_spaces
-from dreamfleet.transport import Caller, Client, Server, TransportError
+from dreamfleet.transport import Caller, Server, TransportError
 from dreamfleet.transport.address import AUTO, parse
 
 log = logging.getLogger(__name__)
@@ -399,7 +399,7 @@ class Coordinator:
     def _keep(self) -> None:
         """Write who is there, and tell the logger."""
         should_log, run = LocalClock(self._run.log_every), self._run
-        logger = Client(find_server(run, "logger"), "coordinator", 2, keys=run.run_keys)
+        logger = LoggerClient(run, "coordinator", 2)
         try:
             while not self._stop.wait(min(_WRITE_SECONDS, run.log_every)):
                 with self._lock:

@@ -29,6 +29,7 @@ from typing import Any, Literal, Self
 import msgspec
 import psutil
 
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.claim import supervisor_time
@@ -57,7 +58,7 @@ _UNDER_WAY = ("running", "ending", "evaluating")
 _TOLD = (
     *("state", "responding", "message", "waiting", "hanging", "env_failures", "start", "step"),
     *("share", "seconds", "seconds_left", "score", "eval_score", "steps_per_second", "updates"),
-    *("updates_per_second", "replay_ratio", "supervisor"),
+    *("updates_per_second", "replay_ratio", "checkpoint_age", "supervisor"),
 )
 """What `to_json` has by the same name."""
 
@@ -156,6 +157,8 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...]
     supervisor: ProcessUsage | None
     """What the supervisor's process uses, with the workers that are its threads."""
+    checkpoint_age: float | None = None
+    """Seconds since the last checkpoint of the agent; None if there is none."""
     hanging: str = ""
     """Environments that take long right now, and joined machines that make no steps, while others
     may go on; empty if there are none."""
@@ -261,6 +264,8 @@ class RunStatus:
         if self.env_failures:
             rate = readable(self._number("env/failures_per_1000_steps") or 0.0)
             fields.append(f"{self.env_failures} failures of environments ({rate} in 1,000 steps)")
+        if self.checkpoint_age is not None:
+            fields.append(f"saved {clock(self.checkpoint_age)} ago")
         if self.seconds_left is not None:
             fields.append(f"{clock(self.seconds_left)} left")
         return "  ".join(fields)
@@ -396,6 +401,7 @@ class Watcher:
         self._progress.add(time.monotonic(), step, metrics)
         rate = self._progress.rate
         seconds = now - record.started if record and running else 0.0
+        saved = Checkpoint(config.checkpoints).saved_at() if running else None
         status = RunStatus(
             config=config,
             state=state,
@@ -409,6 +415,7 @@ class Watcher:
             if running and state != "evaluating"
             else None,
             waiting="",
+            checkpoint_age=None if saved is None else max(0.0, now - saved),
             workers=self._workers(record, running, now),
             supervisor=self._usage(record.pid, record.host) if record and running else None,
             machines=_machines(read_machines(self._logdir), running, now) if config.bind else (),
@@ -689,7 +696,7 @@ class _ScoresReader:
         for line in self._lines(self._most):
             with suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 row = self._decode(line)
-                self.last_step = int(row.step)
+                self.last_step = max(self.last_step, int(row.step))
                 if row.score is not None:
                     self._add(row.score)
         rest = [self._sum / self._summed] if self._summed else []

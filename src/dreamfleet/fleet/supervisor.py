@@ -27,7 +27,7 @@ from dreamfleet.fleet.record import (
     write_record,
 )
 from dreamfleet.roles.notes import Noted, Notes, read_notes
-from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, ORDER, STOPPED
+from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, ORDER, STOPPED, end_signals
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ _SAVE_SECONDS = 90.0
 _FAILED_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _MOST_WAITS = 4
-_SIGNALS = ("SIGINT", "SIGTERM")
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+_ASKED = (-ORDER, -signal.SIGTERM, -signal.SIGHUP)
 _PLACE_SECONDS = 0.5
 _LOOK_SECONDS = 1.0  # a signal that another thread took does not wake this one
 _REASON_LENGTH = 200
@@ -119,7 +120,7 @@ class Supervisor:
 
         Raises:
             FleetError: A worker failed, and the run ended because of it.
-            KeyboardInterrupt: SIGINT or SIGTERM ended the run; everything is saved.
+            KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP ended the run; everything is saved.
         """
         failed = True
         self._launcher.prepare([member.worker for member in self._members])
@@ -346,7 +347,8 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run in order; a second one ends it at once."""
+        """SIGINT, SIGTERM and SIGHUP end the run in order; a second one ends it at once. SIGHUP is
+        never a second one: a terminal that is closed brings several, and perhaps a SIGTERM."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -354,14 +356,15 @@ class Supervisor:
 
         def handle(number: int, _frame: Any) -> None:
             name = signal.Signals(number).name
-            if seen:
-                self._at_once = True
-                for member in self._members:
-                    member.kill()
-            seen.append(name)
+            if number != signal.SIGHUP:
+                if seen:
+                    self._at_once = True
+                    for member in self._members:
+                        member.kill()
+                seen.append(name)
             self.stop(name)
 
-        old = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+        old = {each: signal.signal(each, handle) for each in end_signals()}
         try:
             yield
         finally:
@@ -443,7 +446,7 @@ class _Member:
         code = self._running.wait(0) if self._running else 0
         # A process that has not got so far that it could be asked is ended by the signal, or by
         # that of a scheduler.
-        if code in (0, STOPPED, -ORDER, -signal.SIGTERM) or code is None or self._killed:
+        if code in (0, STOPPED, *_ASKED) or code is None or self._killed:
             return ""
         return self.describe_exit(code)
 

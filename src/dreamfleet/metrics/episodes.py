@@ -8,8 +8,7 @@ thousands of steps a second cost a fraction of a core.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ from dreamfleet.spaces import LOG_PREFIX, is_frame
 
 # A reward that differs less than this from the one before counts as the same.
 _SAME_REWARD = 0.01
-_EXPIRE_EVERY = 1.0
 # What is kept of each environment, and what is counted of all of them.
 _ROWS = ("running", "score", "steps", "reward", "changes", "log_sum", "log_max", "log_count")
 _COUNTS = ("finished", "abandoned", "timed_out")
@@ -59,30 +57,18 @@ class EpisodeStats:
     """Follows the episode of every environment.
 
     An episode counts when both its first and its last step were received. One that is followed by
-    a new first step without having ended (the environment was restarted) is abandoned. One whose
-    environment sends nothing for `timeout` seconds is dropped, and its memory is freed. Steps of
-    an episode whose first step was missed are ignored.
+    a new first step without having ended (the environment was restarted) is abandoned. Steps of an
+    episode whose first step was missed are ignored.
 
     Args:
-        timeout: Seconds without a step after which an episode is dropped; 0 for never.
         video: The id of the environment whose frames are recorded; None for none.
         most_frames: Frames recorded of one episode; later ones are left out.
-        clock: Seconds, rising.
     """
 
-    def __init__(
-        self,
-        *,
-        timeout: float = 0.0,
-        video: int | None = None,
-        most_frames: int = 2000,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._timeout = timeout
+    def __init__(self, *, video: int | None = None, most_frames: int = 2000) -> None:
         self._video = video
         self._most_frames = most_frames
-        self._clock = clock
-        self._envs = SlotTable(grow=self._grow, clock=clock)
+        self._envs = SlotTable(grow=self._grow)
         size = self._envs.size
         self._running = np.zeros(size, bool)
         self._score = np.zeros(size)
@@ -94,7 +80,6 @@ class EpisodeStats:
         self._log_max = np.zeros((0, size))
         self._log_count = np.zeros((0, size), np.int64)
         self._frames: dict[str, list[NDArray[np.uint8]]] = {}
-        self._next_expiry = clock() + _EXPIRE_EVERY
         self.finished = 0
         self.abandoned = 0
         self.timed_out = 0
@@ -109,17 +94,11 @@ class EpisodeStats:
 
         An environment may occur several times in a batch; its rows are taken in order.
         """
-        episodes = self._follow(envid.tolist(), transitions) if len(envid) else []
-        if self._timeout and (now := self._clock()) >= self._next_expiry:
-            self._next_expiry = now + _EXPIRE_EVERY
-            self.expire()
-        return episodes
+        return self._follow(envid.tolist(), transitions) if len(envid) else []
 
-    def expire(self) -> None:
-        """Drop the episodes of environments that have sent nothing for longer than the timeout."""
-        if not self._timeout:
-            return
-        for envid, slot in self._envs.evict(self._timeout).items():
+    def forget(self, envids: Iterable[int]) -> None:
+        """Drop the episodes of environments that are gone, and free their memory."""
+        for envid, slot in self._envs.remove(envids).items():
             self.timed_out += bool(self._running[slot])
             self._running[slot] = False
             if envid == self._video:

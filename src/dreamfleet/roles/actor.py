@@ -31,10 +31,10 @@ from dreamfleet.checkpoint import above, below
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import EpisodeStats
-from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
+from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.invitations import hooks_of, invited
-from dreamfleet.roles.logger import video_env
+from dreamfleet.roles.logger import LoggerClient, video_env
 from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import ActorFailed
@@ -94,19 +94,17 @@ def serve_actor(
         lock: Held while the agent chooses actions.
         more_metrics: What is logged in addition, under the actor's name.
     """
-    keys, name = args.run_keys, server_name("actor", index)
+    name = server_name("actor", index)
     with (
         replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
-        Client(
-            find_server(args, "logger"), f"{name}-logger", _LOGGED_IN_FLIGHT, keys=keys
-        ) as logger,
+        LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
     ):
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
         server = BatchServer(address, name, args.server_keys, **hooks)
-        owners = Owners(
-            server.connected, args.episode_timeout, args.envs_per_process, args.all_envs + MOST_IDS
-        )
+        most = args.all_envs + MOST_IDS
+        owners = Owners(server.connected, float("inf"), args.envs_per_process, most)
+        actor.gone = lambda ids: server.between_calls(lambda: owners.gone(ids))
         server.bind(
             "act",
             actor.act,
@@ -277,8 +275,10 @@ class Actor:
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
         # Here, because episodes that are under way end with the actor, and with nobody else.
-        # Longer than carries are kept: an episode that goes on is still known.
-        self._episodes = EpisodeStats(timeout=2 * args.episode_timeout, clock=clock)
+        self._episodes = EpisodeStats()
+        self.gone: Callable[[list[int]], list[int]] = lambda _: []
+        """Those of some environments that have no connection any more."""
+        self._forgotten: deque[int] = deque()  # carries that are, and episodes that are to be
 
     def full_batch(self) -> int:
         """Environments in a full policy call now: no more than are there."""
@@ -363,6 +363,9 @@ class Actor:
         quickly share a message, because a message costs more than the rows in it."""
         self._check_replies()
         self._progress.report()
+        if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
+            self._episodes.forget(forgotten)
+            self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
         for joined, frames in self._messages(batches):
             is_eval = joined.is_eval
             if is_eval.all() or not is_eval.any():
@@ -455,10 +458,32 @@ class Actor:
         except Exception as error:
             self._progress.fail(error)
 
+    def _forget_gone(self) -> None:
+        """Forget environments that have sent nothing for `episode_timeout` and have no connection
+        any more. One that has may be slow, or be held up by the run itself."""
+        with self._policy_lock:
+            silent = self._silent()
+        gone = self.gone(list(silent)) if silent else []
+        with self._policy_lock:
+            silent = self._silent()  # without those that are back
+            gone = [envid for envid in gone if envid in silent]
+            self._carries.forget(gone)
+            self._forgotten += gone
+        if gone:
+            log.warning(
+                "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
+                "way (episode_timeout is %g s)",
+                *(_names(gone), min(silent[each] for each in gone), self._args.episode_timeout),
+            )
+
+    def _silent(self) -> dict[int, float]:
+        idle = self._carries.idle()
+        return {envid: age for envid, age in idle.items() if age > self._args.episode_timeout}
+
     def _log_metrics(self, server: BatchServer, held: bool) -> None:
+        self._forget_gone()
         with self._policy_lock:
             idle = self._carries.idle()
-            self._carries.evict(self._args.episode_timeout)
             count = len(self._carries)
         self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger = self._logger.stats()
@@ -562,9 +587,9 @@ class Carries:
         """How many environments have sent something within so many seconds."""
         return self._slots.recent(seconds)
 
-    def evict(self, seconds: float) -> int:
-        """Forget environments that sent nothing for so many seconds; returns how many."""
-        return len(self._slots.evict(seconds))
+    def forget(self, envids: Sequence[int]) -> None:
+        """Free the room of environments that are gone."""
+        self._slots.remove(envids)
 
     def save(self) -> Arrays:
         """The carries of all environments as arrays, and whose they are."""

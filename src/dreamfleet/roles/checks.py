@@ -118,7 +118,9 @@ def observed(agent: object, args: RunConfig) -> Mapping[str, Space] | None:
     return known[0] if known else spaces
 
 
-def check_ids(args: RunConfig, ids: NDArray[np.int64], is_eval: NDArray[np.bool_] | bool) -> None:
+def check_ids(
+    args: RunConfig, ids: NDArray[np.int64], is_eval: NDArray[np.bool_] | bool | None
+) -> None:
     """Refuse what are not environments that the actors serve, and training or evaluation that is
     not what an environment is for, which follows from its number."""
     joined = bool(args.bind) & (ids >= JOINED) & (ids < 2 * JOINED)
@@ -128,7 +130,7 @@ def check_ids(args: RunConfig, ids: NDArray[np.int64], is_eval: NDArray[np.bool_
         fits &= ~evaluates
     if not fits.all():
         raise ArgumentError(f"This run has no environment {ids[~fits][0]} for you.")
-    wrong = evaluates != is_eval
+    wrong = evaluates != (evaluates if is_eval is None else is_eval)
     if wrong.any():
         what = "evaluation" if evaluates[wrong][0] else "training"
         raise ArgumentError(f"Environment {ids[wrong][0]} is for {what}.")
@@ -157,7 +159,7 @@ def check_acting(args: RunConfig) -> CheckEnvs:
     return check
 
 
-def _check_column_of_ids(args: RunConfig, envids: Any, is_eval: Any) -> int:
+def _check_column_of_ids(args: RunConfig, envids: Any, is_eval: Any = None) -> int:
     """Refuse what are not the ids of the rows of a message; returns how many rows it has."""
     fits = isinstance(envids, np.ndarray) and envids.dtype == np.int64 and envids.ndim == 1
     require(
@@ -166,11 +168,17 @@ def _check_column_of_ids(args: RunConfig, envids: Any, is_eval: Any) -> int:
         "at most.",
     )
     require(
-        type(is_eval) is bool or _is_column(is_eval, len(envids), "b"),
+        is_eval is None or type(is_eval) is bool or _is_column(is_eval, len(envids), "b"),
         "Whether steps are of evaluation is a bool, of a message or of each row.",
     )
     check_ids(args, envids, is_eval)
     return len(envids)
+
+
+def _check_number(source: Any, number: Any) -> None:
+    """Refuse what does not tell a message that is sent again from another one."""
+    require(type(source) is str and len(source) <= _LONGEST_KEY, "A source is a short text.")
+    require(_is_whole(number, 0, 2**62), "The messages of a source are counted from 0.")
 
 
 # --- steps of the run ----------------------------------------------------------------------------
@@ -340,6 +348,15 @@ class Owners:
                 owner.seen = now
                 count += owner.count
         return count
+
+    def gone(self, envids: Iterable[int]) -> list[int]:
+        """Those of these environments that have no connection any more."""
+        owners = {envid: self._owner_of.get(envid) for envid in envids}
+        return [
+            envid
+            for envid, owner in owners.items()
+            if owner is None or not self._connected(owner.caller.connection)
+        ]
 
     def _holds(self, owner: _Owner) -> bool:
         silence = self._clock() - owner.seen
@@ -701,6 +718,10 @@ class ReplayChecks:
         most = self._known.most_granted()
         require(_is_whole(sequences, 0, most), f"{most} sequences at most are asked for at once.")
 
+    def sample_batch_train(self, known: Any = None) -> None:
+        if known is not None:
+            self.permit(known)
+
     def permit(self, known: Any) -> None:
         require(_is_whole(known, 0, 2**62), "Samples are counted from 0.")
 
@@ -791,7 +812,17 @@ class CheckedLogger:
         self.status = logger.status
 
     @np.errstate(all="ignore")
-    def tran(self, step: Any, envids: Any, is_eval: Any, transitions: Any, frames: Any) -> bool:
+    def tran(
+        self,
+        step: Any,
+        envids: Any,
+        is_eval: Any,
+        transitions: Any,
+        frames: Any,
+        source: Any = "",
+        number: Any = 0,
+    ) -> bool:
+        _check_number(source, number)
         require(isinstance(is_eval, np.ndarray), "Whether steps are of evaluation is a bool each.")
         rows = _check_column_of_ids(self._args, envids, is_eval)
         require(type(transitions) is dict and len(transitions) <= _MOST_LOGS, "No transitions.")
@@ -810,7 +841,12 @@ class CheckedLogger:
             fits = isinstance(value, np.ndarray) and is_image(value.dtype, value.shape[1:])
             require(fits and len(value) == 1, f"{key!r:.200} is not a single image.")
         self._steps.check(step)
-        return self._logger.tran(step, envids, is_eval, transitions, frames)
+        return self._logger.tran(step, envids, is_eval, transitions, frames, source, number)
+
+    def gone(self, envids: Any, source: Any = "", number: Any = 0) -> None:
+        _check_number(source, number)
+        _check_column_of_ids(self._args, envids)
+        self._logger.gone(envids, source, number)
 
     @np.errstate(all="ignore")
     def ended(self, ids: Any, episodes: Any) -> None:
@@ -824,12 +860,14 @@ class CheckedLogger:
         self._steps.check(int(episodes["step"].max()))
         self._logger.ended(ids, episodes)
 
-    def add(self, step: Any, metrics: Any) -> None:
+    def add(self, step: Any, metrics: Any, source: Any = "", number: Any = 0) -> None:
+        _check_number(source, number)
         self._check_metrics(metrics)
         self._steps.check(step)
-        self._logger.add(step, metrics)
+        self._logger.add(step, metrics, source, number)
 
-    def evaluated(self, step: Any, metrics: Any) -> None:
+    def evaluated(self, step: Any, metrics: Any, source: Any = "", number: Any = 0) -> None:
+        _check_number(source, number)
         self._check_metrics(metrics)
         for key, value in metrics.items():
             require(type(value) is float, f"{key!r} is not a number.")
@@ -838,7 +876,7 @@ class CheckedLogger:
         require(-_MAGNITUDE <= score <= _MAGNITUDE, f"A score of {score:g} is none.")
         require(_is_whole(step, 0, _MOST_STEPS), "A round began at a step of the run.")
         self._steps.check(step)
-        self._logger.evaluated(step, metrics)
+        self._logger.evaluated(step, metrics, source, number)
 
     def _check_metrics(self, metrics: Any) -> None:
         require(type(metrics) is dict, "Metrics are a dict.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import threading
 import time
@@ -23,6 +22,7 @@ from dreamfleet.roles.runtime import (
     ActorFailed,
     Factory,
     close_when_stopped,
+    end_process_after,
     stop_event,
     takes,
     their_code,
@@ -53,8 +53,8 @@ def parallel_env(
     one group are on their way to the agent and its actions back, the others are stepped.
 
     An environment that raises loses its own episode and is built again, while the others go on; see
-    `RestartedEnv`. One that hangs ends the process (`env_timeout`), and whoever supervises it
-    starts it again.
+    `RestartedEnv`. One whose step takes longer than `env_timeout` ends the process, and whoever
+    supervises it starts it again.
 
     When the connection to the agent is lost, environments whose observations are on their way give
     their episodes up and are reset as soon as it is back: nobody knows whether it received them.
@@ -127,7 +127,6 @@ def _step_all(
     while not stop.is_set():
         for lane in lanes:
             if lane.may_step():
-                watchdog.reset()
                 notes.stepped(lane.step(client))
                 notes.now("waiting")
         # Those that failed are built while the agent chooses actions for the others.
@@ -298,6 +297,7 @@ class RestartedEnv:
         """
         if self._env is None:
             return None
+        self._watchdog.reset()
         reset = action is None or bool(action[RESET])
         self._notes.now("resetting" if reset else "stepping", self._envid)
         self._episode_steps = 0 if reset else self._episode_steps + 1
@@ -445,10 +445,10 @@ class Watchdog:
         if time_now >= self._next or now:
             self._next = time_now + self._seconds / self._PARTS
             # Longer by a part: resets within the interval do not set the timer.
-            faulthandler.dump_traceback_later(self._seconds * (1 + 1 / self._PARTS), exit=True)
+            end_process_after(self._seconds * (1 + 1 / self._PARTS))
 
     def pause(self) -> None:
         """Stop watching until the next reset."""
         if self._seconds:
-            faulthandler.cancel_dump_traceback_later()
+            end_process_after(0.0)
             self._next = 0.0

@@ -19,9 +19,10 @@ from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
 from dreamfleet.metrics.evaluations import evaluation_metrics, evaluation_of, last_line
 from dreamfleet.metrics.outputs.jsonl import append_row
 from dreamfleet.policy import Policy
-from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
 from dreamfleet.roles.invitations import invited
+from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.machines import MachineRecord, Machines
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.roles.runtime import stop_event
@@ -60,12 +61,11 @@ def parallel_evaluator(args: RunConfig) -> None:
         spaces=spaces[0] if spaces else None,
     )
     stop = stop_event(on_stop=server.stop)
-    logs = find_server(args, "logger")
     checkpoints = Checkpoint(args.logdir / "ckpt" / "agent")
     notes = Notes(notes_path(args, "evaluator"))
     policy: Policy | None = None
     rated: Path | None = None
-    with server, Client(logs, "evaluator-logger", keys=args.run_keys) as logger:
+    with server, LoggerClient(args, "evaluator-logger") as logger:
         publish_address(args, "evaluator", server.address)
         while not stop.wait(_LOOK_SECONDS):
             path = checkpoints.pending()

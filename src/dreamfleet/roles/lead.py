@@ -137,9 +137,15 @@ class Lead:
 
     # --- for the learner -------------------------------------------------------------------------
 
-    def sample(self) -> None:
-        """Wait until a batch may be sampled, and count it: it is handed out next."""
+    def sample(self, known: int | None = None) -> None:
+        """Wait until a batch may be sampled, and count it: it is handed out next.
+
+        One that a learner asks for again, because the reply was lost, was counted: then there are
+        more samples than it `known` of.
+        """
         self._wait_for_all()
+        if known is not None and known < self._positions.samples:
+            return
         while True:
             self._wait("learner", self._allow_batch)
             if self._sampleable():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
 import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import BEGAN, policy_sizes
-from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.compile_times import CompileTimes
 from dreamfleet.roles.hosts import Hosts
+from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.profiling import profile_folder
@@ -42,6 +41,9 @@ ReplayClient = Client | ShardedReplay
 
 SAVE_REQUEST = "save.request"
 """A file in the run's directory by which a person asks for a checkpoint."""
+EARLY_SECONDS = 60.0
+"""After the first update: when the first checkpoint is due. Later ones follow after longer and
+longer times, up to `save_every`."""
 _FIRST_TIMEOUT = 3600.0
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _STATE_SECONDS = 2.0
@@ -49,7 +51,8 @@ _ENOUGH_DATA = "waiting for enough data to train on"
 _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _ROUND_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
-_BATCH_SECONDS = 0.1  # after which a host without a batch meets the others all the same
+_BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
+_END = object()  # of the batches
 _FLUSH_SECONDS = 10.0
 TURNS = "turns"
 """The part of a checkpoint that only a run has whose roles take turns; see `roles.serial`."""
@@ -85,7 +88,7 @@ def parallel_learner(
         replay_client(args, "learner-samples", LOOK_AHEAD, homes) as samples,
         replay_client(args, "learner-reports", 2 * LOOK_AHEAD) as reports,
         replay_client(args, "learner-updates", 4, homes) as updates,
-        Client(find_server(args, "logger"), "learner-logger", 8, keys=args.run_keys) as logger,
+        LoggerClient(args, "learner-logger", 8) as logger,
     ):
         saver = Saver(agent, args, progress, updates, logger, hosts)
         learner = Learner(agent, args, progress, saver, reports, updates, logger, hosts=hosts)
@@ -160,7 +163,7 @@ class Saver:
         self._replay, self._logger = replay, logger
         self._hosts = hosts or Hosts()
         self._checkpoint = Checkpoint(args.checkpoints, keep=2)
-        self._position: dict[str, Any] = {}
+        self._position: dict[str, Any] = {"steps": 0, "samples": 0}
         self._notes = Notes(notes_path(args, "agent"))
         self._round = 0  # the step at which the last round of evaluation began
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
@@ -170,6 +173,7 @@ class Saver:
         self._may_look = LocalClock(_LOOK_SECONDS, first=True)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._saved = 0  # updates
         self.updates = 0
         self.most_hosts = self._hosts.count
         """That this run ever had."""
@@ -188,7 +192,7 @@ class Saver:
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
             step, run = snapshot.step, snapshot.parts["run"]
-            self.updates = int(run["updates"])
+            self.updates = self._saved = int(run["updates"])
             self._round = int(run.get("round", 0))
             counted = sum(name.startswith("steps/") for name in run)  # by hosts that saved it
             self.most_hosts = max(self.most_hosts, int(run.get("hosts", 0)), counted)
@@ -251,6 +255,11 @@ class Saver:
                 if self._progress.finished.is_set() or time.monotonic() > deadline:
                     raise
 
+    @property
+    def samples(self) -> int:
+        """Samples that the replay has counted, as it has told last."""
+        return int(self._position["samples"])
+
     def asked(self) -> bool:
         """Whether a person wants a checkpoint now, and has said so with a file."""
         if not self._may_look():
@@ -288,6 +297,11 @@ class Saver:
         self.finish(wait=False)
         return self._writing is not None or self._checkpoint.pending() is not None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the agent was trained since it was last saved."""
+        return self.updates > self._saved
+
     def save(self, *, pending: bool = False, turns: Flat | None = None, wait: bool = True) -> None:
         """Write a checkpoint, with the evaluation score that tells which one is the best.
 
@@ -298,6 +312,7 @@ class Saver:
                 learning; one at a time, so that there is one state beside the agent's at most.
         """
         self.finish()
+        self._saved = self.updates
         position = self._newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
@@ -418,6 +433,7 @@ class Learner:
         self._since = (time.monotonic(), 0, 0)
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
         self._asked = 0  # updates after which learning ends, once all steps are made
+        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
 
     def restore(self) -> None:
         """Wait for the replay, and go on from the newest checkpoint."""
@@ -504,24 +520,23 @@ class Learner:
             parameters: Offers the parameters to actors in other processes, if there are any.
         """
         args, timer, several = self._args, self._timer, self._hosts.count > 1
-        every = {"log": args.log_every, "report": args.report_every, "save": args.save_every}
+        every = {"log": args.log_every, "report": args.report_every}
         if several:
             self._await_hosts()
         clock = GlobalClock(every, self._hosts.meeting("round"))
-        batches = self._agent.stream(self._batches(samples))
-        if several:
-            batches = _looked_for(batches)
-        batch = None
+        batches = _looked_for(self._agent.stream(self._batches(samples)))
+        batch: Any = None
         while True:
             if batch is None:
                 with timer.section("wait"):
-                    batch = next(batches, None)
-            if not several and (batch is None or self._progress.learning_over):
+                    batch = next(batches, _END)
+            if batch is _END or (self._progress.learning_over and not several):
                 break
             agreed = clock(ready=batch is not None, **self._said())
             if several and self._hear(agreed):
                 break
-            if batch is not None and agreed.all("ready"):
+            ready = batch is not None and agreed.all("ready")
+            if ready:
                 self.update(batch)
                 batch = None
                 self._saver.note_end()
@@ -530,7 +545,7 @@ class Learner:
                 if not several and self._asked and self._saver.updates >= self._asked:
                     break
             if agreed.due("log"):
-                self.log()
+                self.log(waiting=not ready)
             if self._stopping if several else self._progress.stopped:
                 continue  # the end is all that is waited for
             if agreed.due("report"):
@@ -565,7 +580,7 @@ class Learner:
         saver, progress = self._saver, self._progress
         first, self._said_steps = self._hosts.index == 0, progress.own
         return {
-            "save": first and saver.asked(),
+            "save": first and (saver.asked() or (saver.has_news and self._should_save())),
             "round": first and not self._asked and saver.round_is_due(),
             "steps": self._said_steps + saver.offset,
             "finished": progress.finished.is_set(),
@@ -611,7 +626,9 @@ class Learner:
 
     def _batches(self, samples: ReplayClient) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, until learning is over."""
-        stream = RemoteStream(samples, "train")
+        stream = RemoteStream(
+            samples, "train", known=self._saver.samples, batch=self._args.host_batch
+        )
         while True:
             try:
                 batch = stream.take()
@@ -665,8 +682,8 @@ class Learner:
                 self._written.popleft().result()
         self.aggregate.add(metrics)
 
-    def log(self) -> None:
-        """Tell the logger how learning is doing."""
+    def log(self, *, waiting: bool = False) -> None:
+        """Tell the logger how learning is doing, which may be `waiting` for a batch."""
         if self._args.actors > 1:
             self._saver.recount()
         now, updates, steps = time.monotonic(), self._saver.updates, self._progress.step
@@ -689,7 +706,8 @@ class Learner:
             **{f"actor/{key}": value for key, value in self._agent.metrics().items()},
         }
         if updates:
-            metrics["learner/state"] = "training"
+            waits = "waiting for a batch from the replay"
+            metrics["learner/state"] = waits if waiting else "training"
         self._logger.add(steps, _sendable(metrics))
 
     def report(self) -> None:
@@ -717,24 +735,17 @@ class Learner:
 
 def _looked_for(batches: Iterator[Any]) -> Iterator[Any]:
     """The batches, and None for every moment in which there is none."""
-    found: queue.Queue[Any] = queue.Queue(1)
-    failed: list[BaseException] = []
-
-    def look() -> None:
-        try:
-            for batch in batches:
-                found.put(batch)
-        except BaseException as error:
-            failed.append(error)
-
-    threading.Thread(target=look, name="learner-batches", daemon=True).start()
-    while True:
-        try:
-            yield found.get(timeout=_BATCH_SECONDS)
-        except queue.Empty:
-            if failed:
-                raise failed[0] from None
-            yield None
+    thread = ThreadPoolExecutor(1, "learner-batches")
+    try:
+        while True:
+            wanted = thread.submit(next, batches, _END)
+            while not wait([wanted], _BATCH_SECONDS).done:
+                yield None
+            if (batch := wanted.result()) is _END:
+                return
+            yield batch
+    finally:
+        thread.shutdown(wait=False)
 
 
 class RemoteStream:
@@ -746,10 +757,20 @@ class RemoteStream:
         client: Of the replay.
         mode: Which of the streams.
         ahead: How many are requested, at least the one that is wanted.
+        known: Samples that the replay has counted, if it counts those of this stream.
+        batch: Samples in a batch.
     """
 
-    def __init__(self, client: ReplayClient, mode: str, ahead: int = LOOK_AHEAD) -> None:
+    def __init__(
+        self,
+        client: ReplayClient,
+        mode: str,
+        ahead: int = LOOK_AHEAD,
+        known: int | None = None,
+        batch: int = 0,
+    ) -> None:
         self._client, self._ahead = client, ahead
+        self._known, self._batch = known, batch
         self._method = f"sample_batch_{mode}"
         self._requested: deque[Reply] = deque()
 
@@ -767,7 +788,10 @@ class RemoteStream:
         return batch
 
     def _request(self) -> None:
-        self._requested.append(self._client.call(self._method))
+        known = () if self._known is None else (self._known,)
+        self._requested.append(self._client.call(self._method, *known))
+        if self._known is not None:
+            self._known += self._batch
 
 
 def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,16 +26,18 @@ from dreamfleet.metrics import (
     kind_of,
 )
 from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
-from dreamfleet.roles.addresses import listen_address, publish_address
+from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.checks import CheckedLogger
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.outbox import EPISODE
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
-from dreamfleet.transport import Server
+from dreamfleet.transport import Client, Future, Server
 
 RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
 _UNKNOWN = -1
+_MOST_SOURCES = 1 << 10
+_NUMBERED = ("tran", "gone", "add", "evaluated")
 
 
 def video_env(args: RunConfig) -> int:
@@ -65,6 +68,7 @@ def bind(server: Server, logger: Logger, args: RunConfig) -> None:
     """Offer the methods of a logger."""
     checked = CheckedLogger(logger, args)
     server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
+    server.bind("gone", checked.gone, repeatable=True, roles=("agent",))
     server.bind("ended", checked.ended, repeatable=True, roles=("replay",))
     server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
     server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
@@ -72,19 +76,38 @@ def bind(server: Server, logger: Logger, args: RunConfig) -> None:
     server.bind("status", logger.status, repeatable=True, roles=everybody_else)
 
 
+class LoggerClient(Client):
+    """A client of the logger. It numbers its messages: one whose reply was lost is sent again, and
+    taken once.
+
+    Args:
+        args: The run.
+        name: Shown in errors and logs.
+        maxinflight: Calls without a reply.
+    """
+
+    def __init__(self, args: RunConfig, name: str, maxinflight: int = 16) -> None:
+        super().__init__(find_server(args, "logger"), name, maxinflight, keys=args.run_keys)
+        self._source, self._messages = uuid.uuid4().hex, 0
+        self._in_order = threading.Lock()
+
+    def call(self, method: str, /, *args: Any) -> Future:
+        if method not in _NUMBERED:
+            return super().call(method, *args)
+        with self._in_order:
+            self._messages += 1
+            return super().call(method, *args, self._source, self._messages)
+
+
 class Logger:
     """The step counter, episodes and outputs, as methods that others call."""
 
-    def __init__(
-        self, output: Output, args: RunConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, output: Output, args: RunConfig) -> None:
         self._lock = threading.Lock()
         self._output = BackgroundOutput(output)
         self._video = video_env(args)
         self._scores = ScoresFile(args.logdir / "scores.jsonl")
-        timeout = args.episode_timeout
-        self._train = EpisodeStats(timeout=timeout, video=self._video, clock=clock)
-        self._eval = EpisodeStats(timeout=timeout, clock=clock)
+        self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(self._scores.last, maxlen=RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -93,6 +116,7 @@ class Logger:
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
         self._newest: dict[str, float | str] = {}
         self._reported: dict[str, float] = {}  # when each role last reported
+        self._taken: dict[str, int] = {}  # the newest message of each source
         # The newest step that metrics were written with: a logger that is started again goes on
         # from there. It goes with the run's other counts.
         self._map = map_words(args.logdir / "ckpt" / "logger" / "step", NUMBER_WORDS)
@@ -113,13 +137,18 @@ class Logger:
         is_eval: NDArray[np.bool_],
         transitions: dict[str, NDArray[Any]],
         frames: dict[str, NDArray[Any]],
+        source: str = "",
+        number: int = 0,
     ) -> bool:
         """Take the transitions of a batch, and how many training steps there are by now.
 
-        `frames` holds the images of the environment whose video is recorded, a single row.
-        Returns whether the target score is reached.
+        `frames` holds the images of the environment whose video is recorded, a single row. Messages
+        with a `source` are numbered; see `LoggerClient`. Returns whether the target score is
+        reached.
         """
         with self._lock:
+            if not self._is_new(source, number):
+                return self._target_reached()
             self._advance(step)
             train, recorded = ~is_eval, envids == self._video
             if frames and recorded.any():
@@ -131,10 +160,27 @@ class Logger:
                 self._follow(self._eval, envids, is_eval, transitions)
             return self._target_reached()
 
+    def _is_new(self, source: str, number: int) -> bool:
+        """Whether a message was not taken before."""
+        if not source:
+            return True
+        before = self._taken.pop(source, 0)
+        self._taken[source] = max(number, before)  # the sources that sent last are kept
+        if len(self._taken) > _MOST_SOURCES:
+            del self._taken[next(iter(self._taken))]
+        return number > before
+
     def _advance(self, step: int) -> None:
         if step > self._step:
             self._step = step
             self._written.set(0, step)
+
+    def gone(self, envids: NDArray[np.int64], source: str = "", number: int = 0) -> None:
+        """Environments will not go on with their episodes."""
+        with self._lock:
+            if self._is_new(source, number):
+                self._train.forget(envids.tolist())
+                self._eval.forget(envids.tolist())
 
     def ended(self, ids: list[str], episodes: dict[str, NDArray[Any]]) -> None:
         """Take the scores of training episodes, each of which is written once, however often it is
@@ -143,7 +189,7 @@ class Logger:
             rows = zip(ids, *(episodes[key].tolist() for key in EPISODE), strict=True)
             for name, step, score, length, ended in rows:
                 self._advance(step)
-                if self._scores.add(self._step, score, length, name, time=ended):
+                if self._scores.add(step, score, length, name, time=ended):
                     self._recent.append(score)
 
     def _follow(
@@ -177,18 +223,24 @@ class Logger:
             return False
         return float(np.mean(judged)) >= self._target
 
-    def add(self, step: int, metrics: dict[str, Any]) -> None:
+    def add(self, step: int, metrics: dict[str, Any], source: str = "", number: int = 0) -> None:
         """Write metrics; a negative step stands for the newest one known."""
         with self._lock:
+            if not self._is_new(source, number):
+                return
             self._advance(step)
             self._reported |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
             if self._step != _UNKNOWN:  # nobody has said yet how far the run is
                 self._output.write(self._step, metrics)
 
-    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+    def evaluated(
+        self, step: int, metrics: dict[str, float], source: str = "", number: int = 0
+    ) -> None:
         """Take the result of a round of evaluation, with the step at which it began."""
         with self._lock:
+            if not self._is_new(source, number):
+                return
             self._newest |= metrics
             if "eval/score" in metrics:  # else all of its episodes failed
                 self._recent_eval.clear()
@@ -212,8 +264,6 @@ class Logger:
     def write(self) -> None:
         """Write what was aggregated about episodes."""
         with self._lock:
-            self._train.expire()
-            self._eval.expire()
             if self._step == _UNKNOWN:
                 return
             metrics = self._aggregate.result()

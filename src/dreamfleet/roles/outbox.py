@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ EPISODE = {"step": np.int64, "score": np.float64, "length": np.int64, "time": np
 _ROOM = 1 << 16
 
 Row = dict[str, Any]
+"""An episode: its id, what is told of it, and `at`, where its line is in the file."""
 
 
 class Outbox:
@@ -58,10 +60,11 @@ class Outbox:
         end = 0
         for line in self._file.lines:
             try:
-                row = json.loads(line)
+                row = _read(line)
                 if row.pop("tick") > tick:
                     break
-                self._waiting.append({"id": str(row["id"]), **{key: row[key] for key in EPISODE}})
+                told = {key: row[key] for key in EPISODE}
+                self._waiting.append({"id": str(row["id"]), "at": end, **told})
             except (ValueError, TypeError, KeyError, AttributeError):
                 log.warning("%s is damaged: a score in it may be lost.", path)
             end += len(line)
@@ -95,10 +98,13 @@ class Outbox:
             }
             for index, (step, score, length) in enumerate(columns)
         ]
+        lines = [_line({"tick": tick, **row}) for row in rows]
         with self._lock:
-            self._noted = tick, self._file.end, rows
-            lines = (f"{json.dumps({'tick': tick, **row})}\n" for row in rows)
-            self._file.append("".join(lines).encode())
+            at = self._file.end
+            self._noted = tick, at, rows
+            self._file.append(b"".join(lines))
+            for row, line in zip(rows, lines, strict=True):
+                row["at"], at = at, at + len(line)
 
     def settle(self, tick: int) -> None:
         """The replay has committed steps up to this one: what was noted counts, or is dropped."""
@@ -129,8 +135,7 @@ class Outbox:
                             raise
                         log.warning("%d scores were damaged, and are lost: %s", count, error)
                     del self._waiting[:count]
-                    if not self._waiting and self._noted is None:
-                        self._file.cut(0)
+                    self._shrink()
                 if rows := self._waiting[:MOST_SENT]:
                     ids = [row["id"] for row in rows]
                     columns = {k: np.array([r[k] for r in rows], t) for k, t in EPISODE.items()}
@@ -138,6 +143,15 @@ class Outbox:
             except TransportError as error:
                 self._not_before = time.monotonic() + _PAUSE_SECONDS
                 log.warning("The scores of episodes are sent again: %s", error)
+
+    def _shrink(self) -> None:
+        """Move the lines that wait to the start of the file, if those that do not have made enough
+        room there. Killed meanwhile, the file holds some of them twice, and the logger knows them
+        by their ids."""
+        start = self._waiting[0]["at"] if self._waiting else self._file.end
+        if self._noted is None and self._file.move(start):
+            for row in self._waiting:
+                row["at"] -= start
 
     def flush(self, logger: Client, timeout: float) -> None:
         """Wait until the logger has everything. What it has not got stays for the next start."""
@@ -153,6 +167,19 @@ class Outbox:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _line(row: Row) -> bytes:
+    text = json.dumps(row).encode()
+    return b"%s %08x\n" % (text, zlib.crc32(text))
+
+
+def _read(line: bytes) -> Row:
+    text, _, checksum = line.rpartition(b" ")
+    if zlib.crc32(text) != int(checksum, 16):
+        raise ValueError("The checksum is wrong.")
+    row: Row = json.loads(text)
+    return row
 
 
 class _Lines:
@@ -178,6 +205,16 @@ class _Lines:
         """Keep this many bytes."""
         os.pwrite(self._fd, b"\0", end)
         self.end = end
+
+    def move(self, start: int) -> bool:
+        """Keep what follows the first `start` bytes, if it fits in their place; returns whether it
+        does."""
+        if 2 * start < self.end:
+            return False
+        kept = os.pread(self._fd, self.end - start, start)
+        os.pwrite(self._fd, kept + b"\0", 0)
+        self.end = len(kept)
+        return True
 
     def close(self) -> None:
         os.close(self._fd)

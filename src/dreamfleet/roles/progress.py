@@ -88,7 +88,9 @@ class Progress:
 
     def raise_to(self, step: int) -> None:
         """The replay holds so many steps; some of them may not be counted yet."""
-        self.advance(max(0, step - self._step))
+        with self._lock:
+            self._step = max(self._step, step)
+        self.advance(0)
 
     def retract(self, count: int) -> None:
         """Steps that were counted are lost, because the actor that made them was killed."""

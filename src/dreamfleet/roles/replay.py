@@ -40,6 +40,7 @@ from dreamfleet.replay import (
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ReplayChecks
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
+from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.outbox import Outbox
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
@@ -119,7 +120,7 @@ def parallel_replay(
         )
         server = Server(listen_address(args, "replay", shard), name, keys=args.server_keys)
         bind(server, service, args)
-        logger = client(find_server(args, "logger"), f"{name}-logger")
+        logger = stack.enter_context(LoggerClient(args, f"{name}-logger", _IN_FLIGHT))
         others = {
             number: client(find_server(args, "replay", number), f"{name}-shard-{number}", _FOREVER)
             for number in range(1, 1 if shard else args.replay_shards)
@@ -431,10 +432,11 @@ class ReplayService:
 
     # --- a replay alone --------------------------------------------------------------------------
 
-    def sample_batch_train(self) -> dict[str, Any]:
-        """A training batch, as soon as there are enough steps for it."""
+    def sample_batch_train(self, known: int | None = None) -> dict[str, Any]:
+        """A training batch, as soon as there are enough steps for it. A learner that tells how many
+        samples it knows of may ask again for a batch that was lost."""
         assert self.lead is not None
-        self.lead.sample()
+        self.lead.sample(known)
         return next(self._streams["train"])
 
     def sample_batch_report(self) -> dict[str, Any]:

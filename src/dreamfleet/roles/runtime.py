@@ -110,13 +110,20 @@ STOPPED = 143
 
 ORDER = signal.SIGUSR2
 """What asks a process that has a supervisor to stop."""
-_OURS = (signal.SIGTERM, ORDER)
+_OURS = (signal.SIGTERM, signal.SIGHUP, ORDER)
 _PATIENCE = 5.0
 _DUMP_SECONDS = 18.0
 
 _thread = _Thread()
 _process_stopped = StopSignal()
 _stop_signal = signal.SIGTERM
+
+
+def end_signals() -> list[signal.Signals]:
+    """The signals that end a run, or a role of it, in order. SIGHUP, of a terminal that was closed,
+    stays ignored if it was: `nohup` does that."""
+    hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else [])]
 
 
 class _Signals:
@@ -206,9 +213,10 @@ their_code = _TheirCode()
 def obey_supervisor(ending: threading.Event) -> None:
     """Let this process be stopped by `ORDER` from now on.
 
-    Slurm and systemd send SIGTERM to all processes of a job at once. The supervisor has it too and
-    stops them in the right order; a replay that followed it would be gone when the agent saves. So
-    SIGTERM is followed only after a while in which the supervisor did not begin to end the run.
+    Slurm and systemd send SIGTERM to all processes of a job at once, and SIGHUP when its session
+    ends. The supervisor has it too and stops them in the right order; a replay that followed it
+    would be gone when the agent saves. So these signals are followed only after a while in which
+    the supervisor did not begin to end the run.
 
     Args:
         ending: Set when it does.
@@ -224,7 +232,9 @@ def obey_supervisor(ending: threading.Event) -> None:
             os.kill(os.getpid(), ORDER)
 
     threading.Thread(target=follow, name="sigterm", daemon=True).start()
-    _signals.on(signal.SIGTERM, asked.set)
+    for each in end_signals():
+        if each != signal.SIGINT:
+            _signals.on(each, asked.set)
 
 
 def process_was_asked_to_stop() -> bool:
@@ -257,21 +267,51 @@ def stop_event(
             on_stop()
         if _stop_signal == ORDER:
             with suppress(RuntimeError):  # no memory for another thread
-                # Its log tells where it was, in case it does not end.
-                faulthandler.dump_traceback_later(_DUMP_SECONDS)
+                _say_where()
 
     _signals.on(_stop_signal, stop, exit_process=exit_process)
     return event
 
 
+_timer = threading.Lock()  # of faulthandler, which has one
+_says_where = False
+
+
+def _say_where() -> None:
+    """Have the log tell where this process is, if it does not end in time: it is about to be killed
+    then. The timer is for nothing else from here on."""
+    global _says_where
+    with _timer:
+        _says_where = True
+        faulthandler.dump_traceback_later(_DUMP_SECONDS)
+
+
+def end_process_after(seconds: float) -> None:
+    """End this process after so many seconds, with its tracebacks in the log; 0 for never. Called
+    again, it counts from there."""
+    with _timer:
+        if _says_where:
+            return
+        if seconds:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, and both do although others ignored them before."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does. Ctrl-C and SIGTERM do although others
+    ignored them before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    both = (signal.SIGINT, signal.SIGTERM)
-    old = {each: signal.signal(each, signal.default_int_handler) for each in both}
+
+    def interrupt(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:  # the shell sends one too
+            signal.signal(number, signal.SIG_IGN)
+        signal.default_int_handler(number, frame)
+
+    old = {each: signal.signal(each, interrupt) for each in end_signals()}
     try:
         yield
     finally:

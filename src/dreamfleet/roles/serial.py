@@ -42,7 +42,7 @@ from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
-from dreamfleet.roles.learner import Learner, Saver
+from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
 from dreamfleet.roles.logger import Logger
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
@@ -95,7 +95,7 @@ def serial_fleet(
         return progress.step / STEPS_PER_SECOND
 
     with ExitStack() as stack:
-        logger = _Logger(unpack(make_logger)(), args, clock)
+        logger = _Logger(unpack(make_logger)(), args)
         stack.callback(logger.close)
         server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
         logging_role.bind(server, logger, args)
@@ -225,7 +225,7 @@ class Turns:
         self._actor = Actor(agent, args, progress, replay, logs, clock=clock)
         self._acting.bind("act", self._reply)
         self._notes = Notes(notes_path(args, "agent"))
-        self._should_save = LocalClock(args.save_every)
+        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._lanes: list[Lane] = []
         self._envs: dict[int, RetracedEnv] = {}
         self._turn = 0  # the lane that steps next

@@ -151,7 +151,8 @@ class ShardedReplay:
             replies.append(self._clients[shard].call("update", part))
         return AllOf(replies)
 
-    def sample_batch_train(self) -> Reply:
+    def sample_batch_train(self, known: int | None = None) -> Reply:
+        del known  # what the lead has permitted is known here
         return self._later("train")
 
     def sample_batch_report(self) -> Reply:

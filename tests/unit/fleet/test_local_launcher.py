@@ -1,13 +1,16 @@
 """What a process of the local launcher is given."""
 
 import resource
+import signal
 from functools import partial
 from pathlib import Path
 
-from launcher_parts import LONG, note_files, write_much
+import psutil
+from launcher_parts import LONG, appears, note_files, save_when_stopped, write_much
 
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.local import LocalLauncher, bound_log
+from dreamfleet.roles.runtime import STOPPED
 
 
 def test_a_worker_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -> None:
@@ -47,3 +50,30 @@ def test_of_a_log_that_is_too_large_the_end_is_kept(tmp_path: Path) -> None:
         writer.write(b"more")
     assert (log.read_bytes(), older.read_bytes()) == (b"more", b"6789")
     bound_log(tmp_path / "missing.log", 4)
+
+
+def test_workers_that_are_stopped_go_on_when_the_end_begins(tmp_path: Path) -> None:
+    """The agent saves with the help of the replay, and the replay saves itself."""
+    workers = [
+        Worker(name, name, partial(save_when_stopped, tmp_path / name, tmp_path / f"{name} saved"))
+        for name in ("agent", "replay")
+    ]
+    with LocalLauncher(tmp_path) as launcher:
+        launcher.prepare(workers)
+        agent, replay = map(launcher.start, workers)
+        try:
+            assert appears(tmp_path / "agent")
+            assert appears(tmp_path / "replay")
+            replay._process.send_signal(signal.SIGSTOP)
+            process = psutil.Process(replay.pid)
+            while process.status() != psutil.STATUS_STOPPED:
+                pass
+            agent.terminate()
+            assert agent.wait(LONG) == STOPPED
+            assert process.status() != psutil.STATUS_STOPPED
+            replay.terminate()
+            assert replay.wait(LONG) == STOPPED
+        finally:
+            agent.kill()
+            replay.kill()
+    assert (tmp_path / "replay saved").exists()

@@ -20,6 +20,7 @@ import pytest
 from fleet_parts import small_run
 from rich.console import Console
 
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
@@ -261,6 +262,24 @@ def test_roles_that_are_threads_are_asked_only_inside_their_process(tmp_path: Pa
     assert status.state == "running"
     assert not status.responding
     assert status.waiting == "", "nothing is known about it"
+
+
+def test_the_age_of_the_newest_checkpoint_is_known_while_the_run_is_under_way(run: Run) -> None:
+    assert run.look().checkpoint_age is None
+    saved = Checkpoint(run.config.checkpoints)
+    path = saved.save({}, step=5)
+    age = run.look().checkpoint_age
+    assert age is not None
+    assert 0 <= age <= time.time() - path.stat().st_mtime + 1
+    saved.rate(path, 3.0)
+    later = run.look().checkpoint_age
+    assert later is not None
+    assert later >= age, "a score is no checkpoint"
+    assert json.loads(run.look().to_json())["checkpoint_age"] >= later
+    (path / "manifest.json").write_text("{")
+    assert run.look().checkpoint_age is None
+    run.write(state="ended")
+    assert run.look().checkpoint_age is None
 
 
 # --- the supervisor's record ----------------------------------------------------------------------

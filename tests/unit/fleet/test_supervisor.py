@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,52 @@ def test_a_signal_in_the_middle_of_a_line_ends_the_run_in_order(tmp_path: Path) 
         with pytest.raises(KeyboardInterrupt):
             running.run(lambda: say("interrupt"), every=0.1)
     assert "Saving and ending; once more ends at once." in lines
+
+
+@pytest.fixture
+def hangup() -> Iterator[Callable[[Any], None]]:
+    """Sets what SIGHUP does before the run."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield partial(signal.signal, signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("more", [signal.SIGHUP, signal.SIGTERM])
+def test_a_closed_terminal_ends_the_run_in_order_also_if_another_signal_follows(
+    tmp_path: Path, hangup: Callable[[Any], None], more: signal.Signals
+) -> None:
+    """The kernel and the shell both send SIGHUP, and systemd sends it with SIGTERM."""
+    ended: list[str] = []
+
+    def agent() -> None:
+        until_stopped()
+        os.kill(os.getpid(), more)
+        ended.append("agent")
+
+    hangup(lambda *_: ended.append("too late"))
+    with find_launcher("serial")(tmp_path) as launcher:
+        running = Supervisor([Worker("agent", "agent", agent)], launcher, duration=20.0)
+        with pytest.raises(KeyboardInterrupt):
+            running.run(lambda: os.kill(os.getpid(), signal.SIGHUP), every=0.1)
+    assert ended == ["agent"]
+    assert not running._at_once
+
+
+def test_nohup_keeps_a_run_going(tmp_path: Path, hangup: Callable[[Any], None]) -> None:
+    heard = threading.Semaphore(0)
+
+    def tick() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        heard.release()
+
+    def agent() -> None:
+        for _ in range(3):
+            assert heard.acquire(timeout=60)
+
+    hangup(signal.SIG_IGN)
+    with find_launcher("serial")(tmp_path) as launcher:
+        worker = Worker("agent", "agent", agent, ends_run=True)
+        Supervisor([worker], launcher).run(tick, every=0.01)
 
 
 def test_the_delay_doubles_up_to_half_a_minute() -> None:

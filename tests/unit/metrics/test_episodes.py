@@ -20,14 +20,6 @@ def batch(*rows: tuple, **more) -> tuple[np.ndarray, dict]:
     }
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_an_episode_is_summed_up_when_it_ends() -> None:
     stats = EpisodeStats()
     assert stats.add(*batch((7, 0, "f"))) == []
@@ -116,44 +108,22 @@ def test_an_episode_of_one_step_has_length_zero() -> None:
     assert (episode.length, episode.score, episode.reward_rate) == (0, 0, 0)
 
 
-def test_episodes_of_silent_environments_time_out() -> None:
-    time = Time()
-    stats = EpisodeStats(timeout=60, clock=time)
-    stats.add(*batch((1, 0, "f"), (2, 0, "f")))
-    for _ in range(70):
-        time.now += 1
-        stats.add(*batch((2, 1)))
-    assert stats.stats() == {"finished": 0, "abandoned": 0, "timed_out": 1, "running": 1}
+def test_episodes_of_environments_that_are_gone_time_out() -> None:
+    stats = EpisodeStats()
+    stats.add(*batch((1, 0, "f"), (2, 0, "f"), (3, 0, "fl")))
+    stats.forget([1, 3, 4])
+    assert stats.stats() == {"finished": 1, "abandoned": 0, "timed_out": 1, "running": 1}
     assert stats.add(*batch((1, 1, "l"))) == [], "it comes back in the middle of something"
     stats.add(*batch((1, 0, "f")))
     (episode,) = stats.add(*batch((1, 1, "l")))
     assert episode.score == 1
 
 
-def test_episodes_time_out_without_any_step() -> None:
-    time = Time()
-    stats = EpisodeStats(timeout=60, clock=time)
-    stats.add(*batch((1, 0, "f"), (2, 0, "f")))
-    time.now += 61
-    stats.expire()
-    assert (stats.timed_out, stats.running) == (2, 0)
-
-
-def test_silence_between_episodes_is_no_timeout() -> None:
-    time = Time()
-    stats = EpisodeStats(timeout=60, clock=time)
-    stats.add(*batch((1, 0, "fl")))
-    time.now += 61
-    stats.expire()
-    assert stats.timed_out == 0
-
-
 def test_memory_is_reused_when_environments_come_and_go() -> None:
-    time = Time()
-    stats = EpisodeStats(timeout=5, clock=time)
+    stats = EpisodeStats()
     for envid in range(1000):
-        time.now += 1
         stats.add(*batch((envid, 0, "f")))
+        stats.forget([envid - 5])
     assert stats._score.size <= 16
 
 

@@ -430,12 +430,63 @@ def test_more_environments_than_expected_find_room() -> None:
     assert count(carries, [0, 1, 2, 3, 4]) == [2, 2, 1, 1, 1]
 
 
-def test_idle_environments_are_forgotten_and_leave_nothing_behind() -> None:
-    now = [0.0]
-    carries = Carries(Counting(), 2, clock=lambda: now[0])
+def test_environments_that_are_gone_leave_nothing_behind() -> None:
+    carries = Carries(Counting(), 2)
     count(carries, [0, 1])
-    now[0] = 10.0
     count(carries, [1])
-    assert carries.evict(5.0) == 1
+    carries.forget([0, 7])
     assert len(carries) == 1
     assert count(carries, [8, 1]) == [0, 2]
+
+
+class Serving:
+    """Stands for the actor's server."""
+
+    def stats(self) -> dict[str, float]:
+        return dict.fromkeys(
+            (f"act/{key}" for key in ("items", "batches", "fill", "work", "wait")), 0.0
+        ) | {"act/waiting": 0.0}
+
+
+class Watching(Recorder):
+    """A client of the logger, with all that metrics ask of it."""
+
+    def wait_any(self, futures: Any, timeout: float) -> bool:
+        return True
+
+    def stats(self) -> dict[str, float]:
+        return {"connected": 1.0, "inflight": 0.0}
+
+
+def test_an_episode_goes_on_however_long_it_was_held_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the limiter, a replay that restarts, a slow learner, or a step that takes that long. It is
+    dropped, and this is said, if the connection has ended as well."""
+    now, connected = [0.0], {1, 2}
+    config = small_run(tmp_path, envs=6, actor_batch=5, episode_timeout=180.0)
+    replay, logger = Watching(0), Watching(False)
+    clients: Any = (replay, logger)
+    actor = Actor(Summing(), config, Progress(), *clients, clock=lambda: now[0])
+    actor.gone = lambda ids: [each for each in ids if each not in connected]
+    step(actor, observations([1, 2], [0.1, 0.2], is_first=True))
+    now[0] = 1000.0
+    actor.log_metrics(Serving())  # type: ignore[arg-type]
+    assert not step(actor, observations([1, 2], [0.1, 0.2]))["reset"].any()
+    assert [len(call[2]) for call in replay.calls] == [2, 2]
+    assert caplog.messages == []
+    connected.remove(2)
+    now[0] = 2000.0
+    actor.log_metrics(Serving())  # type: ignore[arg-type]
+    assert step(actor, observations([1, 2], [0.1, 0.2]))["reset"].tolist() == [False, True]
+    assert replay.calls[-1][2].tolist() == [1]
+    (warning,) = caplog.messages
+    assert warning.startswith("environment 2: no connection")
+    assert "1000 s" in warning
+    assert "episode_timeout" in warning
+    gone = [call for call in logger.calls if call[0] == "gone"]
+    assert [call[1].tolist() for call in gone] == [[2]]
+    last = observations([1], [0.1])
+    last["is_last"][:] = True
+    step(actor, last)
+    assert replay.calls[-1][-1]["length"].tolist() == [3], "its score is that of all its steps"

@@ -34,11 +34,11 @@ class Servers:
             "replay": {
                 "position": lambda: position,
                 "raise_position": lambda steps: position,
-                "sample_batch_train": lambda: batch,
+                "sample_batch_train": lambda known: batch,
                 "update": lambda data: 8,
                 "release": self.released.set,
             },
-            "logger": {"add": lambda step, metrics: None, "status": dict},
+            "logger": {"add": lambda *_: None, "status": dict},
         }
         self._stack = ExitStack()
         for role in ("replay", "logger"):

@@ -367,8 +367,10 @@ def test_who_is_there_is_counted_once_and_keeps_what_it_has_while_it_waits() -> 
     fake.claim("ann", [0, 1])
     fake.claim("bob", [2])
     assert fake.owners.present() == 3
+    assert fake.owners.gone([0, 2]) == []
     fake.gone.add(b"bob")
     assert fake.owners.present() == 2
+    assert fake.owners.gone([0, 2, 7]) == [2, 7]
     fake.claim("cat", [2])
     fake.now = 9.0
     assert fake.owners.present() == 3
@@ -715,6 +717,8 @@ WRONG_TRANSITIONS: dict[str, tuple[Any, ...]] = {
     "a log of other rows": (1, IDS, NO, transitions(**{"log/speed": np.ones(3)}), {}),
     "a log that is text": (1, IDS, NO, transitions(**{"log/speed": "fast"}), {}),
     "frames that are none": (1, IDS, NO, transitions(), {"image": np.zeros((1, 4, 4, 3))}),
+    "a source that is none": (1, IDS, NO, transitions(), {}, 5, 1),
+    "a negative number": (1, IDS, NO, transitions(), {}, "actor", -1),
     "two frames": (1, IDS, NO, transitions(), {"image": np.zeros((2, 4, 4, 3), np.uint8)}),
 }
 

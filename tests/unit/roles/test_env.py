@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,6 +22,7 @@ from dreamfleet.envs.wrappers import CheckSpaces
 from dreamfleet.fleet.factories import environment
 from dreamfleet.replay import Replay
 from dreamfleet.roles import env as role
+from dreamfleet.roles import runtime
 from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.env import RestartedEnv, Watchdog, _step_all, split_lanes
 from dreamfleet.roles.notes import Notes, notes_path, read_notes
@@ -383,3 +386,65 @@ def test_an_agent_that_is_not_there_is_waited_for_and_the_log_says_why(
     ):
         role._connect(client)
     assert "nobody listens there). Still waiting for the agent." in caplog.text
+
+
+class Timer:
+    """Stands for faulthandler's timer and for the clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.end = 100.0, float("inf")
+        monkeypatch.setattr(faulthandler, "dump_traceback_later", self.set)
+        monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: self.set(1e9))
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def set(self, seconds: float, **_: Any) -> None:
+        self.end = self.now + seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Slow:
+    """A dummy whose steps take so many seconds each; it notes how much of its time was left."""
+
+    def __init__(self, timer: Timer, seconds: float, left: list[float], envid: int) -> None:
+        self._env = dummy_with_its_id(envid)
+        self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
+        self._timer, self._seconds, self._left = timer, seconds, left
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._timer.sleep(self._seconds)
+        self._left.append(self._timer.end - self._timer.now)
+        return self._env.step(action)
+
+
+def test_the_timeout_is_that_of_each_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight that take 40 s each share a process, which is not ended after 300 s."""
+    timer, left = Timer(monkeypatch), list[float]()
+    args, notes, watchdog = small_run(tmp_path), Notes(), Watchdog(300.0)
+    make = partial(Slow, timer, 40.0, left)
+    envs = [RestartedEnv(make, envid, args, notes, watchdog) for envid in range(8)]
+    for env in envs:
+        env.build()
+    stop = threading.Event()
+    (lane,) = split_lanes(envs, range(8), False, 1)
+    _step_all([lane], Agent(3, stop), stop, watchdog, notes)  # type: ignore[arg-type]
+    assert len(left) == 24
+    assert all(300 - 40 <= each <= 1.1 * 300 - 40 for each in left)
+
+
+def test_an_environment_that_is_asked_to_stop_tells_where_it_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the watchdog of its steps does after that."""
+    timer, watchdog = Timer(monkeypatch), Watchdog(300.0)
+    monkeypatch.setattr(runtime, "_says_where", False)
+    watchdog.reset(now=True)
+    runtime._say_where()
+    told = timer.end
+    assert told < timer.now + 20.0, "before the supervisor kills it"
+    watchdog.reset(now=True)
+    watchdog.pause()
+    assert timer.end == told

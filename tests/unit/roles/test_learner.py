@@ -24,10 +24,10 @@ from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.actor import Carries, padded_policy
 from dreamfleet.roles.hosts import Hosts
-from dreamfleet.roles.learner import LOOK_AHEAD, Learner, RemoteStream, Saver
+from dreamfleet.roles.learner import LOOK_AHEAD, SAVE_REQUEST, Learner, RemoteStream, Saver
 from dreamfleet.roles.notes import read_notes
 from dreamfleet.roles.progress import Progress
-from dreamfleet.transport import ArgumentError, Client, RemoteError, Server
+from dreamfleet.transport import ArgumentError, Client, Closed, RemoteError, Server
 
 
 class ReplayClient:
@@ -46,7 +46,7 @@ class ReplayClient:
         return self
 
     def result(self, timeout: float | None = None) -> dict[str, float]:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "samples": 0}
 
 
 class LoggerClient:
@@ -294,7 +294,7 @@ class Source:
         self.requested: list[str] = []
         self.batches: list[dict[str, Any]] = []
 
-    def call(self, method: str) -> Any:
+    def call(self, method: str, *_: Any) -> Any:
         self.requested.append(method)
         number = len(self.requested) - 1
         source = self
@@ -585,3 +585,66 @@ def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -
         "waiting for host 1 and host 3, which are compiling",
         "waiting for enough data to train on",
     ]
+
+
+class Withheld(Source):
+    """A replay whose batches do not come before they are released, and a logger that counts what
+    it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.told = threading.Event(), threading.Semaphore(0)
+        self.states: list[str] = []
+        self.batches = [{"stepid": np.zeros((1, 20), np.uint8)}] * 100
+
+    def call(self, method: str, *args: Any) -> Any:
+        super().call(method, *args)
+        if len(self.requested) == 1:
+            return SimpleNamespace(result=lambda: self.batches[0])
+        return SimpleNamespace(result=self._wait)
+
+    def _wait(self) -> Any:
+        self.go.wait()
+        raise Closed("The client was closed.")
+
+    def add(self, step: int, metrics: Any) -> None:
+        self.states.append(metrics.get("learner/state"))
+        self.told.release()
+
+    def status(self) -> Any:
+        return SimpleNamespace(wait=lambda _: None)
+
+    def update(self, states: Any) -> None: ...
+
+
+def test_a_learner_that_waits_for_a_batch_logs_and_saves(tmp_path: Path) -> None:
+    """By the clock, and when it is asked to."""
+    source, progress, agent = Withheld(), Progress(), CountingAgent()
+    client: Any = source
+    config = small_run(tmp_path, log_every=0.01, report_every=0.0, save_every=0.01)
+    saves = saver(agent, config, progress)
+    learner = Learner(agent, config, progress, saves, client, client, client)
+    thread = threading.Thread(target=learner.run, args=[client])
+    thread.start()
+    saved = Checkpoint(tmp_path / "ckpt" / "agent")
+
+    def wait_for(serial: int) -> None:
+        while not saved.all() or int(saved.all()[0].name[:6]) < serial:
+            assert source.told.acquire(timeout=60)
+
+    try:
+        wait_for(1)
+        for _ in range(5):
+            assert source.told.acquire(timeout=60)
+        assert len(saved.all()) == 1, "it has learned nothing since"
+        (tmp_path / SAVE_REQUEST).touch()
+        wait_for(2)
+        assert source.states[-1] == "waiting for a batch from the replay"
+    finally:
+        progress.end_learning()
+        source.go.set()
+        thread.join()
+    for each in threading.enumerate():
+        if each.name.startswith("learner-batches"):
+            each.join(60)
+            assert not each.is_alive()

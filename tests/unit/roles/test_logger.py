@@ -57,11 +57,11 @@ def ended(log: Logger, step: int, *scores: float, name: str = "actor/0", first: 
 
 def play(
     keeper: Logger, step: int, rewards: list[float], *, envid: int = 1, is_eval: bool = False,
-    video: bool = False,
+    video: bool = False, until: int | None = None,
 ) -> bool:  # fmt: skip
-    """One episode; returns what the logger answered last."""
+    """One episode, or its steps until one of them; returns what the logger answered last."""
     reached = False
-    for index, reward in enumerate([0.0, *rewards]):
+    for index, reward in enumerate([0.0, *rewards][:until]):
         reached = keeper.tran(
             step,
             np.array([envid]),
@@ -108,7 +108,7 @@ def test_a_score_is_written_once_however_often_it_is_sent(tmp_path: Path) -> Non
     ended(again, 9, 5.0, name="restarted/0")
     found = rows(tmp_path / "scores.jsonl")
     assert [row["episode/score"] for row in found] == [1, 2, 3, 7, 4, 8, 5]
-    assert [row["step"] for row in found] == [10, 10, 11, 12, 12, 12, 12]
+    assert [row["step"] for row in found] == [10, 10, 11, 12, 9, 9, 9], "each with its own"
     assert found[0] == {
         "step": 10, "episode/score": 1.0, "episode/length": 2, "time": 1.5e9, "id": "actor/0/1/0",
     }  # fmt: skip
@@ -165,6 +165,17 @@ def test_the_target_is_judged_by_evaluation_episodes_where_there_are_any(tmp_pat
     assert answers == [False] * (RECENT_EPISODES - 1) + [True]
     assert log.status()["eval_score"] == 5.0
     log.close()
+
+
+def test_an_environment_that_is_gone_leaves_no_episode_behind(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    for envid in (1, 2):
+        play(log, 1, [1.0, 1.0], envid=envid, until=2)
+    log.gone(np.array([1]))
+    status = log.status()
+    assert (status["running"], status["timed_out"]) == (1, 1)
+    log.close()
+    assert output.rows[-1][1]["episodes/timed_out"] == 1
 
 
 def test_a_run_without_a_target_never_reaches_it(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from fleet_parts import rows
 
 from dreamfleet.metrics import ScoresFile
@@ -100,6 +102,53 @@ def test_many_scores_go_in_several_messages(tmp_path: Path) -> None:
     assert scores(tmp_path) == list(range(MOST_SENT + 5))
 
 
+def waiting(outbox: Outbox) -> set[tuple[str, float]]:
+    return {(row["id"], row["score"]) for row in outbox._waiting}
+
+
+def test_the_file_stays_small_with_a_logger_that_is_always_behind(tmp_path: Path) -> None:
+    logger, path = FakeLogger(tmp_path), tmp_path / "episodes"
+    outbox = Outbox(path, 0)
+    logger.answers = False
+    for seq in range(3000):
+        outbox.note(seq + 1, "actor", seq, over(1.0))
+        outbox.settle(seq + 1)
+        logger.answers = seq % 2 == 1
+        outbox.send(logger)  # type: ignore[arg-type]
+        assert outbox, "something always waits"
+        if seq % 100 == 0:
+            assert waiting(outbox) <= waiting(Outbox(path, seq + 1))
+    assert path.stat().st_size < 1 << 17
+    assert path.read_bytes().index(b"\0") < 2000
+
+
+def test_a_kill_while_the_file_is_made_smaller_loses_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the write stops."""
+    logger, path, pwrite = FakeLogger(tmp_path), tmp_path / "episodes", os.pwrite
+    outbox = Outbox(path, 0)
+    for seq in range(6):
+        outbox.note(seq + 1, "actor", seq, over(float(seq)))
+        outbox.settle(seq + 1)
+        if seq == 3:
+            outbox.send(logger)  # type: ignore[arg-type]
+    before, all_of_them, writes = path.read_bytes(), waiting(outbox), []
+
+    def noted(fd: int, data: bytes, offset: int) -> int:
+        writes.append((data, offset))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    outbox.send(logger)  # type: ignore[arg-type]
+    monkeypatch.undo()
+    ((data, offset),) = writes
+    assert path.read_bytes().index(b"\0") < before.index(b"\0") / 2
+    for size in range(len(data) + 1):
+        path.write_bytes(before[:offset] + data[:size] + before[offset + size :])
+        assert waiting(outbox) <= waiting(Outbox(path, 6)) <= all_of_them
+
+
 def test_a_damaged_file_costs_the_scores_in_it_at_most(tmp_path: Path) -> None:
     path = tmp_path / "episodes"
     outbox = Outbox(path, 0)
@@ -108,7 +157,7 @@ def test_a_damaged_file_costs_the_scores_in_it_at_most(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for at in range(0, whole.index(b"\0") + 1, 3):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 9]) + whole[at + 1 :])
-        assert len(Outbox(path, 1)) <= 3
+        assert waiting(Outbox(path, 1)) <= waiting(outbox)
 
 
 def test_a_note_takes_no_room_on_the_disk(tmp_path: Path) -> None:

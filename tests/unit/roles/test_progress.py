@@ -21,6 +21,30 @@ def test_a_run_that_has_had_enough_finishes_when_it_is_restored() -> None:
     assert not endless.finished.is_set()
 
 
+class AfterAnother:
+    """A lock that another thread had first, which has counted steps."""
+
+    def __init__(self, progress: Progress, steps: int) -> None:
+        self._progress, self._steps = progress, steps
+
+    def __enter__(self) -> None:
+        self._progress._step, self._steps = self._progress._step + self._steps, 0
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_steps_that_are_counted_meanwhile_are_not_counted_twice() -> None:
+    progress = Progress(20)
+    progress.advance(3)
+    progress._lock = AfterAnother(progress, 5)  # type: ignore[assignment]
+    progress.raise_to(10)
+    assert progress.step == 10
+    progress.raise_to(9)
+    assert progress.step == 10
+    progress.raise_to(20)
+    assert progress.finished.is_set()
+
+
 def test_the_first_error_counts() -> None:
     progress = Progress()
     first = ValueError()

@@ -149,7 +149,11 @@ class LocalWorker:
         return code
 
     def announce_end(self) -> None:
-        """Tell it that the run ends, and that it will be asked to stop when it is its turn."""
+        """Tell it that the run ends, and that it will be asked to stop when it is its turn. If it
+        was stopped by SIGSTOP it goes on: the others need it until then."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGCONT)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ValueError):  # it has ended
             self._process.stdin.write(b".")
