@@ -265,7 +265,7 @@ def test_a_directory_belongs_to_one_run(
         ),
         (
             ["--task", "bundled:catch", "--env-options", "size=[480,640]"],
-            "'image' is 480x640; both sides must be multiples of 16, at most 256",
+            "'image' is 480x640; both sides must be multiples of 16 from 48 to 256",
         ),
         (["--from-checkpoint", "nowhere"], "nowhere holds no checkpoint"),
         (["--offline", "nowhere"], "nowhere holds no replay"),
