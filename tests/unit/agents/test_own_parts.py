@@ -123,6 +123,13 @@ def test_losses_that_would_hide_each_other_are_refused(tmp_path: Path, monkeypat
             Dreamer(VECTOR, ACTIONS, with_losses(extra))
 
 
+def test_a_loss_without_rows_has_to_say_that_they_meet_in_it() -> None:
+    """One device would not notice; several would each compute something else."""
+    agent = Dreamer(VECTOR, ACTIONS, with_losses({"own_parts:Whole": 1.0}))
+    with pytest.raises(ConfigError, match=r"Whole .*shape \(\).*couples_rows=True"):
+        agent.train(agent.init_train(4), random_batch(VECTOR, ACTIONS))
+
+
 # --- a sequence model that stores nothing --------------------------------------------------------
 
 

@@ -109,7 +109,8 @@ class ExtraLoss(Protocol):
         """Fresh parameters, for features, tokens and action vectors of these widths."""
 
     def __call__(self, seen: Seen) -> Array:
-        """The loss, of any shape; its mean is minimised."""
+        """The loss; its mean is minimised. It begins with the rows of the batch, or, if it couples
+        them, has any shape."""
 
 
 _PACKAGE = "dreamfleet.agents.dreamer"

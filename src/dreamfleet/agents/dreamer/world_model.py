@@ -25,6 +25,7 @@ from dreamfleet.agents.dreamer.config import LossConfig, ModelConfig
 from dreamfleet.agents.dreamer.dynamics import Observed, Parts, State
 from dreamfleet.agents.dreamer.layers import init_kernel, matmul_parts
 from dreamfleet.agents.dreamer.networks import Networks
+from dreamfleet.errors import ConfigError
 from dreamfleet.masks import ACTION_MASK, ActionMask
 
 
@@ -156,10 +157,22 @@ def step_losses(nets: Networks, seen: Seen, config: LossConfig) -> dict[str, Flo
 
 
 def extra_losses(nets: Networks, seen: Seen, *, couples_rows: bool) -> dict[str, Array]:
-    """The losses with parameters of their own, of one kind (`interfaces.ExtraLoss`)."""
-    return {
+    """The losses with parameters of their own, of one kind (`interfaces.ExtraLoss`).
+
+    Raises:
+        ConfigError: One that is computed for rows of the batch has no axis of rows.
+    """
+    found = {
         name: loss(seen) for name, loss in nets.extra.items() if loss.couples_rows == couples_rows
     }
+    rows = seen.tokens.shape[:1]
+    for name, loss in found.items():
+        if not couples_rows and loss.shape[:1] != rows:
+            raise ConfigError(
+                f"The loss {name} has the shape {loss.shape}, and has to begin with the {rows[0]} "
+                "rows of the batch: leave that axis, or set couples_rows=True."
+            )
+    return found
 
 
 class Barlow(eqx.Module):
