@@ -78,7 +78,7 @@ def behaviour_gradient(
             "policy": policy_loss(log_prob, entropy, targets, config).mean(),
             "value": value_loss(critic(features), targets, config).mean(),
         }
-        total = sum(getattr(config, TERMS[name].scale) * each for name, each in losses.items())
+        total = sum(TERMS[name].scale(config) * each for name, each in losses.items())
         means = {name: each.mean() for name, each in entropies.items()}
         return jnp.asarray(total), stop(Behaviour(losses, means))
 
@@ -126,9 +126,11 @@ def replay_value_losses(
 
 
 TERMS: Mapping[str, Term] = {
-    "policy": Term(policy_loss, "policy_scale", "actor"),
-    "value": Term(value_loss, "value_scale", "critic"),
-    "replay_value": Term(replay_value_loss, "replay_value_scale", "encoder dynamics critic"),
+    "policy": Term(policy_loss, lambda loss: loss.policy_scale, "actor"),
+    "value": Term(value_loss, lambda loss: loss.value_scale, "critic"),
+    "replay_value": Term(
+        replay_value_loss, lambda loss: loss.replay_value_scale, "encoder dynamics critic"
+    ),
 }
 """The losses of actor and critic."""
 

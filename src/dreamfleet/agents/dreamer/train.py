@@ -232,7 +232,7 @@ def weights(
                 f"There is no weight for the loss {name!r}: name its class in loss.extra, or add "
                 f"it to the table of losses ({', '.join([*TERMS, *extra])})."
             )
-        scale = getattr(config.loss, TERMS[group].scale)
+        scale = TERMS[group].scale(config.loss)
         if group != "reconstruction" or not jnp.issubdtype(obs[key].dtype, jnp.floating):
             return scale
         bound: Any = config.loss.float_scale

@@ -46,8 +46,8 @@ class Term(NamedTuple):
     """One loss of the table."""
 
     loss: Callable[..., Any]
-    scale: str
-    """The field of `LossConfig` that weighs it."""
+    scale: Callable[[LossConfig], float]
+    """The setting that weighs it."""
     trains: str
     """The networks that it moves."""
 
@@ -136,13 +136,15 @@ def predicted_mask_loss(
 
 TERMS: Mapping[str, Term] = {
     "reconstruction": Term(
-        reconstruction_losses, "reconstruction_scale", "encoder dynamics decoder"
+        reconstruction_losses, lambda loss: loss.reconstruction_scale, "encoder dynamics decoder"
     ),
-    "reward": Term(reward_loss, "reward_scale", "encoder dynamics reward"),
-    "continue": Term(continue_loss, "continue_scale", "encoder dynamics cont"),
-    "mask": Term(predicted_mask_loss, "mask_scale", "encoder dynamics mask"),
-    "dynamics": Term(dynamics_loss, "dynamics_scale", "encoder dynamics"),
-    "representation": Term(representation_loss, "representation_scale", "encoder dynamics"),
+    "reward": Term(reward_loss, lambda loss: loss.reward_scale, "encoder dynamics reward"),
+    "continue": Term(continue_loss, lambda loss: loss.continue_scale, "encoder dynamics cont"),
+    "mask": Term(predicted_mask_loss, lambda loss: loss.mask_scale, "encoder dynamics mask"),
+    "dynamics": Term(dynamics_loss, lambda loss: loss.dynamics_scale, "encoder dynamics"),
+    "representation": Term(
+        representation_loss, lambda loss: loss.representation_scale, "encoder dynamics"
+    ),
 }
 """The losses of the world model, each of shape [B, T]; `train.weights` weighs them."""
 
