@@ -120,7 +120,7 @@ class _Page:
         self._sliders: list[ui.slider] = []
         self._lock = asyncio.Lock()
         self._drawn = 0.0
-        runs.attend(found.name)
+        runs.attend("live", found.name)
         ui.context.client.on_delete(self._leave)
         ui.add_body_html(_KEEP_STILL)
         with frame(runs, found, "dream"):
