@@ -73,11 +73,11 @@ def test_it_imagines_what_the_networks_say(run: Path) -> None:
         imagined = dream.step(action)
 
     agent: Any = Policy.load(run).agent
-    nets, steps = agent._state.nets, dream.observed
+    nets, steps = agent._nets, dream.observed
     words = np.random.SeedSequence(4).generate_state(2)
 
     def drawn(number: int) -> np.ndarray:
-        return draw(words, number, nets.actor.actions, (1, agent.config.model.stoch)).state
+        return draw(words, number, nets.actor.actions, (1, nets.dynamics.draws)).state
 
     @jax.jit
     def expected(nets: Any, draws: Any, carry: State, obs: Any, previous: Any) -> Any:
@@ -88,25 +88,25 @@ def test_it_imagines_what_the_networks_say(run: Path) -> None:
             obs["is_first"],
             jnp.stack(draws[:3], 1),
         )
-        latent = nets.dynamics.enter(State(*(part[:, -1] for part in observed.state)))
+        state = State(*(part[:, -1] for part in observed.states))
         for uniform, action in zip(draws[3:], (2, 0), strict=True):
             vector = embed_actions(nets.actor.actions, {"action": jnp.array([action])}, jnp.float32)
-            latent = nets.dynamics.imagine_step(latent, vector, uniform)
-        state = latent.state
-        image = nets.decoder(State(*(part[:, None] for part in state)))["image"][0, 0]
-        numbers = dist.twohot_mean(nets.critic(state))[0], dist.twohot_mean(nets.reward(state))[0]
-        cont = jax.nn.sigmoid(nets.cont(state)[0, 0])
-        return state, image, numbers, cont, jnp.argmax(nets.actor(state)["action"][0])
+            state = nets.dynamics.step(state, vector, uniform)
+        seen = nets.dynamics.features(state)
+        image = nets.decoder(tuple(part[:, None] for part in seen))["image"][0, 0]
+        numbers = dist.twohot_mean(nets.critic(seen))[0], dist.twohot_mean(nets.reward(seen))[0]
+        cont = jax.nn.sigmoid(nets.cont(seen)[0, 0])
+        return state, image, numbers, cont, jnp.argmax(nets.actor(seen)["action"][0])
 
     state, image, numbers, cont, best = expected(
         nets,
         [drawn(number) for number in ((1 << 32), (1 << 32) + 1, (1 << 32) + 2, 1, 2)],
-        agent.init_train(1),
+        nets.dynamics.initial(1),
         {"image": steps["image"][None], "is_first": steps["is_first"][None]},
         {"action": np.array([[0, *steps["action"][:2]]], np.int32)},
     )
     np.testing.assert_allclose(imagined.obs["image"], np.round(image * 255), atol=1)
-    np.testing.assert_allclose(imagined.latent.state.deter, state.deter, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(imagined.latent.deter, state.deter, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose((imagined.value, imagined.reward), numbers, rtol=1e-3, atol=1e-5)
     alive = float(cont) / (1 - 1 / agent.config.loss.horizon)
     assert imagined.continuation == pytest.approx(min(alive, 1.0), rel=1e-4)
@@ -132,7 +132,7 @@ def test_the_same_actions_give_the_same_dream_and_others_another(dream: Dream) -
     assert same(dream.step(0), first[0])
     dream.reset()
     dream.seed = 99
-    assert not np.array_equal(dream.step(0).latent.state.stoch, first[0].latent.state.stoch)
+    assert not np.array_equal(dream.step(0).latent.stoch, first[0].latent.stoch)
 
 
 def test_moments_are_kept_up_to_a_number(dream: Dream) -> None:
@@ -183,8 +183,8 @@ def test_vectors_tokens_and_several_actions() -> None:
     assert imagined.obs["token"].dtype == np.int32
     assert 0 <= imagined.obs["token"] < 4
     nets = agent._state.nets
-    state = State(*(part[:, None] for part in imagined.latent.state))
-    expected = jax.jit(lambda nets, s: dist.symexp(nets.decoder(s)["vector"])[0, 0])(nets, state)
+    seen = tuple(part[:, None] for part in nets.dynamics.features(imagined.latent))
+    expected = jax.jit(lambda nets, s: dist.symexp(nets.decoder(s)["vector"])[0, 0])(nets, seen)
     np.testing.assert_allclose(imagined.obs["vector"], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match="NaN"):
         dream.step({**chosen, "move": [np.nan, 0.0]})
@@ -330,7 +330,7 @@ def test_reality_admits_that_it_cannot_get_there(
     with pytest.raises(RealityError, match="no longer holds"):
         real.follow(replace(episode, complete=False), 6)
     with monkeypatch.context() as patch:
-        patch.setattr("dreamfleet.dream.reality._MOST_HISTORY", 14)
+        patch.setattr("dreamfleet.dream.reality._MAX_HISTORY", 14)
         with pytest.raises(RealityError, match="15 steps would have to be repeated"):
             real.follow(episode, 6)
     # A fresh episode always works, and a dream starts from it.
