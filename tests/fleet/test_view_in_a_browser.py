@@ -240,6 +240,7 @@ def the_table_filters_and_draws_any_metric(page: Any) -> None:
         if box.get_attribute("aria-checked") != "true":
             box.click()
     page.get_by_text("Choose metrics").click()
+    page.get_by_label("search").fill("train/loss/value")
     page.locator(".metrics tr:has-text('train/loss/value') .q-checkbox").click()
     joined = """([count]) => [...document.querySelectorAll('.chart.tall')].filter(element => {
         const chart = getElement(Number(element.id.slice(1))).chart;

@@ -297,17 +297,8 @@ class Dream:
         return other
 
     def _moment(self, number: int, latent: Any, guess: Guess, action: Arrays | None) -> Imagined:
-        return Imagined(
-            number=number,
-            obs=guess.obs,
-            reward=guess.reward,
-            continuation=guess.continuation,
-            value=guess.value,
-            action=action,
-            allowed=guess.allowed,
-            latent=latent,
-            guess=guess,
-        )
+        found = (guess.obs, guess.reward, guess.continuation, guess.value)
+        return Imagined(number, *found, action, guess.allowed, latent, guess)
 
     def checked_action(self, action: Mapping[str, Any] | Any) -> Arrays:
         """A valid action for the world model; continuous ones are clipped."""

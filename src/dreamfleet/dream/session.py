@@ -5,8 +5,9 @@ A page gets dicts of numbers, text and PNG bytes, so that its server does not co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays
 from dreamfleet.dream.dream import Dream, Imagined
-from dreamfleet.dream.reality import Reality, RealityError, image_of
+from dreamfleet.dream.reality import Reality, image_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.masks import ACTION_MASK
 from dreamfleet.metrics.frames import encode_png
@@ -31,7 +32,7 @@ _MAX_EPISODES = 200
 _MIN_CONTINUATION = 0.5
 """The predicted probability below which an episode is over."""
 
-Who = Literal["you", "policy", "mode", "recorded"]
+Who = Literal["you", "policy", "recorded"]
 Plain = dict[str, Any]
 
 
@@ -91,13 +92,8 @@ class Session:
                 for name, space in dream.act_space.items()
             ],
             "episodes": [
-                {
-                    "stream": str(each.stream),
-                    "length": each.length,
-                    "score": each.score,
-                    "ends": each.ends,
-                    "begins": each.begins,
-                }
+                {"stream": str(each.stream)}
+                | {name: getattr(each, name) for name in ("length", "score", "begins", "ends")}
                 for each in self._episodes
             ],
         }
@@ -126,11 +122,8 @@ class Session:
             observe - 1, end, {*dream.obs_space, *dream.act_space, "reward"}
         )
         if self._real is not None:
-            try:
-                self._real.follow(chosen, observe)
-                self._follows, self._note = True, ""
-            except DreamfleetError as error:
-                self._note = str(error)
+            self._follows, self._note = True, ""
+            self._try(partial(self._real.follow, chosen, observe))
         return self.show()
 
     def step(self, who: Who, action: Mapping[str, Any] | None = None) -> Plain:
@@ -150,7 +143,7 @@ class Session:
         elif who == "you":
             chosen = dream.checked_action(_arrays(dream, action or {}))
         else:
-            chosen = dream.act(greedy=who == "mode")
+            chosen = dream.act()
         following = dream.following
         if following and _equal(following.action, chosen):
             dream.go(number + 1)
@@ -159,10 +152,7 @@ class Session:
                 self._branch_off()
             self.dream.step(chosen)
         if self._real is not None and self._follows:
-            try:
-                self._real.step(chosen)
-            except RealityError as error:
-                self._follows, self._note = False, str(error)
+            self._try(partial(self._real.step, chosen))
         return self.show()
 
     def predict(self) -> Plain:
@@ -182,11 +172,15 @@ class Session:
         line = self.dream.line
         self.dream.go(min(number, line[-1].number))
         if self._real is not None and self._follows:
-            try:
-                self._real.repeat(self._actions())
-            except RealityError as error:
-                self._follows, self._note = False, str(error)
+            self._try(partial(self._real.repeat, self._actions()))
         return self.show()
+
+    def _try(self, act: Callable[[], object]) -> None:
+        """Let the environment act; it no longer follows if it fails."""
+        try:
+            act()
+        except DreamfleetError as error:
+            self._follows, self._note = False, str(error)
 
     def reset(self) -> Plain:
         """Back to the start, without branches."""
@@ -204,7 +198,6 @@ class Session:
         dream, now = self.dream, self.dream.now
         truth = self._truth(now.number)
         drawn = self._real.draw(now.obs) if self._real else image_of(now.obs)
-        chosen = now.action or {}
         return {
             "number": now.number,
             "length": dream.line[-1].number,
@@ -215,8 +208,6 @@ class Session:
             "over": _is_over(now),
             "value": now.value,
             "frame": encode_png(drawn) if drawn is not None else b"",
-            "action": {key: np.ravel(value).tolist() for key, value in chosen.items()},
-            "policy": {key: np.ravel(value).tolist() for key, value in dream.act().items()},
             "allowed": [] if now.allowed is None else np.ravel(now.allowed).tolist(),
             "recorded": self._recorded_left(now.number),
             "numbers": _names(now.obs),

@@ -290,6 +290,18 @@ def line(
     }
 
 
+def add_diamonds(chart: dict[str, Any], run: Run, options: CurveOptions) -> float | None:
+    """Add the evaluations of a run to a chart of its scores; returns the newest mean."""
+    found = _at_axis(run, EVALUATION, options.axis)
+    if found is None:
+        return None
+    series = dots("evaluation", found[:, 0], found[:, 1], log=options.log)
+    series |= {"symbol": "diamond", "symbolSize": 11, "z": 5, "silent": False}
+    series |= {"itemStyle": {"color": COLORS[1]}, "tooltip": {"trigger": "item"}}
+    chart["series"].append(series)
+    return float(found[-1, 1])
+
+
 def dots(name: str, x: Floats, y: Floats, *, log: bool = False) -> dict[str, Any]:
     """Points behind the curves, without a tooltip."""
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any, get_args
 from urllib.parse import urlencode
 
@@ -104,8 +105,11 @@ class CurvesPage:
                 self._add_options(options)
                 self._places = ui.element("div").classes("grid")
                 self._hint = ui.label().classes("muted")
-            with card("Metrics", "choose what is drawn") if run else _closed("Choose metrics"):
+            self._chooser = None if run else _closed("Choose metrics")
+            with self._chooser or card("Metrics", "choose what is drawn"):
                 self._add_metrics()
+            if self._chooser is not None:
+                self._chooser.on_value_change(self.refresh)
         self._choose(query.getlist("run"))
         keep_fresh(self.refresh, _REFRESH_SECONDS)
 
@@ -179,19 +183,19 @@ class CurvesPage:
         """Show what has changed."""
         self._runs.attend("table", "")
         chosen = self._chosen
-        level = "scores" if set(self._metrics) <= {SCORE, EVALUATION} else "metrics"
-        self._runs.attend(level, *(run.name for run in chosen))  # type: ignore[arg-type]
+        lists = self._chooser is None or bool(self._chooser.value)
+        needs_metrics = lists or not set(self._metrics) <= {SCORE, EVALUATION}
+        self._runs.attend("metrics" if needs_metrics else "scores", *(run.name for run in chosen))
         if self._run is not None:
             self._runs.attend("live", self._run.name)
-        elif chosen:  # its names can be chosen
-            self._runs.attend("metrics", chosen[0].name)
         if self._version != self._runs.version:
             self._version = self._runs.version
             rows = [run.row.to_dict() for run in self._runs.all()]
             self._table.rows = rows
             running = sum(run.row.running for run in self._runs.all())
             self._count.text = f"{len(rows)} runs" + (f", {running} running" if running else "")
-        self._list_metrics(chosen)
+        if lists:
+            self._list_metrics(chosen)
         self.draw()
 
     def _list_metrics(self, chosen: list[Run]) -> None:
@@ -267,17 +271,20 @@ def _closed(title: str) -> ui.expansion:
     return ui.expansion(title).classes("card closed")
 
 
+_explain = lru_cache(4096)(explain)
+
+
 def meaning(metric: str) -> str:
     """What a metric means; empty if it is not one of ours."""
     if metric == EVALUATION:
         return "mean return of each evaluation"
-    entry = explain(metric)
+    entry = _explain(metric)
     return entry.sentence.replace("`", "") if entry else ""
 
 
 def _metric_row(name: str, run: Run) -> dict[str, Any]:
     """A row of the table of metrics, with the newest value of a run."""
-    entry = explain(name)
+    entry = _explain(name)
     value: float | str | None = run.metrics.texts.get(name)
     if value is None:
         value = run.row.score if name == SCORE else run.newest(name)

@@ -14,9 +14,8 @@ from dreamfleet.formatting import clock, readable
 from dreamfleet.view.actions import add_actions
 from dreamfleet.view.charts import (
     AXES,
-    COLORS,
     CurveOptions,
-    dots,
+    add_diamonds,
     metrics_chart,
     missing_hours,
     panel_chart,
@@ -144,20 +143,7 @@ class OverviewPage(RunPage):
             self._no_score.text = missing_hours([run], options) or "No episode has ended yet."
             return
         chart = panel_chart(found[0], SCORE, options)
-        if evaluated := panels([run], EVALUATION, options):
-            scores = evaluated[0].groups[0].runs[0].scores
-            self._evaluation = float(scores.score[-1])
-            chart["series"].append(
-                {
-                    **dots("evaluation", scores.at, scores.score, log=options.log),
-                    "symbol": "diamond",
-                    "symbolSize": 11,
-                    "itemStyle": {"color": COLORS[1], "opacity": 1},
-                    "z": 5,
-                    "silent": False,
-                    "tooltip": {"trigger": "item"},
-                }
-            )
+        self._evaluation = add_diamonds(chart, run, options)
         draw(self._charts, "score", chart, self._place, "chart tall score")
 
     def _draw_metrics(self) -> None:
