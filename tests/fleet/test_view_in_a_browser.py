@@ -293,6 +293,7 @@ def a_live_run_grows_and_a_killed_process_is_seen(page: Any, folder: Path) -> No
     page.wait_for_selector("[role=alert]:has-text('env-')")
     page.wait_for_selector("text=1 failure")
     page.wait_for_selector(f"{row} .dot.restarting", state="detached")
+    page.locator(f"{row} .dot.running").nth(1).wait_for()  # both processes
     page.get_by_role("link", name="Curves").click()
     page.get_by_label("search").fill("replayed steps")
     page.wait_for_selector(".metrics :text('learner/replay_ratio')")

@@ -122,7 +122,7 @@ def process_rows(status: RunStatus, recently_failed: Collection[str]) -> list[di
                 "name": each.name,
                 "role": "machine",
                 "state": each.state,
-                "host": f"{each.envs + each.eval_envs} environments",
+                "host": f"{each.envs + each.eval_envs} envs, {each.steps_per_second:.0f} steps/s",
                 "running": clock(each.silence if each.state == "away" else each.seconds),
                 "restarts": each.failures,
                 "error": each.error,
