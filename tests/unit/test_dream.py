@@ -72,11 +72,11 @@ def test_it_imagines_what_the_networks_say(run: Path) -> None:
         imagined = dream.step(action)
 
     agent: Any = Policy.load(run).agent
-    nets, steps = agent._state.nets, dream.observed
+    nets, steps = agent._nets, dream.observed
     words = np.random.SeedSequence(4).generate_state(2)
 
     def drawn(number: int) -> np.ndarray:
-        return draw(words, number, nets.actor.actions, (1, agent.config.model.stoch)).state
+        return draw(words, number, nets.actor.actions, (1, nets.dynamics.draws)).state
 
     @jax.jit
     def expected(nets: Any, draws: Any, obs: Any, previous: Any) -> Any:
@@ -329,7 +329,7 @@ def test_reality_admits_that_it_cannot_get_there(
     with pytest.raises(RealityError, match="no longer holds"):
         real.follow(replace(episode, complete=False), 6)
     with monkeypatch.context() as patch:
-        patch.setattr("dreamfleet.dream.reality._MOST_HISTORY", 14)
+        patch.setattr("dreamfleet.dream.reality._MAX_HISTORY", 14)
         with pytest.raises(RealityError, match="15 steps would have to be repeated"):
             real.follow(episode, 6)
     # A fresh episode always works, and a dream starts from it.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from dream_parts import small_run
 from PIL import Image
 
 from dreamfleet import Dream, DreamfleetError
-from dreamfleet.dream.host import DreamHost, _Host
-from dreamfleet.dream.session import MOST_BRANCHES, Session
+from dreamfleet.dream.host import DreamHost, DreamWorker
+from dreamfleet.dream.session import MAX_BRANCHES, Session
 
 DEADLINE = 120
 
@@ -93,10 +91,10 @@ def test_another_action_after_going_back_branches_off(session: Session) -> None:
     assert (there["number"], there["branch"]) == (4, 0)
     assert there["truth"]["frame"] == first[3]["truth"]["frame"]
     assert session.reset()["branches"] == 1
-    for number in range(MOST_BRANCHES + 3):
+    for number in range(MAX_BRANCHES + 3):
         session.go(0)
         scene = act(session, number % 3)
-    assert scene["branches"] == MOST_BRANCHES
+    assert scene["branches"] == MAX_BRANCHES
 
 
 def test_without_an_environment_the_recording_is_the_truth(loaded: Dream) -> None:
@@ -108,7 +106,7 @@ def test_without_an_environment_the_recording_is_the_truth(loaded: Dream) -> Non
     about = session.describe()
     assert not about["real"]
     assert "not part of Dreamfleet" in about["note"]
-    with pytest.raises(DreamfleetError, match="no environment to begin a fresh episode"):
+    with pytest.raises(DreamfleetError, match="no environment for a fresh episode"):
         session.start(None, 1, 0)
     session.start(1, 13, 0)
     stored = dream.episodes()[1].read()
@@ -131,9 +129,7 @@ def test_nothing_is_compared_once_the_real_episode_has_ended(session: Session) -
     scenes = [act(session, 1) for _ in range(4)]
     ends = [each["truth"] and each["truth"]["last"] for each in scenes]
     assert ends == [False, True, None, None]
-    assert (
-        scenes[2]["note"] == "The real episode ended at step 2: there is nothing to compare with."
-    )
+    assert scenes[2]["note"] == "The real episode ended at step 2."
     curves = scenes[-1]["curves"]
     for name in ("difference", "true_reward"):
         assert np.isfinite(curves[name]).tolist() == [True, True, True, False, False]
@@ -177,13 +173,29 @@ def test_an_environment_of_ones_own_is_made_with_trust(
     assert "defined in the program that trained" in Session(dream, trust=True).describe()["note"]
 
 
-def test_several_viewers_have_dreams_of_their_own(run: Path) -> None:
-    """Up to a number; the process ends with the last of them, and a crash ends no viewer."""
-    host = DreamHost(most=2)
+def test_an_episode_is_predicted_from_its_recorded_actions(session: Session) -> None:
+    stored = loaded_episode(session).read()
+    session.start(1, 6, 0)
+    scene = session.predict()
+    assert (scene["number"], scene["recorded"]) == (len(stored["image"]) - 6, 0)
+    assert np.isfinite(scene["curves"]["difference"]).all()
+    assert scene["curves"]["true_reward"].tolist() == stored["reward"][5:].tolist()
+    one_by_one = session.start(1, 6, 0)
+    while one_by_one["recorded"]:
+        one_by_one = session.step("recorded")
+    assert one_by_one["frame"] == scene["frame"]
+    assert session.predict()["frame"] == scene["frame"]  # nothing is left
+
+
+def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
+    """A crash of the worker ends no viewer's page."""
+    host = DreamHost(max_viewers=2)
     try:
         for name in "ab":
             assert host.open(name, run)["task"] == "bundled:catch"
-        with pytest.raises(DreamfleetError, match="2 dreams are being played"):
+        assert host.process is not None
+        pid = host.process.pid
+        with pytest.raises(DreamfleetError, match="2 dreams are open"):
             host.open("c", run)
         for name in "ab":
             host.call(name, "start", 1, 6, 0)
@@ -194,32 +206,27 @@ def test_several_viewers_have_dreams_of_their_own(run: Path) -> None:
         with pytest.raises(DreamfleetError, match="outside of its space"):
             host.call("b", "step", "you", {"action": [7]})
         with pytest.raises(DreamfleetError, match="The dream is closed"):
-            host.call("b", "close")  # none of what a page may ask for
+            host.call("b", "close")  # not a method for pages
+        assert host.open("b", run)["step"] == 70  # replaces its own dream
         host.close("a")
         assert host.open("c", run)["step"] == 70
-        process = psutil.Process(host.pid)
-        os.kill(process.pid, 9)
-        process.wait(DEADLINE)
+        assert host.process.pid == pid
+        os.kill(pid, 9)
+        host.process.wait(DEADLINE)
         with pytest.raises(DreamfleetError, match="open the dream again"):
             host.call("b", "show")
-        host.open("d", run)
-        pid = host.pid
-        assert pid is not None
-        host.close("d")
-        assert not psutil.pid_exists(pid)
+        assert host.open("b", run)["step"] == 70
     finally:
         host.stop()
+    assert host.process is None
 
 
-def test_a_dream_that_is_idle_is_closed_by_itself_and_the_process_with_it(run: Path) -> None:
-    host = DreamHost(idle=0.1)
+def test_the_worker_exits_after_the_last_idle_dream(run: Path) -> None:
+    host = DreamHost(idle_seconds=0.1)
     try:
         host.open("a", run)
-        for thread in threading.enumerate():
-            if thread.name == "idle-dreams":
-                thread.join(DEADLINE)
-        assert host.pid is None
-        assert not host.holds("a")
+        assert host.process is not None
+        assert host.process.wait(DEADLINE) == 0
         with pytest.raises(DreamfleetError, match="The dream is closed, because it was idle"):
             host.call("a", "show")
         assert host.open("a", run)["step"] == 70
@@ -230,5 +237,7 @@ def test_a_dream_that_is_idle_is_closed_by_itself_and_the_process_with_it(run: P
 def test_a_checkpoint_that_is_a_link_is_not_followed(run: Path) -> None:
     linked = run.parent / "linked"
     linked.symlink_to(run)
-    with pytest.raises(DreamfleetError, match="link, which is not followed"):
-        _Host().open("a", str(linked / "ckpt"), False)
+    worker = DreamWorker(max_viewers=1, idle_seconds=60.0)
+    for _ in range(2):  # a failure takes no viewer's place
+        with pytest.raises(DreamfleetError, match="links are not followed"):
+            worker.open("a", str(linked / "ckpt"), False)

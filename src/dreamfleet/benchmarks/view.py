@@ -91,8 +91,8 @@ def _opening(folder: Path, browser: Any, count: int, rows: int) -> Iterator[Row]
         site = address.partition("/?")[0]
         page.goto(address)
         start = time.monotonic()
-        page.goto(f"{site}/metrics?run=run-{count - 1}")
-        page.wait_for_selector(".tile svg")
+        page.goto(f"{site}/curves?run=run-{count - 1}")
+        page.wait_for_selector(".metrics td.col-meaning")
         yield Row("all metrics of a run", time.monotonic() - start, "s", note=f"{rows:,} rows")
         page.close()
 

@@ -1,13 +1,12 @@
-"""A trained world model as something to play with.
+"""A trained world model that can be played.
 
     dream = Dream.load("runs/catch")
     dream.start()
     imagined = dream.step(dream.act())
 
-A dream starts from stored steps, which the world model observes. From then on it observes nothing:
-it imagines what the actions lead to. Everything that it has imagined is kept, so one can go back
-and try something else. Random numbers depend on the seed and on the number of the step alone: after
-the same actions follows the same dream, and another action is the only difference that it makes.
+A dream starts from stored steps, which the world model observes. From then on it imagines what the
+actions lead to. All moments are kept, so it can go back. Random numbers depend only on the seed and
+the number of the step: the same actions lead to the same dream.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ from dreamfleet.policy import Blueprint, Policy, run_of
 from dreamfleet.replay.reading import StoredEpisode, stored_episodes
 from dreamfleet.spaces import Space
 
-_MOST_OBSERVED = 64
+_MAX_OBSERVED = 64
 _CONTEXT = 1 << 32
-"""Numbers of steps that are observed begin here, so that they share no random numbers with those
-that are imagined."""
+"""Numbers of observed steps start here, so that they share no random numbers with imagined ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +39,19 @@ class Imagined:
     """A moment of a dream."""
 
     number: int
-    """Actions since the dream began; 0 is the moment that was observed last."""
+    """Actions since the dream began; 0 is the last observed moment."""
     obs: Arrays
-    """What the world model decodes: images as uint8, numbers as the environment has them."""
+    """Decoded: images as uint8, numbers in the units of the environment."""
     reward: float
     """Predicted for arriving here."""
     continuation: float
-    """The predicted probability that the episode goes on."""
+    """The predicted probability that the episode continues."""
     value: float
-    """The return that the critic expects from here on."""
+    """The return that the critic predicts."""
     action: Arrays | None
-    """What led here; None at the start."""
+    """The last action; None at the start."""
     allowed: NDArray[np.bool_] | None = None
-    """Which choices of the action the world model believes are allowed; None without a mask."""
+    """The predicted action mask; None for a task without one."""
     latent: Any = field(default=None, repr=False)
     """The state of the world model."""
     guess: Guess | None = field(default=None, repr=False)
@@ -62,18 +60,17 @@ class Imagined:
 class Dream:
     """Imagines what actions lead to, one step at a time.
 
-    It keeps the last `keep` moments. Nothing is locked: a dream belongs to one thread at a time.
-    Branches share the networks.
+    It keeps the last `keep` moments. Use it from one thread at a time. Branches share the networks.
 
     Args:
         model: A trained world model.
-        obs_space: What the agent observes.
-        act_space: What it chooses.
-        step: Environment steps that it was trained for.
-        blueprint: What the checkpoint says about the run.
+        obs_space: Observations of the agent.
+        act_space: Its actions.
+        step: Environment steps of its training.
+        blueprint: The run, as its checkpoint describes it.
         replay: Directories of the run's replay.
-        seed: Of all random numbers.
-        keep: Moments to go back to.
+        seed: The seed of all random numbers.
+        keep: Moments to keep.
     """
 
     def __init__(
@@ -97,13 +94,13 @@ class Dream:
         self.blueprint = blueprint
         self.seed = seed
         self.replay = tuple(replay)
-        """Where the sequences to start from are."""
+        """Directories with sequences to start from."""
         self._keep = keep
         self._line: list[Imagined] = []
         self._at = 0
         self._start: Imagined | None = None
         self.observed: Arrays = {}
-        """The steps that the dream started from, an array for each key."""
+        """The steps that the dream started from, an array per key."""
 
     @classmethod
     def load(
@@ -117,16 +114,15 @@ class Dream:
     ) -> Dream:
         """The world model of a run, or of one of its checkpoints.
 
-        The checkpoint is all that is needed. The run's replay, if it is there, has the sequences to
-        start from; it is only read, and the run may go on.
+        The checkpoint is enough. The run's replay, if there is one, has sequences to start from; it
+        is only read, so the run may be running.
 
         Args:
             path: A run's directory, a directory of checkpoints, or one checkpoint.
-            which: Of several checkpoints the newest complete one, or the one with the best
-                evaluation score.
-            agent: As for `Policy.load`: code of your own is never imported because a file names it.
+            which: The newest complete checkpoint, or the one with the best evaluation score.
+            agent: As for `Policy.load`: a file cannot choose code to import.
             trust: As for `Policy.load`.
-            seed: Of all random numbers.
+            seed: The seed of all random numbers.
 
         Raises:
             ConfigError: There is no checkpoint, or its agent has no world model.
@@ -159,14 +155,14 @@ class Dream:
     def start(
         self, steps: StoredEpisode | Mapping[str, Any] | None = None, *, observe: int = 5
     ) -> Imagined:
-        """Observe stored steps; the dream begins behind the last of them.
+        """Observe stored steps; the dream begins after the last of them.
 
         Args:
             steps: An episode of the replay, or steps as arrays: observations, actions, and
                 `is_first` if the first one begins no episode. None takes the newest episode that is
                 long enough.
             observe: How many steps of an episode are observed, from its beginning. Only the last 64
-                of them are really read: further back counts the state that is stored with them.
+                are read: earlier ones are replaced by the stored latent state.
 
         Raises:
             ConfigError: There is no such episode, or the steps do not fit.
@@ -178,7 +174,7 @@ class Dream:
                 raise ConfigError(
                     f"observe={observe} is not valid: the episode has {steps.length} steps."
                 )
-            steps = steps.read(max(0, observe - _MOST_OBSERVED), observe)
+            steps = steps.read(max(0, observe - _MAX_OBSERVED), observe)
         arrays = self._checked(steps)
         latent, guess = None, None
         count = len(next(iter(arrays.values())))
@@ -204,7 +200,7 @@ class Dream:
                 "There is no replay to start from: pass steps, such as the observations of an "
                 "environment, or load a run whose directory holds its replay."
             )
-        # What is being played, or was cut off in front, only if there is nothing else.
+        # Incomplete episodes only if there is no other.
         fit = [each for each in episodes if each.length >= observe and each.begins]
         found = next((each for each in fit if each.ends), None) or next(iter(fit), None)
         if found is None:
@@ -219,13 +215,12 @@ class Dream:
             if key not in steps and key in self.obs_space:
                 raise ConfigError(f"The steps have no {key!r}: a start needs {', '.join(spaces)}.")
             count = count or len(np.asarray(steps[key]))
-            # Of a single step no action is known, and none is needed.
+            # A single step has no action, and needs none.
             given = steps.get(key, np.zeros((count, *space.shape), space.dtype))
             value = np.asarray(given).astype(space.dtype, copy=False)
             if value.shape != (count, *space.shape) or not count:
                 raise ConfigError(
-                    f"{key!r} has shape {value.shape}: the model was trained with {space.shape}, "
-                    "before which there is an axis for the steps."
+                    f"{key!r} has shape {value.shape}: it must be (steps, *{space.shape})."
                 )
             arrays[key] = value
         others = {key: np.asarray(value) for key, value in steps.items() if key not in spaces}
@@ -235,30 +230,30 @@ class Dream:
 
     @property
     def now(self) -> Imagined:
-        """The moment that the dream is at."""
+        """The current moment."""
         if not self._line:
             raise ConfigError("The dream has not started: call start() first.")
         return self._line[self._at]
 
     @property
     def line(self) -> list[Imagined]:
-        """All moments that are kept, also those behind `now`."""
+        """All kept moments, also those after `now`."""
         return list(self._line)
 
     @property
     def following(self) -> Imagined | None:
-        """The moment behind `now`, if the dream has gone back."""
+        """The moment after `now`, if the dream has gone back."""
         return next(iter(self._line[self._at + 1 : self._at + 2]), None)
 
     def act(self, *, greedy: bool = False) -> Arrays:
-        """What the policy chooses here; a sample, or the likeliest action."""
+        """The action of the policy: a sample, or the mode."""
         guess = self.now.guess
         assert guess is not None
         chosen = guess.mode if greedy else guess.sample
         return {key: self._bounded(key, chosen[key]) for key in self.act_space}
 
     def step(self, action: Mapping[str, Any] | Any) -> Imagined:
-        """Imagine one step. After going back, what lay behind is replaced.
+        """Imagine one step. After going back, later moments are replaced.
 
         Args:
             action: A value for each key of `act_space`; the value alone if there is one key.
@@ -274,18 +269,18 @@ class Dream:
         return self.now
 
     def reset(self) -> Imagined:
-        """Go back to the start, and forget what was imagined."""
+        """Go back to the start, and forget the rest."""
         if self._start is None:
             raise ConfigError("The dream has not started: call start() first.")
         self._line, self._at = [self._start], 0
         return self.now
 
     def rewind(self, steps: int = 1) -> Imagined:
-        """Go back; not further than to the oldest moment that is kept."""
+        """Go back, to the oldest kept moment at most."""
         return self.go(max(self.now.number - steps, self._line[0].number))
 
     def go(self, number: int) -> Imagined:
-        """Go to a moment that is kept, back or forth."""
+        """Go to a kept moment, back or forward."""
         first = self.now.number - self._at
         if not 0 <= number - first < len(self._line):
             raise ConfigError(
@@ -295,27 +290,18 @@ class Dream:
         return self.now
 
     def branch(self) -> Dream:
-        """Another dream that is at the same moment with the same past."""
+        """Another dream at the same moment with the same past."""
         other = copy.copy(self)
         other._line = self._line[: self._at + 1]
         other._at = max(len(other._line) - 1, 0)
         return other
 
     def _moment(self, number: int, latent: Any, guess: Guess, action: Arrays | None) -> Imagined:
-        return Imagined(
-            number=number,
-            obs=guess.obs,
-            reward=guess.reward,
-            continuation=guess.continuation,
-            value=guess.value,
-            action=action,
-            allowed=guess.allowed,
-            latent=latent,
-            guess=guess,
-        )
+        found = (guess.obs, guess.reward, guess.continuation, guess.value)
+        return Imagined(number, *found, action, guess.allowed, latent, guess)
 
     def checked_action(self, action: Mapping[str, Any] | Any) -> Arrays:
-        """An action as the world model takes it: continuous ones are clipped."""
+        """A valid action for the world model; continuous ones are clipped."""
         if not isinstance(action, Mapping):
             if len(self.act_space) > 1:
                 raise ConfigError(f"An action is a dict with the keys {', '.join(self.act_space)}.")

@@ -1,4 +1,4 @@
-"""The real environment beside a dream: the same start, then the same actions."""
+"""The real environment beside a dream: the same start and the same actions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dreamfleet.replay.reading import StoredEpisode
 from dreamfleet.spaces import FLAGS, RESET, is_image, without_logs
 
 _SEEDS_FROM = 1 << 21
-"""Seeds of fresh episodes begin here, so that they are none of training or evaluation."""
-_MOST_HISTORY = 10_000
-_MOST_SECONDS = 20.0
-_ROWS = 256
-_MOST_SEEN = 10_000
+"""Fresh episodes have seeds from here on, which training and evaluation do not use."""
+_MAX_HISTORY = 10_000
+_MAX_SECONDS = 20.0
+_BLOCK = 256
+_MAX_SEEN = 10_000
 
 
 class RealityError(DreamfleetError):
-    """The real environment cannot be where the dream is."""
+    """The real environment cannot follow the dream."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Real:
     """A moment of the real environment."""
 
     number: int
-    """Actions since the dream began, those after the end of the episode left out."""
+    """Actions since the dream began, without those after the end of the episode."""
     obs: Arrays
     reward: float
     last: bool
-    """The episode is over: every further action leads here again."""
+    """The episode is over, and further actions change nothing."""
     frame: NDArray[np.uint8] | None
-    """What it looks like, if that can be shown."""
+    """A picture, if there is one."""
 
 
 class Reality:
     """The environment that a checkpoint was trained on.
 
-    It begins a fresh episode, from which a dream can start, or it goes to the place in a stored
-    episode where a dream has started. It belongs to one thread at a time.
+    It starts a fresh episode, or goes to the step of a stored one where a dream has started. Use it
+    from one thread at a time.
 
     Args:
         blueprint: What the checkpoint says about the run.
@@ -58,7 +58,7 @@ class Reality:
         trust: Import the task that the checkpoint names.
 
     Raises:
-        ConfigError: The task is not part of this package, and nobody has named or trusted it.
+        ConfigError: The task is not part of this package, and is neither named nor trusted.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Reality:
         self._paints = True
         self._begin: Callable[[], Arrays] | None = None
         self._now: Real | None = None
-        self._way = hashlib.blake2b(digest_size=16)  # of all actions so far
-        self._seen: dict[bytes, bytes] = {}  # what was observed at the end of each
+        self._path = hashlib.blake2b(digest_size=16)  # of all actions so far
+        self._seen: dict[bytes, bytes] = {}  # hashes of observations by path
 
     def fresh(self, seed: int = 0) -> Real:
-        """Begin a new episode; its first observation is one to start a dream from (`steps`)."""
+        """Start a new episode; a dream can start from its first observation (`steps`)."""
 
         def begin() -> Arrays:
             env = self._make(env_seed(self._config.seed + seed, _SEEDS_FROM))
@@ -85,14 +85,13 @@ class Reality:
         return self._start(begin)
 
     def follow(self, episode: StoredEpisode, observe: int) -> Real:
-        """Go where a dream is that has observed so many steps of a stored episode.
+        """Go to the last of the observed steps of a stored episode.
 
-        Some environments can be put into the state that an observation shows (`restore`). All
-        others are given the seed that they had, and all actions since; that is only believed if
-        they then return every observation that is stored.
+        Some environments can be set to the state that an observation shows (`restore`). Others
+        repeat all actions from the same seed, and must return every stored observation.
 
         Raises:
-            RealityError: There is no way there.
+            RealityError: The environment cannot be brought there.
         """
         here = {key: value[0] for key, value in episode.read(observe - 1, observe).items()}
 
@@ -109,23 +108,23 @@ class Reality:
 
     @property
     def now(self) -> Real:
-        """The moment that it is at."""
+        """The current moment."""
         if self._now is None:
             raise RealityError("The environment has not started: call fresh() or follow() first.")
         return self._now
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """What the choices of a discrete action are called, if the environment says so."""
+        """Names of the choices of a discrete action, if the environment has them."""
         return tuple(self._env.action_names) if self._env else ()
 
     @property
     def steps(self) -> Arrays:
-        """The moment as steps that a dream can start from."""
+        """The current moment as steps to start a dream from."""
         return {key: value[None] for key, value in without_logs(self.now.obs).items()}
 
     def step(self, action: Mapping[str, Any]) -> Real:
-        """Take the action that the dream takes. After the end of the episode nothing happens.
+        """Take an action. After the end of the episode nothing happens.
 
         Raises:
             RealityError: The environment failed.
@@ -138,26 +137,25 @@ class Reality:
             return before
         taken = {key: np.asarray(value) for key, value in action.items()}
         obs = self._attempt(lambda: self._advance(taken))
-        self._way.update(b"".join(taken[key].tobytes() for key in sorted(taken)))
+        self._path.update(b"".join(taken[key].tobytes() for key in sorted(taken)))
         return self._arrive(before.number + 1, obs, draw=draw or bool(obs["is_last"]))
 
     def repeat(self, actions: Iterable[Mapping[str, Any]]) -> Real:
         """Go back to the start, and take these actions.
 
         Raises:
-            RealityError: The environment failed, or after actions that it took before it is
-                somewhere else than then.
+            RealityError: The environment failed, or does not repeat itself.
         """
-        way = list(actions)
+        taken = list(actions)
         if self._begin is not None:
             self._restart(self._attempt(self._begin))
-        for number, action in enumerate(way, 1):
-            self._take(action, draw=number == len(way))
+        for number, action in enumerate(taken, 1):
+            self._take(action, draw=number == len(taken))
         return self.now
 
     def draw(self, obs: Mapping[str, Any]) -> NDArray[np.uint8] | None:
-        """What an imagined observation looks like: its image, or else what the environment renders
-        in that state; None if it has neither."""
+        """A picture of an imagined observation: its image, or what the environment renders in that
+        state; None if it has neither."""
         if (image := image_of(obs)) is not None or not self._paints:
             return image
         try:
@@ -165,7 +163,7 @@ class Reality:
                 self._painter = make_visible_env(self._maker, **self._config.env_options)
                 self._painter.step(noop(self._painter.act_space))
             frame = self._painter.render() if self._painter.restore(obs) else None
-        except Exception:  # an environment's own code, on a state that it may never have had
+        except Exception:  # an environment's code, in a state it may never reach
             frame = None
         self._paints = frame is not None
         return frame
@@ -189,29 +187,29 @@ class Reality:
         return self._restart(obs)
 
     def _restart(self, obs: Arrays) -> Real:
-        self._way = hashlib.blake2b(digest_size=16)
+        self._path = hashlib.blake2b(digest_size=16)
         return self._arrive(0, obs)
 
     def _arrive(self, number: int, obs: Arrays, *, draw: bool = True) -> Real:
-        """The moment, which is the same as after the same actions before."""
+        """Arrive at a moment, which must be the same as after the same actions before."""
         parts = b"".join(np.ascontiguousarray(obs[key]).tobytes() for key in self._keys)
         seen = hashlib.blake2b(parts, digest_size=16).digest()
-        if self._seen.setdefault(self._way.digest(), seen) != seen:
+        if self._seen.setdefault(self._path.digest(), seen) != seen:
             raise RealityError(
-                "The environment does not repeat itself after the same seed and the same actions, "
-                "so that it cannot go back."
+                "The environment does not repeat itself after the same seed and actions, so it "
+                "cannot go back."
             )
-        while len(self._seen) > _MOST_SEEN:
+        while len(self._seen) > _MAX_SEEN:
             del self._seen[next(iter(self._seen))]
         try:
             frame = self._frame(obs) if draw else None
-        except Exception:  # no picture is no reason to stop
+        except Exception:  # continue without a picture
             frame = None
         self._now = Real(number, obs, float(obs["reward"]), bool(obs["is_last"]), frame)
         return self._now
 
     def _frame(self, obs: Arrays) -> NDArray[np.uint8] | None:
-        """What the dream shows, or else what the environment renders."""
+        """The observed image, or what the environment renders."""
         assert self._env is not None
         seen = image_of({key: obs[key] for key in self._keys})
         return self._env.render() if seen is None else seen
@@ -221,7 +219,7 @@ class Reality:
             return call()
         except (MissingExtraError, ConfigError, RealityError):
             raise
-        except Exception as error:  # whatever the environment's own code raises
+        except Exception as error:  # the environment's code
             raise RealityError(
                 f"The environment failed: {type(error).__name__}: {error}"
             ) from error
@@ -231,16 +229,16 @@ class Reality:
         return self._env.step({**action, RESET: np.array(False)})
 
     def _relive(self, episode: StoredEpisode, observe: int) -> Arrays:
-        """Repeat everything that an environment has done up to a step of an episode."""
+        """Repeat all actions of an environment up to a step of an episode."""
         if not episode.complete or not isinstance(episode.stream, int):
             raise _unreachable("the replay no longer holds all of its steps")
-        if episode.history > _MOST_HISTORY:
+        if episode.history > _MAX_HISTORY:
             raise _unreachable(f"{episode.history:,} steps would have to be repeated")
         env = self._make(env_seed(self._config.seed, episode.stream))
         started = time.monotonic()
         action, obs = noop(env.act_space), None
-        for start in range(-episode.history, observe, _ROWS):
-            rows = episode.read(start, min(start + _ROWS, observe))
+        for start in range(-episode.history, observe, _BLOCK):
+            rows = episode.read(start, min(start + _BLOCK, observe))
             for index in range(len(rows["is_first"])):
                 first = bool(rows["is_first"][index])
                 obs = env.step({**action, RESET: np.array(first)})
@@ -249,7 +247,7 @@ class Reality:
                 action = {
                     key: rows[key][index] if key in rows else value for key, value in action.items()
                 }
-            if time.monotonic() - started > _MOST_SECONDS:
+            if time.monotonic() - started > _MAX_SECONDS:
                 raise _unreachable(f"repeating {episode.history:,} steps takes too long")
         assert obs is not None
         return obs
@@ -264,7 +262,7 @@ class Reality:
 
 
 def image_of(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
-    """The images of an observation, side by side; of frames that are stacked the last one."""
+    """The images of an observation, side by side; the last one of stacked frames."""
     images = [obs[key] for key in sorted(obs) if is_image(obs[key].dtype, obs[key].shape)]
     return side_by_side(images) if images else None
 

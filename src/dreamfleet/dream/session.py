@@ -1,13 +1,13 @@
-"""What one person plays: a dream, its branches, and the truth beside it, as plain values.
+"""A dream that a viewer plays, its branches, and the truth beside it, as plain values.
 
-Everything that a page shows comes from here as dicts of numbers, text and PNG bytes, so that the
-server of the page neither computes nor knows the world model.
+A page gets dicts of numbers, text and PNG bytes, so that its server does not compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,54 +15,54 @@ from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays
 from dreamfleet.dream.dream import Dream, Imagined
-from dreamfleet.dream.reality import Reality, RealityError, image_of
+from dreamfleet.dream.reality import Reality, image_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.masks import ACTION_MASK
 from dreamfleet.metrics.frames import encode_png
 from dreamfleet.replay.reading import StoredEpisode
 
-MOST_STEPS = 2000
-"""Of a dream that somebody plays: it and its pictures stay small."""
-MOST_BRANCHES = 8
-MOST_NUMBERS = 16
-"""Of an observation that are drawn as curves."""
-MOST_POINTS = 200
-"""Moments that curves reach back."""
-_MOST_EPISODES = 200
-_GOES_ON = 0.5
+MAX_STEPS = 2000
+MAX_BRANCHES = 8
+MAX_NUMBERS = 24
+"""Numbers of an observation that are drawn."""
+MAX_POINTS = 200
+"""Moments in a curve."""
+MAX_PREDICTED = 48
+_MAX_EPISODES = 200
+_MIN_CONTINUATION = 0.5
 """The predicted probability below which an episode is over."""
 
-Who = Literal["you", "policy", "mode", "recorded"]
+Who = Literal["you", "policy", "recorded"]
 Plain = dict[str, Any]
 
 
 @dataclass
 class _Branch:
-    """A way that the dream went, and what was true meanwhile, by the number of the moment."""
+    """One line of a dream, and the truth by the number of the moment."""
 
     dream: Dream
     truth: dict[int, tuple[float, float, list[float]]] = field(default_factory=dict)
-    """Reward, how far the dream was off, and the numbers of the observation."""
+    """Reward, error of the dream, and the numbers of the observation."""
 
 
 class Session:
     """A dream that is played."""
 
     def __init__(self, dream: Dream, *, trust: bool = False) -> None:
-        self._loaded = dream  # which others find by a weak reference, as long as it is played
+        self._loaded = dream  # other viewers find it by a weak reference
         self._branches = [_Branch(dream.branch())]
         self._current = 0
         self._episodes: list[StoredEpisode] = []
         self._recorded: Arrays = {}
         self._real: Reality | None = None
         self._note = ""
-        """Why the real environment is not there."""
+        """Why there is no real environment."""
         self._follows = False
         try:
             if dream.blueprint is not None:
                 self._real = Reality(dream.blueprint, trust=trust)
         except DreamfleetError as error:
-            short = "Its environment is not part of Dreamfleet, and is not made without trust."
+            short = "Its environment is not part of Dreamfleet, and is not trusted."
             self._note = str(error) if trust else short
 
     @property
@@ -73,7 +73,7 @@ class Session:
     def describe(self) -> Plain:
         """What can be chosen: episodes to start from, and actions."""
         dream = self.dream
-        self._episodes = dream.episodes(_MOST_EPISODES)
+        self._episodes = dream.episodes(_MAX_EPISODES)
         return {
             "task": dream.blueprint.config.task if dream.blueprint else "",
             "step": dream.trained_steps,
@@ -92,20 +92,15 @@ class Session:
                 for name, space in dream.act_space.items()
             ],
             "episodes": [
-                {
-                    "stream": str(each.stream),
-                    "length": each.length,
-                    "score": each.score,
-                    "ends": each.ends,
-                    "begins": each.begins,
-                }
+                {"stream": str(each.stream)}
+                | {name: getattr(each, name) for name in ("length", "score", "begins", "ends")}
                 for each in self._episodes
             ],
         }
 
     def start(self, episode: int | None, observe: int, seed: int) -> Plain:
-        """Start from an episode of the replay, or from a fresh one of the real environment. An
-        episode is named by its place in what `describe` said; None is a fresh one."""
+        """Start from an episode, named by its place in `describe`; None is a fresh one of the real
+        environment."""
         dream = self.dream
         dream.seed = seed
         self._branches, self._current = [_Branch(dream)], 0
@@ -113,40 +108,34 @@ class Session:
         self._recorded = {}
         if episode is None:
             if self._real is None:
-                raise ConfigError(f"There is no environment to begin a fresh episode: {self._note}")
+                raise ConfigError(f"There is no environment for a fresh episode: {self._note}")
             self._real.fresh(seed)
             self._follows, self._note = True, ""
             dream.start(self._real.steps)
             return self.show()
         if not 0 <= episode < len(self._episodes):
-            raise ConfigError(f"There is no episode {episode}: look at the episodes again.")
+            raise ConfigError(f"There is no episode {episode}: choose another one.")
         chosen = self._episodes[episode]
         dream.start(chosen, observe=observe)
-        end = min(chosen.length, observe + MOST_STEPS)
+        end = min(chosen.length, observe + MAX_STEPS)
         self._recorded = chosen.read(
             observe - 1, end, {*dream.obs_space, *dream.act_space, "reward"}
         )
         if self._real is not None:
-            try:
-                self._real.follow(chosen, observe)
-                self._follows, self._note = True, ""
-            except DreamfleetError as error:
-                self._note = str(error)
+            self._follows, self._note = True, ""
+            self._try(partial(self._real.follow, chosen, observe))
         return self.show()
 
     def step(self, who: Who, action: Mapping[str, Any] | None = None) -> Plain:
-        """Imagine a step.
-
-        After going back, the same action goes forth again, and another one branches off: what was
-        imagined before is kept as a branch of its own.
-        """
+        """Imagine a step. After going back, the same action goes forward again, and another one
+        starts a new branch."""
         dream = self.dream
         number = dream.now.number
-        if number >= MOST_STEPS:
-            raise ConfigError(f"The dream is {MOST_STEPS:,} steps long: go back, or reset it.")
+        if number >= MAX_STEPS:
+            raise ConfigError(f"A dream has {MAX_STEPS:,} steps at most: go back, or reset it.")
         if _is_over(dream.now):
             raise ConfigError(
-                "The dream is over: the world model believes that the episode ends here. Go back, "
+                "The dream is over: the world model predicts that the episode ends here. Go back, "
                 "or start again."
             )
         if who == "recorded":
@@ -154,7 +143,7 @@ class Session:
         elif who == "you":
             chosen = dream.checked_action(_arrays(dream, action or {}))
         else:
-            chosen = dream.act(greedy=who == "mode")
+            chosen = dream.act()
         following = dream.following
         if following and _equal(following.action, chosen):
             dream.go(number + 1)
@@ -163,14 +152,19 @@ class Session:
                 self._branch_off()
             self.dream.step(chosen)
         if self._real is not None and self._follows:
-            try:
-                self._real.step(chosen)
-            except RealityError as error:
-                self._follows, self._note = False, str(error)
+            self._try(partial(self._real.step, chosen))
+        return self.show()
+
+    def predict(self) -> Plain:
+        """Imagine what the recorded actions lead to, at once."""
+        for _ in range(MAX_PREDICTED):
+            if not self._recorded_left(self.dream.now.number) or _is_over(self.dream.now):
+                break
+            self.step("recorded")
         return self.show()
 
     def go(self, number: int, branch: int | None = None) -> Plain:
-        """Go to a moment of this branch, or of another one."""
+        """Go to a moment of this or another branch."""
         if branch is not None:
             if not 0 <= branch < len(self._branches):
                 raise ConfigError(f"There is no branch {branch}.")
@@ -178,11 +172,15 @@ class Session:
         line = self.dream.line
         self.dream.go(min(number, line[-1].number))
         if self._real is not None and self._follows:
-            try:
-                self._real.repeat(self._actions())
-            except RealityError as error:
-                self._follows, self._note = False, str(error)
+            self._try(partial(self._real.repeat, self._actions()))
         return self.show()
+
+    def _try(self, act: Callable[[], object]) -> None:
+        """Let the environment act; it no longer follows if it fails."""
+        try:
+            act()
+        except DreamfleetError as error:
+            self._follows, self._note = False, str(error)
 
     def reset(self) -> Plain:
         """Back to the start, without branches."""
@@ -196,11 +194,10 @@ class Session:
             self._real.close()
 
     def show(self) -> Plain:
-        """The moment, and how the curves went on since the start."""
+        """The moment, and the curves up to it."""
         dream, now = self.dream, self.dream.now
         truth = self._truth(now.number)
         drawn = self._real.draw(now.obs) if self._real else image_of(now.obs)
-        chosen = now.action or {}
         return {
             "number": now.number,
             "length": dream.line[-1].number,
@@ -211,8 +208,6 @@ class Session:
             "over": _is_over(now),
             "value": now.value,
             "frame": encode_png(drawn) if drawn is not None else b"",
-            "action": {key: np.ravel(value).tolist() for key, value in chosen.items()},
-            "policy": {key: np.ravel(value).tolist() for key, value in dream.act().items()},
             "allowed": [] if now.allowed is None else np.ravel(now.allowed).tolist(),
             "recorded": self._recorded_left(now.number),
             "numbers": _names(now.obs),
@@ -223,10 +218,10 @@ class Session:
         }
 
     def _curves(self) -> Plain:
-        """The numbers of the last moments, those of the truth where it is known."""
+        """The numbers of the last moments, and the truth where it is known."""
         dream, truth = self.dream, self._branches[self._current].truth
         end = dream.now.number
-        line = [each for each in dream.line if end - MOST_POINTS < each.number <= end]
+        line = [each for each in dream.line if end - MAX_POINTS < each.number <= end]
         names = ("number", "reward", "continuation", "value")
         curves = {n: np.array([getattr(each, n) for each in line], np.float32) for n in names}
         curves["numbers"] = np.array([_values(each.obs) for each in line], np.float32)
@@ -240,8 +235,8 @@ class Session:
     # --- truth -----------------------------------------------------------------------------------
 
     def _truth(self, number: int) -> Plain | None:
-        """What really happens: in the environment until its episode ends, or else in the recording
-        while its own actions are taken."""
+        """What really happens: in the environment until its episode ends, or in the recording while
+        its actions are taken."""
         now = self.dream.now
         if self._real is not None and self._follows:
             real = self._real.now
@@ -268,11 +263,11 @@ class Session:
         }
 
     def _why_unknown(self) -> str:
-        """Why there is nothing to compare with."""
+        """Why the truth is unknown."""
         if self._real is not None and self._follows:
             end = self._real.now.number
-            return f"The real episode ended at step {end}: there is nothing to compare with."
-        return self._note or "The recording knows its own actions only."
+            return f"The real episode ended at step {end}."
+        return self._note or "The truth is unknown: these are not the recorded actions."
 
     def _recorded_count(self) -> int:
         return len(next(iter(self._recorded.values()))) if self._recorded else 0
@@ -283,7 +278,7 @@ class Session:
 
     def _recorded_action(self, number: int) -> Arrays:
         if not self._recorded_left(number):
-            raise ConfigError("The recording is over: choose actions yourself, or let the policy.")
+            raise ConfigError("The recording is over: choose actions, or let the policy act.")
         dream = self.dream
         return dream.checked_action({key: self._recorded[key][number] for key in dream.act_space})
 
@@ -300,18 +295,18 @@ class Session:
         return [each.action for each in line if each.action and each.number <= now.number]
 
     def _branch_off(self) -> None:
-        """Keep this branch, and play on in another one."""
+        """Keep this branch, and continue in a new one."""
         before = self._branches[self._current]
         number = before.dream.now.number
         known = {n: each for n, each in before.truth.items() if n <= number}
-        if len(self._branches) == MOST_BRANCHES:
+        if len(self._branches) == MAX_BRANCHES:
             self._branches.remove(next(each for each in self._branches if each is not before))
         self._branches.append(_Branch(before.dream.branch(), known))
         self._current = len(self._branches) - 1
 
 
 def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of numbers, as a page has them, in the shapes of an action."""
+    """Lists of numbers from a page, in the shapes of an action."""
     spaces = dream.act_space
     return {
         key: np.asarray(value, space.dtype).reshape(space.shape)
@@ -321,7 +316,7 @@ def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_over(now: Imagined) -> bool:
-    return now.continuation < _GOES_ON
+    return now.continuation < _MIN_CONTINUATION
 
 
 def _equal(left: Arrays | None, right: Arrays) -> bool:
@@ -329,27 +324,27 @@ def _equal(left: Arrays | None, right: Arrays) -> bool:
 
 
 def _shown(obs: Mapping[str, NDArray[Any]]) -> list[tuple[str, NDArray[Any]]]:
-    """What is drawn as curves; images hold no numbers."""
+    """Keys that are drawn as curves: all but images."""
     return [(key, obs[key]) for key in sorted(obs) if obs[key].ndim < 3 and key != ACTION_MASK]
 
 
 def _names(obs: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Of the numbers that are drawn."""
+    """Names of the numbers that are drawn."""
     names: list[str] = []
     for key, value in _shown(obs):
         names += [f"{key} {n}" for n in range(value.size)] if value.ndim else [key]
-    return names[:MOST_NUMBERS]
+    return names[:MAX_NUMBERS]
 
 
 def _values(obs: Mapping[str, NDArray[Any]]) -> list[float]:
     """The numbers that are drawn."""
-    values = [float(each) for _, value in _shown(obs) for each in np.ravel(value)[:MOST_NUMBERS]]
-    return values[:MOST_NUMBERS]
+    values = [float(each) for _, value in _shown(obs) for each in np.ravel(value)[:MAX_NUMBERS]]
+    return values[:MAX_NUMBERS]
 
 
 def _difference(imagined: Mapping[str, NDArray[Any]], true: Mapping[str, NDArray[Any]]) -> float:
-    """How far an imagined observation is off: the mean over images, from 0 to 1, or else the root
-    mean square over numbers."""
+    """Error of an imagined observation: the mean absolute error of images, from 0 to 1, or else the
+    root mean square error of numbers."""
     images: list[NDArray[np.float64]] = []
     numbers: list[NDArray[np.float64]] = []
     for key in imagined.keys() & true.keys():

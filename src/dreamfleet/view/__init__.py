@@ -1,11 +1,13 @@
 """Runs in a browser: `dreamfleet view`.
 
-    reading     files of a run: without following a link, read once, thinned for a screen
-    runs        the runs of a folder, and what each is doing; one thread looks for all pages
-    guard       who may ask: host, origin, token
+    reading     files of a run: no links, each byte once, thinned for a chart
+    runs        the runs of a folder; one thread reads them for all pages
+    guard       host, origin and token of every request
     app         the server
-    frame       what every page has around it, and what a page about a run is (`RunPage`)
-    *_page      one page each
+    frame       what pages share, and the base of a run's pages (`RunPage`)
+    charts      any metric of any runs as curves
+    actions     stop, resume, save, evaluate
+    *_page      the pages
 
-Nothing here is imported by a run, and a run does not know that it is looked at.
+A run imports nothing from here, and does not know that it is viewed.
 """

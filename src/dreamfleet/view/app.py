@@ -19,33 +19,27 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.view import dream_page, look_page, table_page
-from dreamfleet.view.checkpoints_page import CheckpointsPage
+from dreamfleet.view import curves_page, dream_page, videos_page
 from dreamfleet.view.fleet_page import FleetPage
 from dreamfleet.view.frame import add_style
 from dreamfleet.view.guard import Guard
-from dreamfleet.view.logs_page import LogsPage
-from dreamfleet.view.look_page import LookPage
-from dreamfleet.view.metrics_page import MetricPage, MetricsPage
-from dreamfleet.view.run_page import OverviewPage
+from dreamfleet.view.overview_page import OverviewPage
+from dreamfleet.view.records_page import CheckpointsPage, ConfigurationPage, LogsPage
 from dreamfleet.view.runs import Runs
-from dreamfleet.view.settings_page import SettingsPage
+from dreamfleet.view.videos_page import VideosPage
 
 PORT = 8765
-_RUN_PAGES = (
-    *(OverviewPage, MetricsPage, MetricPage, FleetPage, LogsPage),
-    *(CheckpointsPage, SettingsPage, LookPage),
-)
+_RUN_PAGES = (OverviewPage, FleetPage, LogsPage, CheckpointsPage, ConfigurationPage, VideosPage)
 _PAGES = (
     *(page.add for page in _RUN_PAGES),
-    *(table_page.add, look_page.add_media, dream_page.add),
+    *(curves_page.add, videos_page.add_media, dream_page.add),
 )
-"""Functions that add a page each."""
+"""Functions that each add a page."""
 
 
 @dataclass(frozen=True)
 class PageAddress:
-    """Where a server listens, and what opens it."""
+    """Where a server listens, and its token."""
 
     host: str
     port: int
@@ -53,7 +47,7 @@ class PageAddress:
 
     @property
     def url(self) -> str:
-        """What a person opens."""
+        """The address to open in a browser."""
         shown = self.host
         if self.host in ("0.0.0.0", "::"):
             shown = socket.gethostname()
@@ -63,7 +57,7 @@ class PageAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches this address."""
+    """Whether only this machine can connect to this address."""
     if host == "localhost":
         return True
     with suppress(ValueError):
@@ -98,12 +92,12 @@ def serve(
         )
         server = _Server(config, lambda: ready(address))
         server.run(sockets=[listening])
-    if server.should_exit:  # it was ended where Ctrl-C is ignored, as in a shell's background
+    if server.should_exit:  # Ctrl-C is ignored in a shell's background
         raise KeyboardInterrupt
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens. From then on Ctrl-C ends it in order."""
+    """Calls `ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -116,7 +110,7 @@ class _Server(uvicorn.Server):
 
 
 def make_app(runs: Runs) -> FastAPI:
-    """The pages, without a guard. Once in a process: the library keeps one list of pages."""
+    """The pages without a guard. Call it once per process: the library has one list of pages."""
     add_style()
     for add in _PAGES:
         add(runs)
@@ -143,7 +137,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
             return socket.create_server((host, each), family=family)
         except OSError as error:
             problem = error
-    raise ConfigError(f"{host}:{wanted[0]} cannot be listened on: {problem.strerror or problem}.")
+    raise ConfigError(f"Cannot listen on {host}:{wanted[0]}: {problem.strerror or problem}.")
 
 
 _FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="#0b6fb8">\
@@ -151,11 +145,11 @@ _FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fil
 <circle cx="6" cy="24" r="3"/><circle cx="26" cy="24" r="3"/></g></svg>"""
 
 
-# --- the page of `dreamfleet train --view` -------------------------------------------------------
+# The page of `dreamfleet train --view`.
 
 
 def _end_with_input() -> None:
-    """With the process that started this one."""
+    """End when the parent process does."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGINT)
 

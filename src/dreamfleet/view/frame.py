@@ -1,4 +1,4 @@
-"""What every page has around it: the head with the way back, and the pages of a run."""
+"""What pages share: the head, the pages of a run (`RunPage`), cards, tables and charts."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import resources
 from typing import Any, ClassVar
-from urllib.parse import quote
+from urllib.parse import urlencode
 
 from nicegui import ui
 
 from dreamfleet.view.runs import Run, Runs
 
-_SOON = 0.4
+_FIRST_REFRESH_SECONDS = 0.4
 
 RUN_PAGES: dict[str, str] = {
     "run": "Overview",
-    "metrics": "Metrics",
+    "curves": "Curves",
     "fleet": "Fleet",
     "logs": "Logs",
     "checkpoints": "Checkpoints",
     "configuration": "Configuration",
-    "look": "Look",
+    "videos": "Videos",
     "dream": "Dream",
 }
-"""Pages of a run, by their path, in the order in which they are shown."""
+"""Titles of a run's pages by their path."""
 
 
 def add_style() -> None:
-    """Colours and small functions of all pages."""
+    """Add the style and the script of all pages."""
     files = resources.files("dreamfleet.view")
     ui.add_css((files / "style.css").read_text(), shared=True)
-    script = (files / "script.js").read_text()
-    ui.add_head_html(f"<script>{script}</script>", shared=True)
+    ui.add_head_html(f"<script>{(files / 'script.js').read_text()}</script>", shared=True)
 
 
-def link_to(page: str, run: Run) -> str:
+def link_to(page: str, run: Run, **query: str) -> str:
     """The address of a page of a run."""
-    return f"/{page}?run={quote(run.name, safe='')}"
+    return f"/{page}?{urlencode({'run': run.name, **query})}"
 
 
 @contextmanager
@@ -47,13 +46,11 @@ def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
     ui.page_title(f"{run.name} · dreamfleet" if run else "dreamfleet")
     with ui.element("header").classes("head"):
         ui.link("", "/").classes("mark").props('aria-label="all runs"')
-        if runs.alone and run is not None:
-            ui.label(run.name).classes("place")
-        else:
+        if not runs.single or run is None:
             ui.link(runs.root.name or "runs", "/").classes("place")
-            if run is not None:
-                ui.label("/").classes("muted")
-                ui.label(run.name).classes("place strong")
+            ui.label("/" if run else "").classes("muted")
+        if run is not None:
+            ui.label(run.name).classes("place strong")
         ui.element("div").classes("space")
         ui.element("button").classes("shade").props('aria-label="light or dark"').on(
             "click", js_handler="() => dreamfleet.shade()"
@@ -65,28 +62,41 @@ def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
                 if path == page:
                     link.classes("here").props('aria-current="page"')
     with ui.element("main").classes("body"):
+        if run is not None:
+            _add_alert(run)
         yield
+
+
+def _add_alert(run: Run) -> None:
+    """A banner for a failed process, a loss that is not finite, or a stall."""
+    banner = ui.label().classes("alert").props("role=alert")
+
+    def refresh() -> None:
+        failed = ", ".join(sorted(run.recently_failed))
+        text = run.row.alert or (f"{failed} failed, and is restarted." if failed else "")
+        banner.set_text(text)
+        banner.set_visibility(bool(text))
+
+    keep_fresh(refresh, 1.0)
 
 
 @contextmanager
 def card(
-    title: str = "", note: str = "", *, within: ui.element | None = None
+    title: str = "", note: str = "", *, within: ui.element | None = None, link: str = ""
 ) -> Iterator[ui.element]:
-    """A box with a title, here or within something else; what the block adds is inside."""
+    """A box with a title, which may be a link; what the block adds is inside."""
     with within or nullcontext(), ui.element("section").classes("card") as box:
         if title:
             with ui.element("div").classes("card-head"):
-                ui.label(title).classes("card-title")
-                if note:
-                    ui.label(note).classes("muted small")
+                (ui.link(title, link) if link else ui.label(title)).classes("card-title")
+                ui.label(note).classes("muted small")
         yield box
 
 
 def keep_fresh(refresh: Callable[[], object], seconds: float) -> None:
-    """Show what there is, and then again and again what is new. The thread that looks at the runs
-    has found something a moment after the page was asked for."""
+    """Refresh now, once more when the runs have been read, and then every few seconds."""
     refresh()
-    ui.timer(_SOON, refresh, once=True, immediate=False)
+    ui.timer(_FIRST_REFRESH_SECONDS, refresh, once=True, immediate=False)
     ui.timer(seconds, refresh, immediate=False)
 
 
@@ -94,13 +104,13 @@ class RunPage(ABC):
     """A page about a run, for one viewer."""
 
     path: ClassVar[str]
-    """A key of `RUN_PAGES`, and the address."""
+    """A key of `RUN_PAGES`."""
     seconds: ClassVar[float] = 0.0
-    """Between two looks; 0 for a page that does not change."""
+    """Between two refreshes; 0 for a page that does not change."""
 
     def __init__(self, runs: Runs, run: Run) -> None:
         self._runs, self._run = runs, run
-        runs.attend(run.name)
+        runs.attend("live", run.name)
         with frame(runs, run, self.path):
             self.build()
         if self.seconds:
@@ -117,14 +127,23 @@ class RunPage(ABC):
 
     @abstractmethod
     def build(self) -> None:
-        """Add what is on the page."""
+        """Add the elements of the page."""
 
     def refresh(self) -> None:  # noqa: B027 - a page need not change
         """Show what has changed."""
 
     def _refresh(self) -> None:
-        self._runs.attend(self._run.name)
+        self._runs.attend("live", self._run.name)
         self.refresh()
+
+
+def find_run(runs: Runs, name: str) -> Run | None:
+    """The run of a page; if it is missing, the page says so."""
+    run = runs.find(name) if name else next(iter(runs.all()), None) if runs.single else None
+    if run is None:
+        with frame(runs), card("No such run"):
+            ui.label(f"This folder holds no run {name!r}.").classes("muted")
+    return run
 
 
 def draw(
@@ -134,8 +153,7 @@ def draw(
     place: AbstractContextManager[object],
     kind: str = "chart",
 ) -> None:
-    """Draw a chart, which is made in its place the first time. Later it is changed, so that it
-    stays where a person has zoomed to."""
+    """Create a chart in its place, or update it without changing its zoom."""
     if name in charts:
         charts[name].options.clear()
         charts[name].options.update(options)
@@ -148,34 +166,46 @@ def draw(
 def search_box(
     hint: str, changed: Callable[[], object] | None = None, label: str = "search"
 ) -> ui.input:
-    """Where a person types what to look for."""
+    """A field for words to search."""
     box = ui.input(placeholder=hint, on_change=changed).classes("search")
     return box.props(f'outlined dense clearable debounce="200" aria-label="{label}"')
 
 
-def columns(
+_FILTER = (
+    "(rows, words) => rows.filter(row => words.toLowerCase().split(/\\s+/).every("
+    "word => Object.values(row).some(value => String(value).toLowerCase().includes(word))))"
+)
+
+
+def table(
     labels: Mapping[str, str],
     *,
     phone: Collection[str],
     numbers: Collection[str] = (),
     formats: Mapping[str, str] | None = None,
-) -> list[dict[str, Any]]:
-    """Columns of a table.
+    key: str = "name",
+    search: ui.input | None = None,
+    **more: Any,
+) -> ui.table:
+    """A table that sorts by any column.
 
     Args:
-        labels: What stands above them, by name.
-        phone: Those that are also shown where there is little room.
-        numbers: Those that are aligned to the right, and shortened.
-        formats: Functions in JavaScript for some of them instead.
+        labels: Titles of the columns by name.
+        phone: Columns that a narrow screen shows.
+        numbers: Columns that are aligned right and shortened.
+        formats: JavaScript functions that format columns.
+        key: The column that names a row.
+        search: A field; rows that lack one of its words are hidden.
+        more: Arguments of `ui.table`.
     """
     short = dict.fromkeys(numbers, "v => typeof v === 'number' ? dreamfleet.short(v) : v")
     formatted = {**short, **(formats or {})}
-    return [
+    columns = [
         {
             "name": name,
             "label": label,
             "field": name,
-            "sortable": True,
+            "sortable": bool(label),
             "align": "right" if name in numbers else "left",
             "classes": f"col-{name}" if name in phone else f"col-{name} wide-only",
             "headerClasses": "" if name in phone else "wide-only",
@@ -183,27 +213,27 @@ def columns(
         }
         for name, label in labels.items()
     ]
+    made = ui.table(rows=more.pop("rows", []), columns=columns, row_key=key, **more)
+    made.classes("runs").props(
+        'flat dense virtual-scroll :rows-per-page-options="[0]" binary-state-sort hide-bottom'
+    )
+    if search is not None:
+        made.props[":filter-method"] = _FILTER
+        made.bind_filter_from(search, "value", lambda words: words or "")
+    return made
 
 
-def smoothing_slider(changed: Callable[[], object]) -> ui.slider:
-    """How much curves are smoothed."""
-    with ui.element("label").classes("slider"):
-        ui.label("smoothing").classes("muted small")
-        slider = ui.slider(min=0, max=0.98, step=0.02, value=0)
-        return slider.props('dense aria-label="smoothing"').on("change", lambda: changed())
+def dot_cell(title: str) -> str:
+    """The template of a table's cell that shows a state and its colour. Values of runs are text
+    or attributes, never markup."""
+    return (
+        f'<q-td :props="props" :title="props.row.{title}"><span class="dot" :class="props.value">'
+        f'</span>{{{{ props.value }}}}<span v-if="props.row.{title}" class="warn"> ⚠</span></q-td>'
+    )
 
 
 def with_hint(text: str) -> str:
-    """What was refused, and where a person says that it may be: a page cannot ask for it."""
+    """An error, and how to allow code that a run names."""
     if "not part of Dreamfleet" not in text:
         return text
     return f"{text} If you trust the code that your runs name, start 'dreamfleet view --trust'."
-
-
-def find_run(runs: Runs, name: str) -> Run | None:
-    """The run that a page was asked for; without one the page says so."""
-    run = runs.find(name) if name else next(iter(runs.all()), None) if runs.alone else None
-    if run is None:
-        with frame(runs), card("There is no such run"):
-            ui.label(f"There is no run {name!r} in this folder, or not any more.").classes("muted")
-    return run

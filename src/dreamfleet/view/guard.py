@@ -1,11 +1,10 @@
-"""Who may ask: every request, also that of a websocket, passes here first.
+"""Check host, origin and token of every request, also of websockets.
 
-- `Host` has to be a number or a name of this machine. A page of another site that has pointed its
-  own name here (DNS rebinding) sends its own name.
-- `Origin`, which browsers send with websockets and with everything that may change something, has
-  to be this server: another site's page cannot speak for a person who is logged in here.
-- The token is in the address that is printed. It is compared in constant time, and kept as a cookie
-  that scripts cannot read and that other sites' requests do not carry.
+- `Host` must be an address or a name of this machine: a site that points its own name here (DNS
+  rebinding) sends its own name.
+- `Origin` must be this server: other sites' pages cannot act for a viewer.
+- The token is in the printed address. It is compared in constant time, and kept in a cookie that
+  scripts cannot read and other sites' requests do not carry.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _HEADERS = {
-    # No asset, script or connection of another host, whatever a page is tricked into. The library
-    # compiles its templates in the browser, which needs the two words unsafe-*.
+    # Nothing is loaded from other hosts. The library compiles templates in the browser, which needs
+    # unsafe-*.
     "content-security-policy": (
         "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
         "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; media-src 'self' blob:; "
@@ -34,7 +33,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-_OWN = {**_HEADERS, "cache-control": "no-store"}
+_NO_STORE = {**_HEADERS, "cache-control": "no-store"}
 _REFUSED = """<!doctype html><meta charset="utf-8"><title>dreamfleet</title>
 <body style="font: 16px/1.6 system-ui, sans-serif; max-width: 34em; margin: 18vh auto;
 padding: 0 1em; color: #667085"><h1 style="font-size: 1.2em; color: #0b6fb8">dreamfleet view</h1>
@@ -42,8 +41,8 @@ padding: 0 1em; color: #667085"><h1 style="font-size: 1.2em; color: #0b6fb8">dre
 
 
 class Guard:
-    """Lets requests through to an app, or refuses them. The cookie is named after the port, because
-    browsers do not tell ports apart."""
+    """Passes requests to an app, or refuses them. The cookie has the port in its name, because
+    browsers share cookies between ports."""
 
     def __init__(self, app: ASGIApp, token: str, host: str, port: int) -> None:
         self.app, self._token = app, token
@@ -55,50 +54,49 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        asked = HTTPConnection(scope)
-        refused = self._why_not(asked)
+        request = HTTPConnection(scope)
+        refused = self._refusal(request)
         if refused and scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif refused:
             status, why = refused
-            await HTMLResponse(_REFUSED.format(why), status, _OWN)(scope, receive, send)
-        elif asked.query_params.get("token") and scope.get("method") in ("GET", "HEAD"):
-            await self._entered(asked)(scope, receive, send)
+            await HTMLResponse(_REFUSED.format(why), status, _NO_STORE)(scope, receive, send)
+        elif request.query_params.get("token") and scope.get("method") in ("GET", "HEAD"):
+            await self._set_cookie(request)(scope, receive, send)
         else:
             await self.app(scope, receive, _with_headers(send))
 
-    def _why_not(self, asked: HTTPConnection) -> tuple[int, str] | None:
-        """The status and the reason with which it is refused."""
-        host = asked.headers.get("host", "")
-        origins = {each.partition("//")[2].lower() for each in asked.headers.getlist("origin")}
-        if not self._is_here(host) or len(asked.headers.getlist("host")) > 1:
+    def _refusal(self, request: HTTPConnection) -> tuple[int, str] | None:
+        """Status and reason of a refusal; None if the request may pass."""
+        host = request.headers.get("host", "")
+        origins = {each.partition("//")[2].lower() for each in request.headers.getlist("origin")}
+        if not self._is_this_machine(host) or len(request.headers.getlist("host")) > 1:
             return 400, "This is not the address of this server."
         if origins - {host.lower()}:
-            return 403, "Another site's page has asked."
-        if given := asked.query_params.get("token"):
-            right = self._matches(given)
-            return None if right else (403, "The token is not the one that was printed.")
-        if self._matches(asked.cookies.get(self._cookie, "")):
+            return 403, "The request comes from another site's page."
+        if given := request.query_params.get("token"):
+            return None if self._matches(given) else (403, "The token is wrong.")
+        if self._matches(request.cookies.get(self._cookie, "")):
             return None
         return 403, (
-            "Open the address that 'dreamfleet view' printed, with its token. Every start of the "
-            "server has another one."
+            "Open the address that 'dreamfleet view' printed, with its token. The token changes "
+            "with every start of the server."
         )
 
-    def _entered(self, asked: HTTPConnection) -> Response:
-        """The token is in the address: it becomes a cookie, and the address loses it."""
-        query = asked.query_params.multi_items()
+    def _set_cookie(self, request: HTTPConnection) -> Response:
+        """Move the token from the address to a cookie."""
+        query = request.query_params.multi_items()
         rest = urlencode([(key, value) for key, value in query if key != "token"])
         # Not the path as it came: //other.host would lead away.
-        path = "/" + asked.scope["raw_path"].decode("latin-1").partition("?")[0].lstrip("/\\")
-        place = path + (f"?{rest}" if rest else "")
+        path = "/" + request.scope["raw_path"].decode("latin-1").partition("?")[0].lstrip("/\\")
+        location = path + (f"?{rest}" if rest else "")
         cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Lax"
-        return Response(None, 303, {**_OWN, "location": place, "set-cookie": cookie})
+        return Response(None, 303, {**_NO_STORE, "location": location, "set-cookie": cookie})
 
     def _matches(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
-    def _is_here(self, host: str) -> bool:
+    def _is_this_machine(self, host: str) -> bool:
         name = re.sub(r":\d+$", "", host).lower()
         try:
             ipaddress.ip_address(name.strip("[]"))

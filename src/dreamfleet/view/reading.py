@@ -1,11 +1,7 @@
-"""Files of a run, and those that grow read once and thinned.
+"""Read files of a run: never through a link, each byte once, thinned for a chart.
 
-Names come from a browser, and directories from anybody who may write a run. So every part of a path
-is opened by itself, below the one before, and none of them may be a link.
-
-A page shows a thousand points at most, so no more than a few thousand are kept of any metric,
-however long the run is: rows that lie next to each other are joined, with their mean, lowest and
-highest. Every byte of a file is read once, and no call reads more than a few megabytes.
+Names come from a browser, and anyone with write access to a run chooses its directories. So each
+part of a path is opened below the part before it, and none may be a link.
 """
 
 from __future__ import annotations
@@ -13,9 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,192 +18,258 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
+
+MAX_READ_BYTES = 2 << 20
+"""Per call."""
+MAX_POINTS = 2048
+"""Per metric."""
+_MAX_METRICS = 4000
+_MAX_NAME = 200
+_MAX_TEXT = 500
+
 
 @contextmanager
 def open_inside(folder: Path, *names: str) -> Iterator[BinaryIO]:
-    """A regular file below a folder, open for reading. The folder is the one that is
-    meant, and each part of what follows is a name.
+    """Open a regular file below a folder for reading.
 
     Raises:
-        OSError: There is no such file, it is no regular file, or a link leads to it.
+        OSError: The file is missing, not regular, or behind a link.
     """
     *folders, name = names
-    with _below(folder, folders) as directory:
+    with _open_folder(folder, folders) as directory:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(_plain(name), flags, dir_fd=directory)
+        descriptor = os.open(_checked_name(name), flags, dir_fd=directory)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FileNotFoundError(f"{name} is no regular file")
+            raise FileNotFoundError(f"{name} is not a regular file")
         yield file
 
 
-def list_inside(folder: Path, *names: str) -> list[os.DirEntry[str]]:
-    """What a directory below a folder holds, in order; nothing if there is no such directory, or if
-    it is a link."""
+def list_inside(folder: Path, *names: str) -> list[str]:
+    """Sorted names in a directory below a folder, without links; empty if it cannot be read."""
     try:
-        with _below(folder, names) as directory, os.scandir(directory) as entries:
-            return sorted(
-                (entry for entry in entries if not entry.is_symlink()), key=lambda e: e.name
-            )
+        with _open_folder(folder, names) as directory, os.scandir(directory) as entries:
+            return sorted(entry.name for entry in entries if not entry.is_symlink())
     except OSError:
         return []
 
 
+def read_tail(folder: Path, *names: str, max_bytes: int) -> tuple[bytes, int]:
+    """The last complete lines of a file, and its size; empty if it cannot be read."""
+    try:
+        with open_inside(folder, *names) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - max_bytes))
+            block = file.read(max_bytes)
+    except OSError:
+        return b"", 0
+    return (block if size <= max_bytes else block.partition(b"\n")[2]), size
+
+
 @contextmanager
-def _below(folder: Path, names: tuple[str, ...] | list[str]) -> Iterator[int]:
+def _open_folder(folder: Path, names: Sequence[str]) -> Iterator[int]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     descriptor = os.open(folder, flags)
     try:
         for name in names:
-            following = os.open(_plain(name), flags | os.O_NOFOLLOW, dir_fd=descriptor)
+            inner = os.open(_checked_name(name), flags | os.O_NOFOLLOW, dir_fd=descriptor)
             os.close(descriptor)
-            descriptor = following
+            descriptor = inner
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _plain(name: str) -> str:
+def _checked_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise FileNotFoundError(f"{name!r} is no name of a file")
+        raise FileNotFoundError(f"{name!r} is not a file name")
     return name
 
 
-Floats = NDArray[np.float64]
-
-MOST_BYTES = 2 << 20
-"""That one call reads."""
-MOST_POINTS = 4096
-"""That are kept of a metric."""
-_MOST_KEYS = 4000
-_LONGEST_KEY = 200
-_LONGEST_TEXT = 500
-
-
 class Tail:
-    """Complete lines of a file that grows; each is read once."""
+    """Complete lines of a growing file; each is returned once."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self._folder, self._names = folder, names
         self._inode = 0
-        self._torn = False
+        self._skip_line = False
         self.offset = 0
         """Bytes that were read."""
         self.size = 0
-        """Bytes that there were at the last look."""
         self.behind = False
-        """Whether there was more to read than one call reads."""
+        """Whether the file holds more than one call reads."""
         self.replaced = 0
-        """How often the file was another one, or had become shorter, and was read from its start
-        again."""
+        """How often the file was replaced or truncated, and read from its start again."""
 
     def read(self) -> bytes:
-        """The next lines, each with its newline; empty if there are none."""
+        """The next lines with their newlines; empty if there are none."""
         try:
             with open_inside(self._folder, *self._names) as file:
-                stat = os.fstat(file.fileno())
-                if self._inode and (stat.st_ino != self._inode or stat.st_size < self.offset):
-                    self.offset, self._torn = 0, False
+                found = os.fstat(file.fileno())
+                if self._inode and (found.st_ino != self._inode or found.st_size < self.offset):
+                    self.offset, self._skip_line = 0, False
                     self.replaced += 1
-                self._inode, self.size = stat.st_ino, stat.st_size
-                self.behind = False
-                if stat.st_size == self.offset:
-                    return b""
+                self._inode, self.size = found.st_ino, found.st_size
                 file.seek(self.offset)
-                block = file.read(MOST_BYTES)
-                self.behind = len(block) == MOST_BYTES
+                block = file.read(MAX_READ_BYTES) if found.st_size > self.offset else b""
         except OSError:
             return b""
+        self.behind = len(block) == MAX_READ_BYTES
         end = block.rfind(b"\n") + 1
         if not end:
-            if len(block) == MOST_BYTES:  # no line of a run is that long
-                self.offset, self._torn = self.offset + len(block), True
+            if self.behind:  # longer than any line of a run: skip it
+                self.offset, self._skip_line = self.offset + len(block), True
             return b""
         self.offset += end
-        start = block.find(b"\n") + 1 if self._torn else 0
-        self._torn = False
+        start = block.find(b"\n") + 1 if self._skip_line else 0
+        self._skip_line = False
         return block[start:end]
 
 
-class _File(ABC):
-    """A file of JSON lines that grows; each row is taken in once."""
+class Column:
+    """A growing metric as at most `MAX_POINTS` points, each joined from equally many rows."""
 
-    def __init__(self, folder: Path, name: str, row: Any) -> None:
+    def __init__(self) -> None:
+        self._width = 1
+        self._rest: list[tuple[float, float]] = []
+        self._points = np.zeros((0, 4))
+        self.rows = 0
+
+    def extend(self, rows: list[tuple[float, float]]) -> None:
+        """Add pairs of step and value."""
+        self.rows += len(rows)
+        self._rest += rows
+        whole = len(self._rest) // self._width * self._width
+        if whole:
+            block = np.array(self._rest[:whole])
+            del self._rest[:whole]
+            joined = _join(np.column_stack([block, block[:, 1], block[:, 1]]), self._width)
+            self._points = np.concatenate([self._points, joined])
+        while len(self._points) >= MAX_POINTS:
+            even = len(self._points) // 2 * 2
+            joined = _join(self._points[:even], 2)
+            self._points = np.concatenate([joined, self._points[even:]])
+            self._width *= 2
+
+    @property
+    def points(self) -> Floats:
+        """Step, mean, minimum and maximum of each point."""
+        if not self._rest:
+            return self._points
+        rest = np.array(self._rest)
+        last = _join(np.column_stack([rest, rest[:, 1], rest[:, 1]]), len(rest))
+        return np.concatenate([self._points, last])
+
+
+def _join(points: Floats, width: int) -> Floats:
+    """Join each `width` consecutive points into one."""
+    groups = points.reshape(-1, width, 4)
+    return np.stack(
+        [groups[:, -1, 0], groups[..., 1].mean(1), groups[..., 2].min(1), groups[..., 3].max(1)], 1
+    )
+
+
+class MetricsFile:
+    """A growing file of JSON rows with a `step`: each number becomes a column."""
+
+    def __init__(self, folder: Path, name: str = "metrics.jsonl", row_type: Any = None) -> None:
         self._tail = Tail(folder, name)
-        self._decoder = msgspec.json.Decoder(row)
-        self._seen = 0
+        self._decoder = msgspec.json.Decoder(row_type or dict[str, Any])
+        self._replaced = 0
         self._clear()
 
-    @abstractmethod
     def _clear(self) -> None:
-        """Forget all rows: the file is another one."""
-
-    @abstractmethod
-    def _take(self, rows: list[Any]) -> None:
-        """Take in the next rows."""
+        self._names: set[str] = set()
+        self.columns: dict[str, Column] = {}
+        self.texts: dict[str, str] = {}
+        self.newest: dict[str, float | None] = {}
+        """None if the value is not finite."""
+        self.rows = 0
 
     @property
     def behind(self) -> bool:
+        """Whether there is more to read."""
         return self._tail.behind
 
+    @property
+    def share(self) -> float:
+        """How much of the file was read, from 0 to 1."""
+        return self._tail.offset / self._tail.size if self._tail.size else 1.0
+
     def read(self) -> None:
-        """Read what is new, up to a few megabytes."""
-        block = self._tail.read()
-        if self._tail.replaced != self._seen:
-            self._seen = self._tail.replaced
+        """Read what is new, at most `MAX_READ_BYTES`."""
+        rows = decode_lines(self._decoder, self._tail.read())
+        if self._tail.replaced != self._replaced:
+            self._replaced = self._tail.replaced
             self._clear()
-        self._take(decode_lines(self._decoder, block))
+        added: dict[str, list[tuple[float, float]]] = {}
+        for row in map(self._to_dict, rows):
+            if (step := finite(row.get("step"))) is None:
+                continue
+            self.rows += 1
+            for name, value in row.items():
+                if not self._keeps(name):
+                    continue
+                if isinstance(value, str):
+                    self.texts[name] = value[:_MAX_TEXT]
+                elif value is None or isinstance(value, (int, float)):
+                    number = self.newest[name] = finite(value)
+                    if number is not None:
+                        added.setdefault(name, []).append((step, number))
+        for name, pairs in added.items():
+            self.columns.setdefault(name, Column()).extend(pairs)
+
+    def _to_dict(self, row: Any) -> dict[str, Any]:
+        found: dict[str, Any] = row
+        return found
+
+    def _keeps(self, name: str) -> bool:
+        """Bound names, so that a run cannot fill the memory with new ones."""
+        if name in self._names:
+            return True
+        if name == "step" or len(name) > _MAX_NAME or len(self._names) >= _MAX_METRICS:
+            return False
+        self._names.add(name)
+        return True
 
 
 class _ScoreRow(msgspec.Struct):
     step: float
-    score: float | None = msgspec.field(name="episode/score", default=None)
+    score: float = msgspec.field(name="episode/score")
     time: float | None = None
 
 
-class ScoreFile(_File):
-    """`scores.jsonl`: when each training episode ended, and what it scored."""
+class ScoresFile(MetricsFile):
+    """`scores.jsonl`: the score of each training episode, and when it ended."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "scores.jsonl", _ScoreRow)
 
-    def _clear(self) -> None:
-        self._columns = [array("d"), array("d"), array("d")]
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
-
-    def _take(self, rows: list[_ScoreRow]) -> None:
-        for row in rows:
-            if row.score is not None and math.isfinite(row.score + row.step):
-                self._columns[0].append(row.step)
-                self._columns[1].append(row.score)
-                self._columns[2].append(math.nan if row.time is None else row.time)
-
-    @property
-    def step(self) -> Floats:
-        return np.array(self._columns[0])
-
-    @property
-    def score(self) -> Floats:
-        return np.array(self._columns[1])
+    def _to_dict(self, row: _ScoreRow) -> dict[str, Any]:
+        step = row.step if math.isfinite(row.score) else None
+        return {"step": step, "episode/score": row.score, "time": row.time}
 
     @property
     def hours(self) -> Floats | None:
-        """Training time at the end of each episode, from that of the first one on; None if not
-        every episode says when it ended."""
-        time = np.array(self._columns[2])
-        return training_hours(time, self.step) if np.isfinite(time).all() else None
+        """Steps and training hours, in two columns; None unless every episode has a time."""
+        times = self.columns.get("time")
+        if times is None or times.rows != self.rows:
+            return None
+        points = times.points
+        return np.stack([points[:, 0], training_hours(points[:, 3], points[:, 0])], 1)
 
 
-_LONGEST_PAUSE = 900.0
+_MIN_PAUSE_SECONDS = 900.0
 _PAUSE_FACTOR = 20.0
 
 
 def training_hours(time: Floats, step: Floats) -> Floats:
-    """Hours since the first of these Unix times, without pauses: a run that was resumed a week
-    later has not trained for a week. A pause is a quarter of an hour at least, and many times
-    longer than the run takes for as many steps."""
+    """Hours since the first of these Unix times, without pauses between a stop and a resume.
+
+    A pause lasts a quarter of an hour at least, and 20 times longer than the run usually takes for
+    as many steps.
+    """
     if len(time) < 2:
         return np.zeros(len(time))
     seconds, steps = (np.clip(np.diff(each), 0, None) for each in (time, step))
@@ -217,105 +277,12 @@ def training_hours(time: Floats, step: Floats) -> Floats:
     order = np.argsort(pace)
     half = np.searchsorted(np.cumsum(steps[order]), steps.sum() / 2)  # the median over steps
     typical = pace[order][min(int(half), len(order) - 1)]
-    seconds[seconds > np.maximum(_LONGEST_PAUSE, _PAUSE_FACTOR * typical * steps)] = 0.0
+    seconds[seconds > np.maximum(_MIN_PAUSE_SECONDS, _PAUSE_FACTOR * typical * steps)] = 0.0
     return np.concatenate([[0.0], np.cumsum(seconds)]) / 3600
 
 
-class Thinned:
-    """A column that grows, as points that stand for equally many rows each."""
-
-    def __init__(self) -> None:
-        self._width = 1
-        self._raw: list[tuple[float, float]] = []
-        self._points = np.zeros((0, 4))
-        self.rows = 0
-
-    def extend(self, rows: list[tuple[float, float]]) -> None:
-        """Add rows of a step and a value."""
-        self.rows += len(rows)
-        self._raw += rows
-        whole = len(self._raw) // self._width * self._width
-        if whole:
-            new = np.array(self._raw[:whole]).reshape(-1, self._width, 2)
-            del self._raw[:whole]
-            at, value = new[..., 0], new[..., 1]
-            joined = np.stack([at[:, -1], value.mean(1), value.min(1), value.max(1)], 1)
-            self._points = np.concatenate([self._points, joined])
-        while len(self._points) >= MOST_POINTS:
-            self._halve()
-
-    def _halve(self) -> None:
-        even = len(self._points) // 2 * 2
-        pairs, rest = self._points[:even].reshape(-1, 2, 4), self._points[even:]
-        joined = np.stack(
-            [pairs[:, 1, 0], pairs[..., 1].mean(1), pairs[..., 2].min(1), pairs[..., 3].max(1)], 1
-        )
-        self._points = np.concatenate([joined, rest])
-        self._width *= 2
-
-    @property
-    def points(self) -> Floats:
-        """Step, mean, lowest and highest of each point; the last rows are points of their own."""
-        if not self._raw:
-            return self._points
-        rest = np.array(self._raw)
-        last = [rest[-1, 0], rest[:, 1].mean(), rest[:, 1].min(), rest[:, 1].max()]
-        return np.concatenate([self._points, [last]])
-
-
-class MetricsFile(_File):
-    """`metrics.jsonl`: every metric as a thinned column, and the newest text of those that are
-    words."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "metrics.jsonl", dict[str, Any])
-
-    def _clear(self) -> None:
-        self._keys: set[str] = set()
-        self.columns: dict[str, Thinned] = {}
-        self.texts: dict[str, str] = {}
-        self.newest: dict[str, float | None] = {}
-        """The newest value of every number; None if it was not finite."""
-        self.rows = 0
-
-    @property
-    def share(self) -> float:
-        """How much of the file was read, from 0 to 1."""
-        return self._tail.offset / self._tail.size if self._tail.size else 1.0
-
-    def _take(self, rows: list[dict[str, Any]]) -> None:
-        new: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            step = finite(row.get("step"))
-            if step is None:
-                continue
-            self.rows += 1
-            for key, value in row.items():
-                if not self._has_room(key):
-                    continue
-                if isinstance(value, (int, float)):
-                    number = self.newest[key] = finite(value)
-                    if number is not None:
-                        new.setdefault(key, []).append((step, number))
-                elif value is None:
-                    self.newest[key] = None
-                elif isinstance(value, str):
-                    self.texts[key] = value[:_LONGEST_TEXT]
-        for key, points in new.items():
-            self.columns.setdefault(key, Thinned()).extend(points)
-
-    def _has_room(self, key: str) -> bool:
-        """Whether a metric is kept: a run that makes up names must not fill the memory."""
-        if key in self._keys:
-            return True
-        if key == "step" or len(key) > _LONGEST_KEY or len(self._keys) >= _MOST_KEYS:
-            return False
-        self._keys.add(key)
-        return True
-
-
 def finite(value: Any) -> float | None:
-    """A number that can be drawn; None for everything else."""
+    """A finite number; None for everything else."""
     if not isinstance(value, (int, float)):
         return None
     try:
@@ -325,15 +292,13 @@ def finite(value: Any) -> float | None:
 
 
 def decode_lines(decoder: Any, block: bytes) -> list[Any]:
-    """The rows of a block; lines that are damaged are left out."""
-    if not block:
-        return []
+    """The rows of a block, without damaged lines."""
+    rows: list[Any]
     try:
-        rows: list[Any] = decoder.decode_lines(block)
+        rows = decoder.decode_lines(block)
         return rows
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        pass
-    rows = []
+        rows = []
     for line in block.splitlines():
         try:
             rows.append(decoder.decode(line))
@@ -342,10 +307,9 @@ def decode_lines(decoder: Any, block: bytes) -> list[Any]:
     return rows
 
 
-def thinned(points: Floats, most: int) -> Floats:
-    """At most so many rows of a table: means of equally many that follow each other."""
-    if len(points) <= most:
+def thinned(points: Floats, count: int) -> Floats:
+    """At most `count` rows: means of equally many consecutive ones."""
+    if len(points) <= count:
         return points
-    edges = np.linspace(0, len(points), most + 1).astype(int)
-    sums = np.add.reduceat(points, edges[:-1], axis=0)
-    return sums / np.diff(edges)[:, None]
+    edges = np.linspace(0, len(points), count + 1).astype(int)
+    return np.add.reduceat(points, edges[:-1], axis=0) / np.diff(edges)[:, None]

@@ -1,4 +1,4 @@
-"""Curves, charts and pictures: what is drawn of runs, and that nothing of theirs is markup."""
+"""Curves and charts: what is drawn of runs, and that none of their text is code or markup."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
@@ -18,17 +19,18 @@ from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, Work
 from dreamfleet.metrics.glossary import explain
 from dreamfleet.view.charts import (
     CurveOptions,
+    missing_hours,
     panel_chart,
     panels,
     smoothed,
     to_csv,
-    undrawn,
 )
-from dreamfleet.view.fleet_page import fleet_picture
+from dreamfleet.view.curves_page import read_options, write_query
+from dreamfleet.view.fleet_page import failure_rows, fleet_graph, process_rows
 from dreamfleet.view.reading import training_hours
-from dreamfleet.view.runs import Run
+from dreamfleet.view.runs import EVALUATION, SCORE, Event, Run
 
-EVIL = "<script>alert(1)</script>\"'`${x}"
+WEEK = 7 * 86400.0
 
 
 def a_run(path: Path, **settings: Any) -> Run:
@@ -38,44 +40,64 @@ def a_run(path: Path, **settings: Any) -> Run:
     return run
 
 
-def test_seeds_of_a_setting_are_one_curve_and_others_their_own(tmp_path: Path) -> None:
+def chart_of(runs: list[Run], metric: str = SCORE, **options: Any) -> dict[str, Any]:
+    (panel,) = panels(runs, metric, CurveOptions(**options))
+    return panel_chart(panel, metric, CurveOptions(**options))
+
+
+def test_seeds_of_a_setting_are_one_curve(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / f"s{n}", seed=n, episodes=30 + n) for n in range(3)]
     runs.append(a_run(tmp_path / "other", batch_size=9))
-    (panel,) = panels(runs, CurveOptions())
-    assert [group.curve.runs for group in panel.groups] == [3, 1]
-    (apart,) = panels(runs, CurveOptions(together=False))
-    assert [group.curve.runs for group in apart.groups] == [1, 1, 1, 1]
-    options = panel_chart(panel, CurveOptions(), published=True, log=False)
-    assert len(options["legend"]["data"]) == 2
-    assert "3 seeds" in options["legend"]["data"][0]
-    shown = {series["name"] for series in options["series"]}
-    assert set(options["legend"]["data"]) <= shown
+    for metric in (SCORE, "train/loss/value"):
+        (panel,) = panels(runs, metric, CurveOptions())
+        assert [group.curve.runs for group in panel.groups] == [3, 1]
+        (apart,) = panels(runs, metric, CurveOptions(join_seeds=False))
+        assert [group.curve.runs for group in apart.groups] == [1, 1, 1, 1]
+    chart = chart_of(runs)
+    assert len(chart["legend"]["data"]) == 2
+    assert "3 seeds" in chart["legend"]["data"][0]
+    assert set(chart["legend"]["data"]) <= {series["name"] for series in chart["series"]}
 
 
-def test_axes(tmp_path: Path) -> None:
+def test_any_metric_has_every_axis(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a", task="dmc:walker_walk", env_options={"repeat": 2})
-    ends = {
-        axis: panels([run], CurveOptions(axis=axis))[0].end for axis in ("steps", "frames", "hours")
-    }
-    assert ends["steps"] == 300
-    assert ends["frames"] == 600
-    assert ends["hours"] == pytest.approx(29 * 5 / 3600)
+    (run.path / "evaluations.jsonl").write_text('{"step": 300, "mean": 7.0, "episodes": 2}\n')
+    for metric in (SCORE, "train/loss/value", EVALUATION):
+        ends = {
+            axis: panels([run], metric, CurveOptions(axis=axis))[0].end
+            for axis in ("steps", "frames", "hours")
+        }
+        assert ends == {"steps": 300, "frames": 600, "hours": pytest.approx(29 * 5 / 3600)}
+    assert panels([run], "never/logged", CurveOptions()) == []
+
+
+def test_a_single_run_keeps_the_range_of_joined_rows(tmp_path: Path) -> None:
+    path = made_up_run(tmp_path / "a")
+    rows = [{"step": n, "spiky": 100.0 if n == 4321 else 1.0} for n in range(1, 9000)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = Run("a", path)
+    run.refresh()
+    run.read(metrics=True)
+    chart = chart_of([run], "spiky")
+    (high,) = (each for each in chart["series"] if each["name"] == ".0high")
+    assert max(y for _, y in high["data"]) > 20
+    assert max(len(each["data"]) for each in chart["series"]) <= 500
 
 
 def test_published_curves_where_there_are_any(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a", task="dmc:walker_walk", env_options={"repeat": 2})
     first: dict[str, float] = {}
     for axis, count in (("frames", 1), ("steps", 1), ("hours", 0)):
-        wish = CurveOptions(axis=axis)  # type: ignore[arg-type]
-        options = panel_chart(panels([run], wish)[0], wish, published=True, log=False)
-        assert sum("published" in name for name in options["legend"]["data"]) == count
-        for series in options["series"]:
-            if "published" in series["name"]:
-                first[axis] = series["data"][0][0]
-    assert first["frames"] == 2 * first["steps"] > 0  # two frames a step
-
-
-WEEK = 7 * 86400.0
+        chart = chart_of([run], axis=axis)
+        published = [each for each in chart["series"] if "published" in each["name"]]
+        assert len(published) == count
+        first[axis] = published[0]["data"][0][0] if published else 0.0
+    assert first["frames"] == 2 * first["steps"] > 0  # two frames per step
+    assert not any(
+        "published" in name for name in chart_of([run], published=False)["legend"]["data"]
+    )
+    loss = chart_of([run], "train/loss/value")["legend"]["data"]
+    assert loss == ["dreamer"]  # scores alone are published
 
 
 @pytest.mark.parametrize(
@@ -85,129 +107,125 @@ WEEK = 7 * 86400.0
         ([7000, 0, 0, 80, 0, 0, 80, 0, 0], [3600, 0, 0, 2000, 0, 0, 2000, 0, 0], 160),
         ([1800, 1800, WEEK, 1800], [100, 100, 100, 100], 5400),  # long episodes
         ([0, 0, 0, 1800] * 5, [1, 1, 1, 4000] * 5, 9000),  # which end together
-        ([1000, 0], [0, 5], 0),  # nothing was done meanwhile
+        ([1000, 0], [0, 5], 0),
+        ([], [], 0),
     ],
 )
-def test_a_pause_is_no_training_time(gaps: list[float], steps: list[float], seconds: float) -> None:
+def test_a_pause_is_not_training_time(
+    gaps: list[float], steps: list[float], seconds: float
+) -> None:
     time, step = (np.cumsum([0.0, *each]) for each in (gaps, steps))
     assert training_hours(time, step)[-1] == pytest.approx(seconds / 3600)
 
 
-def test_hours_of_few_episodes() -> None:
-    for count in (0, 1):
-        assert training_hours(np.ones(count), np.ones(count)).tolist() == [0.0] * count
-
-
-def test_a_run_of_minutes_has_a_curve_over_hours(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "a", episodes=48)  # one every five seconds
-    (panel,) = panels([run], CurveOptions(axis="hours"))
-    assert len(panel.groups[0].curve.at) > 20
-
-
-def test_table_and_curve_count_the_same_training_time(tmp_path: Path) -> None:
+def test_table_and_curve_agree_on_training_time(tmp_path: Path) -> None:
     path = made_up_run(tmp_path / "a")
-    with (path / "scores.jsonl").open("a") as file:  # it was resumed a week later
+    with (path / "scores.jsonl").open("a") as file:  # resumed a week later
         for number in (31, 32):
             row = {"step": 10 * number, "episode/score": 1.0, "time": WEEK + 5.0 * number}
             file.write(json.dumps(row) + "\n")
     run = Run("a", path)
     run.refresh()
     assert run.row.hours == pytest.approx(30 * 5 / 3600)
-    assert panels([run], CurveOptions(axis="hours"))[0].end == pytest.approx(run.row.hours)
+    (panel,) = panels([run], SCORE, CurveOptions(axis="hours"))
+    assert panel.end == pytest.approx(run.row.hours)
+    assert len(panel.groups[0].curve.at) > 20
 
 
-def test_a_run_whose_episodes_do_not_all_have_a_time_is_not_drawn_over_hours(
-    tmp_path: Path,
-) -> None:
-    """Its first hours are unknown: the others would be drawn from a false zero."""
+def test_a_run_without_all_times_is_not_drawn_over_hours(tmp_path: Path) -> None:
+    """Its first hours are unknown, so the others have no known start."""
     run = a_run(tmp_path / "a")
     file = made_up_run(tmp_path / "older", seed=1) / "scores.jsonl"
     file.write_text('{"step": 5, "episode/score": 1.0}\n' + file.read_text())
     older = Run("older", file.parent)
     older.refresh()
-    wish = CurveOptions(axis="hours")
-    (panel,) = panels([run, older], wish)
+    (panel,) = panels([run, older], SCORE, CurveOptions(axis="hours"))
     assert [each.config.seed for group in panel.groups for each in group.runs] == [0]
-    assert undrawn([run, older], wish).endswith("not every episode says when it ended: older.")
+    told = missing_hours([run, older], CurveOptions(axis="hours"))
+    assert told.endswith("episodes lack a time: older.")
     assert older.row.hours is None
-    assert undrawn([run, older], CurveOptions()) == ""
+    assert missing_hours([run, older], CurveOptions()) == ""
 
 
 def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / f"s{n}", seed=0) for n in range(3)]
-    (panel,) = panels(runs, CurveOptions())
-    options = panel_chart(panel, CurveOptions(), published=False, log=False)
-    assert options["legend"]["data"] == ["dreamer · 3 runs of 1 seed"]
-    (panel,) = panels([*runs, a_run(tmp_path / "b", seed=1)], CurveOptions())
+    assert chart_of(runs)["legend"]["data"] == ["dreamer · 3 runs of 1 seed"]
+    (panel,) = panels([*runs, a_run(tmp_path / "b", seed=1)], SCORE, CurveOptions())
     assert panel.groups[0].size == "4 runs of 2 seeds"
 
 
-def test_a_mean_is_marked_where_it_is_not_that_of_all_runs(tmp_path: Path) -> None:
+def test_a_mean_of_some_runs_is_dotted(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / f"s{n}", seed=n, episodes=20 + 10 * (n > 0)) for n in range(3)]
-    (panel,) = panels(runs, CurveOptions(bins=30))
-    options = panel_chart(panel, CurveOptions(), published=False, log=False)
-    name = "dreamer · 3 seeds"
-    whole, some = (each for each in options["series"] if each["name"] == name)
+    (panel,) = panels(runs, SCORE, CurveOptions(), bins=30)
+    chart = panel_chart(panel, SCORE, CurveOptions())
+    whole, some = (each for each in chart["series"] if each["name"] == "dreamer · 3 seeds")
     assert some["lineStyle"]["type"] == "dotted"
     assert "type" not in whole["lineStyle"]
     assert [x for x, y in whole["data"] if y is not None][-1] == 200
     dotted = [(x, told) for x, y, told in some["data"] if y is not None]
     assert (dotted[0], dotted[1]) == ((200, "3 of 3 runs"), (210, "2 of 3 runs"))
-    last = list(csv.DictReader(to_csv([panel], CurveOptions()).splitlines()))[-1]
+    last = list(csv.DictReader(to_csv([(SCORE, panel)], CurveOptions()).splitlines()))[-1]
     assert (last["seeds"], last["runs"]) == ("3", "2")
 
 
-def test_a_place_shows_what_is_published_and_the_run_s_own_value(tmp_path: Path) -> None:
-    """A chart tells the values that have a point at one place."""
+def test_a_tooltip_shows_the_published_and_the_run_s_own_value(tmp_path: Path) -> None:
+    """It shows the curves that have a point at one place."""
     run = a_run(tmp_path / "a", task="dmc:walker_walk", episodes=5000)
-    (panel,) = panels([run], CurveOptions(axis="frames"))
-    options = panel_chart(panel, CurveOptions(axis="frames"), published=True, log=False)
+    series = chart_of([run], axis="frames")["series"]
     published, own = (
         {x for x, y in each["data"]}
-        for each in options["series"]
-        if not each["name"].startswith(".")
+        for each in series
+        if each["name"].startswith(("published", "dreamer"))
     )
     assert {x for x in own if x >= 10_000} <= published
     assert max(published) > max(own)
 
 
-def test_smoothing_starts_without_a_pull_to_zero() -> None:
+def test_smoothing_has_no_bias_towards_zero() -> None:
     assert smoothed(np.array([4.0, 4.0, 4.0]), 0.9).tolist() == pytest.approx([4, 4, 4])
     assert smoothed(np.array([0.0, 1.0]), 0.5).tolist() == pytest.approx([0, 2 / 3])
 
 
 def test_a_logarithmic_axis_leaves_gaps(tmp_path: Path) -> None:
-    (panel,) = panels([a_run(tmp_path / "a")], CurveOptions())  # whose first score is 0
-    options = panel_chart(panel, CurveOptions(), published=False, log=True)
-    values = [point[1] for point in options["series"][-1]["data"]]
-    assert None in values
-    assert options["yAxis"]["type"] == "log"
+    chart = chart_of([a_run(tmp_path / "a")], log=True)  # whose first score is 0
+    assert None in [point[1] for point in chart["series"][-1]["data"]]
+    assert chart["yAxis"]["type"] == "log"
 
 
 def test_csv_holds_the_curves_and_no_formula(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / "a", seed=1), a_run(tmp_path / "b", task="=1+1")]
-    rows = list(csv.DictReader(to_csv(panels(runs, CurveOptions()), CurveOptions()).splitlines()))
+    found = [(SCORE, panel) for panel in panels(runs, SCORE, CurveOptions())]
+    rows = list(csv.DictReader(to_csv(found, CurveOptions()).splitlines()))
     assert {row["task"] for row in rows} == {"gym:CartPole-v1", "'=1+1"}
     assert max(float(row["steps"]) for row in rows) == 300
 
 
+def test_the_address_holds_what_is_chosen() -> None:
+    options = CurveOptions(axis="hours", smoothing=0.5, log=True, join_seeds=False)
+    query = write_query(["a/b", "x'y"], ["train/loss"], options)
+    found = parse_qs(query)
+    assert (found["run"], found["metric"]) == (["a/b", "x'y"], ["train/loss"])
+    assert "'" not in query  # it is part of a script
+    assert read_options({key: each[0] for key, each in found.items()}) == options
+    assert write_query([], [], CurveOptions()) == ""
+    odd = {"axis": "evil", "smoothing": "1e9", "log": "yes", "published": "0"}
+    assert read_options(odd) == CurveOptions(published=False)
+
+
 def keys_of(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from keys_of(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from keys_of(inner)
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from [key] if isinstance(key, str) else []
+        yield from keys_of(inner) if isinstance(inner, (dict, list)) else []
 
 
-def test_no_run_chooses_code_that_a_chart_runs(tmp_path: Path) -> None:
+def test_a_run_chooses_no_code_that_a_chart_runs(tmp_path: Path) -> None:
     """The library runs what stands under a key that starts with a colon."""
     run = a_run(tmp_path / ":formatter", task=":alert(1)")
-    options = panel_chart(
-        panels([run], CurveOptions())[0], CurveOptions(), published=True, log=False
-    )
-    assert {key for key in keys_of(options) if key.startswith(":")} == {":formatter", ":width"}
+    found = {key for key in keys_of(chart_of([run])) if key.startswith(":")}
+    assert found == {":formatter", ":width"}
+    graph = fleet_graph(process_rows(status(worker(":symbol")), ()), {})
+    found = {key for key in keys_of(graph) if key.startswith(":")}
+    assert found == {":left", ":right", ":symbolSize"}
 
 
 def worker(name: str, **more: Any) -> WorkerStatus:
@@ -222,26 +240,31 @@ def status(*workers: WorkerStatus, **more: Any) -> RunStatus:
     )
 
 
-def test_the_picture_has_a_box_a_role_and_colours_for_health() -> None:
+def test_the_graph_has_a_node_per_role_in_the_colour_of_its_worst_state() -> None:
     workers = [worker(f"env-{n}") for n in range(30)]
     workers += [worker("agent"), worker("replay", state="restarting"), worker("logger")]
-    picture = fleet_picture(status(*workers), {"env": 1e6, "replay": 10.0}, {"env-3"})
-    assert picture.count('class="cell running"') == 29
-    assert picture.count('class="cell restarting"') == 1
-    assert 'class="node restarting" data-role="replay"' in picture
-    assert 'class="node restarting" data-role="env"' in picture  # one of them has failed just now
-    assert 'class="node running" data-role="agent"' in picture
-    assert "1MB/s" in picture
-    healed = fleet_picture(status(*workers), {}, ())
-    assert 'class="node running" data-role="env"' in healed
+    machine = MachineStatus("far", "away", 2, 0, 5.0, 9.0, 5, 1.0, 0, "lost")
+    rows = process_rows(status(*workers, machines=(machine,)), {"env-3"})
+    assert [row["name"] for row in rows if row["state"] == "restarting"] == ["env-3", "replay"]
+    (series,) = fleet_graph(rows, {"env": 1e6, "replay": 10.0})["series"]
+    nodes = {node["name"]: node["itemStyle"]["color"] for node in series["data"]}
+    assert list(nodes) == ["env", "agent", "replay", "logger", "machine"]
+    assert nodes["env"] == nodes["replay"] == nodes["machine"] != nodes["agent"] == nodes["logger"]
+    assert series["data"][0]["label"]["formatter"] == "env x 30\n15.0 cores"
+    links = {link["source"]: link for link in series["links"]}
+    assert links["env"]["label"]["formatter"] == "1MB/s"
+    assert links["env"]["lineStyle"]["width"] > links["replay"]["lineStyle"]["width"]
+    assert len({tuple(node["value"]) for node in series["data"]}) == 5
 
 
-def test_text_of_runs_is_no_markup_in_the_picture() -> None:
-    machine = MachineStatus(EVIL, "joined", 2, 0, 5.0, 0.0, 5, 1.0, 0, EVIL)
-    workers = [worker("agent", error=EVIL, host=EVIL), worker(f"env-{EVIL}")]
-    picture = fleet_picture(status(*workers, machines=(machine,)), {}, ())
-    assert "<script" not in picture
-    assert "&lt;script&gt;" in picture
+def test_failures_are_listed_newest_first() -> None:
+    events = [Event(5.0, "env-0", "failed", "why"), Event(6.0, "env-0", "started")]
+    events.append(Event(65.0, "agent", "failed"))
+    rows = failure_rows(events, 70.0)
+    assert [(row["worker"], row["time"], row["error"]) for row in rows] == [
+        ("agent", "0:05 ago", "ended"),
+        ("env-0", "1:05 ago", "why"),
+    ]
 
 
 def test_metrics_are_explained() -> None:

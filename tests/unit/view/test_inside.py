@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamfleet.view.reading import list_inside, open_inside
+from dreamfleet.view.reading import list_inside, open_inside, read_tail
 
 
 @pytest.fixture
@@ -52,8 +52,14 @@ def test_what_is_outside_is_not(run: Path, names: tuple[str, ...]) -> None:
 
 
 def test_lists_leave_links_out(run: Path) -> None:
-    assert [entry.name for entry in list_inside(run, "media")] == ["key"]
-    assert [entry.name for entry in list_inside(run, "media", "key")] == ["1.mp4", "3.mp4"]
-    assert list_inside(run, "media", "linked") == []
-    assert list_inside(run, "..") == []
-    assert list_inside(run, "nothing") == []
+    assert list_inside(run, "media") == ["key"]
+    assert list_inside(run, "media", "key") == ["1.mp4", "3.mp4"]
+    for names in (("media", "linked"), ("..",), ("nothing",)):
+        assert list_inside(run, *names) == []
+
+
+def test_a_tail_begins_with_a_whole_line(run: Path) -> None:
+    (run / "log").write_bytes(b"first\nsecond\n")
+    assert read_tail(run, "log", max_bytes=9) == (b"second\n", 13)
+    assert read_tail(run, "log", max_bytes=99) == (b"first\nsecond\n", 13)
+    assert read_tail(run, "media", "key", "2.mp4", max_bytes=9) == (b"", 0)

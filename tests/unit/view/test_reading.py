@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dreamfleet.view import reading
-from dreamfleet.view.reading import MetricsFile, ScoreFile, Tail, Thinned, thinned
+from dreamfleet.view.reading import Column, MetricsFile, ScoresFile, Tail, thinned
 
 
 def test_each_line_comes_once_and_half_a_line_when_it_is_whole(tmp_path: Path) -> None:
@@ -27,16 +27,16 @@ def test_each_line_comes_once_and_half_a_line_when_it_is_whole(tmp_path: Path) -
 def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     path.write_text('{"step": 1, "episode/score": 1.0}\n' * 3)
-    scores = ScoreFile(tmp_path)
+    scores = ScoresFile(tmp_path)
     scores.read()
-    assert len(scores) == 3
+    assert scores.rows == 3
     path.write_text('{"step": 7, "episode/score": 2.0}\n')
     scores.read()
-    assert scores.step.tolist() == [7.0]
+    assert scores.columns["episode/score"].points[:, 0].tolist() == [7.0]
 
 
 def test_one_call_reads_a_bounded_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST_BYTES", 100)
+    monkeypatch.setattr(reading, "MAX_READ_BYTES", 100)
     (tmp_path / "file").write_bytes(b"a" * 30 + b"\n" + b"b" * 350 + b"\nlast\n")
     tail = Tail(tmp_path, "file")
     found = tail.read()
@@ -58,10 +58,10 @@ def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
         '{"step": 4, "episode/score": 4, "more": [1]}',
     ]
     (tmp_path / "scores.jsonl").write_text("\n".join(lines) + "\n")
-    scores = ScoreFile(tmp_path)
+    scores = ScoresFile(tmp_path)
     scores.read()
-    assert scores.step.tolist() == [1.0, 4.0]
-    assert scores.score.tolist() == [1.5, 4.0]
+    assert scores.columns["episode/score"].points[:, :2].tolist() == [[1.0, 1.5], [4.0, 4.0]]
+    assert scores.hours is None  # the second has no time
 
 
 def test_metrics_are_columns_with_their_newest_value(tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ def test_metrics_are_columns_with_their_newest_value(tmp_path: Path) -> None:
 
 
 def test_a_column_stays_small_and_keeps_extremes() -> None:
-    column = Thinned()
+    column = Column()
     count = 100_000
     for start in range(0, count, 1000):
         steps = range(start, start + 1000)
         column.extend([(float(n), 1000.0 if n == 54_321 else float(n % 2)) for n in steps])
     points = column.points
-    assert len(points) <= reading.MOST_POINTS
+    assert len(points) <= reading.MAX_POINTS
     assert points[:, 3].max() == 1000.0
     assert points[:, 2].min() == 0.0
     assert points[-1, 0] == count - 1
@@ -95,7 +95,7 @@ def test_a_column_stays_small_and_keeps_extremes() -> None:
 def test_a_run_cannot_fill_memory_with_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_MOST_KEYS", 10)
+    monkeypatch.setattr(reading, "_MAX_METRICS", 10)
     rows = [{"step": n, f"key-{n}": 1.0, "x" * 300: 1.0} for n in range(50)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = MetricsFile(tmp_path)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-from collections.abc import ItemsView
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from view_parts import made_up_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
 from dreamfleet.presets import PRESETS
 from dreamfleet.view import runs as runs_module
-from dreamfleet.view.runs import Row, Run, Runs, closest_preset
+from dreamfleet.view.runs import EVALUATION, Annotations, Row, Run, Runs, closest_preset
 
 
 def rows_of(folder: Path) -> dict[str, Row]:
@@ -50,11 +50,11 @@ def test_a_folder_may_be_a_run_and_a_run_may_come_later(tmp_path: Path) -> None:
     later = tmp_path / "later"
     later.mkdir()
     with Runs(later) as runs:
-        assert not runs.alone
+        assert not runs.single
         made_up_run(later / "x")
         (later / "config.json").write_text(RunConfig(logdir=later).to_json())
         runs._scan()
-        assert runs.alone
+        assert runs.single
         assert [run.name for run in runs.all()] == ["later"]
 
 
@@ -68,7 +68,7 @@ def test_a_run_with_a_damaged_configuration_is_shown_as_broken(
     (made_up_run(tmp_path / "bad") / "config.json").write_bytes(content)
     rows = rows_of(tmp_path)
     assert rows["bad"].state == "broken"
-    assert rows["bad"].problem
+    assert rows["bad"].alert
     assert rows["good"].state == "ended"
 
 
@@ -90,18 +90,27 @@ def test_half_written_files_are_no_obstacle(tmp_path: Path) -> None:
 def test_rows_may_hold_anything(tmp_path: Path, value: str) -> None:
     run = made_up_run(tmp_path / "a")
     line = f'{{"step": {value}, "episode/score": {value}, "time": {value}}}\n'
-    for name in ("scores.jsonl", "metrics.jsonl", "events.jsonl", "evaluations.jsonl"):
+    for name in (
+        "scores.jsonl",
+        "metrics.jsonl",
+        "events.jsonl",
+        "evaluations.jsonl",
+        "annotations.json",
+    ):
         (run / name).write_text(2 * line)
     with Runs(tmp_path) as runs:
         found = runs.find("a")
         assert found is not None
         assert found.row.state == "ended"
-        found.look(0.0)
+        found.poll(0.0)
         found.read(metrics=True)
         assert found.status is not None
-        assert all(map(math.isfinite, found.scores.step))
-        for column in found.metrics.columns.values():
-            assert np.isfinite(column.points).all()
+        for file in (found.scores, found.metrics):
+            for column in file.columns.values():
+                assert np.isfinite(column.points).all()
+        evaluations = found.points(EVALUATION)
+        assert evaluations is None or np.isfinite(evaluations).all()
+        assert found.annotations() == Annotations()
 
 
 def test_a_configuration_that_is_a_link_is_not_read(tmp_path: Path) -> None:
@@ -111,7 +120,7 @@ def test_a_configuration_that_is_a_link_is_not_read(tmp_path: Path) -> None:
     (run / "config.json").symlink_to(outside / "config.json")
     row = rows_of(tmp_path / "runs")["a"]
     assert row.state == "broken"
-    assert "link" in row.problem
+    assert "link" in row.alert
 
 
 def test_names_that_are_no_text_can_be_shown(tmp_path: Path) -> None:
@@ -144,25 +153,65 @@ def test_what_is_new_is_seen(tmp_path: Path) -> None:
     run.refresh()
     assert run.row.step == 300  # of the metrics
     run.read(metrics=True)
-    assert len(run.scores) == 3
+    assert run.scores.rows == 3
     assert "train/loss/value" in run.metrics.columns
 
 
-def test_a_failure_is_shown_for_a_while_and_remembered(tmp_path: Path) -> None:
+def test_a_failure_is_shown_for_seconds_and_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = made_up_run(tmp_path / "a")
     run = Run("a", path)
-    line = '{"time": %f, "worker": "env-0", "event": "failed", "error": "why"}\n'
-    (path / "events.jsonl").write_text(line % 5.0 + "{damaged\n" + line % 4e9)
+    line = '{"time": %f, "worker": "env-%d", "event": "failed", "error": "why"}\n'
+    (path / "events.jsonl").write_text(line % (5.0, 0) + "{damaged\n" + line % (4e9, 1))
     run.read(metrics=True)
-    assert len(run.happenings) == 2
-    assert "env-0" in run.hurt
-    for _ in range(10):
-        run.read(metrics=True)
-    assert not run.hurt
-    assert len(run.happenings) == 2
+    assert run.recently_failed == {"env-1"}  # the other one failed before the page was opened
+    later = runs_module.time.monotonic() + 60
+    monkeypatch.setattr(runs_module.time, "monotonic", lambda: later)
+    assert not run.recently_failed
+    assert len(run.events) == 2
 
 
-def test_a_run_that_nobody_looks_at_gives_its_memory_back(
+def test_what_is_wrong_is_seen_in_the_table(tmp_path: Path) -> None:
+    path = made_up_run(tmp_path / "nan")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 999, "train/loss/value": null, "train/other": null}\n')
+    worker = WorkerRecord("env-3", "env", "restarting", None, "", 0.0, error="boom")
+    record = replace(FleetRecord.of_this_process(), workers=(worker,))
+    write_record(made_up_run(tmp_path / "restarting"), record)
+    ended = replace(record, workers=(replace(worker, state="ended"),), state="failed")
+    write_record(made_up_run(tmp_path / "failed"), ended)
+    write_record(made_up_run(tmp_path / "recovered"), replace(ended, state="ended"))
+    alerts = {name: row.alert for name, row in rows_of(tmp_path).items()}
+    assert alerts == {
+        "nan": "train/loss/value is not finite",
+        "restarting": "env-3 failed: boom",
+        "failed": "env-3 failed: boom",
+        "recovered": "",
+    }
+    status: Any = SimpleNamespace(waiting="w", hanging="", message="Waiting: w.", step=1)
+    vars(status).update(running=True, state="running", score=None, steps_per_second=0.0)
+    assert runs_module._with_status(Row("a"), status).alert == "Waiting: w."
+
+
+def test_notes_and_tags_are_kept_with_the_run(tmp_path: Path) -> None:
+    run = Run("a", made_up_run(tmp_path / "a"))
+    run.refresh()
+    run.annotate(" seems stuck ", ["baseline", " b", "b", ""])
+    assert (run.row.note, run.row.tags) == ("seems stuck", "baseline, b")
+    again = Run("a", run.path)
+    again.refresh()
+    assert again.annotations() == Annotations("seems stuck", ("baseline", "b"))
+    file = run.path / "annotations.json"
+    file.unlink()
+    (tmp_path / "outside").write_text('{"note": "other"}')
+    file.symlink_to(tmp_path / "outside")
+    assert run.annotations() == Annotations()
+    run.annotate("mine", [])  # which replaces the link
+    assert (tmp_path / "outside").read_text() == '{"note": "other"}'
+
+
+def test_a_run_that_no_page_shows_frees_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run("a", made_up_run(tmp_path / "a"))
@@ -172,35 +221,44 @@ def test_a_run_that_nobody_looks_at_gives_its_memory_back(
     assert run.unused
     run.forget()
     assert not run.unused
-    assert (len(run.scores), run.metrics.columns) == (0, {})
+    assert (run.scores.rows, run.metrics.columns) == (0, {})
     run.read(metrics=True)
-    assert len(run.scores) == 30
+    assert run.scores.rows == 30
 
 
-class ChangesMeanwhile(dict[str, float]):
-    """What pages ask for, by another thread, while somebody goes through it for the first time."""
-
-    def __init__(self) -> None:
-        self.looks, self.again = 0, threading.Event()
-
-    def items(self) -> ItemsView[str, float]:  # type: ignore[override]
-        self.looks += 1
-        if self.looks == 1:
-            raise RuntimeError("dictionary changed size during iteration")
-        self.again.set()
-        return super().items()
-
-
-def test_the_thread_that_looks_at_the_runs_goes_on_whatever_pages_ask_for(tmp_path: Path) -> None:
+def test_reading_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up_run(tmp_path / "a")
-    runs = Runs(tmp_path)
-    runs._attention = asked = ChangesMeanwhile()
-    runs.attend("a")
+    runs, turns, again = Runs(tmp_path), [], threading.Event()
+
+    def turn() -> float:
+        turns.append(1)
+        if len(turns) == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        again.set()
+        return 60.0
+
+    monkeypatch.setattr(runs, "_turn", turn)
+    monkeypatch.setattr(runs_module, "_POLL_SECONDS", 0.0)
     with runs:
-        assert asked.again.wait(60)
+        assert again.wait(60)
 
 
-def test_a_page_goes_through_the_runs_while_another_one_is_found(tmp_path: Path) -> None:
+def test_open_pages_choose_what_is_read(tmp_path: Path) -> None:
+    for name in "abc":
+        made_up_run(tmp_path / name)
+    runs = Runs(tmp_path)
+    runs._scan()
+    found = {run.name: run for run in runs.all()}
+    runs.attend("live", "a")
+    runs.attend("metrics", "b", "gone")
+    runs._turn()
+    assert [bool(found[name].metrics.rows) for name in "abc"] == [True, True, False]
+    assert [found[name].status is not None for name in "abc"] == [True, False, False]
+    for run in found.values():
+        run.forget()
+
+
+def test_pages_iterate_over_runs_while_another_one_is_found(tmp_path: Path) -> None:
     for name in "ab":
         made_up_run(tmp_path / name)
     with Runs(tmp_path) as runs:
@@ -217,8 +275,8 @@ def test_a_page_goes_through_the_runs_while_another_one_is_found(tmp_path: Path)
 def test_a_run_is_near_its_preset(name: str) -> None:
     config = PRESETS[name]
     found = closest_preset(config)  # another one may have the same settings for the same suite
-    alike = runs_module._setting(config)
-    assert found == name or runs_module._setting(PRESETS[found]) == alike
+    alike = runs_module._settings(config)
+    assert found == name or runs_module._settings(PRESETS[found]) == alike
     other = closest_preset(replace(config, seed=5, task="gym:Pendulum-v1"))
-    assert runs_module._setting(PRESETS[other]) == alike
+    assert runs_module._settings(PRESETS[other]) == alike
     assert closest_preset(replace(config, batch_size=77, train_ratio=1.5)) == f"{found} +2"

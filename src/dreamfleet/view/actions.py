@@ -1,0 +1,232 @@
+"""What a page can do to a run: stop, resume, save and evaluate it.
+
+Every viewer has the token, so the buttons need no further permission.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+from nicegui import app, ui
+
+from dreamfleet.checkpoint import Checkpoint, step_of
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.record import read_record, supervisor_process
+from dreamfleet.fleet.tied import tied
+from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
+from dreamfleet.roles.learner import SAVE_REQUEST
+from dreamfleet.view.frame import card, keep_fresh, with_hint
+from dreamfleet.view.runs import Run
+
+VIDEO_FOLDER = "on-demand"
+"""Below `media`, for videos that a viewer asked for."""
+RESUME_LOG = "resume.log"
+_MAX_RUNNING, _MAX_KEPT = 2, 20
+_NICE = 10
+_COMMAND = (sys.executable, "-m", "dreamfleet.cli")
+
+
+def stop_run(run: Run) -> str:
+    """Stop a run as Ctrl-C does; returns what was done."""
+    record = read_record(run.path)
+    process = supervisor_process(record) if record else None
+    if record is None or process is None:
+        where = f" It was started on {record.host}: stop it there." if record else ""
+        return f"The run is not running on this machine.{where}"
+    try:
+        process.send_signal(signal.SIGTERM)
+    except psutil.Error as error:
+        return f"The run cannot be stopped: {error}"
+    return "The run saves and stops."
+
+
+def request_save(run: Run) -> str:
+    """Ask for a checkpoint; returns what was done."""
+    if not run.row.running:
+        return "The run is not running: its last checkpoint holds everything."
+    try:
+        (run.path / SAVE_REQUEST).touch()
+    except OSError as error:
+        return f"The run's directory cannot be written: {error.strerror}."
+    return "A checkpoint is saved after the next update."
+
+
+def resume_command(run: Run) -> str:
+    """What to type to resume a run."""
+    return shlex.join(["dreamfleet", "resume", str(run.path)])
+
+
+def resume_run(run: Run) -> str:
+    """Resume a run in a process that outlives this server; returns what was done. Its own code is
+    imported only if the server trusts it."""
+    if run.row.running or run.row.state == "unknown":
+        return "The run is running."
+    words = [*_COMMAND, "resume", str(run.path), *(["--trust"] if run.trust else [])]
+    try:
+        (run.path / "logs").mkdir(exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        log = os.open(run.path / "logs" / RESUME_LOG, flags, 0o644)
+    except OSError as error:
+        return f"The run's directory cannot be written: {error.strerror}."
+    with os.fdopen(log, "w") as out:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+    threading.Thread(target=process.wait, name="resumed-run", daemon=True).start()
+    return f"The run is resumed; its output is in the log {RESUME_LOG.removesuffix('.log')}."
+
+
+class Job:
+    """An evaluation of a checkpoint, in a process of its own with low priority."""
+
+    def __init__(self, run: Run, name: str, words: Sequence[str], step: int) -> None:
+        self.run, self.name, self.step = run, name, step
+        self.code: int | None = None
+        self._said = "running"
+        self._folder = tempfile.TemporaryDirectory(prefix="dreamfleet-")
+        self._result = Path(self._folder.name) / "result.json"
+        self._process = subprocess.Popen(
+            tied([*words, "--json", str(self._result)]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            # Accelerators belong to training.
+            env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
+        )
+        with suppress(psutil.Error):
+            psutil.Process(self._process.pid).nice(_NICE)
+        threading.Thread(target=self._follow, name=name, daemon=True).start()
+
+    @property
+    def text(self) -> str:
+        """Its progress or result in a line."""
+        return f"{self.name} · step {self.step:,} · {self._said}"
+
+    def stop(self) -> None:
+        """End it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+    def _follow(self) -> None:
+        with self._process as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self._said = line.strip() or self._said
+        if process.returncode:
+            self._said = with_hint(self._said)
+        else:
+            with suppress(OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+                found = msgspec.json.decode(self._result.read_bytes())
+                self._said = f"mean return {found['mean']:.4g} of {found['episodes']} episodes"
+        self._folder.cleanup()
+        self.code = process.returncode
+
+
+_jobs: list[Job] = []
+
+
+def evaluate(
+    run: Run, checkpoint: Path | None = None, *, episodes: int = 10, video: bool = False
+) -> None:
+    """Evaluate a checkpoint, by default the newest, in the background.
+
+    Raises:
+        ConfigError: There is no checkpoint, or two evaluations are running.
+    """
+    path = checkpoint or Checkpoint(run.path / "ckpt" / "agent").latest()
+    if path is None:
+        raise ConfigError("The run has no checkpoint yet.")
+    if sum(job.code is None for job in _jobs) >= _MAX_RUNNING:
+        raise ConfigError("Two evaluations are running: wait for one of them.")
+    step = step_of(path)
+    words = ["dreamfleet.cli", "eval", str(path), "--episodes", str(episodes)]
+    words += ["--trust"] if run.trust else []
+    if video:
+        words += ["--video", str(run.path / "media" / VIDEO_FOLDER / f"{step:012d}.mp4")]
+    elif not (run.path / EVALUATIONS_FILE).is_symlink():
+        words += ["--keep"]
+    _jobs.append(Job(run, "video" if video else "evaluation", words, step))
+    del _jobs[:-_MAX_KEPT]
+
+
+def jobs_of(run: Run) -> list[Job]:
+    """Evaluations of a run, the newest first."""
+    return [job for job in reversed(_jobs) if job.run is run]
+
+
+@app.on_shutdown
+def _stop_jobs() -> None:
+    for job in _jobs:
+        job.stop()
+
+
+def start_evaluation(run: Run, checkpoint: Path | None = None, *, video: bool = False) -> None:
+    """Evaluate, and tell the viewer."""
+    try:
+        evaluate(run, checkpoint, episodes=1 if video else 10, video=video)
+        ui.notify("Recording a video." if video else "Playing ten episodes.")
+    except ConfigError as error:
+        ui.notify(str(error))
+
+
+def add_actions(run: Run) -> None:
+    """Buttons that act on a run, and the progress of its evaluations."""
+    with ui.element("div").classes("acts"):
+        stop = _button("Stop", lambda: _confirm_stop(run))
+        save = _button("Save now", lambda: ui.notify(request_save(run)))
+        resume = _button("Resume", lambda: ui.notify(resume_run(run)))
+        copy = _button("Copy command", lambda: _copy(run)).props(f'title="{"dreamfleet resume"}"')
+        _button("Evaluate", lambda: start_evaluation(run))
+        _button("Video", lambda: start_evaluation(run, video=True))
+    jobs = ui.label().classes("jobs small muted")
+
+    def refresh() -> None:
+        running = run.row.running
+        for button, shown in ((stop, running), (save, running), (resume, not running)):
+            button.set_visibility(shown)
+        copy.set_visibility(run.config is not None)
+        jobs.text = "\n".join(job.text for job in jobs_of(run)[:3])
+
+    keep_fresh(refresh, 1.0)
+
+
+def _button(text: str, act: Callable[[], object]) -> ui.button:
+    return ui.button(text, on_click=act).props("outline dense no-caps").classes("act")
+
+
+def _copy(run: Run) -> None:
+    ui.clipboard.write(resume_command(run))
+    ui.notify(f"Copied: {resume_command(run)}")
+
+
+def _confirm_stop(run: Run) -> None:
+    def stop() -> None:
+        dialog.close()
+        ui.notify(stop_run(run))
+
+    with ui.dialog() as dialog, card("Stop this run?"):
+        ui.label("It saves a checkpoint and stops. Resume continues it.")
+        with ui.element("div").classes("row-of"):
+            ui.element("div").classes("space")
+            ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
+            ui.button("Stop", on_click=stop).props('no-caps color="negative" unelevated')
+    dialog.on("hide", dialog.delete)
+    dialog.open()

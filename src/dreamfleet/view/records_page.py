@@ -1,0 +1,199 @@
+"""What a run has written down: its logs, its checkpoints and its configuration."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from nicegui import events, ui
+
+from dreamfleet.agents.registry import BUILT_IN
+from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
+from dreamfleet.config import RunConfig
+from dreamfleet.presets import PRESETS
+from dreamfleet.view.actions import add_actions, start_evaluation
+from dreamfleet.view.frame import RunPage, card, search_box, table
+from dreamfleet.view.reading import list_inside, read_tail
+from dreamfleet.view.runs import Run
+
+_TAIL_BYTES = 1 << 19
+_MAX_LINES, _MAX_LINE, _MAX_EVALUATIONS = 400, 2000, 500
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_LEVEL = re.compile(rf"^\S+ \S+ ({'|'.join(_LEVELS)}) ")
+_ALL = "every process"
+_EVALUATE_CELL = """<q-td :props="props"><q-btn flat dense no-caps label="Evaluate"
+ @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
+
+
+class LogsPage(RunPage):
+    """Log lines of every process, the newest last."""
+
+    path, seconds = "logs", 1.5
+
+    def build(self) -> None:
+        self._shown: object = None
+        with card():
+            with ui.element("div").classes("row-of options"):
+                self._process = ui.select([_ALL], value=_ALL, label="process")
+                self._level = ui.select(["all", *_LEVELS[1:]], value="all", label="level")
+                for choice in (self._process, self._level):
+                    choice.props("outlined dense options-dense").classes("choice")
+                    choice.on_value_change(self.refresh)
+                self._search = search_box("search", self.refresh)
+                self._count = ui.label().classes("muted small")
+            self._text = ui.html().classes("log").props('tabindex="0" aria-label="log"')
+
+    def refresh(self) -> None:
+        names = list_inside(self._run.path, "logs")
+        if self._process.options != [_ALL, *names]:
+            self._process.set_options([_ALL, *names])
+        chosen = [name for name in names if self._process.value in (_ALL, name)]
+        tails = {n: read_tail(self._run.path, "logs", n, max_bytes=_TAIL_BYTES) for n in chosen}
+        level, words = str(self._level.value), (self._search.value or "").lower()
+        shown = ({name: size for name, (_, size) in tails.items()}, level, words)
+        if shown == self._shown:
+            return
+        self._shown = shown
+        lines = [(at, name, kind, row) for name, (block, _) in tails.items()
+                 for at, kind, row in log_lines(block, level, words)]  # fmt: skip
+        if len(chosen) > 1:  # stable: a traceback stays behind its line
+            lines.sort(key=lambda line: line[0])
+        rows = [
+            f'<div class="{kind.lower()}">'
+            + (f"<b>{escape(name.removesuffix('.log'))}</b> " if len(chosen) > 1 else "")
+            + f"{escape(row)}</div>"
+            for _, name, kind, row in lines[-_MAX_LINES:]
+        ]
+        more = f", the last {_MAX_LINES} are shown" if len(lines) > _MAX_LINES else ""
+        self._count.text = f"{len(lines)} lines{more}"
+        nothing = '<div class="muted">No lines.</div>'
+        self._text.content = f"<div>{''.join(rows) or nothing}</div>"
+
+
+def log_lines(block: bytes, least: str, words: str) -> list[tuple[str, str, str]]:
+    """Time, level and text of lines. A traceback takes the time and level of the line before it,
+    or is an error."""
+    at, level, found = "", "ERROR", []
+    for row in block.decode(errors="replace").splitlines():
+        if match := _LEVEL.match(row):
+            level, at = match[1], row[:23]
+        elif row.startswith(("Traceback", "Fatal Python error")):
+            level = "ERROR"
+        if least != "all" and _LEVELS.index(level) < _LEVELS.index(least):
+            continue
+        if words in row.lower():
+            found.append((at, level, row[:_MAX_LINE]))
+    return found
+
+
+class CheckpointsPage(RunPage):
+    """Checkpoints with their scores, and evaluations."""
+
+    path, seconds = "checkpoints", 3.0
+
+    def build(self) -> None:
+        with card("Checkpoints", "the newest two, the best one, and one being evaluated"):
+            add_actions(self._run)
+            labels = {"name": "checkpoint", "step": "step", "score": "score", "saved": "saved"}
+            phone = (*labels, "act")
+            labels |= {"size": "bytes", "note": "", "act": ""}
+            self._table = table(labels, phone=phone, numbers=("step", "score", "size"))
+            self._table.add_slot("body-cell-act", _EVALUATE_CELL)
+            self._table.on("evaluate", self._evaluate)
+        with card("Evaluations", "during training, at its end, and on demand"):
+            labels = {"step": "step", "mean": "mean return", "error": "standard error"}
+            numbers = (*labels, "episodes")
+            more = {"episodes": "episodes", "kind": "kind", "note": ""}
+            self._evaluations = table(labels | more, phone=labels, numbers=numbers)
+
+    def refresh(self) -> None:
+        checkpoints, evaluations = checkpoint_rows(self._run), evaluation_rows(self._run)
+        for shown, rows in ((self._table, checkpoints), (self._evaluations, evaluations)):
+            if shown.rows != rows:
+                shown.rows = rows
+
+    def _evaluate(self, event: events.GenericEventArguments) -> None:
+        names = [row["name"] for row in checkpoint_rows(self._run)]
+        if event.args in names:  # a name from a browser is looked up, never opened
+            start_evaluation(self._run, self._run.path / "ckpt" / "agent" / str(event.args))
+
+
+def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
+    """Rows of a table of checkpoints."""
+    directory = Checkpoint(run.path / "ckpt" / "agent")
+    best = directory.best()
+    return [_checkpoint_row(path, path == best) for path in directory.all()]
+
+
+def _checkpoint_row(path: Path, best: bool) -> dict[str, Any]:
+    try:
+        found = describe(path)
+    except CheckpointError as error:
+        return {"name": path.name, "note": str(error)}
+    return {
+        "name": path.name,
+        "step": found.step,
+        "score": found.score,
+        "saved": time.strftime("%d %b %H:%M", time.localtime(found.time)),
+        "size": found.bytes,
+        "note": ", ".join(["best"] * best + ["being evaluated"] * found.pending),
+    }
+
+
+def evaluation_rows(run: Run) -> list[dict[str, Any]]:
+    """Rows of a table of evaluations, the newest first."""
+    rows = []
+    for number, each in enumerate(run.evaluations()):
+        with suppress(ValueError, TypeError, KeyError, OverflowError):
+            row = {
+                "name": str(number),
+                "step": int(each["step"]),
+                "mean": float(each["mean"]),
+                "error": each.get("standard_error"),
+                "episodes": int(each.get("episodes", 0)),
+                "kind": str(each.get("kind", "")),
+                "note": "interrupted" if each.get("partial") else str(each.get("error") or ""),
+            }
+            rows.append(row)
+    return rows[: -_MAX_EVALUATIONS - 1 : -1]
+
+
+class ConfigurationPage(RunPage):
+    """All settings; those that differ from the closest preset come first."""
+
+    path = "configuration"
+
+    def build(self) -> None:
+        config = self._run.config
+        if config is None:
+            with card("The configuration cannot be read"):
+                ui.label(self._run.row.alert).classes("muted")
+            return
+        name = self._run.row.preset.partition(" ")[0]
+        theirs = PRESETS[name].flat() if name in PRESETS else {}
+        with card("Configuration", f"compared with the preset {name}; differences come first"):
+            search = search_box("search names, values and meanings").classes("finder")
+            labels = {"name": "setting", "value": "value", "preset": f"preset {name}"}
+            shown = labels | {"meaning": "meaning"}
+            rows = setting_rows(config, theirs)
+            made = table(shown, phone=labels, rows=rows, search=search)
+            made.classes("settings").props("wrap-cells")
+
+
+def setting_rows(config: RunConfig, preset: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a table of settings."""
+    # A file does not choose code that is imported.
+    known = config if config.agent in BUILT_IN else RunConfig()
+    meanings = {setting.path: setting.sentence for setting in known.settings()}
+    rows = []
+    for key, value in config.flat().items():
+        differs = preset.get(key, value) != value and key != "logdir"
+        other = str(preset[key]) if differs else ""
+        row = {"name": key, "value": str(value), "preset": other, "meaning": meanings.get(key, "")}
+        rows.append(row)
+    return sorted(rows, key=lambda row: not row["preset"])
