@@ -19,7 +19,7 @@ NAVIGATION = {
         "environments", "suites/gym", "suites/dmc", "suites/atari", "suites/crafter",
         "suites/minigrid", "suites/bundled",
     ],
-    "Train and use": ["python", "evaluation", "view", "dream", "agents", "examples"],
+    "Train and use": ["python", "evaluation", "view", "dream", "algorithm", "agents", "examples"],
     "Run it": [
         "operations", "machines", "scaling", "accelerators", "security", "reliability", "chaos",
     ],

@@ -33,7 +33,7 @@ LAYERS = [
     ["checkpoint", "clock", "positions"],
     ["masks"],
     ["spaces"],
-    ["files", "formatting", "imports", "memory", "numbers", "settings", "slots"],
+    ["files", "formatting", "imports", "memory", "numbers", "settings", "slots", "statistics"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

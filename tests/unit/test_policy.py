@@ -18,6 +18,7 @@ import pytest
 from dreamfleet import ConfigError, Policy, Space
 from dreamfleet.agents import Dreamer, ExecutionConfig, RandomAgent
 from dreamfleet.agents.api import Mode
+from dreamfleet.agents.dreamer.runtime.player import DreamerPlayer
 from dreamfleet.agents.registry import find_agent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
@@ -174,7 +175,7 @@ def test_an_agent_that_a_function_made_is_described_as_it_is(tmp_path: Path) -> 
         assert config.agent_config != agent.config
         saved(tmp_path / config.agent, agent, config)
         loaded = Policy.load(tmp_path / config.agent).agent
-        assert isinstance(loaded, Dreamer)
+        assert isinstance(loaded, DreamerPlayer)
         assert loaded.config.model == agent.config.model
     saved(tmp_path / "random-as-dreamer", RandomAgent(*spaces), RunConfig())
     assert isinstance(Policy.load(tmp_path / "random-as-dreamer").agent, RandomAgent)
@@ -202,7 +203,7 @@ def test_devices_and_folders_of_the_training_machine_are_not_used(tmp_path: Path
     config = RunConfig(agent_config=settings)
     blueprint = Blueprint(config, worlds.VECTOR, worlds.ACTIONS, {})
     agent = blueprint.build(find_agent("dreamer"))
-    assert isinstance(agent, Dreamer)
+    assert isinstance(agent, DreamerPlayer)
     here = agent.config.execution
     assert (here.train_platform, here.policy_platform) == ("", "")
     assert (here.cache_dir, here.dump_dir) == (ExecutionConfig().cache_dir, "")

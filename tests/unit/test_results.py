@@ -31,9 +31,6 @@ def test_the_game_of_pixels_shows_both_evaluations() -> None:
     more = json.loads((RESULTS / "catch" / "evaluation-200.json").read_text())["returns"]
     caught, all_caught = own.count(1.0), more.count(1.0)
     assert f"({caught} of {len(own)} caught); {all_caught} more episodes: all caught" in TEXT
-    readme = (RESULTS.parent / "README.md").read_text()
-    assert f"{caught} of {len(own)} balls caught" in readme
-    assert f"{all_caught} of {len(more)} in another" in readme
 
 
 def test_scores_that_are_missing_are_said() -> None:
