@@ -28,13 +28,16 @@ def holds_run(logdir: Path) -> bool:
     return os.path.exists(logdir / CONFIG_FILE)  # noqa: PTH110 - no error where nobody may look
 
 
-def resumed(logdir: Path, changes: Mapping[str, Any], *, trust: bool = False) -> RunConfig:
+def resumed(
+    logdir: Path, changes: Mapping[str, Any], *, trust: bool = False, parts: bool = True
+) -> RunConfig:
     """The settings that the run in a directory was last with, some of them changed.
 
     Args:
         logdir: The run's directory.
         changes: Values by path. `env_options` are added to those of the run.
         trust: Import code outside of this package that the directory names.
+        parts: Whether networks and losses count, which are imported when they are made.
 
     Raises:
         ConfigError: There is no run, it names code that `changes` do not name again, or a change
@@ -46,11 +49,17 @@ def resumed(logdir: Path, changes: Mapping[str, Any], *, trust: bool = False) ->
         given.setdefault("keys", "")  # the directory was moved, and its key with it
     if steps_made(logdir):  # it has copied their steps, so they may be gone
         given.setdefault("prefill", [path for path in before.prefill if Path(path).exists()])
-    return with_changes(before, given, trust=trust, source=logdir)
+    return with_changes(before, given, trust=trust, source=logdir, parts=parts)
 
 
 def with_changes(
-    before: RunConfig, changes: Mapping[str, Any], *, trust: bool, source: Path, name: bool = True
+    before: RunConfig,
+    changes: Mapping[str, Any],
+    *,
+    trust: bool,
+    source: Path,
+    name: bool = True,
+    parts: bool = True,
 ) -> RunConfig:
     """Settings that were read from a file, some of them changed."""
     given = dict(changes)
@@ -60,7 +69,7 @@ def with_changes(
         refuse_code(source, _parts(before), given, name)
     config = before.changed(given).resolved()
     if not trust:
-        refuse_code(source, _networks(config), given, name)
+        refuse_code(source, _networks(config) if parts else (), given, name)
         config = config.changed({**_folders_here(config, given), **_cluster_here(given)})
     return config
 
@@ -114,8 +123,8 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _networks(config: RunConfig) -> Iterator[tuple[str, str]]:
     named = config.named_code
     for setting in config.settings() if named else ():
-        if setting.value in named:
-            yield setting.path, setting.value
+        several = setting.value if isinstance(setting.value, dict) else (setting.value,)
+        yield from ((setting.path, value) for value in several if value in named)
 
 
 def _folders_here(config: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +152,12 @@ def refuse_code(
 ) -> None:
     """Refuse code that a file names and the person does not, by settings and values. Without `name`
     it has to be trusted: naming it again does not help."""
-    missing = [(path, value) for path, value in code if path not in given]
+    # `dreamer.model` may be given as a whole.
+    missing = [
+        (path, value)
+        for path, value in code
+        if not any(f"{path}.".startswith(f"{each}.") for each in given)
+    ]
     if not missing:
         return
     for path, value in missing:

@@ -66,6 +66,7 @@ def configure(
     preset: str | None = None,
     *,
     trust: bool = False,
+    parts: bool = True,
     say: Say = log.info,
 ) -> RunConfig:
     """The configuration of a run with some settings changed, as the command makes it.
@@ -78,6 +79,7 @@ def configure(
             added to those of the run or of the preset.
         preset: Its name; None for the default one.
         trust: Import code outside of this package that the directory of a run names.
+        parts: Refuse networks and losses that only the directory names; see `resumed`.
         say: Takes a line for the person, if the run has other settings than the preset.
 
     Raises:
@@ -101,7 +103,7 @@ def configure(
     logdir = base.changed(place).logdir
     if not holds_run(logdir):
         return base.changed(given)
-    config = resumed(logdir, changes, trust=trust)
+    config = resumed(logdir, changes, trust=trust, parts=parts)
     if preset and config.agent == base.agent:
         kept = [line.split()[0] for line in differences(base.changed(given), config)]
         if kept:

@@ -101,8 +101,12 @@ def test_a_preset_that_is_named_again_changes_nothing_and_says_so(tmp_path: Path
             {"agent": "dreamer", "dreamer.model.encoder": f"{RAN}:Encoder"},
             f"--dreamer.model.encoder {RAN}:Encoder",
         ),
+        (
+            {"agent": "dreamer", "dreamer.loss.extra": {f"{RAN}:Loss": 0.1}},
+            f"--dreamer.loss.extra {RAN}:Loss",
+        ),
     ],
-    ids=["task", "gym", "agent", "network"],
+    ids=["task", "gym", "agent", "network", "loss"],
 )
 def test_code_that_a_file_names_is_not_imported(
     tmp_path: Path,
@@ -187,6 +191,8 @@ def test_code_that_the_person_names_again_or_trusts_is_taken(tmp_path: Path) -> 
     encoder = {"dreamer.model.encoder": "my_nets:Encoder"}
     a_run(tmp_path, agent="dreamer", **encoder)
     assert resumed(tmp_path, encoder) == resumed(tmp_path, {}, trust=True)
+    both = {**encoder, "dreamer.model": "debug"}
+    assert resumed(tmp_path, both).agent_config.model.encoder == "my_nets:Encoder"
 
 
 def test_a_file_chooses_no_folder_from_which_programs_are_loaded(tmp_path: Path) -> None:

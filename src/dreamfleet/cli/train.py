@@ -107,7 +107,7 @@ def options_of(
         config = find_preset(preset or _PRESET.default)
         config = config.changed({name: first[name] for name in ("agent",) if name in first})
     else:
-        config = configure(first, preset, trust=trust)
+        config = configure(first, preset, trust=trust, parts=False)  # for their defaults
     found = [
         # It follows from the task.
         replace(option, default=None) if option.name == "logdir" else option
