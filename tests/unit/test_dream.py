@@ -181,7 +181,8 @@ def test_vectors_tokens_and_several_actions() -> None:
     assert imagined.obs["token"].dtype == np.int32
     assert 0 <= imagined.obs["token"] < 4
     nets = agent._state.nets
-    features = tuple(part[:, None] for part in nets.dynamics.features(imagined.latent))
+    latent = jax.tree.map(jnp.asarray, imagined.latent)
+    features = tuple(part[:, None] for part in nets.dynamics.features(latent))
     decode = jax.jit(lambda nets, parts: dist.symexp(nets.decoder(parts)["vector"])[0, 0])
     expected = decode(nets, features)
     np.testing.assert_allclose(imagined.obs["vector"], expected, rtol=1e-4, atol=1e-5)

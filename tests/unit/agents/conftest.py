@@ -23,7 +23,6 @@ NUMERICAL = (
     "networks",
     "optimizer",
     "rssm",
-    "runtime.dreaming",
     "runtime.report",
     "train",
     "world_model",
