@@ -114,6 +114,9 @@ class LocalWorker:
             "log": str(log_file.absolute()),
             "bytes": len(payload),
         }
+        # Each thread of a server would keep a heap of its own, 2 MB and more. An agent computes in
+        # its threads, and keeps them.
+        heaps = {} if worker.role == "agent" else {"MALLOC_ARENA_MAX": "2"}
         with log_file.open("ab") as output:
             self.log_start = output.tell()
             self._process = subprocess.Popen(
@@ -121,7 +124,7 @@ class LocalWorker:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **worker.environment},
+                env={**heaps, **os.environ, **worker.environment},
                 start_new_session=True,
                 pass_fds=pass_fds,
             )

@@ -230,8 +230,10 @@ class Journal:
         self._read_records()
 
     def freeze(self) -> Words:
-        """The journal as it is now, to be flushed once the steps up to its tick are synced."""
-        return self._words.copy()
+        """The used part of the journal as it is now, to be flushed once the steps up to its tick
+        are synced."""
+        rows = max((seen.row + 1 for seen in self._sources.values()), default=0)
+        return self._words[: _HEADER_WORDS + rows * _RECORD_WORDS].copy()
 
     def flush(self, frozen: Words, *, closed: bool = False) -> None:
         """Let a journal survive a power cut, with the steps that it counts.
@@ -242,11 +244,10 @@ class Journal:
         """
         if self._directory is None:
             return
-        used = int(np.flatnonzero(frozen)[-1]) + 1
         # Both at first, so that a disk that becomes full has room for them.
         for serial in range(self._serial + 1, max(self._serial + 2, 1 + len(SYNCED))):
-            head = _SYNCED_HEAD.pack(serial, self._boot, closed, used)
-            _write_synced(self._directory / SYNCED[serial % 2], head + frozen[:used].tobytes())
+            head = _SYNCED_HEAD.pack(serial, self._boot, closed, len(frozen))
+            _write_synced(self._directory / SYNCED[serial % 2], head + frozen.tobytes())
             self._serial = serial
         self.left_by = LeftBy.KILL
 
