@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import signal
 import subprocess
 import sys
 import tempfile
-import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -102,10 +99,13 @@ def test_a_signal_saves_and_leaves_nothing_behind(
     assert snapshot.step > 0
 
 
-def take_terminal(terminal: int) -> None:
-    """In a process that is about to be started."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+# The tests may have been started with SIGHUP ignored.
+IN_TERMINAL = """
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def test_a_closed_terminal_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -113,13 +113,12 @@ def test_a_closed_terminal_saves_and_leaves_nothing_behind(tmp_path: Path) -> No
     connection."""
     master, terminal = pty.openpty()
     process = subprocess.Popen(
-        [*DUMMY, "--logdir", str(tmp_path)],
+        [sys.executable, "-c", IN_TERMINAL, *DUMMY, "--logdir", str(tmp_path)],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
         env={**os.environ, "TERM": "xterm"},
         start_new_session=True,
-        preexec_fn=partial(take_terminal, terminal),
     )
     os.close(terminal)
     try:

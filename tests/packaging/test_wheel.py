@@ -28,8 +28,11 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         shutil.copy(ROOT / name, clone)
     shutil.copytree(ROOT / "locks", clone / "locks")
     done = subprocess.run(
-        ["make", "--dry-run", "wheel"], cwd=clone, check=True, capture_output=True, text=True
-    )
+        ["make", "--no-print-directory", "--dry-run", "wheel"],
+        cwd=clone, check=True, capture_output=True, text=True,
+        # The tests may have been started by make.
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+    )  # fmt: skip
     return done.stdout.splitlines()
 
 
