@@ -232,13 +232,8 @@ def test_strangers_and_nonsense_cost_nobody_else_anything(server: tuple[Server, 
             stranger.close()
         for packet in (b"\0", b"\1\0\0\0", b"\xff" * 16, b"\1\0\0\0\xff\xff\xff\xff" + bytes(8)):
             raw.send(packet)
-        errors = 0
-        while errors < 4:  # which come one by one, with the next calls
-            try:
-                odd.note(0, SMALL).result(60)
-            except RemoteError as error:
-                assert "empty message" in str(error)  # noqa: PT017
-                errors += 1
+        while made.stats()["malformed"] < 4:  # the client logs the errors, and goes on
+            odd.note(0, SMALL).result(60)
         assert made.stats()["malformed"] == 4
         assert good.note(1, SMALL).result(60) == 1
     assert 1 in seen
