@@ -21,6 +21,12 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.policy import BLUEPRINT, Blueprint
 
+# The tests may have been started with SIGHUP ignored, as by nohup.
+HEARS_SIGHUP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 MARK = "DREAMFLEET_TEST_FOLDER"
 """A variable that all processes of a command inherit."""
 ENOUGH = 200.0
@@ -78,7 +84,7 @@ def check(folder: Path, words: list[str], runs: str, end: signal.Signals) -> Non
     with (folder.parent / f"{folder.name}.log").open("w+") as log:
         Path(log.name).unlink()
         command = subprocess.Popen(
-            [sys.executable, "-m", "dreamfleet.cli", *words],
+            [sys.executable, "-c", HEARS_SIGHUP, sys.executable, "-m", "dreamfleet.cli", *words],
             # The title of a process would overwrite its variables: SPT_NOENV.
             env={**os.environ, MARK: str(folder), "TMPDIR": str(folder), "SPT_NOENV": "1"},
             cwd=folder,
