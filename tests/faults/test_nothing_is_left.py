@@ -140,8 +140,3 @@ def test_eval(folder: Path, end: signal.Signals) -> None:
 def test_chaos(folder: Path, end: signal.Signals) -> None:
     words = ["chaos", "--agent", "random", "--minutes", "10"]
     check(folder, words, "dreamfleet replay", end)
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_bench(folder: Path, end: signal.Signals) -> None:
-    check(folder, ["bench", "transport"], "spawn_main", end)
