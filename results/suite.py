@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,40 @@ class Entry:
 
 
 DMC = ("cartpole_balance", "cartpole_swingup", "walker_stand", "walker_walk", "finger_spin")
+_VISION = ("--env-options", "obs=pixels", "repeat=2")
+_ABLATION = partial(
+    Entry, "ablation", "dmc:cartpole_swingup", 15_000, preset="dmc_cpu", seeds=(0, 1)
+)
 SUITE = (
     Entry("cartpole", "gym:CartPole-v1", 30_000, 475, seeds=tuple(range(10))),
     Entry("minutes", "gym:Acrobot-v1", 30_000, -100),
     Entry("minutes", "gym:Pendulum-v1", 30_000, -200),
     Entry("minutes", "gym:MountainCarContinuous-v0", 60_000, 90),
-    Entry("minutes", "gym:LunarLander-v3", 90_000, 200),
+    Entry("minutes", "gym:LunarLander-v3", 120_000, 200),
     Entry("minutes", "bundled:corridor", 30_000, 1.5),
     Entry("minutes", "bundled:catch", 12_000, 0.9, "pixels"),
     Entry("minutes", "minigrid:Empty-5x5-v0", 12_000, 0.9, "pixels"),
-    Entry("minutes", "minigrid:DoorKey-5x5-v0", 30_000, 0.9, "pixels"),
+    Entry("minutes", "minigrid:DoorKey-5x5-v0", 60_000, 0.9, "pixels"),
     *(Entry("proprio", f"dmc:{name}", 25_000, preset="dmc_cpu") for name in (*DMC, "reacher_easy")),
+    *(
+        Entry("pixels", task, steps, None, "pixels", (*flags, *how), (0, 1), label)
+        for task, steps, flags in (
+            ("dmc:cartpole_swingup", 50_000, _VISION),
+            ("crafter:reward", 100_000, ()),
+            ("atari100k:freeway", 25_000, ()),
+        )
+        for label, how in (
+            ("", ()),
+            ("barlow", ("--dreamer.loss.representation", "barlow")),
+        )
+    ),
+    _ABLATION(label="imag_last=8"),
+    _ABLATION(label="imag_last=all", flags=("--dreamer.loss.imag-last", "0")),
+    _ABLATION(label="ratio=32", flags=("--train-ratio", "32")),
+    _ABLATION(label="ratio=64", flags=("--train-ratio", "64")),
+    _ABLATION(label="ratio=128", flags=("--train-ratio", "128")),
+    _ABLATION(label="float_variance", flags=("--dreamer.loss.float-variance",)),
+    _ABLATION(label="bfloat16", flags=("--dreamer.execution.compute-dtype", "bfloat16")),
 )
 
 

@@ -26,6 +26,7 @@ from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
+from dreamfleet.statistics import Estimate, aggregate, normalised, probability_of_improvement
 
 Floats = NDArray[np.float64]
 
@@ -304,6 +305,52 @@ def _label(run: PlottedRun, different: Sequence[str]) -> str:
     if len(given) > _SHOWN:
         shown.append(f"... ({run.config.logdir.name})")
     return ", ".join([run.config.agent, *shown])
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """One setting over all tasks that were run with it."""
+
+    label: str
+    tasks: int
+    runs: int
+    iqm: Estimate
+    """The interquartile mean of normalised final scores."""
+    improvement: Estimate | None
+    """The probability of a higher score than the first setting's; None for the first, and where
+    the two share no task."""
+
+
+def aggregates(panels: Sequence[Panel]) -> list[Aggregate]:
+    """Every setting over its tasks. Scores are normalised by task: dm_control's by 1000, others by
+    the lowest and the highest point of all curves of the task."""
+    different = dict.fromkeys(
+        key for panel in panels for key in differing([g.runs[0].setting for g in panel.groups])
+    )
+    found: dict[str, dict[str, list[float]]] = {}
+    for panel in panels:
+        low = min(float(group.curve.low.min()) for group in panel.groups)
+        high = max(float(group.curve.high.max()) for group in panel.groups)
+        if panel.task.startswith("dmc:"):
+            low, high = 0.0, 1000.0
+        for group in panel.groups:
+            scores = [
+                normalised(final_score(r.scores), low, max(high, low + 1e-9)) for r in group.runs
+            ]
+            found.setdefault(_label(group.runs[0], list(different)), {})[panel.task] = scores
+    first = next(iter(found.values()))
+    return [
+        Aggregate(
+            label,
+            len(tasks),
+            sum(map(len, tasks.values())),
+            aggregate(tasks),
+            probability_of_improvement(tasks, first)
+            if tasks is not first and {*tasks} & {*first}
+            else None,
+        )
+        for label, tasks in found.items()
+    ]
 
 
 def draw(panels: Sequence[Panel], out: Path) -> None:

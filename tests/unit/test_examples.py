@@ -134,14 +134,23 @@ def test_a_sequence_model_and_losses_of_ones_own_train_in_a_fleet(tmp_path: Path
     assert dream.step(dream.act()).obs["image"].dtype == np.uint8
 
 
-def test_the_point_cloud_encoder_trains(tmp_path: Path) -> None:
-    """Floats with three dimensions reach an encoder of one's own, and the policy is evaluated."""
+@pytest.mark.parametrize(
+    ("module", "encoder", "options"),
+    [
+        ("point_cloud", "PointEncoder", ("--env-options", "image_layout=none")),
+        ("text_tokens", "TextEncoder", ()),
+    ],
+)
+def test_an_encoder_of_ones_own_trains(
+    tmp_path: Path, module: str, encoder: str, options: tuple[str, ...]
+) -> None:
+    """Observations that the default encoder does not take, or takes in another way."""
     sizes = ("--envs", "2", "--batch-size", "4", "--batch-length", "8", "--dreamer.model", "debug")
     cache = ("--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"])
     rates = ("--dreamer.optimizer.learning-rate", "1e-3", "--dreamer.optimizer.warmup", "2")
     said = run(
-        *("train", "--task", "examples.point_cloud:make", "--env-options", "image_layout=none"),
-        *("--dreamer.model.encoder", "examples.point_cloud:PointEncoder", *sizes, *cache, *rates),
+        *("train", "--task", f"examples.{module}:make", *options, *sizes, *cache, *rates),
+        *("--dreamer.model.encoder", f"examples.{module}:{encoder}"),
         *("--launcher", "serial", "--train-ratio", "8", "--steps", "300", "--eval-episodes", "1"),
         *("--log-every", "0.1", "--logdir", str(tmp_path)),
     )

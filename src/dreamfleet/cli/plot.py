@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dreamfleet.cli.console import say
 from dreamfleet.formatting import readable
-from dreamfleet.plotting import Panel, draw, final_score, read_panels
+from dreamfleet.plotting import Panel, aggregates, draw, final_score, read_panels
 
 
 def plot(
@@ -20,6 +20,7 @@ def plot(
     out: Path = Path("curves.png"),
     bins: Annotated[int, Meta(ge=2)] = 50,
     evaluations: bool = False,
+    aggregate: bool = False,
 ) -> None:
     """Draw learning curves, with published ones where the task has one.
 
@@ -33,10 +34,15 @@ def plot(
         bins: Points of a curve at most; each is the mean of the episodes that ended there.
         evaluations: Draw the means of evaluations, while training and at the end, instead of
             training episodes.
+        aggregate: Also print one line for each setting over all tasks: the interquartile mean of
+            normalised scores, and the probability of improvement over the first setting, with 95 %
+            intervals.
     """
     panels = read_panels(logdirs, bins, evaluations=evaluations)
     draw(panels, out)
     say(_table(panels))
+    if aggregate:
+        say(_over_tasks(panels))
     say(f"picture        {out}")
 
 
@@ -57,4 +63,12 @@ def _table(panels: Sequence[Panel]) -> Table:
                 f"{readable(min(scores))} to {readable(max(scores))}" if len(scores) > 1 else "",
                 f"{there[0]:.0f} ± {there[1]:.0f}" if there else "",
             )
+    return table
+
+
+def _over_tasks(panels: Sequence[Panel]) -> Table:
+    table = Table("setting", "tasks", "runs", "IQM [95 %]", "P(better than the first)", box=None)
+    for each in aggregates(panels):
+        better = str(each.improvement) if each.improvement else ""
+        table.add_row(each.label, f"{each.tasks}", f"{each.runs}", str(each.iqm), better)
     return table

@@ -164,3 +164,28 @@ def test_evaluations_are_drawn_too(tmp_path: Path, capsys: pytest.CaptureFixture
     assert row[2:5] == ["2", "20,000", "195"]  # the mean of the last tenth: 190 and 200
     assert main(["plot", run(tmp_path / "no", 1), "--evaluations", "--out", out]) == 1
     assert "holds no evaluations" in capsys.readouterr().err
+
+
+def test_settings_are_compared_over_tasks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A method is what differs within a task. Tasks have levels, steps and options of their own."""
+    tasks = {"dmc:walker_walk": (500, {"repeat": 2}), "gym:CartPole-v1": (250, {})}
+    runs = [
+        run(
+            tmp_path / f"{task[:3]}-{seed}-{ratio}", level * ratio / 16, task=task, seed=seed,
+            train_ratio=float(ratio), steps=level, env_options=options,
+        )
+        for ratio in (8, 16)
+        for task, (level, options) in tasks.items()
+        for seed in range(3)
+    ]  # fmt: skip
+    assert main(["plot", *runs, "--aggregate", "--out", str(tmp_path / "curves.png")]) == 0
+    lines = table(capsys)[-2:]
+    # dm_control: 250 and 500 of 1000; CartPole: 125 and 250 between the curves' lowest and highest.
+    low = 125 / 50
+    both = [(0.25 * 3 + 3 * (125 - low) / (250 - low)) / 6, (0.5 * 3 + 3) / 6]
+    for line, ratio, expected in zip(lines, ("8.0", "16.0"), both, strict=True):
+        assert line[:3] == [f"dreamer, train_ratio={ratio}", "2", "6"]
+        assert float(line[3].split()[0]) == pytest.approx(expected, abs=0.02)
+    assert lines[1][4] == "1 [1, 1]"
