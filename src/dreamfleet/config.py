@@ -291,9 +291,6 @@ class RunConfig:
     on_nan: Incidental[Literal["end", "stop"]] = "end"
     """What NaN or infinity in a reward or an observation ends: the episode, before the bad step is
     stored, or the run."""
-    retrace_seconds: Incidental[ZeroOrMore] = 300.0
-    """Seconds that a resumed serial run may take to bring its environments back to where they were,
-    by taking all their actions again; 0 begins new episodes."""
     env_timeout: Incidental[ZeroOrMore] = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
     started again; 0 for no timeout."""

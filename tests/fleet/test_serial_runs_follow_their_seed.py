@@ -75,22 +75,15 @@ CATCH: dict[str, Any] = {
     ],
     ids=["limited", "evicting", "unlimited"],
 )
-def test_a_run_that_was_stopped_is_the_run_that_was_not(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_the_same_seed_makes_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = small_run(tmp_path / "one", **{**CATCH, **changes})
 
     def make_agent() -> Fingerprint:
         return Fingerprint(make_env("bundled:catch", **CATCH["env_options"]))
 
-    play(config, make_agent=make_agent)
-    again = replace(config, logdir=tmp_path / "two")
-    saved = play(replace(again, steps=250), [7], make_agent=make_agent)
-    saved += play(again, [90], make_agent=make_agent)
-    assert 0 < saved[0] < 250 <= saved[1] < saved[2] < 600 <= saved[3]
+    for name, seed in (("one", 5), ("two", 5), ("other", 6)):
+        play(replace(config, logdir=tmp_path / name, seed=seed), make_agent=make_agent)
     assert list(differences(tmp_path / "one", tmp_path / "two")) == []
-    other = replace(config, logdir=tmp_path / "other", seed=6)
-    play(other, make_agent=make_agent)
     found = " ".join(differences(tmp_path / "one", tmp_path / "other"))
     assert all(name in found for name in ("replay: image", "agent: sum", "scores", "metrics"))
 
@@ -112,32 +105,21 @@ class Fragile:
 
 def test_environments_that_fail_do_so_again(tmp_path: Path) -> None:
     config = small_run(tmp_path / "one", **{**CATCH, "steps": 300, "on_failure": "restart"})
-    play(config, make_env_train=Fragile)
-    # Before the failure, and after it: the first environment has thirty steps.
-    play(replace(config, logdir=tmp_path / "two"), [20, 40], make_env_train=Fragile)
+    for name in ("one", "two"):
+        play(replace(config, logdir=tmp_path / name), make_env_train=Fragile)
     assert list(differences(tmp_path / "one", tmp_path / "two")) == []
     counted = [row.get("episodes/abandoned", 0) for row in rows(tmp_path / "two" / "metrics.jsonl")]
     assert max(counted) == config.envs
 
 
-def test_environments_that_cannot_be_brought_back_begin_new_episodes(tmp_path: Path) -> None:
-    """The environments of an audit are no copies of those before: steps would be spliced."""
+def test_a_run_that_is_resumed_begins_new_episodes(tmp_path: Path) -> None:
     config = small_run(tmp_path, **{**CATCH, "task": "bundled:audit", "env_options": {}})
-    play(config, [30])
+    saved = play(config, [30])
+    assert 0 < saved[0] < 600 <= saved[1]
     found = audit([tmp_path / "replay"])
     assert found.faults == {}
     assert found.rows == 600
     assert found.lives == 2 * config.envs
-    log = (tmp_path / "logs" / "serial.log").read_text()
-    assert "environments [0, 1, 2, 3, 4] begin new episodes" in log
-
-
-def test_a_person_may_have_new_episodes_instead(tmp_path: Path) -> None:
-    config = small_run(tmp_path, **CATCH, retrace_seconds=0.0)
-    play(config, [30])
-    steps = stored_steps(tmp_path / "replay")
-    assert "retrace_seconds=0" in (tmp_path / "logs" / "serial.log").read_text()
-    assert len(steps["is_first"]) == 600
 
 
 def test_a_replay_that_was_removed_is_filled_again(tmp_path: Path) -> None:

@@ -22,12 +22,10 @@ from dreamfleet.agents.api import (
     Carry,
     Mode,
     Player,
-    map_arrays,
     pad_rows,
     put_rows,
     take_rows,
 )
-from dreamfleet.checkpoint import above, below
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import EpisodeStats
@@ -257,16 +255,15 @@ class Actor:
         index: int = 0,
         lock: threading.Lock | None = None,
         more_metrics: Callable[[], dict[str, float]] = dict,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
         self._index, self._more_metrics = index, more_metrics
         known = max(len(args.envs_of(index)), len(range(index, args.known_envs, args.actors)))
-        self._carries = Carries(agent, max(16, 2 * known), clock)
+        self._carries = Carries(agent, max(16, 2 * known))
         self._policy_lock = lock or threading.Lock()
         self._sizes = policy_sizes(args, index)
-        self._video = VideoFrames(args.report_every, video_env(args), clock)
+        self._video = VideoFrames(args.report_every, video_env(args))
         self.source = f"actor-{uuid.uuid4().hex}"
         """A new name for each start: a resend is recognised, a successor's batch never is."""
         self._sequence = 0
@@ -285,23 +282,6 @@ class Actor:
         with self._policy_lock:
             there = self._carries.recent(_PRESENT_SECONDS)
         return max(1, min(there, self._args.policy_batch_of(self._index)))
-
-    def save(self) -> dict[str, Any]:
-        """What it is in the middle of."""
-        return {
-            "source": self.source,
-            "sequence": self._sequence,
-            "failures": self._failures.total,
-            **above("carries", self._carries.save()),
-            **above("episodes", self._episodes.save()),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `save` returned."""
-        self.source, self._sequence = str(state["source"]), int(state["sequence"])
-        self._failures.total = int(state["failures"])
-        self._carries.load(below(state, "carries"))
-        self._episodes.load(below(state, "episodes"))
 
     # --- acting: before the reply ----------------------------------------------------------------
 
@@ -551,14 +531,13 @@ class Carries:
     Args:
         agent: Makes initial carries.
         size: Environments there is room for at first; the table grows.
-        clock: Seconds, rising.
     """
 
-    def __init__(self, agent: Player, size: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, agent: Player, size: int) -> None:
         self._agent = agent
         self._rows = agent.init_policy(size)
         self._initial = agent.init_policy(1)
-        self._slots = SlotTable(size, grow=self._grow, clock=clock)
+        self._slots = SlotTable(size, grow=self._grow)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -590,20 +569,6 @@ class Carries:
     def forget(self, envids: Sequence[int]) -> None:
         """Free the room of environments that are gone."""
         self._slots.remove(envids)
-
-    def save(self) -> Arrays:
-        """The carries of all environments as arrays, and whose they are."""
-        ids, leaves = list(self._slots), list[NDArray[Any]]()
-        map_arrays(leaves.append, take_rows(self._rows, self._slots.slots(ids)))
-        return {"ids": np.array(ids, np.int64), **{str(n): leaf for n, leaf in enumerate(leaves)}}
-
-    def load(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what `save` returned."""
-        slots = self._slots.slots(state["ids"].tolist())
-        leaves = list[NDArray[Any]]()
-        map_arrays(leaves.append, self._rows)
-        for number, leaf in enumerate(leaves):
-            leaf[slots] = state[str(number)]
 
     def _grow(self, size: int) -> None:
         grown = self._agent.init_policy(size)

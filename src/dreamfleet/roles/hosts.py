@@ -46,7 +46,7 @@ _KEPT = 64  # meetings that are over, for calls that are repeated
 _OF_A_HOST = re.compile(
     r"logdir|host_index|keys|.*_addr|envs|envs_per_process|env_lanes|eval_.*|actors|actor_.*"
     r"|expect_envs|bind|remote_envs|coordinator|outputs|resources\..*|replay\.max_bytes"
-    r"|replay\.capacity|replay\.chunk|.*\.cache_dir|.*\.dump_dir|retrace_seconds|env_timeout"
+    r"|replay\.capacity|replay\.chunk|.*\.cache_dir|.*\.dump_dir|env_timeout"
     r"|ray_.*|duration|log_every|.*_platform|.*\.execution\.policy_.*"
 )
 """Settings in which hosts may differ."""

@@ -54,8 +54,6 @@ _LOOK_SECONDS = 0.5
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _END = object()  # of the batches
 _FLUSH_SECONDS = 10.0
-TURNS = "turns"
-"""The part of a checkpoint that only a run has whose roles take turns; see `roles.serial`."""
 _TRACE_FROM, _TRACED = 5, 5
 """Updates before those of which the agent writes a profile, and how many these are."""
 _END_SECONDS = 20.0
@@ -168,8 +166,6 @@ class Saver:
         self._round = 0  # the step at which the last round of evaluation began
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
         """Whether to look now if a round is due; looking reads files."""
-        self.turns: Mapping[str, Any] = {}
-        """What a run whose roles take turns was in the middle of, as the checkpoint has it."""
         self._may_look = LocalClock(_LOOK_SECONDS, first=True)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -196,7 +192,6 @@ class Saver:
             self._round = int(run.get("round", 0))
             counted = sum(name.startswith("steps/") for name in run)  # by hosts that saved it
             self.most_hosts = max(self.most_hosts, int(run.get("hosts", 0)), counted)
-            self.turns = snapshot.parts.get(TURNS, {})
             restored = f"resuming from {snapshot.path}"
         elif self._args.from_checkpoint:
             restored = self._start_from(Path(self._args.from_checkpoint))
@@ -302,12 +297,11 @@ class Saver:
         """Whether the agent was trained since it was last saved."""
         return self.updates > self._saved
 
-    def save(self, *, pending: bool = False, turns: Flat | None = None, wait: bool = True) -> None:
+    def save(self, *, pending: bool = False, wait: bool = True) -> None:
         """Write a checkpoint, with the evaluation score that tells which one is the best.
 
         Args:
             pending: The score is found by a round of evaluation that begins with this checkpoint.
-            turns: What a run whose roles take turns is in the middle of.
             wait: Return when it is written. Otherwise a thread writes it while the agent goes on
                 learning; one at a time, so that there is one state beside the agent's at most.
         """
@@ -326,8 +320,6 @@ class Saver:
             parts["replay"] = position
             parts[BLUEPRINT] = Blueprint.of(self._agent, self._args).save()
             score = self._evaluation_score()
-        if turns:
-            parts[TURNS] = turns
         self.note_end()
         if wait:  # all steps are looked at: NaN in the last one is an error
             parts = {"agent": self._agent.save(), **parts}

@@ -1,41 +1,30 @@
-"""All roles of a run in one thread, in turns, so that a run follows from its seed alone.
+"""All roles of a run in one thread, so that a run follows from its seed alone.
 
-The actor, the learner, the replay, the logger and the environments are those of a fleet. What is
-different is who calls them, and when: in a fleet it is whoever has something to say, and the order
-is that of the clock. Here a turn is one of two things, and the replay's limiter, a function of two
-counts, says which:
+The actor, the learner, the replay, the logger and the environments are those of a fleet. Their
+order is not that of the clock: the replay's limiter, a function of two counts, decides.
 
     the learner makes an update, if the limiter allows it
-    else the next group of environments takes a step: the actor chooses its next actions, and the
-    steps are stored and logged before the turn is over
+    else the next group of environments takes a step: the actor chooses its actions, and the steps
+    are stored and logged before the next turn
 
 Nothing is sampled ahead, and the actor has the parameters of the last update. Metrics and reports
 are due after so many steps. What follows the clock (checkpoints, for a run that is killed) changes
-nothing.
-
-A run that is stopped in order saves what it is in the middle of with its last checkpoint (`TURNS`):
-whose turn it is, the limiter, the policy's carries, episodes and means that are not logged yet, and
-what every environment has done so far. A resumed run is where it was: environments, which nobody
-can save, are made again and retrace their steps (`RetracedEnv`).
+nothing. A run that is resumed begins new episodes, like any other.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sized
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sized
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from dreamfleet.agents.api import Flat, settle
-from dreamfleet.checkpoint import above, below
+from dreamfleet.agents.api import settle
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.envs.base import Arrays, NotFiniteError
+from dreamfleet.envs.base import Arrays
 from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.roles import logger as logging_role
 from dreamfleet.roles import replay as replay_role
@@ -47,8 +36,7 @@ from dreamfleet.roles.logger import Logger
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
-from dreamfleet.roles.runtime import ActorFailed, Factory, stop_event, takes, unpack
-from dreamfleet.spaces import RESET, without_logs
+from dreamfleet.roles.runtime import ActorFailed, Factory, stop_event, unpack
 from dreamfleet.transport import Caller, Server
 from dreamfleet.transport.security import RUN
 
@@ -90,10 +78,6 @@ def serial_fleet(
     progress = Progress(args.steps)
     stop = stop_event(on_stop=progress.stop)
 
-    def clock() -> float:
-        """Seconds as steps. Nobody is late: all wait while one is looked at in a debugger."""
-        return progress.step / STEPS_PER_SECOND
-
     with ExitStack() as stack:
         logger = _Logger(unpack(make_logger)(), args)
         stack.callback(logger.close)
@@ -107,12 +91,12 @@ def serial_fleet(
         evaluation = stack.enter_context(unpack(make_replay_eval)())
         service = ReplayService(train, evaluation, unpack(make_stream), limiter, args, stop)
         stack.callback(service.close)
-        turns = Turns(unpack(make_agent)(), args, progress, service, limiter, train, logger, clock)
-        stack.callback(turns.close)
+        runner = SerialRunner(unpack(make_agent)(), args, progress, service, limiter, train, logger)
+        stack.callback(runner.close)
         try:
-            if turns.begin(unpack(make_env_train), unpack(make_env_eval)):
-                turns.run()
-                turns.end()
+            if runner.begin(unpack(make_env_train), unpack(make_env_eval)):
+                runner.run()
+                runner.end()
         except ActorFailed:  # which is for environments of other processes
             pass
         if progress.error is not None:
@@ -122,7 +106,7 @@ def serial_fleet(
 _HERE = Caller(RUN, "", "this process", b"here")
 
 
-class Direct:
+class InProcessClient:
     """A server and its clients in one object: a call is made at once, by whoever makes it."""
 
     def __init__(self, name: str) -> None:
@@ -139,12 +123,12 @@ class Direct:
     ) -> None:
         self._methods[method] = partial(function, _HERE) if pass_caller else function
 
-    def call(self, method: str, *args: Any) -> _Done:
-        return _Done(self._methods[method](*args))
+    def call(self, method: str, *args: Any) -> CompletedFuture:
+        return CompletedFuture(self._methods[method](*args))
 
     call_block = call
 
-    def __getattr__(self, method: str) -> Callable[..., _Done]:
+    def __getattr__(self, method: str) -> Callable[..., CompletedFuture]:
         return partial(self.call, method)
 
     def connect(self, timeout: float | None = None) -> None:
@@ -157,7 +141,7 @@ class Direct:
         return {"connected": 1.0, "inflight": 0.0}
 
 
-class _Done:
+class CompletedFuture:
     """The answer to a call that was made."""
 
     def __init__(self, value: Any) -> None:
@@ -183,7 +167,7 @@ class _Logger(Logger):
         return {**found, **{f"{role}/silence": 0.0 for role in here}}
 
 
-class Turns:
+class SerialRunner:
     """The roles of a run, and whose turn it is.
 
     Args:
@@ -194,7 +178,6 @@ class Turns:
         limiter: The replay's.
         buffer: The replay's training data.
         logger: Follows episodes and writes metrics.
-        clock: Seconds, rising, for all that the actor does now and then.
     """
 
     def __init__(
@@ -206,14 +189,13 @@ class Turns:
         limiter: SamplesPerInsert,
         buffer: Sized,
         logger: Logger,
-        clock: Callable[[], float],
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._service, self._limiter, self._buffer = service, limiter, buffer
         self._logger = logger
         # In place of clients, which the roles have in a fleet.
-        replay: Any = Direct("replay")
-        logs: Any = Direct("logger")
+        replay: Any = InProcessClient("replay")
+        logs: Any = InProcessClient("logger")
         self._acting = _Acting()
         replay_role.bind(replay, service, args)
         logging_role.bind(logs, logger, args)
@@ -222,20 +204,19 @@ class Turns:
         self._saver = Saver(agent, args, progress, replay, logs)
         self._saver.round_may_begin = lambda: True
         self._learner = Learner(agent, args, progress, self._saver, replay, replay, logs, ahead=0)
-        self._actor = Actor(agent, args, progress, replay, logs, clock=clock)
+        self._actor = Actor(agent, args, progress, replay, logs)
         self._acting.bind("act", self._reply)
         self._notes = Notes(notes_path(args, "agent"))
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._lanes: list[Lane] = []
-        self._envs: dict[int, RetracedEnv] = {}
         self._turn = 0  # the lane that steps next
         self._acted = False  # since the last update
         self._learned = False  # since the last step
 
     def begin(self, make_train: Callable[..., Any], make_eval: Callable[..., Any]) -> bool:
-        """Restore and compile the agent, and make the environments; those of a run that is resumed
-        are where they were. Returns False if there is nothing to do, and to save: the run has made
-        all its steps before, or was asked to stop meanwhile."""
+        """Restore and compile the agent, and make the environments. Returns False if there is
+        nothing to do, and to save: the run has made all its steps before, or was asked to stop
+        meanwhile."""
         args = self._args
         self._learner.restore()
         self._learner.compile()
@@ -243,30 +224,15 @@ class Turns:
             return False
         # By where the run is, and so not the name of any actor before.
         self._actor.source = "-".join(map(str, ["serial", *self._position().values()]))
-        state = self._saved()
         train, evaluation = range(args.envs), range(args.envs, args.actor_envs)
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
-                self._lanes.append(self._make_lane(make, mine, is_eval, state))
-        if state:
-            self._load_or_begin_anew(state)
+                envs = [RestartedEnv(make, each, args, self._notes, Watchdog(0)) for each in mine]
+                for env in envs:
+                    env.build()
+                self._lanes.append(Lane(envs, mine, is_eval))
         return not self._progress.stopped
-
-    def _make_lane(self, make: Callable[..., Any], ids: range, is_eval: bool, state: Flat) -> Lane:
-        attempts = takes(make, "attempt")
-        watchdog = Watchdog(0)
-
-        def made(envid: int, attempt: int = 0) -> RetracedEnv:
-            attempt += int(state.get(f"env/{envid}/attempt", 0))
-            again = {"attempt": attempt} if attempt and attempts else {}
-            self._envs[envid] = RetracedEnv(make(envid, **again), attempt)
-            return self._envs[envid]
-
-        envs = [RestartedEnv(made, each, self._args, self._notes, watchdog) for each in ids]
-        for env in envs:
-            env.build()
-        return Lane(envs, ids, is_eval)
 
     # --- the turns -------------------------------------------------------------------------------
 
@@ -289,7 +255,7 @@ class Turns:
     def _may_learn(self) -> bool:
         if not self._limiter.can_sample() or not len(self._buffer):
             return False
-        # Without a limit both take turns.
+        # Without a limit both take runner.
         return self._limiter.ratio > 0 or self._acted or not self._lanes
 
     def _learn(self) -> None:
@@ -349,45 +315,17 @@ class Turns:
     # --- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Save. The updates that a fleet makes up for at its end are not made: a run that resumes
-        with more steps could not take them back."""
-        turns = self._save()
+        """Make the updates that are left, and save."""
+        while self._learner.updates_left() and not self._progress.stopped:
+            self._learn()
         self._service.outbox.send(self._logs)  # which has taken all of them
         self._log()
-        self._saver.save(turns=turns)
+        self._saver.save()
 
     def close(self) -> None:
         for lane in self._lanes:
             for env in lane.envs:
                 env.close()
-
-    def _save(self) -> Flat:
-        """What the run is in the middle of."""
-        state: dict[str, Any] = {
-            **self._position(),
-            "turn": self._turn,
-            "acted": self._acted,
-            "acting": self._acting.save(),
-            "learner": self._learner.aggregate.save(),
-            **above("limiter", {**self._limiter.save(), "settings": self._limiter_settings()}),
-            **above("actor", self._actor.save()),
-            **above("logger", self._logger.save()),
-        }
-        for lane in self._lanes:
-            for envid, env, action in zip(lane.ids, lane.envs, lane.actions, strict=True):
-                if env.built:
-                    before = {**self._envs[envid].save(), **above("next", action or {})}
-                    state |= above(f"env/{envid}", before)
-        return state
-
-    def _saved(self) -> Flat:
-        """What the run was in the middle of, if it was stopped in order and nobody has gone on
-        since."""
-        state = dict(self._saver.turns)
-        if state and any(state.get(key) != value for key, value in self._position().items()):
-            log.warning("The replay is not where the run was: environments begin new episodes.")
-            return {}
-        return state
 
     def _position(self) -> dict[str, int]:
         stats = self._service.stats()
@@ -398,67 +336,8 @@ class Turns:
         }
         return {**self._replay.position().result(), **held}
 
-    def _load_or_begin_anew(self, state: Flat) -> None:
-        try:
-            self._load(state)
-        except (LookupError, ValueError, TypeError, AttributeError) as error:
-            text = (
-                f"resuming, but not where the run was: it was saved by another version ({error!r})"
-            )
-            log.warning("The run is %s.", text)
-            self._show("learner/start", text)
 
-    def _load(self, state: Flat) -> None:
-        self._turn = int(state["turn"]) % max(1, len(self._lanes))
-        self._acted = bool(state["acted"])
-        self._acting.load(state["acting"])
-        self._learner.aggregate.load(str(state["learner"]))
-        self._actor.load(below(state, "actor"))
-        self._logger.load(below(state, "logger"))
-        limiter = below(state, "limiter")
-        if np.array_equal(limiter.pop("settings"), self._limiter_settings()):
-            self._limiter.load(limiter, exactly=True)
-        self._retrace(state)
-
-    def _retrace(self, state: Flat) -> None:
-        """Bring the environments back to where they were."""
-        until = time.monotonic() + self._args.retrace_seconds
-
-        def in_time() -> bool:
-            return time.monotonic() < until and not self._progress.stopped
-
-        self._show("learner/state", "waiting for the environments, which retrace their steps")
-        lost = []
-        for lane in self._lanes:
-            for place, envid in enumerate(lane.ids):
-                before = below(state, f"env/{envid}")
-                if not before:
-                    continue
-                env = lane.envs[place]
-                if env.built and self._envs[envid].retrace(before, in_time):
-                    lane.actions[place] = below(before, "next") or None
-                else:
-                    lost.append(envid)
-                    env.close()  # it is built again, with another seed
-        self._show("learner/state", "waiting for enough data to train on")
-        if lost:
-            text = (
-                f"resuming, but not where the run was: environments {lost} begin new episodes, "
-                "because taking their actions again did not lead where it did before, or took "
-                f"longer than retrace_seconds={self._args.retrace_seconds:g}"
-            )
-            log.warning("The run is %s.", text)
-            self._show("learner/start", text)
-
-    def _show(self, key: str, text: str) -> None:
-        self._logs.add(self._progress.step, {key: text})
-
-    def _limiter_settings(self) -> Any:
-        limiter = self._limiter
-        return np.array([limiter.ratio, limiter.tolerance, limiter.minsize, limiter.debt])
-
-
-class _Acting(Direct):
+class _Acting(InProcessClient):
     """What environments call, with the statistics that the actor's server has in a fleet."""
 
     def __init__(self) -> None:
@@ -466,19 +345,13 @@ class _Acting(Direct):
         self._items = self._batches = 0
         self._work = 0.0
 
-    def call_block(self, method: str, *args: Any) -> _Done:
+    def call_block(self, method: str, *args: Any) -> CompletedFuture:
         start = time.perf_counter()
         answer = self.call(method, *args)
         self._work += time.perf_counter() - start
         self._batches += 1
         self._items += len(args[0]["is_first"])
         return answer
-
-    def save(self) -> Any:
-        return np.array([self._items, self._batches])
-
-    def load(self, counts: Any) -> None:
-        self._items, self._batches = counts.tolist()
 
     def stats(self) -> dict[str, float]:
         batches = max(1, self._batches)
@@ -490,65 +363,3 @@ class _Acting(Direct):
             "act/wait": 0.0,
             "act/waiting": 0.0,
         }
-
-
-class RetracedEnv:
-    """An environment that can be brought back to where another one was, by taking all its actions
-    again: for one that follows from its seed and its actions alone.
-
-    Args:
-        env: The environment, as it was made.
-        attempt: How often it was made before, of which its seed depends.
-    """
-
-    def __init__(self, env: Any, attempt: int) -> None:
-        self._env, self._attempt = env, attempt
-        self.obs_space, self.act_space = env.obs_space, env.act_space
-        self._taken = {key: bytearray() for key in self.act_space}
-        self._rewards = 0
-        self._last: Arrays = {}
-
-    def step(self, action: Mapping[str, Any]) -> Arrays:
-        for key, space in self.act_space.items():
-            self._taken[key] += np.asarray(action[key], space.dtype).tobytes()
-        self._last = self._env.step(action)
-        self._rewards = zlib.crc32(np.asarray(self._last["reward"]).tobytes(), self._rewards)
-        return self._last
-
-    def close(self) -> None:
-        if close := getattr(self._env, "close", None):
-            close()
-
-    def save(self) -> Flat:
-        """All that it has done so far, and where it is."""
-        taken = {
-            key: np.frombuffer(bytes(self._taken[key]), space.dtype).reshape(-1, *space.shape)
-            for key, space in self.act_space.items()
-        }
-        last = {key: np.asarray(value) for key, value in without_logs(self._last).items()}
-        state = {**above("taken", taken), **above("last", last)}
-        return {**state, "attempt": self._attempt, "rewards": self._rewards}
-
-    def retrace(self, state: Mapping[str, Any], in_time: Callable[[], bool]) -> bool:
-        """Do all that another one has done, and return whether this one is where that one was.
-
-        Args:
-            state: What the other has saved.
-            in_time: Whether to go on.
-        """
-        taken = below(state, "taken")
-        try:
-            for row in range(len(taken[RESET])):
-                if not in_time():
-                    return False
-                with suppress(NotFiniteError):  # as it was before
-                    self.step({key: value[row] for key, value in taken.items()})
-        except Exception as error:  # it is the user's code
-            log.warning("An environment cannot retrace its steps: %r", error)
-            return False
-        last = without_logs(self._last)
-        same = all(
-            key in last and np.asarray(last[key]).tobytes() == value.tobytes()
-            for key, value in below(state, "last").items()
-        )
-        return same and self._rewards == state["rewards"]

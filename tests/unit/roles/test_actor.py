@@ -467,7 +467,8 @@ def test_an_episode_goes_on_however_long_it_was_held_up(
     config = small_run(tmp_path, envs=6, actor_batch=5, episode_timeout=180.0)
     replay, logger = Watching(0), Watching(False)
     clients: Any = (replay, logger)
-    actor = Actor(Summing(), config, Progress(), *clients, clock=lambda: now[0])
+    actor = Actor(Summing(), config, Progress(), *clients)
+    actor._carries._slots._clock = lambda: now[0]
     actor.gone = lambda ids: [each for each in ids if each not in connected]
     step(actor, observations([1, 2], [0.1, 0.2], is_first=True))
     now[0] = 1000.0
