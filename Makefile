@@ -13,7 +13,7 @@ INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
 # 23.3 takes the newest release of a package that another one wants with an extra, and then refuses it for its hash.
 INSTALL_LOCK := $(INSTALL) --no-deps --require-hashes -r
 
-.PHONY: help train test simulate test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
+.PHONY: help train test test-learning results simulate test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,8 +22,16 @@ train: setup ## set up, then train; options such as ARGS='--seed 1'
 	@echo "The command is $(BIN)/dreamfleet; after '. $(BIN)/activate' it is just dreamfleet."
 	@$(BIN)/dreamfleet train $(ARGS)
 
-test: setup-dev lint types ## set up, then lint, types and tests
-	@$(BIN)/python -m pytest -n 3 --dist worksteal
+test: setup-dev lint ## set up, then lint, types and tests
+	@$(BIN)/mypy > .mypy.log 2>&1 & types=$$!; $(BIN)/python -m pytest -n 3 --dist worksteal; tests=$$?; \
+		wait $$types || { cat .mypy.log; exit 1; }; exit $$tests
+
+test-learning: setup-dev ## CartPole and catch to their scores, two seeds each: half an hour
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -p no:cacheprovider --noconftest tests/learning/nightly.py
+
+results: setup-dev ## make the runs of results/ that are missing (hours), then write results/ from them
+	@$(BIN)/python results/suite.py run $(ARGS)
+	@$(BIN)/python results/suite.py write $(ARGS)
 
 simulate: setup-dev ## histories of a run with faults of storage and network; ARGS='--minutes 10'
 	@$(BIN)/python tests/simulation.py $(ARGS)
@@ -100,4 +108,4 @@ wheel: .venv/build.stamp ## build the wheel into dist/
 	@$(BIN)/python -m hatchling build --target wheel --directory dist
 
 clean: ## remove .venv and what tools left behind
-	rm -rf .venv .venv-lowest .venv-newest dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-newest dist build site .mypy.log .mypy_cache .ruff_cache .pytest_cache .hypothesis
