@@ -174,7 +174,7 @@ def test_a_constructor_argument_that_is_missing_is_named_with_the_flag(
 
 def test_a_constructor_argument_may_be_called_like_an_option_of_all_tasks(module: str) -> None:
     env = make_env(f"{module}:Needy", size=5)
-    assert env.env.env.env._env.size == 5
+    assert env.env.env.env.env.size == 5
 
 
 def test_a_visible_environment_renders(module: str) -> None:
