@@ -247,7 +247,7 @@ def test_a_repeat_of_one_is_one() -> None:
         ("nowhere.at.all:make", UnknownTaskError, "no module 'nowhere.at.all'"),
         ("my_lab.world:native", UnknownTaskError, "no module 'my_lab.world'"),
         ("my_lab.worlds:nativ", UnknownTaskError, "did you mean 'native'"),
-        ("my_lab.worlds:constant", UnknownTaskError, "no callable"),
+        ("my_lab.worlds:constant", UnknownTaskError, "not callable"),
         ("my_lab.worlds:LabPol-v3", UnknownTaskError, "registers no LabPol-v3: did you mean LabP"),
         ("my_lab.worlds:Nope-v0", UnknownTaskError, "registers no Nope-v0: check the spelling"),
         ("gym:my_lab.worlds:Lab", UnknownTaskError, "'my_lab.worlds' registers no Lab: "),
