@@ -267,8 +267,8 @@ class RunConfig:
     """Seconds between two checkpoints; 0 saves at the end only. The first one comes a minute after
     the first update, and the next ones after twice as long each."""
     profile: Incidental[bool] = False
-    """Write profiles to the folder `profile`: where the threads of every process spend their time,
-    and a few training steps as JAX sees them. A resumed run does not go on with it."""
+    """Write JAX's profile of a few training steps to the folder `profile`. A resumed run does not
+    repeat it."""
     episode_timeout: Incidental[AboveZero] = 180.0
     """Seconds without a step after which an environment that has no connection any more is dropped,
     with its episode."""

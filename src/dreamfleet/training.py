@@ -52,7 +52,6 @@ from dreamfleet.resuming import (
     unknown,
 )
 from dreamfleet.roles.hosts import this_host
-from dreamfleet.roles.profiling import how_to_look
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.spaces_file import write_spaces
 
@@ -207,8 +206,12 @@ def train(
             result = final_evaluation(config, start, say, maker, outputs)
             with suppress(StopTraining):  # there is nothing left to end
                 follower.look()
-    if config.profile:
-        say(how_to_look(config))
+    if config.profile and (folder := config.logdir / "profile" / "jax").is_dir():
+        say(
+            f"{folder} holds a profile of a few training steps: https://ui.perfetto.dev opens its "
+            f"perfetto_trace.json.gz; after 'pip install xprof', 'xprof --logdir {folder}' shows "
+            "all of it."
+        )
     say(f"Took {clock(time.monotonic() - start)}. Results: {config.logdir}")
     return result
 

@@ -121,7 +121,7 @@ KEPT = ("my_env.py", "run", "chaos")
 @pytest.mark.parametrize("end", ENDS)
 def test_check_env(folder: Path, end: signal.Signals) -> None:
     (folder / "my_env.py").write_text(ENDLESS)
-    check(folder, ["check-env", "my_env:Endless"], "dreamfleet.fleet.watched", end)
+    check(folder, ["check-env", "my_env:Endless"], "dreamfleet probe", end)
 
 
 @pytest.mark.parametrize("end", ENDS)

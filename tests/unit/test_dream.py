@@ -24,6 +24,7 @@ from dreamfleet.agents.dreamer.features import embed_actions
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.dream import Reality
+from dreamfleet.dream.classic_control import restore
 from dreamfleet.dream.reality import RealityError
 from dreamfleet.envs import EpisodicEnv, Outcome, make_env, noop
 from dreamfleet.policy import BLUEPRINT, Blueprint, Policy
@@ -355,7 +356,7 @@ def test_classic_control_is_put_into_the_state_that_it_shows(task: str) -> None:
         each.step(noop(env.act_space))
     for action in actions[:4]:
         obs = env.step(action)
-    assert other.restore(obs)
+    assert restore(other, obs)
     for action in actions[4:]:
         expected, found = env.step(action), other.step(action)
         np.testing.assert_allclose(found["vector"], expected["vector"], rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ LAYERS = [
     ["fleet"],
     ["roles"],
     ["dream"],
-    ["estimate", "machine", "offline", "plotting", "resuming"],
+    ["offline", "plotting", "resuming"],
     ["policy"],
     ["presets"],
     ["config"],

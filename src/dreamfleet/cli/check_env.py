@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any
 
-import cloudpickle
 import numpy as np
 from msgspec import Meta
 from rich.table import Table
 
 from dreamfleet.agents import SpaceError
+from dreamfleet.agents.dreamer.features import observed
 from dreamfleet.cli.console import out, say, write
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import EnvError, make_env, make_visible_env
 from dreamfleet.envs.diagnose import Diagnosis, Finding, diagnose
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.registry import rendering_options
-from dreamfleet.estimate import size_name, suggest
-from dreamfleet.fleet.watched import Person, run_watched
+from dreamfleet.fleet.isolated import Reporter, run_isolated
 from dreamfleet.metrics.frames import contact_sheet, encode_png
+from dreamfleet.presets import PRESETS
+from dreamfleet.spaces import Space, spaces_from_json, spaces_to_json
 
 _LARGEST_FRAME = 160
+_IMAGE_MULTIPLE = 16
+"""Both sides of an image have to be a multiple of it, for encoders of four stages."""
 
 
 def check_env(
@@ -48,123 +53,139 @@ def check_env(
             as env_timeout in a run; 0 for no timeout.
         sheet: Where to put a picture of frames, if there are any; None for nowhere.
     """
-    request = {
-        "task": task,
-        "options": options or {},
-        "steps": steps,
-        "seed": seed,
-        "sheet": str(sheet) if sheet else None,
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in (options or {}).items()
     }
-    result = run_watched(
-        cloudpickle.dumps(partial(check, request=request)),
+    found = run_isolated(
+        partial(_diagnose, task, given, steps, seed, sheet),
         timeout=timeout,
         setting="--timeout",
         say=say,
         console=out,
         show_output=True,
-    )
-    say(result.value)
+    ).value
+    result = _from_json(found)
+    _print(result, found["frames"], sheet)
+    if result.problems:
+        count = len(result.problems)
+        raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
+    say(f"\n{suggestion(task, given, result)}\n")
+    say(f"{task} is fine." if not result.hints else f"{task} can be used.")
 
 
-def check(person: Person, request: dict[str, Any]) -> str:
-    """What `check_env` does, in a process of its own."""
-    say, task = person.say, request["task"]
-    options: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in request["options"].items()
-    }
+def _diagnose(
+    task: str,
+    options: dict[str, Any],
+    steps: int,
+    seed: int,
+    sheet: Path | None,
+    reporter: Reporter,
+) -> dict[str, Any]:
+    """Play the environment, in a child process; the frames go to a file."""
 
     def visible(seed: int) -> Any:
-        # What renders without being asked is not made once more: it may be slow to make.
+        # An environment that renders without an option is not made again: that may be slow.
         wanted = rendering_options(task)
         return make_visible_env(task, seed=seed, **options) if wanted else None
 
     result = diagnose(
         lambda seed: make_env(task, seed=seed, **options),
-        steps=request["steps"],
-        seed=request["seed"],
+        steps=steps,
+        seed=seed,
         make_visible=visible,
-        tell=person.tell,
+        tell=reporter.call,
     )
+    frames, result.frames = result.frames, []
+    if sheet and frames:
+        write(sheet, encode_png(contact_sheet([_small(frame) for frame in frames])))
+    spaces = {key: spaces_to_json(getattr(result, key)) for key in ("obs_space", "act_space")}
+    result.obs_space, result.act_space = {}, {}
+    return {**asdict(result), **spaces, "frames": len(frames)}
+
+
+def _from_json(found: Mapping[str, Any]) -> Diagnosis:
+    """The result in this process, with what the default agent objects to."""
+    spaces = {key: spaces_from_json(found[key]) for key in ("obs_space", "act_space")}
+    findings = {key: [Finding(**each) for each in found[key]] for key in ("problems", "hints")}
+    result = Diagnosis(**{**found, **spaces, **findings, "frames": []})
+    config = RunConfig()
     if result.obs_space:
-        result.problems += _agent(result)
-        say(_spaces(result))
+        try:
+            config.agent_type.check(result.obs_space, result.act_space, config.agent_config)
+        except SpaceError as error:
+            result.problems.append(Finding(str(error), ""))
+    return result
+
+
+def _print(result: Diagnosis, frames: int, sheet: Path | None) -> None:
+    if result.obs_space:
+        table = Table("", "key", "dtype", "shape", "range", box=None, pad_edge=False)
+        for role, spaces in (("observation", result.obs_space), ("action", result.act_space)):
+            for key, space in spaces.items():
+                table.add_row(role, key, space.dtype.name, str(space.shape), space.range)
+        say(table)
     for note in result.notes:
         say(f"note    {note}")
     if result.steps:
-        say(_summary(result))
-    if request["sheet"] and result.frames:
-        sheet = Path(request["sheet"])
-        write(sheet, encode_png(contact_sheet([_small(f) for f in result.frames])))
-        say(f"frames         {len(result.frames)} in {sheet}")
+        episodes = f"{result.episodes} in {result.steps:,} random steps"
+        if result.episodes:
+            episodes += f", mean score {result.score:.4g}, mean length {result.length:.4g}"
+        say(f"\nepisodes       {episodes}")
+        say(
+            f"speed          {result.steps_per_second:,.0f} steps/s, slowest reset "
+            f"{1000 * result.slowest_reset:.1f} ms, made in {result.make_seconds:.2f} s"
+        )
+    if sheet and frames:
+        say(f"frames         {frames} in {sheet}")
     for title, findings in (("problem", result.problems), ("hint", result.hints)):
         for finding in findings:
             say(f"{title:<8}{finding.what} {finding.fix}".rstrip())
             if finding.trace:
                 say(indent(finding.trace, "        "))
-    if result.problems:
-        count = len(result.problems)
-        raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
-    _suggest(say, task, options, result)
-    return f"{task} is fine." if not result.hints else f"{task} can be used."
 
 
-def _agent(result: Diagnosis) -> Iterator[Finding]:
-    """Why the default agent cannot be made for it."""
-    config = RunConfig()
-    try:
-        config.agent_type.check(result.obs_space, result.act_space, config.agent_config)
-    except SpaceError as error:
-        yield Finding(str(error), "")
+def suggestion(task: str, options: Mapping[str, Any], result: Diagnosis) -> str:
+    """A command to start with, by rule: `pixels` for images, resized to 64x64 if they are larger
+    or fit no encoder; `dmc_cpu` for dm_control; `default` for everything else."""
+    images = [space for space in observed(result.obs_space).values() if space.image]
+    if images:
+        preset, reason = "pixels", "the task has images"
+    elif task.startswith("dmc:"):
+        preset, reason = "dmc_cpu", "the task is one of dm_control"
+    else:
+        preset, reason = "default", "the task has no images"
+    given = dict(options)
+    if images and "size" not in options and not _fit(images):
+        given["size"] = (64, 64)
+    known = PRESETS[preset].env_options
+    own = {name: value for name, value in given.items() if known.get(name) != value}
+    words = ["dreamfleet", "train", "--task", task]
+    words += ["--preset", preset] if preset != "default" else []
+    words += ["--env-options", *_pairs(own)] if own else []
+    words += ["--envs", "1"] if result.single else []
+    return f"Suggestion: preset {preset}, because {reason}:\n\n{shlex.join(words)}"
 
 
-def _spaces(result: Diagnosis) -> Table:
-    table = Table("", "key", "dtype", "shape", "range", box=None, pad_edge=False)
-    for role, spaces in (("observation", result.obs_space), ("action", result.act_space)):
-        for key, space in spaces.items():
-            table.add_row(role, key, space.dtype.name, str(space.shape), space.range)
-    return table
-
-
-def _summary(result: Diagnosis) -> str:
-    episodes = f"{result.episodes} in {result.steps:,} random steps"
-    if result.episodes:
-        episodes += f", mean score {result.score:.4g}, mean length {result.length:.4g}"
+def _fit(images: list[Space]) -> bool:
+    """Whether the encoder takes the images as they are, and they are not large."""
+    height, width = images[0].shape[:2]
+    same = all(image.shape[:2] == (height, width) for image in images)
     return (
-        f"\nepisodes       {episodes}\n"
-        f"speed          {result.steps_per_second:,.0f} steps/s, slowest reset "
-        f"{1000 * result.slowest_reset:.1f} ms, made in {result.make_seconds:.2f} s"
+        same
+        and not (height % _IMAGE_MULTIPLE or width % _IMAGE_MULTIPLE)
+        and (height * width <= 64**2)
     )
 
 
-def _suggest(
-    say: Callable[..., None], task: str, options: dict[str, Any], result: Diagnosis
-) -> None:
-    """Settings to start with."""
-    free = shutil.disk_usage(Path.cwd()).free
-    found = suggest(
-        task,
-        options,
-        result.obs_space,
-        result.act_space,
-        steps_per_second=result.steps_per_second,
-        disk=free,
-        single=result.single,
-    )
-    config = found.config
-    processes = -(-config.envs // config.envs_per_process)
-    model = size_name(config.agent_config.model)
-    say(
-        f"\nSuggestion: preset {found.preset}, model {model}, train ratio {config.train_ratio:g}, "
-        f"{config.envs} environments in {processes} process{'es' if processes > 1 else ''}\n"
-    )
-    say(f"{found.command()}\n")
+def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+        yield f"{name}={text}"
 
 
 def _small(frame: Any) -> Any:
-    frame = np.ascontiguousarray(frame)
     height, width = frame.shape[:2]
-    shrink = max(height, width) / _LARGEST_FRAME
-    if shrink <= 1:
-        return frame
-    return resize(frame, (max(1, round(height / shrink)), max(1, round(width / shrink))))
+    shrink = max(1.0, max(height, width) / _LARGEST_FRAME)
+    size = max(1, round(height / shrink)), max(1, round(width / shrink))
+    return resize(np.ascontiguousarray(frame), size)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays
+from dreamfleet.dream.classic_control import action_names, restore
 from dreamfleet.envs import Wrapper, env_seed, make_visible_env, noop
 from dreamfleet.envs.images import side_by_side
 from dreamfleet.envs.registry import Task
@@ -98,7 +99,7 @@ class Reality:
         def restored() -> Arrays:
             env = self._make(0)
             first = env.step(noop(env.act_space))
-            if not env.restore(here):
+            if not restore(env, here):
                 return {}
             return {**first, **{key: here[key] for key in (*self._keys, *FLAGS)}}
 
@@ -116,7 +117,7 @@ class Reality:
     @property
     def action_names(self) -> tuple[str, ...]:
         """Names of the choices of a discrete action, if the environment has them."""
-        return tuple(self._env.action_names) if self._env else ()
+        return action_names(self._env) if self._env else ()
 
     @property
     def steps(self) -> Arrays:
@@ -162,7 +163,7 @@ class Reality:
             if self._painter is None:
                 self._painter = make_visible_env(self._maker, **self._config.env_options)
                 self._painter.step(noop(self._painter.act_space))
-            frame = self._painter.render() if self._painter.restore(obs) else None
+            frame = self._painter.render() if restore(self._painter, obs) else None
         except Exception:  # an environment's code, in a state it may never reach
             frame = None
         self._paints = frame is not None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +44,36 @@ ONLY_ONE = (
     "one in each process, use --envs-per-process 1."
 )
 
-Call = Literal["constructor", "reset", "step", "render", "close"]
+Call = Literal["constructor", "reset", "step", "render", "close", "check"]
 Tell = Callable[[Call, int, int], None]
-"""Told before each call of the environment: which, the steps (of the constructor: environments)
-made so far, and how many steps there will be."""
+"""Called before each call of the environment with the fields of a `CurrentCall`."""
+
+
+class CurrentCall(NamedTuple):
+    """The call of an environment that is under way, in words that fit into a sentence."""
+
+    name: Call | None = None
+    done: int = 0
+    """Steps made so far; of the constructor: environments made so far."""
+    steps: int = 0
+    """How many there will be."""
+
+    def __str__(self) -> str:
+        match self.name:
+            case None:
+                return "the start of Python"
+            case "constructor":
+                return f"the constructor{' of a second environment' if self.done else ''}"
+            case "step":
+                return f"step {self.done + 1:,} of {self.steps:,}"
+            case _:
+                return f"{self.name}()"
+
+    @property
+    def title(self) -> str:
+        """The same at the start of a sentence."""
+        text = str(self)
+        return text if text.endswith(")") else text[0].upper() + text[1:]
 
 
 @dataclass(frozen=True)
@@ -104,11 +130,11 @@ def diagnose(
     """
     result = Diagnosis()
     trajectory: list[Arrays] = []
-    last: tuple[Call, int] = "constructor", 0
+    last = CurrentCall("constructor")
 
     def told(call: Call, done: int, steps: int) -> None:
         nonlocal last
-        last = call, done
+        last = CurrentCall(call, done, steps)
         if tell:
             tell(call, done, steps)
 
@@ -138,7 +164,7 @@ def diagnose(
         result.problems.append(Finding(str(error), "", cause))
         return result
     except (Exception, SystemExit) as error:
-        result.problems.append(_raised(error, *last, result))
+        result.problems.append(_raised(error, last, result))
         return result
     result.hints += [*_values(result, trajectory), *_speed(result)]
     if make_visible and not result.frames:
@@ -146,7 +172,7 @@ def diagnose(
     return result
 
 
-def try_out(env: Env, tell: Tell | None = None) -> None:
+def try_out(env: Env, tell: Tell = lambda *_: None) -> None:
     """Reset an environment and take one step.
 
     Raises:
@@ -154,7 +180,7 @@ def try_out(env: Env, tell: Tell | None = None) -> None:
         SpaceError: A space and a value disagree.
     """
     trajectory: list[Arrays] = []
-    _play(env, 1, 0, Diagnosis(), trajectory, tell or (lambda *_: None), frames=0)
+    _play(env, 1, 0, Diagnosis(), trajectory, tell, frames=0)
     if not trajectory[0]["is_first"]:
         raise EnvError("The observation after a reset is not is_first: set is_first there.")
 
@@ -189,12 +215,11 @@ def _make_second(
         return None
 
 
-def _raised(error: BaseException, call: Call, done: int, result: Diagnosis) -> Finding:
+def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Finding:
     """An exception of the environment's own."""
-    where = {"constructor": "The constructor", "step": f"Step {done + 1}"}.get(call, f"{call}()")
-    what = f"{where} raised {type(error).__name__}: {error}".rstrip(".") + "."
+    what = f"{call.title} raised {type(error).__name__}: {error}".rstrip(".") + "."
     # Whoever makes an environment again gives up when no episode ends between two failures.
-    if isinstance(error, Exception) and call in ("reset", "step") and result.episodes:
+    if isinstance(error, Exception) and call.name in ("reset", "step") and result.episodes:
         count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had ended before"
         fix = (
             f"Fix it. As {count}, training and eval would cut this one short and make the "

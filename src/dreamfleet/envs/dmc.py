@@ -157,25 +157,21 @@ def pick_renderer() -> str:
 
 
 def _egl_works() -> bool:
-    """Whether EGL is there and one of its devices can really be opened."""
-    name = ctypes.util.find_library("EGL")
-    if name is None:
-        return False
+    """Whether one of the devices of EGL can be opened, as dm_control will do."""
+    pointer, integer = ctypes.c_void_p, ctypes.c_int32
     try:
-        egl = ctypes.CDLL(name)
-        egl.eglGetProcAddress.restype = ctypes.c_void_p
-        query = egl.eglGetProcAddress(b"eglQueryDevicesEXT")
-        display_of = egl.eglGetProcAddress(b"eglGetPlatformDisplayEXT")
-        if not query or not display_of:
-            return False
-        pointer, integer = ctypes.c_void_p, ctypes.c_int32
+        egl = ctypes.CDLL(ctypes.util.find_library("EGL"))
+        egl.eglGetProcAddress.restype = pointer
+        egl.eglInitialize.argtypes = [pointer] * 3
+        query = ctypes.CFUNCTYPE(integer, integer, pointer, pointer)(
+            egl.eglGetProcAddress(b"eglQueryDevicesEXT")
+        )
+        display = ctypes.CFUNCTYPE(pointer, integer, pointer, pointer)(
+            egl.eglGetProcAddress(b"eglGetPlatformDisplayEXT")
+        )
         devices, count = (pointer * 16)(), integer()
-        query_devices = ctypes.CFUNCTYPE(integer, integer, pointer, pointer)(query)
-        get_display = ctypes.CFUNCTYPE(pointer, integer, pointer, pointer)(display_of)
-        if not query_devices(16, devices, ctypes.byref(count)):
-            return False
-        egl.eglInitialize.argtypes = [pointer, pointer, pointer]
-        displays = (get_display(_EGL_PLATFORM_DEVICE, d, None) for d in devices[: count.value])
-        return any(display and egl.eglInitialize(display, None, None) for display in displays)
-    except (OSError, AttributeError):
+        found = devices[: count.value] if query(16, devices, ctypes.byref(count)) else []
+        displays = (display(_EGL_PLATFORM_DEVICE, device, None) for device in found)
+        return any(each and egl.eglInitialize(each, None, None) for each in displays)
+    except (OSError, AttributeError, TypeError):  # no library, or no such function in it
         return False

@@ -161,7 +161,7 @@ class GymEnv(EpisodicEnv):
         log_info: str | Sequence[str] | None = None,
     ) -> None:
         _check_reset(env)
-        self._env = env
+        self.env = env
         self._seed: int | None = seed
         self._state = obs != "pixels"
         self._pixels = obs != "state"
@@ -193,17 +193,17 @@ class GymEnv(EpisodicEnv):
 
     def _begin(self) -> Arrays:
         # Seeded once: seeding every reset would repeat the same episode.
-        result = self._env.reset(seed=self._seed)
+        result = self.env.reset(seed=self._seed)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise _old_interface(self._env, "its reset returns no pair of observation and info")
+            raise _old_interface(self.env, "its reset returns no pair of observation and info")
         self._seed = None
         return self._observe(*result)
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
         native = self._translation.act(action)
-        result = self._env.step(native)
+        result = self.env.step(native)
         if len(result) != 5:
-            raise _old_interface(self._env, f"its step returns {len(result)} values")
+            raise _old_interface(self.env, f"its step returns {len(result)} values")
         observation, reward, terminated, truncated, info = result
         last = bool(terminated or truncated)
         try:
@@ -233,7 +233,7 @@ class GymEnv(EpisodicEnv):
                 self.unlogged.append(name)
 
     def _first_frame(self) -> NDArray[np.uint8]:
-        self._env.reset(seed=self._seed)
+        self.env.reset(seed=self._seed)
         return self._frame()
 
     def _frame(self) -> NDArray[np.uint8]:
@@ -246,24 +246,15 @@ class GymEnv(EpisodicEnv):
         return frame
 
     def render(self) -> NDArray[np.uint8] | None:
-        if getattr(self._env, "render_mode", None) != "rgb_array":
+        if getattr(self.env, "render_mode", None) != "rgb_array":
             return None
         try:
-            return np.asarray(self._env.render(), np.uint8)
+            return np.asarray(self.env.render(), np.uint8)
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingExtraError(f"The environment cannot render: {error}") from error
 
-    @property
-    def action_names(self) -> tuple[str, ...]:
-        return names_of(self._env.unwrapped)
-
-    def restore(self, obs: Mapping[str, Any]) -> bool:
-        """Put an episode of classic control into the state that an observation shows."""
-        vector = obs.get("vector")
-        return vector is not None and set_state(self._env.unwrapped, vector)
-
     def close(self) -> None:
-        self._env.close()
+        self.env.close()
 
 
 class GymPlayer:
@@ -546,60 +537,3 @@ def _unsupported(what: str, wrapper: str) -> SpaceError:
         f"gymnasium.wrappers.{wrapper}; agents take Box, Discrete, MultiDiscrete, MultiBinary, and "
         "Dict and Tuple of these."
     )
-
-
-Vector = NDArray[np.float64]
-
-
-def _same(vector: Vector) -> Vector:
-    return vector
-
-
-def _pendulum(vector: Vector) -> Vector:
-    cosine, sine, velocity = vector
-    return np.array([np.arctan2(sine, cosine), velocity])
-
-
-def _acrobot(vector: Vector) -> Vector:
-    first, second = (np.arctan2(vector[n + 1], vector[n]) for n in (0, 2))
-    return np.array([first, second, *vector[4:]])
-
-
-_STATES: dict[str, Callable[[Vector], Vector]] = {
-    "AcrobotEnv": _acrobot,
-    "CartPoleEnv": _same,
-    "Continuous_MountainCarEnv": _same,
-    "MountainCarEnv": _same,
-    "PendulumEnv": _pendulum,
-}
-
-
-_NAMES = {
-    "AcrobotEnv": ("turn back", "rest", "turn forth"),
-    "CartPoleEnv": ("left", "right"),
-    "MountainCarEnv": ("left", "rest", "right"),
-}
-
-
-def names_of(env: Any) -> tuple[str, ...]:
-    """What the choices of an environment of classic control are called."""
-    return _NAMES.get(type(env).__name__, ()) if _is_classic(env) else ()
-
-
-def set_state(env: Any, vector: Any) -> bool:
-    """Put an environment of classic control into the state that an observation shows; False for
-    any other environment."""
-    state = _STATES.get(type(env).__name__)
-    if state is None or not _is_classic(env):
-        return False
-    env.state = state(np.asarray(vector, np.float64))
-    # What else an episode has: CartPole counts steps after its end, Pendulum draws its last action.
-    if hasattr(env, "steps_beyond_terminated"):
-        env.steps_beyond_terminated = None
-    if hasattr(env, "last_u"):
-        env.last_u = None
-    return True
-
-
-def _is_classic(env: Any) -> bool:
-    return type(env).__module__.startswith("gymnasium.envs.classic_control")

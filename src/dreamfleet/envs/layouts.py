@@ -1,11 +1,13 @@
-"""Which observations are images, and in what order their axes lie.
+"""Which observations are images, and the order of their axes.
 
 Agents take images as uint8 (height, width, channels). Environments also have them with the channels
 first, as a stack of frames, gray without an axis for channels, or as floats from 0 to 1. A *layout*
-names the axes: `hwc`, `chw`, `hw`, `shwc` (s for the frames of a stack) and so on. What is no image
-is `none`, which keeps its shape, or `flat`, which makes it a vector. What can only be one of them
-is taken as that. The rest is asked for: the option `image_layout` answers, for all observations or
-by key.
+names the axes: `hwc`, `chw`, `hw`, `shwc` (s for the frames of a stack) and so on. An observation
+that is no image is `none`, which keeps its shape, or `flat`, which makes it a vector.
+
+An array of bytes, or of numbers from 0 to 255 or floats from 0 to 1, is an image if height and
+width are longer than its other axes, and at least 16 (bytes may be a smaller square). Anything else
+with three axes or more needs the option `image_layout`, for all observations or by key.
 """
 
 from __future__ import annotations
@@ -26,13 +28,8 @@ NONE, FLAT = "none", "flat"
 Asked = str | Mapping[str, str] | None
 """The option `image_layout`."""
 
-# A matrix of bytes, and an array of other numbers, may well be no image if it is smaller.
 _LEAST_SIDE = 16
-# More channels than this are only believed if the image is a square.
-_MOST_CHANNELS = 16
-# An axis as short as this may be that of the colours wherever it lies.
-_COLOURS = 4
-# Layouts by number of axes, and where height and width lie in them.
+# Layouts by number of axes, and the axis of the height in them; the width follows.
 _PLACES = {3: {"hwc": 0, "chw": 1}, 4: {"hwsc": 0, "shwc": 1, "schw": 2}}
 _OPTION = "the option image_layout"
 
@@ -46,7 +43,7 @@ class Layout:
     shape: tuple[int, ...]
     low: float
     high: float
-    """What is black, and what is white; uint8 is taken as it is."""
+    """The values of black and white; uint8 is taken as it is."""
     dtype: np.dtype[Any]
 
     @cached_property
@@ -142,12 +139,12 @@ def find_layout(
         shape: Of its values.
         low: The smallest values.
         high: The largest values, inclusive.
-        asked: The layout that somebody asked for; empty to recognise it.
-        otherwise: The layout of bytes with three axes that may be several.
+        asked: The layout that the option sets; empty to recognise it.
+        otherwise: The layout of bytes with three axes that are not recognised.
 
     Raises:
-        SpaceError: It may be an image or not, or one in several ways.
-        ConfigError: The layout that was asked for does not fit.
+        SpaceError: The layout is ambiguous.
+        ConfigError: The layout that the option sets does not fit.
     """
     kind = np.dtype(dtype)
     axes = asked or _recognise(kind, shape, *_range(kind, low, high))
@@ -174,7 +171,7 @@ def find_layout(
 
 
 def vector_note(key: str, dtype: Any, shape: tuple[int, ...]) -> str:
-    """What is said of a matrix that might have been an image; empty for anything else."""
+    """A note about a matrix that might be an image; empty for anything else."""
     if len(shape) != 2 or min(shape) < _LEAST_SIDE:
         return ""
     return (
@@ -186,10 +183,10 @@ def vector_note(key: str, dtype: Any, shape: tuple[int, ...]) -> str:
 def layouts_asked(
     asked: Asked, shapes: Mapping[str, tuple[int, ...]], *, names: Collection[str] = ()
 ) -> dict[str, str]:
-    """The layout that the option asks for, by key; keys for which it asks none are missing.
+    """The layouts that the option sets, by key.
 
     Args:
-        asked: The option. One layout for all is for the observations with as many axes.
+        asked: The option. One layout for all sets those observations that have as many axes.
         shapes: Of the observations.
         names: What else the only observation may be called.
 
@@ -232,34 +229,23 @@ def _check_axes(key: str, axes: str, shape: tuple[int, ...]) -> None:
 
 
 def _recognise(dtype: np.dtype[Any], shape: tuple[int, ...], low: float, high: float) -> str:
-    """The axes, `none`, or nothing where that is not clear."""
+    """The axes, `none`, or nothing if that is ambiguous."""
     bright = high == 255 or (dtype.kind == "f" and high == 1)
     ranged = low == 0 and bright and dtype.kind != "b"
     if len(shape) < 2:
         return NONE
     if len(shape) == 2:
-        # A matrix is a board or a table more often than an image, unless it is made of bytes.
+        # A matrix of other numbers is a board or a table more often than an image.
         return "hw" if dtype == np.uint8 and ranged and min(shape) >= _LEAST_SIDE else NONE
     if len(shape) > 4 or not (ranged or dtype == np.uint8):
         return ""
     for axes, place in _PLACES[len(shape)].items():
-        if _plausible(shape, place):
-            small = min(shape[place : place + 2]) < _LEAST_SIDE
-            return "" if small and dtype != np.uint8 else axes
+        height, width = shape[place : place + 2]
+        others = (*shape[:place], *shape[place + 2 :])
+        square = dtype == np.uint8 and height == width
+        if min(height, width) > max(others) and (square or min(height, width) >= _LEAST_SIDE):
+            return axes  # at most one place has the two longest axes
     return ""
-
-
-def _plausible(shape: tuple[int, ...], place: int) -> bool:
-    """Whether height and width may begin at this axis: they are longer than all others, which can
-    be true of one place at most, and nothing else is likely."""
-    height, width = shape[place : place + 2]
-    others = (*shape[:place], *shape[place + 2 :])
-    if max(others) >= min(height, width):
-        return False
-    if height == width:
-        return True
-    # (3, 64, 2) may be both.
-    return max(others) <= _MOST_CHANNELS and min(height, width) > _COLOURS
 
 
 def _range(dtype: np.dtype[Any], low: NDArray[Any], high: NDArray[Any]) -> tuple[float, float]:

@@ -2,13 +2,12 @@
 
 A task is `SUITE:NAME`, or `package.module:factory` for any callable that returns a Gymnasium or
 native environment, or `package.module:Id-v0` for an id that the module registers with Gymnasium. A
-suite is imported when one of its tasks is made, so that an environment
-process loads only what it needs. A new suite is one module (see `Suite`) and a line in `SUITES`.
+suite is imported when one of its tasks is made, so that an environment process loads only what it
+needs. A new suite is one module (see `Suite`) and a line in `SUITES`.
 
-A class or a function that any process can import is known by its name, `module:name`, and nothing
-else is special about it. What only this program has (it stands in a script or a notebook, or is a
-lambda or a partial) is named after `__main__`. Such a name tells runs apart; other programs need
-the object, or a name that they can import.
+A factory that any process can import is known by its name, `module:name`. One that only this
+program has (a class of a script or a notebook, a lambda, a partial) is named after `__main__`. Such
+a name tells runs apart; other programs need the object, or a name that they can import.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from dreamfleet.imports import load_object
 from dreamfleet.settings import Count, CountOrZero, convert
 
 PROGRAM = "__main__:"
-"""How the names of tasks start that only one program has."""
+"""The start of the names of tasks that only one program has."""
 
 Task = str | Callable[..., Any]
 
@@ -65,9 +64,9 @@ def name_of(env: Any) -> str:
 
 
 def maker_of(task: str) -> Task:
-    """What makes the environments of a task: the object, if other processes cannot import it.
+    """The name of a task, or its factory if that is an object of this program.
 
-    Of a program only what it has defined itself is taken: `__main__:os.system` would be any
+    Only objects that the program has defined itself are taken: `__main__:os.system` would be any
     function of a module that it has imported.
 
     Raises:
@@ -83,7 +82,7 @@ def maker_of(task: str) -> Task:
 
 
 def only_there(task: str) -> str:
-    """Why the environment of a task that another program had cannot be made here."""
+    """The error for a task that only another program has."""
     name = task.removeprefix(PROGRAM)
     plain = name if name.isidentifier() else "NAME"
     return (
@@ -93,8 +92,7 @@ def only_there(task: str) -> str:
 
 
 def same_task(before: str, now: str) -> bool:
-    """Whether two names may be those of one task: it may have moved from a program to a module, or
-    back."""
+    """Whether two names may be of one task, which may have moved between a program and a module."""
     if before == now:
         return True
     moved = before.startswith(PROGRAM) or now.startswith(PROGRAM)
@@ -102,11 +100,10 @@ def same_task(before: str, now: str) -> bool:
 
 
 def is_shared(task: str) -> bool:
-    """Whether another object of a program may have this name as well: all lambdas have one name,
-    and neither what a function holds from outside nor every value of a partial stands in it."""
-    return task.startswith(PROGRAM) and any(
-        each in task for each in ("<lambda>", "<locals>", "...")
-    )
+    """Whether another object of a program may have this name as well: a name does not hold what a
+    lambda does, what a closure holds, or every value of a partial."""
+    shared = ("<lambda>", "<locals>", "...")
+    return task.startswith(PROGRAM) and any(each in task for each in shared)
 
 
 def _path_of(env: Any) -> str:
@@ -134,7 +131,7 @@ def _described(env: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    # Of anything else the text may differ from one start to the next.
+    # The text of other values may differ from one start to the next.
     return repr(value) if isinstance(value, (str, int, float, bool, type(None))) else "..."
 
 
@@ -160,10 +157,14 @@ GENERAL: Mapping[str, Any] = {
     "log_info": str | tuple[str, ...] | None,
 }
 """Options that every task has, and their types."""
+_NOT_OF_SUITES = {
+    "image_layout": "its images need none",
+    "log_info": "it logs all that it has",
+}
 
 
 class Suite(Protocol):
-    """What a suite's module offers."""
+    """The functions of a suite's module."""
 
     def tasks(self) -> list[str]:
         """All names."""
@@ -201,7 +202,7 @@ def make_env(
         size: Resize images to this height and width.
         image_layout: The order of the axes of images, for all or by key, where it cannot be
             recognised or is wrong: hwc, chw, hw, shwc (s for the frames of a stack) and so on;
-            for what is no image, flat for a vector and none to keep its shape.
+            flat takes an array as a vector, and none keeps its shape.
         action_bounds: The lowest and the highest value of continuous actions that have no bounds,
             for all or by key.
         log_info: Names in the `info` of a Gymnasium environment whose numbers are logged, beside
@@ -222,26 +223,16 @@ def make_env(
     ours = isinstance(task, str) and _in_suite(task)
     accepted = inspect.signature(make, eval_str=ours).parameters
     given = (repeat, time_limit, size, image_layout, action_bounds, log_info)
-    for (name, kind), value in zip(GENERAL.items(), given, strict=True):
+    general: dict[str, Any] = dict(zip(GENERAL, given, strict=True))
+    for name, value in general.items():
         if ours or name not in accepted:
-            convert(name, value, kind)
-    # What has such an option of its own gets it: Atari pools over the repeated frames.
-    if "repeat" in accepted:
-        options |= {} if repeat is None else {"repeat": repeat}
-        repeat = None
-    if "size" in accepted:
-        options |= {} if size is None else {"size": size}
-        size = None
-    if "image_layout" in accepted:
-        options |= {} if image_layout is None else {"image_layout": image_layout}
-        image_layout = None
-    elif ours and image_layout is not None:
-        raise ConfigError(f"{task} has no option 'image_layout': its images need none.")
-    if "log_info" in accepted:
-        options |= {} if log_info is None else {"log_info": log_info}
-        log_info = None
-    elif ours and log_info is not None:
-        raise ConfigError(f"{task} has no option 'log_info': it logs what there is.")
+            convert(name, value, GENERAL[name])
+        if ours and name in _NOT_OF_SUITES and name not in accepted and value is not None:
+            raise ConfigError(f"{task} has no option {name!r}: {_NOT_OF_SUITES[name]}.")
+    # An option that the task implements itself goes to it: Atari pools over the repeated frames.
+    for name in accepted.keys() & {"repeat", "size", *_NOT_OF_SUITES}:
+        value, general[name] = general[name], None
+        options |= {} if value is None else {name: value}
     anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name, value in options.items():
         if not anything:
@@ -249,18 +240,17 @@ def make_env(
         if ours and name in accepted:
             convert(name, value, accepted[name].annotation)
     check_given(name_of(task).removeprefix(PROGRAM), accepted, {"seed", *options})
-    # The environments of suites are native, seeded, and have their images as agents take them.
-    adapted = None
-    if not ours:
-        adapted = functools.partial(adapt, image_layout=image_layout, log_info=log_info)
-    env = made = _build(task, make, options, adapted, seed)
-    if repeat is not None and repeat > 1:
-        env = ActionRepeat(env, repeat)
+    env = _build(task, make, options, seed)
+    if not ours:  # suites are native, seeded, and have their images as agents take them
+        env = adapt(env, seed=seed, **{name: general[name] for name in _NOT_OF_SUITES})
+    made = env
+    if (general["repeat"] or 1) > 1:
+        env = ActionRepeat(env, general["repeat"])
     if time_limit:
         env = TimeLimit(env, time_limit)
     env = UnifyDtypes(env)
-    if size:
-        env = ResizeImages(env, size)
+    if general["size"]:
+        env = ResizeImages(env, general["size"])
     result = NormalizeActions(CheckSpaces(env), action_bounds)
     result.unlogged = getattr(made, "unlogged", result.unlogged)  # which grows while it is played
     return result
@@ -273,12 +263,12 @@ def make_visible_env(task: str | Callable[..., Any], *, seed: int = 0, **options
 
 def rendering_options(task: str | Callable[..., Any]) -> dict[str, Any]:
     """The options with which a task renders frames; none if it always does, or never."""
-    # Only if they are named: a factory that passes any keyword on may pass it to one without it.
+    # Only if they are named: a factory may pass any keyword on to a function that lacks it.
     make = _constructor(task) if isinstance(task, str) else task
     parameters = inspect.signature(make).parameters
     if "render" in parameters:
         return {"render": True}
-    # Classes of Gymnasium that say nothing have an empty list.
+    # Classes of Gymnasium that declare nothing have an empty list.
     modes = getattr(make, "metadata", {}).get("render_modes") or ["rgb_array"]
     wanted = "render_mode" in parameters and "rgb_array" in modes
     return {"render_mode": "rgb_array"} if wanted else {}
@@ -330,7 +320,7 @@ def adapt(
     if hasattr(env, "num_envs") and hasattr(env, "step"):
         raise EnvError(
             f"{type(env).__name__} is a vector environment, which is not supported: return one "
-            f"environment, and Dreamfleet makes as many as envs={env.num_envs} says."
+            f"environment, and Dreamfleet makes envs={env.num_envs} of them."
         )
     if hasattr(env, "observation_space") and hasattr(env, "action_space"):
         from dreamfleet.envs.gym import GymEnv
@@ -346,19 +336,17 @@ def _build(
     task: str | Callable[..., Any],
     make: Callable[..., Any],
     options: Mapping[str, Any],
-    adapted: Callable[..., Env] | None,
     seed: int,
-) -> Env:
+) -> Any:
     seeded = {"seed": seed} if "seed" in inspect.signature(make).parameters else {}
     try:
-        made = make(**seeded, **options)
+        return make(**seeded, **options)
     except TypeError as error:
         # Without options this is a bug of the factory, which needs its whole traceback.
         if not options:
             raise
         given = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ConfigError(f"{task} cannot be made with {given}: {error}.") from error
-    return adapted(made, seed=seed) if adapted else made
 
 
 def _in_suite(task: str) -> bool:
@@ -397,7 +385,7 @@ def _user_factory(task: str) -> Callable[..., Any]:
         raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
     if not callable(factory):
         raise UnknownTaskError(
-            f"{task} is no callable: name a function that returns an environment."
+            f"{task} is not callable: name a function that returns an environment."
         )
     return factory
 
@@ -418,7 +406,7 @@ def _suggestions(task: str) -> str:
         candidates += [f"{suite}:{known[each]}" for each in close]
     if candidates:
         return f" Did you mean {' or '.join(candidates[:3])}?"
-    if "." in prefix:  # it was meant as a module
+    if "." in prefix:  # a module
         return ""
     return f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
 
@@ -439,7 +427,7 @@ def check_name(owner: str, name: str, own: Collection[str]) -> None:
 def check_given(
     owner: str, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
 ) -> None:
-    """Refuse to make an environment without an argument that its constructor needs.
+    """Refuse an environment whose constructor needs an argument that is missing.
 
     Raises:
         ConfigError: One is missing.

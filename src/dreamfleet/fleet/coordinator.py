@@ -34,7 +34,7 @@ import dreamfleet
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.estimate import step_bytes
+from dreamfleet.fleet.preflight import step_bytes
 from dreamfleet.roles.addresses import (
     RoleName,
     listen_address,

@@ -33,9 +33,9 @@ from dreamfleet.envs import env_seed, is_bundled
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.coordinator import BEAT_SECONDS, HOLD_SECONDS
+from dreamfleet.fleet.env_probe import probe_in_subprocess
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers.local import LocalLauncher
-from dreamfleet.fleet.look import look_apart
 from dreamfleet.fleet.stall import hanging
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
 from dreamfleet.fleet.workers import joined_workers
@@ -282,7 +282,7 @@ class _Machine:
             return
         together = min(config.envs_per_process, max(self._offer.envs, self._offer.eval_envs))
         try:
-            look = look_apart(
+            probe = probe_in_subprocess(
                 partial(environment, config, None),
                 both=together > 1,
                 timeout=config.env_timeout,
@@ -295,8 +295,8 @@ class _Machine:
             raise JoinError(
                 f"The environment of the run, {config.task}, cannot be made here. {error} {hint}."
             ) from None
-        _check_spaces(config.task, described.spaces, look.obs_space, look.act_space)
-        for note in look.notes:
+        _check_spaces(config.task, described.spaces, probe.obs_space, probe.act_space)
+        for note in probe.notes:
             self._say(note)
         self._looked = described.digest
 

@@ -1,34 +1,37 @@
-"""Runs that cannot work are refused before anything is started, with the numbers that conflict."""
+"""Refuse runs that cannot work before anything is started, with the numbers that conflict."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dreamfleet.agents.dreamer.features import observed
 from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.registry import same_task
 from dreamfleet.errors import ConfigError, install_command
-from dreamfleet.estimate import PROCESS_BYTES, column_bytes, notes, replay_bytes, step_bytes
+from dreamfleet.fleet.env_probe import EnvProbe, probe_env, probe_in_subprocess
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
-from dreamfleet.fleet.look import Look, look_apart, look_at_environments
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.formatting import readable
 from dreamfleet.imports import load_object
 from dreamfleet.memory import memory_free
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
+from dreamfleet.presets import PRESETS
 from dreamfleet.replay.table import SPARE_SLOTS
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
@@ -40,43 +43,42 @@ from dreamfleet.transport.wire import MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
-_DISK_BESIDE = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
-_FILES_PER_PROCESS = 4
-_FILES_BESIDE = 100
-_ADDRESSES_BESIDE = 2_000_000_000  # of libraries and threads
-_FILES = ("*.json", "*.jsonl", "ckpt/*/positions", "ckpt/*/episodes", "ckpt/logger/step")
+_PROCESS_BYTES = 40_000_000  # of environments, before these are made
+_OTHER_DISK_BYTES = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
+_OTHER_ADDRESS_BYTES = 2_000_000_000  # of libraries and threads
+_FILES_PER_PROCESS, _OTHER_FILES = 4, 100
+_RUN_FILES = ("*.json", "*.jsonl", "ckpt/*/positions", "ckpt/*/episodes", "ckpt/logger/step")
 
 
-class Prospects(NamedTuple):
+class PreflightResult(NamedTuple):
     """What is known of a run before it starts."""
 
     spaces: tuple[Spaces, Spaces]
     """Of observations and of actions."""
     notes: list[str]
-    """What was recognised or assumed about the environment, and what will hardly work well on this
-    machine, a sentence each."""
+    """What was recognised or assumed about the environment, and warnings, a sentence each."""
     log_info: Sequence[str] = ()
     """Names in the environment's `info` that ask to be logged."""
     output: str = ""
-    """What the environment wrote."""
+    """What the environment printed."""
 
 
 def preflight(
     config: RunConfig,
     make_env: Callable[[int], Any] | None = None,
     say: Callable[[str], None] = log.info,
-) -> Prospects:
-    """Try environments out, and refuse a run that cannot work, or that this machine cannot hold.
+) -> PreflightResult:
+    """Probe the environment, and refuse a run that cannot work or does not fit on this machine.
 
     Args:
         config: The run.
         make_env: Called with an environment's number; None for the environment of the task.
-        say: Takes lines for the person. The first one comes before the environment is made, which
-            may take long.
+        say: Takes lines to print. The first one comes before the environment is made, which may
+            take long.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
-        AddressError: A server cannot listen where it is to.
+        AddressError: A server cannot listen at its address.
         DreamfleetError: The environment cannot be made, or the agent cannot be made for it.
     """
     find_launcher(config.launcher)
@@ -89,7 +91,7 @@ def preflight(
         check_files(config)
         check_addresses()
         for role in SERVERS:
-            parse(listen_address(config, role))  # one that cannot be would end its role for ever
+            parse(listen_address(config, role))  # an invalid one would fail its role at every start
     check_sources(config)
     check_checkpoint(config)
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
@@ -98,36 +100,83 @@ def preflight(
         spaces = blueprint.obs_space, blueprint.act_space
         check_agent(config, *spaces)
         check_messages(config, *spaces)
-        return Prospects(spaces, [])
-    look = _look(config, make_env or partial(environment, config, None), say)
-    check_agent(config, look.obs_space, look.act_space)
-    check_spaces(config, look.obs_space, look.act_space)
-    check_messages(config, look.obs_space, look.act_space)
+        return PreflightResult(spaces, [])
+    probe = _probe(config, make_env or partial(environment, config, None), say)
+    spaces = probe.obs_space, probe.act_space
+    check_agent(config, *spaces)
+    check_spaces(config, *spaces)
+    check_messages(config, *spaces)
+    notes = list(probe.notes)
     if on_this_machine:
-        check_memory(config, look.bytes, look.further_bytes)
+        check_memory(config, probe.bytes, probe.further_bytes)
         if not config.remote_replay:
-            step = step_bytes(config, look.obs_space, look.act_space)
             held = 2 * config.replay.capacity // config.replay_shards
-            check_addresses((held + SPARE_SLOTS * config.replay.chunk) * step)
-    check_disk(config, look.obs_space, look.act_space)
-    spaces = look.obs_space, look.act_space
-    said = [*look.notes, *(notes(config, *spaces) if on_this_machine else [])]
-    return Prospects(spaces, said, look.log_info, look.output)
+            slots = held + SPARE_SLOTS * config.replay.chunk
+            check_addresses(slots * step_bytes(config, *spaces))
+        notes += run_notes(config, *spaces)
+    check_disk(config, *spaces)
+    return PreflightResult(spaces, notes, probe.log_info, probe.output)
 
 
-def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str], None]) -> Look:
+def _probe(
+    config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str], None]
+) -> EnvProbe:
     known = read_spaces(config, config.logdir) if config.remote_envs else None
-    if known:  # the environments are elsewhere, and there may be one only, which is in use
-        return Look(*known, 0, 0, [])
+    if known:  # the environments are elsewhere; the only one may be in use
+        return EnvProbe(*known, 0, 0, [])
     both = config.all_envs > 1 and not config.remote_envs
     if config.launcher == "serial":
-        return look_at_environments(make_env, both=both)
+        return probe_env(make_env, both=both)
     apart = min(config.envs_per_process, max(config.envs, config.eval_envs)) == 1
-    return look_apart(make_env, both=both, apart=apart, timeout=config.env_timeout, say=say)
+    return probe_in_subprocess(
+        make_env, both=both, apart=apart, timeout=config.env_timeout, say=say
+    )
+
+
+def column_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> dict[str, int]:
+    """Bytes of each key of a step in the replay."""
+    agent = config.agent_type
+    stored = agent.stored_space(obs_space, act_space, config.settings_of(agent))
+    columns = {**without_logs(obs_space), **without_reset(act_space), **stored}
+    return {key: space.dtype.itemsize * math.prod(space.shape) for key, space in columns.items()}
+
+
+def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
+    """Bytes of a step in the replay."""
+    tick = 8
+    return tick + sum(column_bytes(config, obs_space, act_space).values())
+
+
+def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> float:
+    """Bytes of the files of both replays when they are full, or when the run ends."""
+    replay, needed = config.replay, 0.0
+    step = step_bytes(config, obs_space, act_space)
+    # The evaluator's environments store nothing.
+    for envs, capacity in (
+        (config.envs, replay.capacity),
+        (config.actor_envs - config.envs, replay.evaluation_capacity),
+    ):
+        # Each environment has a file that is not full yet.
+        collected = config.steps * envs / config.envs + envs * replay.chunk
+        kept = min(collected, capacity) if config.steps else capacity * bool(envs)
+        needed += min(kept * step, replay.max_bytes or math.inf)
+    return needed
+
+
+def run_notes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Iterator[str]:
+    """The disk that the run takes, and a warning if the preset does not fit the task."""
+    size = readable(replay_bytes(config, obs_space, act_space))
+    yield f"The replay takes up to {size}B of disk, mapped into memory as it is used."
+    images = any(space.image for space in observed(obs_space).values())
+    if images and config.agent_config == PRESETS["default"].agent_config:
+        yield (
+            "Warning: these are the settings for vectors, and the task has images: --preset pixels "
+            "is for images."
+        )
 
 
 def check_outputs(config: RunConfig) -> None:
-    """An output whose package is missing would end the logger."""
+    """Without the package of an output, the logger would fail."""
     for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if name in config.outputs and importlib.util.find_spec(module) is None:
             raise ConfigError(
@@ -136,7 +185,7 @@ def check_outputs(config: RunConfig) -> None:
             )
     for name in set(config.outputs) - set(OUTPUTS):
         if not callable(load_object(name)):
-            raise ConfigError(f"The output {name} is no callable: name a class or a function.")
+            raise ConfigError(f"The output {name} is not callable: name a class or a function.")
 
 
 def check_place(logdir: Path) -> None:
@@ -157,11 +206,11 @@ def check_place(logdir: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{there} cannot be written to ({error.strerror}): choose another --logdir, or let "
-            "yourself write there."
+            f"{there} cannot be written to ({error.strerror}): fix its permissions, or choose "
+            "another --logdir."
         ) from None
-    for path in (path for name in _FILES for path in logdir.glob(name)):
-        if path.is_dir():  # its worker would fail at every start
+    for path in (path for name in _RUN_FILES for path in logdir.glob(name)):
+        if path.is_dir():  # the worker that writes it would fail at every start
             raise ConfigError(f"{path} is a directory where the run keeps a file: move it away.")
 
 
@@ -178,17 +227,9 @@ def check_directory(config: RunConfig) -> None:
     if not holds_run(config.logdir):
         return
     there = read_config(config.logdir)
-    for name, theirs, ours, same in (
-        ("task", there.task, config.task, same_task(there.task, config.task)),
-        ("agent", there.agent, config.agent, there.agent == config.agent),
-        (
-            "replay_shards",
-            there.replay_shards,
-            config.replay_shards,
-            there.replay_shards == config.replay_shards,
-        ),
-    ):
-        if not same:
+    for name, same in (("task", same_task), ("agent", eq), ("replay_shards", eq)):
+        theirs, ours = getattr(there, name), getattr(config, name)
+        if not same(theirs, ours):
             raise ConfigError(
                 f"{config.logdir} holds a run with {name} {theirs}, not {ours}: choose another "
                 "--logdir, or the settings of that run."
@@ -203,7 +244,7 @@ def check_directory(config: RunConfig) -> None:
 
 
 def check_replay(config: RunConfig) -> None:
-    """Training starts when the replay holds a batch; one that never does would wait for ever."""
+    """Training starts when the replay holds a batch: a replay that never does would block it."""
     needed = int(limiter_for(config).minsize)
     if needed > config.replay.capacity:
         raise ConfigError(
@@ -215,7 +256,7 @@ def check_replay(config: RunConfig) -> None:
 
 
 def check_checkpoint(config: RunConfig) -> None:
-    """What a new run starts from has to exist. A run that resumes no longer needs it."""
+    """The checkpoint that a new run starts from exists. A resumed run no longer needs it."""
     if not config.from_checkpoint or Checkpoint(config.logdir / "ckpt" / "agent").latest():
         return
     find_checkpoint(Path(config.from_checkpoint), parts=())
@@ -223,7 +264,7 @@ def check_checkpoint(config: RunConfig) -> None:
         re.compile(config.from_checkpoint_regex)
     except re.error as error:
         raise ConfigError(
-            f"from_checkpoint_regex={config.from_checkpoint_regex} is no regular expression: "
+            f"from_checkpoint_regex={config.from_checkpoint_regex} is not a regular expression: "
             f"{error}."
         ) from None
 
@@ -272,7 +313,7 @@ def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Non
     ):
         for key in dict.fromkeys([*theirs, *ours]):
             before, now = summary(theirs.get(key)), summary(ours.get(key))
-            # An agent of a person's own may leave some of the keys out.
+            # A user's agent may leave some of the keys out.
             if before != now and (key in theirs or config.agent in BUILT_IN):
                 raise ConfigError(
                     f"{config.task} has other {what} than the run in {config.logdir} was trained "
@@ -284,12 +325,12 @@ def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Non
 def check_memory(
     config: RunConfig, env_bytes: float, further_bytes: float, available: int | None = None
 ) -> None:
-    """Environments that do not fit would be ended by the machine one after the other. The first one
-    of a process takes more than others: the code that it loads."""
+    """Environments that do not fit would be killed by the machine one after the other. The first
+    one of a process takes more memory: the code that it loads."""
     processes = sum(name.startswith("env-") for name in worker_names(config))
     if not processes:
         return
-    needed = processes * (PROCESS_BYTES + env_bytes)
+    needed = processes * (_PROCESS_BYTES + env_bytes)
     needed += (config.all_envs - processes) * further_bytes
     free = memory_free() if available is None else available
     if needed > free:
@@ -307,11 +348,10 @@ def check_disk(
     there = _nearest(config.logdir)
     room = shutil.disk_usage(there).free if free is None else free
     if config.remote_replay:
-        if room < _DISK_BESIDE:
+        if room < _OTHER_DISK_BYTES:
             raise ConfigError(
-                f"A run takes about {readable(_DISK_BESIDE)}B of disk in addition to its replay, "
-                f"and {there} has room for {readable(room)}B: make room, or choose another "
-                "--logdir."
+                f"A run takes about {readable(_OTHER_DISK_BYTES)}B of disk besides its replay, and "
+                f"{there} has room for {readable(room)}B: make room, or choose another --logdir."
             )
         return
     replay = config.replay
@@ -323,19 +363,19 @@ def check_disk(
         for path in config.logdir.glob(f"{name}/*")
     )
     room += taken
-    if needed + _DISK_BESIDE > room:
+    if needed + _OTHER_DISK_BYTES > room:
         raise ConfigError(
             f"The replay takes {readable(needed)}B of disk when it is full, at {step:,} bytes a "
-            f"step, everything else about {readable(_DISK_BESIDE)}B, and {there} has room for "
+            f"step, everything else about {readable(_OTHER_DISK_BYTES)}B, and {there} has room for "
             f"{readable(room)}B: lower replay.capacity ({replay.capacity:,} steps), bound the "
             "files with replay.max_bytes, or choose another --logdir."
         )
 
 
 def check_addresses(replay: int = 0, limit: int | None = None) -> None:
-    """A process that is refused address space fails in the middle of whatever it does."""
+    """A process that gets no address space would fail at any point."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
-    needed = replay + _ADDRESSES_BESIDE
+    needed = replay + _OTHER_ADDRESS_BYTES
     if 0 <= allowed < needed:
         raise ConfigError(
             f"A process of the run maps up to {readable(needed)}B of addresses, of which it uses "
@@ -346,7 +386,7 @@ def check_addresses(replay: int = 0, limit: int | None = None) -> None:
 def check_files(config: RunConfig, limit: int | None = None) -> None:
     """Every process needs a few sockets and pipes."""
     processes = len(worker_names(config))
-    needed = _FILES_PER_PROCESS * processes + _FILES_BESIDE
+    needed = _FILES_PER_PROCESS * processes + _OTHER_FILES
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if 0 <= allowed < needed:
         raise ConfigError(

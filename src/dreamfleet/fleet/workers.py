@@ -20,7 +20,6 @@ from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.notes import notes_path
-from dreamfleet.roles.profiling import profiled
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory
@@ -61,7 +60,7 @@ def fleet_workers(
         workers.append(_worker("evaluator", partial(parallel_evaluator, args), args, _NO_GPU))
     if in_turns:  # the agent's worker is all of the others
         workers += env_workers(*envs, args, range(args.actor_envs, args.all_envs))
-        return _profiled(workers, args)
+        return workers
     if not args.remote_envs and not args.offline:
         workers += env_workers(*envs, args)
     if not args.remote_replay:
@@ -70,7 +69,7 @@ def fleet_workers(
             workers.append(_worker(server_name("replay", shard), replay, args, needed_at_end=True))
     logger = partial(parallel_logger, make_logger, args)
     workers.append(_worker("logger", logger, args, needed_at_end=True))
-    return _profiled(workers, args)
+    return workers
 
 
 def _worker(
@@ -92,15 +91,6 @@ def _worker(
         notes=notes_path(args, name),
         **more,
     )
-
-
-def _profiled(workers: list[Worker], args: RunConfig) -> list[Worker]:
-    if not args.profile:
-        return workers
-    return [
-        replace(worker, function=partial(profiled, worker.function, worker.name, args))
-        for worker in workers
-    ]
 
 
 def env_workers(

@@ -24,12 +24,10 @@ from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import BEGAN, policy_sizes
-from dreamfleet.roles.compile_times import CompileTimes
 from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
-from dreamfleet.roles.profiling import profile_folder
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import LOOK_AHEAD, most_owed
 from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
@@ -54,6 +52,9 @@ _LOOK_SECONDS = 0.5
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _END = object()  # of the batches
 _FLUSH_SECONDS = 10.0
+_COMPILING = (
+    "compiling the agent; the first time takes 20 s with a small model and minutes with a large one"
+)
 _TRACE_FROM, _TRACED = 5, 5
 """Updates before those of which the agent writes a profile, and how many these are."""
 _END_SECONDS = 20.0
@@ -437,8 +438,7 @@ class Learner:
     def compile(self, *, policy: bool = True) -> None:
         """Get ready to train, and to act if the `policy` is not ready yet."""
         if not self._progress.finished.is_set() or self._missing():
-            times, start = CompileTimes(), time.monotonic()
-            self._show("learner/state", f"compiling the agent; {times.estimate(self._args)}")
+            self._show("learner/state", _COMPILING)
             try:
                 self._agent.compile(
                     batch_size=self._args.host_batch,
@@ -449,7 +449,6 @@ class Learner:
             except ConfigError:
                 self._saver.give_up()
                 raise
-            times.add(self._args, time.monotonic() - start)
             if needed := memory(self._agent):
                 self._show("learner/memory", _memory_in_words(needed))
         self._show("learner/state", _ENOUGH_DATA)
@@ -652,7 +651,7 @@ class Learner:
     def _trace(self) -> None:
         """Let the agent write a profile of a few updates, after the first ones."""
         if self._made == _TRACE_FROM:
-            self._tracing.enter_context(trace(self._agent, profile_folder(self._args) / "jax"))
+            self._tracing.enter_context(trace(self._agent, self._args.logdir / "profile" / "jax"))
         elif self._made == _TRACE_FROM + _TRACED:
             self.end_trace()
         self._made += 1

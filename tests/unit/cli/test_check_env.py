@@ -1,15 +1,21 @@
 """`dreamfleet check-env` as a person types it."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dreamfleet.cli import main
-from dreamfleet.fleet import watched
-from dreamfleet.fleet.watched import own_frames
+from dreamfleet.cli.check_env import suggestion
+from dreamfleet.cli.train import config_of
+from dreamfleet.envs.diagnose import Diagnosis
+from dreamfleet.fleet import isolated
+from dreamfleet.fleet.isolated import user_frames
+from dreamfleet.spaces import Space
 
 MODULE = """
 import gymnasium
@@ -69,12 +75,37 @@ def test_a_sound_environment(here: Path, capsys: pytest.CaptureFixture) -> None:
     assert (here / "check-env.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_ends_with_a_command_for_this_machine(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_it_ends_with_a_command_to_start_with(here: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["check-env", "bundled:catch", "--steps", "50", "--options", "size=[32,32]"]) == 0
     out = capsys.readouterr().out
     assert "\ndreamfleet train --task bundled:catch --preset pixels\n" in out
-    suggestion = " ".join(out.partition("Suggestion:")[2].split())
-    assert "preset pixels, model cpu-tiny, train ratio 64, 8 environments in 1" in suggestion
+    assert "Suggestion: preset pixels, because the task has images:\n" in out
+
+
+def image(height: int, width: int) -> Space:
+    return Space(np.uint8, (height, width, 3))
+
+
+@pytest.mark.parametrize(
+    ("task", "space", "preset", "size"),
+    [
+        ("gym:CartPole-v1", Space(np.float32, (4,)), "default", None),
+        ("dmc:walker_walk", Space(np.float32, (4,)), "dmc_cpu", None),
+        ("my:Env", image(64, 64), "pixels", None),
+        ("my:Env", image(480, 640), "pixels", (64, 64)),
+        ("my:Env", image(50, 50), "pixels", (64, 64)),
+    ],
+)
+def test_the_suggestion_follows_from_what_is_observed(task, space, preset, size) -> None:
+    text = suggestion(task, {"level": 3}, Diagnosis({"it": space}))
+    assert text.startswith(f"Suggestion: preset {preset}, because the task ")
+    words = shlex.split(text.splitlines()[-1])
+    assert words[:2] == ["dreamfleet", "train"]
+    config = config_of(words[2:])
+    assert config.env_options["level"] == 3
+    given = {name for word in words for name in [word.partition("=")[0]]}
+    assert ("size" in given) == (size is not None)
+    assert size in (None, config.env_options.get("size"))
 
 
 def test_what_was_assumed_about_spaces_is_told(here: Path, capsys: pytest.CaptureFixture) -> None:
@@ -263,20 +294,21 @@ def test_what_hangs_is_ended_and_named(here: Path) -> None:
     }
     said = {name: check.communicate(timeout=300)[0] for name, check in checks.items()}
     assert {check.returncode for check in checks.values()} == {1}
-    assert "hangs: the constructor took more than 8 s" in said["Constructor"]
-    assert "hangs: reset() took more than 8 s" in said["Reset"]
-    assert "hangs: step() number 42 took more than 8 s" in said["Step"]
+    assert "The constructor did not return within 8 s" in said["Constructor"]
+    assert "reset() did not return within 8 s" in said["Reset"]
+    assert "Step 42 of 1,000 did not return within 8 s" in said["Step"]
     for name, text in said.items():
         assert "most recent call first" in text
         assert "hanging.py" in text
-        assert "watched.py" not in text, "only the person's own frames are of interest"
+        assert str(Path(isolated.__file__).parents[1]) not in text, "only the user's frames"
+        assert "threading.py" not in text
         assert ("simulate" in text) == (name == "Step")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Crash", "ended its process with SIGSEGV in step() number 1"),
-     ("Leave", "ended its process with code 0 in reset()")],
+    [("Crash", "ended with SIGSEGV in step 1 of 1,000"),
+     ("Leave", "ended with code 0 in reset()")],
 )  # fmt: skip
 def test_an_environment_that_ends_the_process_does_not_end_the_command(
     here: Path, capsys: pytest.CaptureFixture, name: str, words: str
@@ -325,20 +357,24 @@ def test_progress_is_told_without_a_terminal(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     (here / "slow_start.py").write_text(SLOW)
-    monkeypatch.setattr(watched, "_SPEAK_EVERY", 0.5)
+    monkeypatch.setattr(isolated, "_SAY_SECONDS", 0.5)
     assert main(["check-env", "slow_start:slow", "--steps", "5"]) == 0
     out = capsys.readouterr().out
     assert out.count("  made") == 3, "for the steps, for the same seed, and for another seed"
-    assert re.search(r"making the environment, 0:\d\d \(\d s in this call\)\n", out), out
+    assert re.search(r"Waiting for the constructor, 0:\d\d \(\d s in this call\)\n", out), out
 
 
-def test_the_frames_that_lead_to_the_persons_code_are_left_out() -> None:
-    ours = Path(watched.__file__)
+def test_only_frames_and_threads_of_user_code_are_shown() -> None:
+    ours = Path(isolated.__file__)
     trace = f"""Fatal Python error: Segmentation fault
 
 Thread 0x1 (most recent call first):
   File "{ours}", line 1 in _end_with_parent
   File "/lib/threading.py", line 2 in run
+
+Thread 0x3 (most recent call first):
+  File "/lib/threading.py", line 6 in wait
+  File "{ours}", line 7 in follow
 
 Current thread 0x2 (most recent call first):
   File "/lib/socket.py", line 3 in recv
@@ -346,7 +382,7 @@ Current thread 0x2 (most recent call first):
   File "{ours}", line 5 in main
 """
     assert (
-        own_frames(trace)
+        user_frames(trace)
         == """Fatal Python error: Segmentation fault
 
 Current thread 0x2 (most recent call first):

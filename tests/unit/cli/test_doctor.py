@@ -7,20 +7,20 @@ import importlib.metadata
 import os
 import re
 import resource
-import subprocess
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from dreamfleet import machine
-from dreamfleet.cli import main
+from dreamfleet.cli import doctor, main
+from dreamfleet.cli.doctor import Check, attempt, disk, extras, jax, limits, rendering, sockets
 from dreamfleet.errors import install_command
-from dreamfleet.machine import MachineCheck, disk, extras, jax, limits, rendering, sockets
 
 
-def only(findings: object) -> MachineCheck:
+def only(findings: object) -> Check:
     (finding,) = findings  # type: ignore[misc]
     return finding
 
@@ -28,8 +28,8 @@ def only(findings: object) -> MachineCheck:
 def test_this_machine_is_looked_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "TRIES", {})  # they are tried by a test of their own
-    monkeypatch.setattr(machine, "_DRAW", "print('egl')")
+    monkeypatch.setattr(doctor, "TRIES", {})  # they are tried by a test of their own
+    monkeypatch.setattr(doctor, "draw", lambda: "egl")
     assert main(["doctor", "--logdir", str(tmp_path / "new")]) == 0
     text = capsys.readouterr().out
     for word in ("Python", "JAX", "cpu", "memory", "disk", "socket files", "ports", "open files"):
@@ -44,20 +44,20 @@ def test_this_machine_is_looked_over(
 
 @pytest.mark.parametrize(
     ("extra", "module", "made"),
-    [("classic", "pygame", "rendered a frame"), ("video", "imageio_ffmpeg", "wrote an MP4")],
+    [("classic", "pygame", "rendered a frame"), ("video", "imageio_ffmpeg", "wrote video.mp4")],
 )
 def test_an_extra_is_ticked_only_if_it_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extra: str, module: str, made: str
 ) -> None:
     pytest.importorskip(module)
-    monkeypatch.setattr(machine, "TRIES", {extra: machine.TRIES[extra]})
+    monkeypatch.setattr(doctor, "TRIES", {extra: doctor.TRIES[extra]})
     found = {finding.what: finding for finding in extras()}
     assert found[f"extra {extra}"].state == "fine"
     assert made in found[f"extra {extra}"].found
     assert {each.state for each in found.values()} <= {"fine", "untried", "absent"}
     # A package that is installed and broken.
     (tmp_path / f"{module}.py").write_text("raise OSError('libGL.so.1 is missing')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(tmp_path))
     broken = {finding.what: finding for finding in extras()}[f"extra {extra}"]
     assert broken.state == "hint"
     assert "libGL.so.1 is missing" in broken.found
@@ -66,44 +66,42 @@ def test_an_extra_is_ticked_only_if_it_works(
 
 def test_all_suites_and_files_are_tried() -> None:
     suites, files = {"dmc", "atari", "crafter", "minigrid"}, {"video", "tensorboard", "plot"}
-    assert suites | files | {"classic"} == set(machine.TRIES)
-    for _, program in machine.TRIES.values():
-        compile(program, "try", "exec")
+    assert suites | files | {"classic"} == set(doctor.TRIES)
 
 
-def failing(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.CompletedProcess([], 1, "", "Traceback\nlibcuda is broken\n")
+def failing(_: object) -> tuple[str, bool]:
+    return "libcuda is broken", False
+
+
+def test_an_attempt_may_fail_hang_or_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TIMEOUT_SECONDS", 1.0)
+    assert attempt(lambda: "it works") == ("it works", True)
+    assert attempt(lambda: str(1 / 0)) == ("ZeroDivisionError: division by zero", False)
+    found, works = attempt(lambda: str(threading.Event().wait()))
+    assert (works, found.partition(";")[0]) == (False, "check() did not return within 1 s")
+    found, works = attempt(lambda: str(os.kill(os.getpid(), signal.SIGSEGV)))
+    assert not works
+    assert "The process ended with SIGSEGV in check()" in found
 
 
 def test_a_jax_that_fails_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(subprocess, "run", failing)
+    monkeypatch.setattr(doctor, "attempt", failing)
     finding = only(jax())
     assert (finding.state, finding.found) == ("problem", "libcuda is broken")
-    monkeypatch.setattr(
-        machine, "_installed", lambda _: True
-    )  # dm-control, which is not everywhere
+    monkeypatch.setattr(doctor, "_installed", lambda _: True)  # dm-control, which is not everywhere
     assert only(rendering()).state == "hint"
     monkeypatch.undo()
-    monkeypatch.setattr(subprocess, "run", failing)
+    monkeypatch.setattr(doctor, "attempt", failing)
     assert main(["doctor"]) == 1
     assert "1 problem" in capsys.readouterr().err
 
 
 def test_a_gpu_that_jax_does_not_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
-    said = subprocess.CompletedProcess([], 0, "0.6 on 1 x cpu\n", "")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(doctor, "attempt", lambda _: ("0.6 on 1 x cpu", True))
     assert "dreamfleet[cuda]" in only(jax()).fix
-
-
-def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(*_: object, **__: object) -> None:
-        raise subprocess.TimeoutExpired("jax", 120)
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert "120 seconds" in only(jax()).found
 
 
 def test_little_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,8 +109,8 @@ def test_little_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "ulimit -n" in only(limits()).fix
     little = SimpleNamespace(available=1e9, total=2e9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
-    assert [f.state for f in machine.processor_and_memory() if f.what == "memory"] == ["hint"]
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
+    assert [f.state for f in doctor.hardware() if f.what == "memory"] == ["hint"]
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
     assert only(disk(tmp_path)).state == "hint"
 
 
@@ -123,7 +121,7 @@ def test_a_disk_that_cannot_be_written_is_a_problem(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     assert only(disk(tmp_path)).state in ("fine", "hint")
-    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     finding = only(disk(tmp_path / "a" / "b"))
     assert finding.state == "problem"
     assert "Read-only file system" in finding.found
@@ -133,35 +131,19 @@ def test_sockets_that_carry_nothing_are_a_problem(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no sockets here")
 
-    monkeypatch.setattr(machine, "Server", refuse)
+    monkeypatch.setattr(doctor, "Server", refuse)
     assert [finding.state for finding in sockets()] == ["problem", "problem"]
 
 
 def test_an_extra_that_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_installed", lambda name: name != "matplotlib")
+    monkeypatch.setattr(doctor, "_installed", lambda name: name != "matplotlib")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
-    monkeypatch.setattr(machine, "TRIES", {})
+    monkeypatch.setattr(doctor, "TRIES", {})
     found = {finding.what: finding for finding in extras()}
     assert found["extra plot"].found == f"not installed: {install_command('plot')}"
     assert found["extra dmc"].found.startswith("dm-control 1.0, mujoco 1.0")
     assert "extra dev" not in found
     assert "extra ray" in found
-
-
-def test_an_extra_of_another_package_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`classic` asks for an extra of gymnasium, which itself is always there."""
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
-    monkeypatch.setattr(machine, "TRIES", {})
-    requires = {
-        "dreamfleet": ["gymnasium[classic-control]; extra == 'classic'", "gymnasium>=1.1"],
-        "gymnasium": ["numpy", "pygame>=2; extra == 'classic-control'", "torch; extra == 'torch'"],
-    }
-    monkeypatch.setattr(importlib.metadata, "requires", requires.get)
-    found = {finding.what: finding for finding in extras()}
-    assert found["extra classic"].found == "pygame 1.0, not tried"
-    monkeypatch.setattr(machine, "_installed", lambda name: name != "pygame")
-    found = {finding.what: finding for finding in extras()}
-    assert found["extra classic"].state == "absent"
 
 
 def test_rendering_is_tried_with_what_a_run_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +155,8 @@ def test_rendering_is_tried_with_what_a_run_would_use(monkeypatch: pytest.Monkey
 
 
 def test_a_screen_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_installed", lambda _: True)
-    monkeypatch.setattr(subprocess, "run", failing)
+    monkeypatch.setattr(doctor, "_installed", lambda _: True)
+    monkeypatch.setattr(doctor, "attempt", failing)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setenv("DISPLAY", ":99")
     assert "set MUJOCO_GL to egl" in only(rendering()).fix

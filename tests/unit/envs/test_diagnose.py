@@ -194,9 +194,9 @@ class Unbuilt(Sound):
 @pytest.mark.parametrize(
     ("kind", "words", "survives"),
     [
-        (Failing, "Step 51 raised ConnectionError: the simulator is gone.", True),
-        (Raising, "Step 8 raised ZeroDivisionError: in the physics.", False),
-        (Exiting, "Step 1 raised SystemExit: 3.", False),
+        (Failing, "Step 51 of 100 raised ConnectionError: the simulator is gone.", True),
+        (Raising, "Step 8 of 100 raised ZeroDivisionError: in the physics.", False),
+        (Exiting, "Step 1 of 100 raised SystemExit: 3.", False),
         (Unbuilt, "The constructor raised OSError: no such device.", False),
     ],
 )

@@ -174,7 +174,7 @@ def test_a_constructor_argument_that_is_missing_is_named_with_the_flag(
 
 def test_a_constructor_argument_may_be_called_like_an_option_of_all_tasks(module: str) -> None:
     env = make_env(f"{module}:Needy", size=5)
-    assert env.env.env.env._env.size == 5
+    assert env.env.env.env.env.size == 5
 
 
 def test_a_visible_environment_renders(module: str) -> None:
@@ -247,7 +247,7 @@ def test_a_repeat_of_one_is_one() -> None:
         ("nowhere.at.all:make", UnknownTaskError, "no module 'nowhere.at.all'"),
         ("my_lab.world:native", UnknownTaskError, "no module 'my_lab.world'"),
         ("my_lab.worlds:nativ", UnknownTaskError, "did you mean 'native'"),
-        ("my_lab.worlds:constant", UnknownTaskError, "no callable"),
+        ("my_lab.worlds:constant", UnknownTaskError, "not callable"),
         ("my_lab.worlds:LabPol-v3", UnknownTaskError, "registers no LabPol-v3: did you mean LabP"),
         ("my_lab.worlds:Nope-v0", UnknownTaskError, "registers no Nope-v0: check the spelling"),
         ("gym:my_lab.worlds:Lab", UnknownTaskError, "'my_lab.worlds' registers no Lab: "),

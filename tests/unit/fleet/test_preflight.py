@@ -26,8 +26,13 @@ from dreamfleet.fleet.preflight import (
     check_messages,
     check_place,
     preflight,
+    replay_bytes,
+    run_notes,
+    step_bytes,
 )
+from dreamfleet.presets import preset
 from dreamfleet.replay import Fractions
+from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.roles.spaces_file import SPACES_FILE, write_spaces
 from dreamfleet.spaces import Space
 from dreamfleet.training import train
@@ -177,7 +182,7 @@ def test_what_a_run_starts_from_has_to_be_there(tmp_path: Path) -> None:
     preflight(config, lambda _: Closing())
     preflight(replace(config, from_checkpoint=str(other / "ckpt" / "agent")), lambda _: Closing())
     wrong = replace(config, from_checkpoint_regex="nets/(encoder")
-    with pytest.raises(ConfigError, match="no regular expression: missing"):
+    with pytest.raises(ConfigError, match="not a regular expression: missing"):
         preflight(wrong, lambda _: Closing())
     # A run that goes on has its own, and what it started from may be gone.
     Checkpoint(logdir / "ckpt" / "agent").save({"agent": {}}, step=1)
@@ -361,7 +366,7 @@ def test_a_directory_without_permission_is_refused(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with pytest.raises(ConfigError, match=r"cannot be written to \(Permission denied\): choose an"):
+    with pytest.raises(ConfigError, match=r"cannot be written to \(Permission denied\): fix its"):
         check_place(tmp_path / "run")
 
 
@@ -394,9 +399,7 @@ def test_a_disk_that_the_replay_would_fill_is_refused(tmp_path: Path) -> None:
     check_disk(config, *spaces, free=needed - 10_000)
     elsewhere = config.changed({"remote_replay": True, "replay_addr": "tcp://h:1"})
     check_disk(elsewhere, *spaces, free=beside)
-    with pytest.raises(
-        ConfigError, match=r"in addition to its replay, and .* has room for 0B: make"
-    ):
+    with pytest.raises(ConfigError, match=r"besides its replay, and .* has room for 0B: make"):
         check_disk(elsewhere, *spaces, free=0)
 
 
@@ -416,3 +419,24 @@ def test_a_temporary_directory_in_which_no_server_can_listen_is_refused(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
     with pytest.raises(AddressError, match=r"at most 103 bytes\): set TMPDIR to a shorter path"):
         preflight(replace(CONFIG, launcher="local"))
+
+
+OBS = {"reward": Space(np.float32), **FLAGS}
+VECTOR, IMAGE = (
+    {**OBS, "it": it} for it in (Space(np.float32, (4,)), Space(np.uint8, (64, 64, 3)))
+)
+ACTION = {"action": Space(np.int32, (), 0, 3), "reset": Space(bool)}
+
+
+def test_the_replay_is_what_is_collected_until_it_is_full() -> None:
+    config = RunConfig(agent="random", envs=2, steps=1000, replay=ReplayConfig(5000, chunk=10))
+    step = step_bytes(config, VECTOR, ACTION)
+    assert step == 8 + 4 + 3 + 16 + 4, "a tick and the columns"
+    assert replay_bytes(config, VECTOR, ACTION) == (1000 + 2 * 10) * step
+    assert replay_bytes(replace(config, steps=0), VECTOR, ACTION) == 5000 * step
+
+
+def test_settings_for_vectors_with_images_are_warned_of() -> None:
+    (_, warning) = run_notes(preset("default"), IMAGE, ACTION)
+    assert "--preset pixels" in warning
+    assert len(list(run_notes(preset("default"), VECTOR, ACTION))) == 1

@@ -200,7 +200,7 @@ class Dreamer(ActingAgent):
         profiler: Any = jax.profiler
         wait: Any = jax.block_until_ready
         options = profiler.ProfileOptions()
-        options.python_tracer_level = 0  # a role has a profile of its own
+        options.python_tracer_level = 0  # it would slow the steps down; py-spy sees Python
         wait(self._state)
         profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
         try:

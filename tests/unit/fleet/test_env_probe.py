@@ -1,4 +1,4 @@
-"""The environment is looked at in a process of its own, which may hang, crash or print."""
+"""The environment is probed in a child process, where it may hang, crash or print."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from dreamfleet.envs import EnvError, UnknownTaskError, make_env
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet import watched
-from dreamfleet.fleet.look import look_apart
+from dreamfleet.fleet import isolated
+from dreamfleet.fleet.env_probe import probe_in_subprocess
 from dreamfleet.training import train
 
 
@@ -28,11 +28,11 @@ def test_what_is_found_comes_from_another_process(capfd: pytest.CaptureFixture[s
         return make_env("bundled:catch", seed=number)
 
     lines: list[str] = []
-    look = look_apart(make, both=True, timeout=0, say=lines.append)
+    probe = probe_in_subprocess(make, both=True, timeout=0, say=lines.append)
     env = make_env("bundled:catch")
-    assert (look.obs_space, look.act_space) == (env.obs_space, env.act_space)
-    assert look.bytes > 0
-    assert look.output == "made 0\nmade 1\n"
+    assert (probe.obs_space, probe.act_space) == (env.obs_space, env.act_space)
+    assert probe.bytes > 0
+    assert probe.output == "made 0\nmade 1\n"
     assert capfd.readouterr().out == ""
     assert not any("made" in line for line in lines)
 
@@ -47,11 +47,13 @@ def test_environments_of_different_processes_are_tried_beside_each_other(tmp_pat
         sys.taken = True  # type: ignore[attr-defined]
         return make_env("bundled:catch")
 
-    look = look_apart(one_in_a_process, both=True, apart=True, timeout=0, say=lines.append)
-    assert look.output == "made 0\nmade 1\n"
+    probe = probe_in_subprocess(
+        one_in_a_process, both=True, apart=True, timeout=0, say=lines.append
+    )
+    assert probe.output == "made 0\nmade 1\n"
     words = r"first: RuntimeError\('this process has one'\)\. If .*, use --envs-per-process 1\."
     with pytest.raises(EnvError, match=words):
-        look_apart(one_in_a_process, both=True, timeout=0, say=lines.append)
+        probe_in_subprocess(one_in_a_process, both=True, timeout=0, say=lines.append)
 
     def robot(_: int) -> Any:
         env, lock = make_env("bundled:catch"), tmp_path / "robot"
@@ -59,33 +61,35 @@ def test_environments_of_different_processes_are_tried_beside_each_other(tmp_pat
         env.close = lock.unlink  # type: ignore[method-assign]
         return env
 
-    look_apart(robot, both=False, timeout=0, say=lines.append)
+    probe_in_subprocess(robot, both=False, timeout=0, say=lines.append)
     with pytest.raises(EnvError, match=r"raised FileExistsError: .* at a time, use --envs 1, "):
-        look_apart(robot, both=True, apart=True, timeout=0, say=lines.append)
+        probe_in_subprocess(robot, both=True, apart=True, timeout=0, say=lines.append)
     assert not (tmp_path / "robot").exists(), "the first one is closed all the same"
 
 
 def test_a_constructor_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "_SPEAK_EVERY", 0.5)
+    monkeypatch.setattr(isolated, "_SAY_SECONDS", 0.5)
 
     def hang(_: int) -> None:
         sys.stdout.write("looking for the robot\n")
         threading.Event().wait()
 
     lines: list[str] = []
-    words = r"hangs: the constructor took more than 6 s, and .*or raise env_timeout if"
+    words = (
+        r"The constructor did not return within 6 s; the traceback above .*or raise env_timeout if"
+    )
     with pytest.raises(EnvError, match=words):
-        look_apart(hang, both=False, timeout=6, say=lines.append)
+        probe_in_subprocess(hang, both=False, timeout=6, say=lines.append)
     said = "\n".join(lines)
-    assert re.search(r"making the environment, 0:\d\d", said)
+    assert re.search(r"Waiting for the constructor, 0:\d\d", said)
     assert "looking for the robot" in said
     assert "in hang" in said
 
 
 def test_a_constructor_that_crashes_does_not_end_this_process() -> None:
     lines: list[str] = []
-    with pytest.raises(EnvError, match="ended its process with SIGSEGV in the constructor"):
-        look_apart(lambda _: ctypes.string_at(0), both=False, timeout=0, say=lines.append)
+    with pytest.raises(EnvError, match="The process ended with SIGSEGV in the constructor"):
+        probe_in_subprocess(lambda _: ctypes.string_at(0), both=False, timeout=0, say=lines.append)
     assert "Segmentation fault" in "\n".join(lines)
 
 
@@ -105,4 +109,4 @@ def test_what_a_constructor_raises_is_shown(tmp_path: Path) -> None:
         train(env="gym:CartPoel-v1", logdir=tmp_path / "run", say=lines.append)
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="What the environment runs cannot be sent"):
-        look_apart(lambda _: lock, both=False, timeout=0, say=lines.append)
+        probe_in_subprocess(lambda _: lock, both=False, timeout=0, say=lines.append)
