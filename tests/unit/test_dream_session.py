@@ -67,11 +67,12 @@ def test_the_same_actions_beside_the_dream(session: Session) -> None:
     imagined = session.dream.now.obs["image"].astype(float)
     off = np.abs(imagined - stored["image"][8]).mean() / 255
     assert scene["truth"]["difference"] == pytest.approx(off)
-    curves = scene["curves"]
-    assert curves["number"].tolist() == [0, 1, 2, 3]
-    assert np.isfinite(curves["difference"]).all()
-    assert curves["value"][-1] == pytest.approx(scene["value"])
-    assert curves["true_reward"].tolist() == stored["reward"][5:9].tolist()
+    lines = scene["curves"]["lines"]
+    assert scene["curves"]["at"].tolist() == [0, 1, 2, 3]
+    assert list(lines) == ["Reward", "Continuation", "Value", "Error of the dream"]
+    assert np.isfinite(lines["Error of the dream"]["error"]).all()
+    assert lines["Value"]["dream"][-1] == pytest.approx(scene["value"])
+    assert lines["Reward"]["reality"].tolist() == stored["reward"][5:9].tolist()
 
 
 def loaded_episode(session: Session) -> Any:
@@ -134,9 +135,9 @@ def test_nothing_is_compared_once_the_real_episode_has_ended(session: Session) -
     ends = [each["truth"] and each["truth"]["last"] for each in scenes]
     assert ends == [False, True, None, None]
     assert scenes[2]["note"] == "The real episode ended at step 2."
-    curves = scenes[-1]["curves"]
-    for name in ("difference", "true_reward"):
-        assert np.isfinite(curves[name]).tolist() == [True, True, True, False, False]
+    lines = scenes[-1]["curves"]["lines"]
+    for true in (lines["Error of the dream"]["error"], lines["Reward"]["reality"]):
+        assert np.isfinite(true).tolist() == [True, True, True, False, False]
     back = session.go(2)
     assert back["truth"]["frame"] == scenes[1]["truth"]["frame"]
     assert session.go(4)["truth"] is None
@@ -182,8 +183,9 @@ def test_an_episode_is_predicted_from_its_recorded_actions(session: Session) -> 
     session.start(1, 6, 0)
     scene = session.predict()
     assert (scene["number"], scene["recorded"]) == (len(stored["image"]) - 6, 0)
-    assert np.isfinite(scene["curves"]["difference"]).all()
-    assert scene["curves"]["true_reward"].tolist() == stored["reward"][5:].tolist()
+    lines = scene["curves"]["lines"]
+    assert np.isfinite(lines["Error of the dream"]["error"]).all()
+    assert lines["Reward"]["reality"].tolist() == stored["reward"][5:].tolist()
     one_by_one = session.start(1, 6, 0)
     while one_by_one["recorded"]:
         one_by_one = session.step("recorded")
