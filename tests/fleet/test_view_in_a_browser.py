@@ -22,7 +22,7 @@ from browser_parts import chromium
 from dream_parts import small_run
 from view_parts import made_up_run, save_random_agent
 
-from dreamfleet.fleet.record import read_record
+from dreamfleet.fleet.record import read_record, supervisor_process
 
 EVIL = "<script>window.evil=1</script>"  # a folder and a run in it
 EVIL_TEXT = "<script>window.evil=1</script><img src=x onerror=window.evil=1>${window.evil=1}`"
@@ -69,6 +69,52 @@ def test_a_page_of_a_server_that_was_started_again_says_what_to_do(tmp_path: Pat
             page.wait_for_selector(_ROW)
 
 
+def test_a_run_is_stopped_and_resumed_from_its_page(tmp_path: Path) -> None:
+    logdir = tmp_path / "runs" / "live"
+    with (
+        chromium() as browser,
+        trained(logdir, "bundled:corridor"),
+        served(logdir) as address,
+        entered(browser, address) as page,
+        ended(logdir),
+    ):
+        page.wait_for_selector(".dot.running")
+        wait(page, "() => document.querySelector('.chart.score')")
+        assert not page.get_by_role("button", name="Resume").is_visible()
+        stop_run(page)
+        before = read_record(logdir)
+        assert before is not None
+        page.get_by_role("button", name="Resume").click()
+        page.wait_for_selector(".dot.running")
+        after = read_record(logdir)
+        assert after is not None
+        assert (after.state, after.pid == before.pid) == ("running", False)
+        last = page.evaluate(_REACHES, ".chart.score")
+        wait(page, f"([least]) => ({_REACHES})('.chart.score') > least", last)
+        page.get_by_role("link", name="Logs").click()
+        page.wait_for_selector("main :text('Resuming')")
+        page.get_by_role("link", name="Overview").click()
+        stop_run(page)
+
+
+@contextmanager
+def ended(logdir: Path) -> Iterator[None]:
+    """The run, also one that was resumed from its page, does not outlive the block."""
+    try:
+        yield
+    finally:
+        record = read_record(logdir)
+        if record is not None and (found := supervisor_process(record)) is not None:
+            found.terminate()
+            found.wait(120)
+
+
+def stop_run(page: Any) -> None:
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".q-dialog").get_by_role("button", name="Stop").click()
+    page.wait_for_selector(".dot.ended")
+
+
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "dreamfleet.cli", *words]
 
@@ -112,8 +158,15 @@ def some_runs(runs: Path) -> Iterator[None]:
         file.write(json.dumps({"step": 9, EVIL_TEXT: 1.0, "learner/state": EVIL_TEXT}) + "\n")
     (evil / "media" / "key").mkdir(parents=True)
     (evil / "media" / "key" / "000000000001.png").symlink_to("/etc/passwd")
+    with trained(runs / "live", "view_parts:SlowDummy"):
+        yield
+
+
+@contextmanager
+def trained(logdir: Path, task: str) -> Iterator[None]:
+    """A run that trains without an end."""
     options = {
-        "--task": "view_parts:SlowDummy",
+        "--task": task,
         "--agent": "random",
         "--envs": "4",
         "--envs-per-process": "2",
@@ -125,10 +178,11 @@ def some_runs(runs: Path) -> Iterator[None]:
         "--train-ratio": "0.1",
         "--log-every": "0.5",
         "--save-every": "3600",
-        "--logdir": str(runs / "live"),
+        "--logdir": str(logdir),
     }
     words = [word for option in options.items() for word in option]
-    with process(runs.parent / "train.log", "train", *words):
+    logdir.parent.mkdir(exist_ok=True)
+    with process(logdir.parent.parent / "train.log", "train", *words):
         yield
 
 
@@ -394,14 +448,13 @@ def a_run_is_saved_stopped_and_resumed(page: Any, folder: Path) -> None:
     page.get_by_role("button", name="Save now").click()
     page.get_by_role("link", name="Checkpoints").click()
     page.wait_for_selector(".runs :text('-step-')")
-    page.get_by_role("button", name="Stop").click()
-    page.locator(".q-dialog").get_by_role("button", name="Stop").click()
     page.get_by_role("link", name="Overview").click()
-    page.wait_for_selector(".dot.ended")
+    stop_run(page)
     record = read_record(folder / "live")
     assert record is not None
     assert record.state == "ended"
     # Its environment is not part of the package, and the server does not trust it.
     page.get_by_role("button", name="Resume").click()
+    page.wait_for_selector(".jobs:has-text('resuming failed'):has-text('not part of Dreamfleet')")
     page.get_by_role("link", name="Logs").click()
     page.wait_for_selector("main :text('not part of Dreamfleet')")

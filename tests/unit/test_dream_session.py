@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from dream_parts import small_run
 from PIL import Image
 
 from dreamfleet import Dream, DreamfleetError
-from dreamfleet.dream.host import DreamHost, DreamWorker
+from dreamfleet.dream.host import DreamClosedError, DreamHost
 from dreamfleet.dream.session import MAX_BRANCHES, Session
 
 DEADLINE = 120
@@ -63,11 +67,12 @@ def test_the_same_actions_beside_the_dream(session: Session) -> None:
     imagined = session.dream.now.obs["image"].astype(float)
     off = np.abs(imagined - stored["image"][8]).mean() / 255
     assert scene["truth"]["difference"] == pytest.approx(off)
-    curves = scene["curves"]
-    assert curves["number"].tolist() == [0, 1, 2, 3]
-    assert np.isfinite(curves["difference"]).all()
-    assert curves["value"][-1] == pytest.approx(scene["value"])
-    assert curves["true_reward"].tolist() == stored["reward"][5:9].tolist()
+    lines = scene["curves"]["lines"]
+    assert scene["curves"]["at"].tolist() == [0, 1, 2, 3]
+    assert list(lines) == ["Reward", "Continuation", "Value", "Error of the dream"]
+    assert np.isfinite(lines["Error of the dream"]["error"]).all()
+    assert lines["Value"]["dream"][-1] == pytest.approx(scene["value"])
+    assert lines["Reward"]["reality"].tolist() == stored["reward"][5:9].tolist()
 
 
 def loaded_episode(session: Session) -> Any:
@@ -130,9 +135,9 @@ def test_nothing_is_compared_once_the_real_episode_has_ended(session: Session) -
     ends = [each["truth"] and each["truth"]["last"] for each in scenes]
     assert ends == [False, True, None, None]
     assert scenes[2]["note"] == "The real episode ended at step 2."
-    curves = scenes[-1]["curves"]
-    for name in ("difference", "true_reward"):
-        assert np.isfinite(curves[name]).tolist() == [True, True, True, False, False]
+    lines = scenes[-1]["curves"]["lines"]
+    for true in (lines["Error of the dream"]["error"], lines["Reward"]["reality"]):
+        assert np.isfinite(true).tolist() == [True, True, True, False, False]
     back = session.go(2)
     assert back["truth"]["frame"] == scenes[1]["truth"]["frame"]
     assert session.go(4)["truth"] is None
@@ -178,8 +183,9 @@ def test_an_episode_is_predicted_from_its_recorded_actions(session: Session) -> 
     session.start(1, 6, 0)
     scene = session.predict()
     assert (scene["number"], scene["recorded"]) == (len(stored["image"]) - 6, 0)
-    assert np.isfinite(scene["curves"]["difference"]).all()
-    assert scene["curves"]["true_reward"].tolist() == stored["reward"][5:].tolist()
+    lines = scene["curves"]["lines"]
+    assert np.isfinite(lines["Error of the dream"]["error"]).all()
+    assert lines["Reward"]["reality"].tolist() == stored["reward"][5:].tolist()
     one_by_one = session.start(1, 6, 0)
     while one_by_one["recorded"]:
         one_by_one = session.step("recorded")
@@ -205,15 +211,15 @@ def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
         assert host.call("b", "step", "you", {"action": [0]})["frame"] == first["frame"]
         with pytest.raises(DreamfleetError, match="outside of its space"):
             host.call("b", "step", "you", {"action": [7]})
-        with pytest.raises(DreamfleetError, match="The dream is closed"):
-            host.call("b", "close")  # not a method for pages
+        with pytest.raises(DreamfleetError, match="no method 'close'"):  # none for pages
+            host.call("b", "close")
         assert host.open("b", run)["step"] == 70  # replaces its own dream
         host.close("a")
         assert host.open("c", run)["step"] == 70
         assert host.process.pid == pid
         os.kill(pid, 9)
         host.process.wait(DEADLINE)
-        with pytest.raises(DreamfleetError, match="open the dream again"):
+        with pytest.raises(DreamClosedError, match="opens the dream again"):
             host.call("b", "show")
         assert host.open("b", run)["step"] == 70
     finally:
@@ -221,23 +227,61 @@ def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
     assert host.process is None
 
 
-def test_the_worker_exits_after_the_last_idle_dream(run: Path) -> None:
-    host = DreamHost(idle_seconds=0.1)
+def test_the_worker_ends_with_the_last_dream_and_its_folder_with_the_server(run: Path) -> None:
+    host = DreamHost(idle_seconds=60.0)
     try:
-        host.open("a", run)
-        assert host.process is not None
-        assert host.process.wait(DEADLINE) == 0
-        with pytest.raises(DreamfleetError, match="The dream is closed, because it was idle"):
-            host.call("a", "show")
-        assert host.open("a", run)["step"] == 70
+        for name in "ab":
+            host.open(name, run)
+        process = host.process
+        assert process is not None
+        host.close("a")
+        host.close_idle()
+        assert host.call("b", "describe")["step"] == 70
+        host._called["b"] -= 61.0
+        host.close_idle()
+        assert process.poll() is not None
+        with pytest.raises(DreamClosedError, match="idle for too long"):
+            host.call("b", "show")
+        assert host.open("b", run)["step"] == 70
     finally:
         host.stop()
+
+
+SERVER = """
+import sys, tempfile
+from pathlib import Path
+from dreamfleet.dream.host import DreamHost
+
+tempfile.tempdir = sys.argv[2]
+host = DreamHost()
+host.open("a", Path(sys.argv[1]))
+print(host.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_is_left_of_a_server_that_is_killed(run: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(run), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as server:
+        assert server.stdout is not None
+        worker = psutil.Process(int(server.stdout.readline()))
+        [folder] = tmp_path.iterdir()
+        server.kill()
+        assert psutil.wait_procs([worker], timeout=DEADLINE)[1] == []
+    deadline = time.monotonic() + DEADLINE
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_checkpoint_that_is_a_link_is_not_followed(run: Path) -> None:
     linked = run.parent / "linked"
     linked.symlink_to(run)
-    worker = DreamWorker(max_viewers=1, idle_seconds=60.0)
-    for _ in range(2):  # a failure takes no viewer's place
+    host = DreamHost(max_viewers=1)
+    for name in "ab":  # a failure takes no viewer's place
         with pytest.raises(DreamfleetError, match="links are not followed"):
-            worker.open("a", str(linked / "ckpt"), False)
+            host.open(name, linked / "ckpt")
+    assert host.process is None

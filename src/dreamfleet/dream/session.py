@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -41,7 +42,7 @@ class _Branch:
     """One line of a dream, and the truth by the number of the moment."""
 
     dream: Dream
-    truth: dict[int, tuple[float, float, list[float]]] = field(default_factory=dict)
+    truth: dict[int, list[float]] = field(default_factory=dict)
     """Reward, error of the dream, and the numbers of the observation."""
 
 
@@ -197,7 +198,6 @@ class Session:
         """The moment, and the curves up to it."""
         dream, now = self.dream, self.dream.now
         truth = self._truth(now.number)
-        drawn = self._real.draw(now.obs) if self._real else image_of(now.obs)
         return {
             "number": now.number,
             "length": dream.line[-1].number,
@@ -207,10 +207,9 @@ class Session:
             "continuation": now.continuation,
             "over": _is_over(now),
             "value": now.value,
-            "frame": encode_png(drawn) if drawn is not None else b"",
+            "frame": _png(self._draw(now.obs)),
             "allowed": [] if now.allowed is None else np.ravel(now.allowed).tolist(),
             "recorded": self._recorded_left(now.number),
-            "numbers": _names(now.obs),
             "names": list(self._real.action_names) if self._real else [],
             "note": self._note if truth else self._why_unknown(),
             "truth": truth,
@@ -218,19 +217,25 @@ class Session:
         }
 
     def _curves(self) -> Plain:
-        """The numbers of the last moments, and the truth where it is known."""
+        """Numbers of the last moments by title: of the dream, and of reality where it is known."""
         dream, truth = self.dream, self._branches[self._current].truth
         end = dream.now.number
         line = [each for each in dream.line if end - MAX_POINTS < each.number <= end]
-        names = ("number", "reward", "continuation", "value")
-        curves = {n: np.array([getattr(each, n) for each in line], np.float32) for n in names}
-        curves["numbers"] = np.array([_values(each.obs) for each in line], np.float32)
-        unknown = (np.nan, np.nan, [np.nan] * curves["numbers"].shape[1])
-        found = [truth.get(each.number, unknown) for each in line]
-        curves["true_reward"] = np.array([each[0] for each in found], np.float32)
-        curves["difference"] = np.array([each[1] for each in found], np.float32)
-        curves["true_numbers"] = np.array([each[2] for each in found], np.float32)
-        return curves
+        titles = _titles(dream.now.obs)
+        unknown = [np.nan] * (2 + len(titles))
+        rows = [[each.reward, each.continuation, each.value, *_values(each.obs)] for each in line]
+        imagined = np.array(rows, np.float32).T
+        real = np.array([truth.get(each.number, unknown) for each in line], np.float32).T
+        found = {
+            title: {"dream": values}
+            for title, values in zip(("Reward", "Continuation", "Value"), imagined, strict=False)
+        }
+        if known := bool(np.isfinite(real[1]).any()):
+            found["Reward"]["reality"] = real[0]
+            found["Error of the dream"] = {"error": real[1]}
+        for title, values, true in zip(titles, imagined[3:], real[2:], strict=True):
+            found[title] = {"dream": values} | ({"reality": true} if known else {})
+        return {"at": np.array([each.number for each in line], np.float32), "lines": found}
 
     # --- truth -----------------------------------------------------------------------------------
 
@@ -239,28 +244,29 @@ class Session:
         its actions are taken."""
         now = self.dream.now
         if self._real is not None and self._follows:
-            real = self._real.now
+            real, source = self._real.now, "environment"
             if real.number < number:
                 return None
             obs, reward, last, frame = real.obs, real.reward, real.last, real.frame
-            source = "environment"
         elif self._as_recorded():
-            obs = {key: value[number] for key, value in self._recorded.items()}
+            obs, source = {key: value[number] for key, value in self._recorded.items()}, "recording"
             reward, last = float(obs["reward"]), number == self._recorded_count() - 1
-            frame = self._real.draw(obs) if self._real else image_of(obs)
-            source = "recording"
+            frame = self._draw(obs)
         else:
             return None
         difference = _difference(now.obs, obs)
         values = _values({key: obs[key] for key in now.obs})
-        self._branches[self._current].truth[number] = reward, difference, values
+        self._branches[self._current].truth[number] = [reward, difference, *values]
         return {
             "source": source,
-            "frame": encode_png(frame) if frame is not None else b"",
+            "frame": _png(frame),
             "reward": reward,
             "last": last,
             "difference": difference,
         }
+
+    def _draw(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
+        return self._real.draw(obs) if self._real else image_of(obs)
 
     def _why_unknown(self) -> str:
         """Why the truth is unknown."""
@@ -315,6 +321,10 @@ def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _png(image: NDArray[np.uint8] | None) -> bytes:
+    return b"" if image is None else encode_png(image)
+
+
 def _is_over(now: Imagined) -> bool:
     return now.continuation < _MIN_CONTINUATION
 
@@ -328,12 +338,10 @@ def _shown(obs: Mapping[str, NDArray[Any]]) -> list[tuple[str, NDArray[Any]]]:
     return [(key, obs[key]) for key in sorted(obs) if obs[key].ndim < 3 and key != ACTION_MASK]
 
 
-def _names(obs: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Names of the numbers that are drawn."""
-    names: list[str] = []
-    for key, value in _shown(obs):
-        names += [f"{key} {n}" for n in range(value.size)] if value.ndim else [key]
-    return names[:MAX_NUMBERS]
+def _titles(obs: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Titles of the numbers that are drawn."""
+    parts = ([f"{k} {n}" for n in range(v.size)] if v.ndim else [k] for k, v in _shown(obs))
+    return list(chain.from_iterable(parts))[:MAX_NUMBERS]
 
 
 def _values(obs: Mapping[str, NDArray[Any]]) -> list[float]:

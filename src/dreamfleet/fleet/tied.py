@@ -21,7 +21,8 @@ _GRACE_SECONDS = 2.0
 def tied(module: Sequence[str]) -> list[str]:
     """The command for a module with arguments, to be started with `stdin=PIPE` and
     `start_new_session=True`."""
-    return [sys.executable, "-m", __name__, *module]
+    # -P: the current directory may be a run of others, and what it holds is not imported.
+    return [sys.executable, "-P", "-m", __name__, *module]
 
 
 def main() -> None:

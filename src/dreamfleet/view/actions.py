@@ -10,10 +10,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,11 +21,13 @@ from nicegui import app, ui
 
 from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.errors import ConfigError
+from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.record import read_record, supervisor_process
 from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.roles.learner import SAVE_REQUEST
 from dreamfleet.view.frame import card, keep_fresh, with_hint
+from dreamfleet.view.reading import read_tail
 from dreamfleet.view.runs import Run
 
 VIDEO_FOLDER = "on-demand"
@@ -34,7 +35,10 @@ VIDEO_FOLDER = "on-demand"
 RESUME_LOG = "resume.log"
 _MAX_RUNNING, _MAX_KEPT = 2, 20
 _NICE = 10
-_COMMAND = (sys.executable, "-m", "dreamfleet.cli")
+_TAIL_BYTES = 1 << 12
+# -P: the current directory may be a run of others, and what it holds is not imported.
+_COMMAND = (sys.executable, "-P", "-m", "dreamfleet.cli")
+_resumed: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 def stop_run(run: Run) -> str:
@@ -70,7 +74,8 @@ def resume_command(run: Run) -> str:
 def resume_run(run: Run) -> str:
     """Resume a run in a process that outlives this server; returns what was done. Its own code is
     imported only if the server trusts it."""
-    if run.row.running or run.row.state == "unknown":
+    known = _resumed.get(run.path)
+    if run.row.running or run.row.state == "unknown" or (known and known.poll() is None):
         return "The run is running."
     words = [*_COMMAND, "resume", str(run.path), *(["--trust"] if run.trust else [])]
     try:
@@ -79,12 +84,24 @@ def resume_run(run: Run) -> str:
         log = os.open(run.path / "logs" / RESUME_LOG, flags, 0o644)
     except OSError as error:
         return f"The run's directory cannot be written: {error.strerror}."
-    with os.fdopen(log, "w") as out:
-        process = subprocess.Popen(
+    with os.fdopen(log, "wb") as out:
+        _resumed[run.path] = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
-    threading.Thread(target=process.wait, name="resumed-run", daemon=True).start()
-    return f"The run is resumed; its output is in the log {RESUME_LOG.removesuffix('.log')}."
+    return "The run is resumed."
+
+
+def resume_text(run: Run) -> str:
+    """How resuming a run goes, until it runs."""
+    process = _resumed.get(run.path)
+    if process is None or process.poll() == 0 or run.row.running:
+        return ""
+    if process.returncode is None:
+        return "resuming…"
+    lines = read_tail(run.path, "logs", RESUME_LOG, max_bytes=_TAIL_BYTES)[0].decode(
+        errors="replace"
+    )
+    return with_hint(f"resuming failed: {(lines.strip().splitlines() or ['see its log'])[-1]}")
 
 
 class Job:
@@ -94,8 +111,8 @@ class Job:
         self.run, self.name, self.step = run, name, step
         self.code: int | None = None
         self._said = "running"
-        self._folder = tempfile.TemporaryDirectory(prefix="dreamfleet-")
-        self._result = Path(self._folder.name) / "result.json"
+        self._resources = ExitStack()
+        self._result = self._resources.enter_context(temporary_folder()) / "result.json"
         self._process = subprocess.Popen(
             tied([*words, "--json", str(self._result)]),
             stdin=subprocess.PIPE,
@@ -126,17 +143,17 @@ class Job:
                 self._process.kill()
 
     def _follow(self) -> None:
-        with self._process as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                self._said = line.strip() or self._said
-        if process.returncode:
-            self._said = with_hint(self._said)
-        else:
-            with suppress(OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
-                found = msgspec.json.decode(self._result.read_bytes())
-                self._said = f"mean return {found['mean']:.4g} of {found['episodes']} episodes"
-        self._folder.cleanup()
+        with self._resources:
+            with self._process as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    self._said = line.strip() or self._said
+            if process.returncode:
+                self._said = with_hint(self._said)
+            else:
+                with suppress(OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+                    found = msgspec.json.decode(self._result.read_bytes())
+                    self._said = f"mean return {found['mean']:.4g} of {found['episodes']} episodes"
         self.code = process.returncode
 
 
@@ -193,17 +210,19 @@ def add_actions(run: Run) -> None:
         stop = _button("Stop", lambda: _confirm_stop(run))
         save = _button("Save now", lambda: ui.notify(request_save(run)))
         resume = _button("Resume", lambda: ui.notify(resume_run(run)))
-        copy = _button("Copy command", lambda: _copy(run)).props(f'title="{"dreamfleet resume"}"')
+        copy = _button("Copy command", lambda: _copy(run)).props('title="dreamfleet resume"')
         _button("Evaluate", lambda: start_evaluation(run))
         _button("Video", lambda: start_evaluation(run, video=True))
     jobs = ui.label().classes("jobs small muted")
 
     def refresh() -> None:
-        running = run.row.running
-        for button, shown in ((stop, running), (save, running), (resume, not running)):
+        row = run.row
+        left = not row.running and run.config is not None and not 0 < row.steps <= row.step
+        for button, shown in ((stop, row.running), (save, row.running), (resume, left)):
             button.set_visibility(shown)
         copy.set_visibility(run.config is not None)
-        jobs.text = "\n".join(job.text for job in jobs_of(run)[:3])
+        told = [resume_text(run), *(job.text for job in jobs_of(run)[:3])]
+        jobs.text = "\n".join(filter(None, told))
 
     keep_fresh(refresh, 1.0)
 

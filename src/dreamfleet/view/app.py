@@ -19,7 +19,8 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.view import curves_page, dream_page, videos_page
+from dreamfleet.view import curves_page, videos_page
+from dreamfleet.view.dream_page import DreamPage
 from dreamfleet.view.fleet_page import FleetPage
 from dreamfleet.view.frame import add_style
 from dreamfleet.view.guard import Guard
@@ -29,12 +30,10 @@ from dreamfleet.view.runs import Runs
 from dreamfleet.view.videos_page import VideosPage
 
 PORT = 8765
-_RUN_PAGES = (OverviewPage, FleetPage, LogsPage, CheckpointsPage, ConfigurationPage, VideosPage)
-_PAGES = (
-    *(page.add for page in _RUN_PAGES),
-    *(curves_page.add, videos_page.add_media, dream_page.add),
+_RUN_PAGES = (
+    *(OverviewPage, FleetPage, LogsPage, CheckpointsPage, ConfigurationPage, VideosPage),
+    DreamPage,
 )
-"""Functions that each add a page."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,10 @@ class _Server(uvicorn.Server):
 def make_app(runs: Runs) -> FastAPI:
     """The pages without a guard. Call it once per process: the library has one list of pages."""
     add_style()
-    for add in _PAGES:
-        add(runs)
+    curves_page.add(runs)
+    videos_page.add_media(runs)
+    for page in _RUN_PAGES:
+        page.add(runs)
     app = FastAPI(openapi_url=None)
     ui.run_with(
         app,

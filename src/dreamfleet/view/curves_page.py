@@ -211,10 +211,8 @@ class CurvesPage:
         rows = {name: _metric_row(name, chosen[0]) for name in order if chosen}
         self._list.rows = list(rows.values())
         self._list.selected = [rows[name] for name in self._metrics if name in rows]
-        behind = [run for run in chosen if run.metrics.behind]
-        self._reading.text = f"{len(rows)} metrics" + "".join(
-            f", {run.metrics.share:.0%} of {run.name} read" for run in behind[:1]
-        )
+        behind = any(run.metrics.behind for run in chosen)
+        self._reading.text = f"{len(rows)} metrics{', reading…' if behind else ''}"
 
     def _select_metrics(self, event: GenericEventArguments) -> None:
         names = [str(row["name"]) for row in event.args["rows"]]

@@ -17,19 +17,18 @@ from nicegui import app, run, ui
 from nicegui.events import KeyEventArguments
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
-from dreamfleet.dream.host import CLOSED, DreamHost
+from dreamfleet.dream.host import DreamClosedError, DreamHost
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.view import charts
-from dreamfleet.view.charts import COLORS
-from dreamfleet.view.frame import card, find_run, frame, with_hint
-from dreamfleet.view.runs import Run, Runs
+from dreamfleet.view.frame import RunPage, card, draw, with_hint
+from dreamfleet.view.runs import Run
 
 FRESH = -1
 """The start from a fresh episode of the environment."""
 _MAX_CONTROLS, _MAX_CHOICES = 32, 64
 _DRAW_SECONDS = 0.2
 """Between two drawings of the curves while the dream plays; all frames are shown."""
-_RENEW_SECONDS = 5.0
+_LOADING = "Loading the world model…"
 _LETTERS = "123456789qwertyuiopasdfghjklzxcvbnm"
 _ARROWS = {
     "ArrowLeft": ("left", "west"),
@@ -38,28 +37,17 @@ _ARROWS = {
     "ArrowDown": ("down", "back", "south", "stay", "noop", "rest"),
 }
 _SIGNS = {"ArrowLeft": "←", "ArrowRight": "→", "ArrowUp": "↑", "ArrowDown": "↓"}
-_BLUR = "document.activeElement?.blur()"  # keys go to the game
+_WHO = {"you": "You", "policy": "Policy", "recorded": "Recorded"}
+_SPEEDS = {2: "2 /s", 5: "5 /s", 10: "10 /s", 20: "20 /s", 60: "fastest"}
+_COLORS = {"dream": charts.COLORS[0], "reality": charts.COLORS[2], "error": charts.COLORS[0]}
+_BLUR = "() => document.activeElement?.blur()"  # keys go to the game
 _NO_SCROLLING = """<script>addEventListener("keydown", e => {
   if ([" ", "ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Backspace"].includes(e.key) &&
       e.target === document.body) e.preventDefault();
 });</script>"""
-_CURVES = {
-    "reward": "Reward",
-    "continuation": "Continuation",
-    "value": "Value",
-    "difference": "Error of the dream",
-}
 
-
-def add(runs: Runs) -> None:
-    """Add the page."""
-    host = DreamHost()
-    app.on_shutdown(host.stop)
-
-    @ui.page("/dream")
-    def page(run: str = "") -> None:
-        if (found := find_run(runs, run)) is not None:
-            _DreamPage(runs, found, host)
+_host = DreamHost()
+app.on_shutdown(_host.stop)
 
 
 def checkpoints(run: Run) -> dict[str, str]:
@@ -106,11 +94,12 @@ def steps_to_observe(length: int) -> int:
     return max(1, min(5, length // 4))
 
 
-class _DreamPage:
+class DreamPage(RunPage):
     """One viewer's page, with a dream of its own."""
 
-    def __init__(self, runs: Runs, found: Run, host: DreamHost) -> None:
-        self._run, self._host = found, host
+    path, seconds = "dream", 5.0
+
+    def build(self) -> None:
         self._viewer = uuid.uuid4().hex
         self._about: dict[str, Any] = {}
         self._scene: dict[str, Any] = {}
@@ -119,49 +108,51 @@ class _DreamPage:
         self._keys: dict[str, int] = {}
         self._buttons: list[ui.element] = []
         self._sliders: list[ui.slider] = []
-        self._number_charts: list[ui.echart] = []
+        self._charts: dict[str, ui.echart] = {}
         self._lock = asyncio.Lock()
         self._drawn = 0.0
-        runs.attend("live", found.name)
-        ui.context.client.on_delete(lambda: host.close(self._viewer))
+        ui.context.client.on_delete(lambda: run.io_bound(_host.close, self._viewer))
         ui.add_body_html(_NO_SCROLLING)
-        with frame(runs, found, "dream"):
-            names = checkpoints(found)
-            if not names:
-                with card("Dream"):
-                    ui.label("The run has no checkpoint yet.").classes("muted")
-                return
-            self._build_start(names)
-            with ui.element("div") as self._stage:
-                self._build_stage()
-            self._stage.visible = False
+        with card("Dream", "what the world model imagines, one action at a time"):
+            self._add_start()
+        with ui.element("div").classes("stack") as self._stage:
+            self._add_stage()
+        self._stage.visible = False
         ui.keyboard(self._on_key)
         self._timer = ui.timer(0.1, self._tick, active=False)
         ui.timer(0, self._open, once=True)
-        ui.timer(_RENEW_SECONDS, self._renew, immediate=False)
+        ui.timer(60.0, lambda: run.io_bound(_host.close_idle))
 
-    # --- building --------------------------------------------------------------------------------
+    def refresh(self) -> None:
+        """Offer the checkpoints that are stored now, and the one in memory."""
+        names = checkpoints(self._run)
+        offered: dict[str, str] = dict(self._checkpoint.options)
+        if self._opened in offered:
+            names.setdefault(self._opened, offered[self._opened])
+        if names and names != offered:
+            chosen = self._checkpoint.value
+            value = chosen if chosen in names else next(iter(names))
+            self._checkpoint.set_options(names, value=value)
 
-    def _build_start(self, names: dict[str, str]) -> None:
-        with card("Dream", "what the world model imagines, one action at a time"):
-            with ui.element("div").classes("row-of"):
-                first = next(iter(names))
-                self._checkpoint = ui.select(
-                    names, label="checkpoint", value=first, on_change=self._open
-                )
-                self._episode = ui.select({}, label="start from", on_change=self._choose_start)
-                for choice in (self._checkpoint, self._episode):
-                    choice.props("outlined dense options-dense").classes("medium")
-                self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
-                self._seed = ui.number("seed", value=0, min=0, precision=0)
-                for field in (self._observe, self._seed):
-                    field.props("outlined dense").classes("narrow")
-                with _button(self._start).classes("chosen"):
-                    ui.label("Start")
-            self._said = ui.label("Loading the world model…").classes("muted small")
+    def _add_start(self) -> None:
+        with ui.element("div").classes("row-of"):
+            names = checkpoints(self._run)
+            first = next(iter(names), None)
+            self._checkpoint = ui.select(
+                names, label="checkpoint", value=first, on_change=self._open
+            )
+            self._episode = ui.select({}, label="start from", on_change=self._choose_start)
+            for choice in (self._checkpoint, self._episode):
+                choice.props("outlined dense options-dense").classes("medium")
+            self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
+            self._seed = ui.number("seed", value=0, min=0, precision=0)
+            for field in (self._observe, self._seed):
+                field.props("outlined dense").classes("narrow")
+            with _button(self._start).classes("chosen"):
+                ui.label("Start")
+        self._said = ui.label(_LOADING).classes("muted small")
 
-    def _build_stage(self) -> None:
-        self._stage.classes("stack")
+    def _add_stage(self) -> None:
         with ui.element("div").classes("stage"):
             with card("Dream"):
                 self._frame = ui.element("img").classes("screen").props('alt="imagined frame"')
@@ -171,7 +162,7 @@ class _DreamPage:
                 self._real_line = ui.label().classes("small")
         with card():
             with ui.element("div").classes("row-of"):
-                self._who = _Choice({"you": "You", "policy": "Policy", "recorded": "Recorded"})
+                self._who = ui.toggle(_WHO, value="you")
                 _tool("first_page", "to the start", partial(self._move, "reset"))
                 _tool("fast_rewind", "10 steps back", partial(self._rewind, 10))
                 _tool("chevron_left", "one step back (backspace)", partial(self._rewind, 1))
@@ -180,26 +171,21 @@ class _DreamPage:
                 self._predict = _button(partial(self._move, "predict"))
                 with self._predict.props('title="predict the rest from the recorded actions"'):
                     ui.label("Predict")
-                self._speed = ui.select(
-                    {2: "2 /s", 5: "5 /s", 10: "10 /s", 20: "20 /s", 60: "fastest"},
-                    value=10,
-                    on_change=self._change_speed,
-                ).props("outlined dense options-dense")
-                self._branch = _Choice(
-                    {}, lambda: self._move("go", 1 << 30, int(self._branch.value))
-                )
-            self._place = ui.slider(min=0, max=1, value=0).props("label")
+                self._speed = ui.select(_SPEEDS, value=10, on_change=self._change_speed)
+                self._speed.props("outlined dense options-dense")
+                self._branch = ui.toggle({}, on_change=self._change_branch)
+                for toggle in (self._who, self._branch):
+                    toggle.props("dense no-caps unelevated").on("click", js_handler=_BLUR)
+            self._place = ui.slider(min=0, max=1, value=0).props('label aria-label="moment"')
             self._place.on("change", lambda: self._move("go", int(self._place.value or 0)))
             self._acts = ui.element("div").classes("play-acts")
             ui.label(
                 "Keys: arrows or the keys on the buttons act, space plays, enter takes one step, "
                 "backspace goes back."
             ).classes("muted small")
-        with ui.element("div").classes("grid small-charts"):
-            self._charts = {name: _chart(title) for name, title in _CURVES.items()}
-        self._numbers = ui.element("div").classes("grid small-charts")
+        self._grid = ui.element("div").classes("grid small-charts")
 
-    def _build_actions(self) -> None:
+    def _add_actions(self) -> None:
         """Buttons and sliders for the actions of the task."""
         self._acts.clear()
         self._buttons, self._sliders, self._keys = [], [], {}
@@ -213,9 +199,9 @@ class _DreamPage:
         with self._acts:
             for space in spaces:
                 for index in range(min(space["size"], _MAX_CONTROLS)):
-                    self._build_action(space, index, names)
+                    self._add_action(space, index, names)
 
-    def _build_action(self, space: dict[str, Any], index: int, names: Sequence[str]) -> None:
+    def _add_action(self, space: dict[str, Any], index: int, names: Sequence[str]) -> None:
         key, low = space["name"], space["low"][index]
         label = key if space["size"] == 1 else f"{key} {index}"
         if not space["discrete"]:
@@ -244,25 +230,25 @@ class _DreamPage:
 
     async def _open(self) -> None:
         """Load the chosen checkpoint, and start."""
-        wanted = str(self._checkpoint.value)
-        if wanted == self._opened:
-            return
-        if wanted not in checkpoints(self._run):  # the run has removed it
-            self._renew()
-            return
-        self._pause()
-        self._opened, self._said.text = wanted, "Loading the world model…"
-        path = self._run.path / "ckpt" / "agent" / wanted
-        about = await self._ask(lambda: self._host.open(self._viewer, path, trust=self._run.trust))
-        if about is None:
-            self._opened = ""
-            return
-        self._offer(about)
-        self._say(about["note"])
-        if self._episode.value is None:
-            self._said.text += " The run has no replay to start from."
-        else:
-            await self._start()
+        wanted = self._checkpoint.value
+        if wanted is None:
+            self._said.text = "The run has no checkpoint yet."
+        elif wanted not in checkpoints(self._run):
+            self.refresh()  # the run has removed it
+        elif wanted != self._opened:
+            self._pause()
+            self._opened, self._said.text = wanted, _LOADING
+            path = self._run.path / "ckpt" / "agent" / wanted
+            about = await self._ask(lambda: _host.open(self._viewer, path, trust=self._run.trust))
+            if about is None:
+                self._opened = ""
+                return
+            self._offer(about)
+            self._say(about["note"])
+            if self._episode.value is None:
+                self._said.text += " The run has no replay to start from."
+            else:
+                await self._start()
 
     def _offer(self, about: dict[str, Any]) -> None:
         """Offer the episodes that are stored now."""
@@ -270,17 +256,6 @@ class _DreamPage:
         options = {number: _episode_text(each) for number, each in enumerate(about["episodes"])}
         fresh = {FRESH: "a fresh episode"} if about["real"] else {}
         self._episode.set_options(fresh | options, value=first_start(about))
-
-    def _renew(self) -> None:
-        """Offer the checkpoints that are stored now, and the one in memory."""
-        names = checkpoints(self._run)
-        offered: dict[str, str] = dict(self._checkpoint.options)
-        if self._opened in offered:
-            names.setdefault(self._opened, offered[self._opened])
-        if names and names != offered:
-            chosen = self._checkpoint.value
-            value = chosen if chosen in names else next(iter(names))
-            self._checkpoint.set_options(names, value=value)
 
     def _say(self, note: str) -> None:
         task, step = self._about["task"], self._about["step"]
@@ -297,7 +272,7 @@ class _DreamPage:
             await self._open()
             return
         self._pause()
-        ui.run_javascript(_BLUR)
+        ui.run_javascript(f"({_BLUR})()")
         chosen = self._episode.value
         if chosen is None:
             return
@@ -315,7 +290,7 @@ class _DreamPage:
         self._say(scene["note"])
         before, self._scene = self._scene.get("names"), scene
         if before != scene["names"] or not self._action:
-            self._build_actions()
+            self._add_actions()
         self._show(scene, draw=True)
 
     # --- playing ---------------------------------------------------------------------------------
@@ -329,6 +304,10 @@ class _DreamPage:
 
     async def _rewind(self, steps: int) -> None:
         await self._move("go", max(0, self._scene.get("number", 0) - steps))
+
+    async def _change_branch(self) -> None:
+        if self._branch.value not in (None, self._scene["branch"]):
+            await self._move("go", 1 << 30, self._branch.value)
 
     async def _do(self, method: str, *args: Any) -> None:
         if self._scene and (scene := await self._call(method, *args)) is not None:
@@ -346,7 +325,7 @@ class _DreamPage:
         self._mark_actions()
 
     def _change_speed(self) -> None:
-        ui.run_javascript(_BLUR)
+        ui.run_javascript(f"({_BLUR})()")
         self._timer.interval = 1 / int(self._speed.value or 10)
 
     def _toggle(self) -> None:
@@ -420,7 +399,8 @@ class _DreamPage:
         self._place.props(f"max={max(scene['length'], 1)}")
         self._place.value = scene["number"]
         branches = {n: f"branch {n + 1}" for n in range(scene["branches"])}
-        self._branch.show(branches if len(branches) > 1 else {}, scene["branch"])
+        self._branch.visible = len(branches) > 1
+        self._branch.set_options(branches, value=scene["branch"])
         self._mark_actions()
         if draw or time.monotonic() - self._drawn > _DRAW_SECONDS:
             self._draw(scene["curves"])
@@ -438,25 +418,24 @@ class _DreamPage:
 
     def _draw(self, curves: dict[str, Any]) -> None:
         self._drawn = time.monotonic()
-        known = bool(np.isfinite(curves["difference"]).any())
-        at = curves["number"]
-        for name, chart in self._charts.items():
-            true = curves["true_reward"] if known and name == "reward" else None
-            _set_lines(chart, at, curves[name], true)
-        self._charts["difference"].parent_slot.parent.visible = known  # type: ignore[union-attr]
-        names: list[str] = self._scene["numbers"]
-        if len(names) != len(self._number_charts):
-            self._numbers.clear()
-            with self._numbers:
-                self._number_charts = [_chart(name) for name in names]
-        for number, chart in enumerate(self._number_charts):
-            true = curves["true_numbers"][:, number] if known else None
-            _set_lines(chart, at, curves["numbers"][:, number], true)
+        x = np.asarray(curves["at"], float)
+        for title, lines in curves["lines"].items():
+            options = charts.base(tools=False)
+            options["grid"] |= {"top": 28, "bottom": 2}
+            options["xAxis"] |= {"min": x[0], "max": max(x[0] + 20, x[-1])}
+            options["series"] = [
+                charts.line(name, x, np.asarray(values, float), _COLORS[name])
+                for name, values in lines.items()
+            ]
+            options["legend"]["data"] = list(lines) if len(lines) > 1 else []
+            draw(self._charts, title, options, card(title, within=self._grid), "chart low")
+        for title, chart in self._charts.items():
+            chart.parent_slot.parent.visible = title in curves["lines"]  # type: ignore[union-attr]
 
     # --- the worker ------------------------------------------------------------------------------
 
     async def _call(self, method: str, *args: Any) -> dict[str, Any] | None:
-        return await self._ask(lambda: self._host.call(self._viewer, method, *args))
+        return await self._ask(lambda: _host.call(self._viewer, method, *args))
 
     async def _ask(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """The result of a call; on failure None, with the reason on the page."""
@@ -466,47 +445,9 @@ class _DreamPage:
             except DreamfleetError as error:
                 self._pause()
                 self._said.text = with_hint(str(error))
-                if str(error) == CLOSED:  # Start opens it again
+                if isinstance(error, DreamClosedError):  # Start opens it again
                     self._opened = ""
                 return None
-
-
-class _Choice:
-    """Buttons of which one is chosen."""
-
-    def __init__(self, options: dict[Any, str], act: Callable[[], Any] | None = None) -> None:
-        self._act = act
-        self._buttons: dict[Any, ui.element] = {}
-        self._row = ui.element("div").classes("act-choices")
-        self._value: Any = None
-        self.show(options, next(iter(options), None))
-
-    @property
-    def value(self) -> Any:
-        return self._value
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self._value = value
-        for option, button in self._buttons.items():
-            _mark(button, "chosen", option == value)
-
-    def show(self, options: dict[Any, str], value: Any) -> None:
-        """Replace the options if they differ."""
-        if list(options) != list(self._buttons):
-            self._row.clear()
-            self._buttons = {}
-            with self._row:
-                for option, text in options.items():
-                    with _button(partial(self._choose, option)) as button:
-                        ui.label(text)
-                    self._buttons[option] = button
-        self.value = value
-
-    async def _choose(self, option: Any) -> None:
-        self.value = option
-        if self._act is not None:
-            await self._act()
 
 
 def _button(act: Callable[[], Any]) -> ui.element:
@@ -523,24 +464,6 @@ def _tool(icon: str, title: str, act: Callable[[], Any]) -> ui.icon:
 
 def _mark(element: ui.element, name: str, on: bool) -> None:
     element.classes(add=name if on else "", remove="" if on else name)
-
-
-def _chart(title: str) -> ui.echart:
-    with card(title):
-        options = charts.base(tools=False)
-        options["grid"] |= {"top": 28, "bottom": 2}
-        return ui.echart(options).classes("chart low")
-
-
-def _set_lines(chart: ui.echart, at: Any, dream: Any, true: Any) -> None:
-    x = np.asarray(at, float)
-    lines = [charts.line("dream", x, np.asarray(dream, float), COLORS[0])]
-    if true is not None:
-        lines.append(charts.line("reality", x, np.asarray(true, float), COLORS[2]))
-    chart.options["xAxis"] |= {"min": x[0], "max": max(x[0] + 20, x[-1])}
-    chart.options["series"] = lines
-    chart.options["legend"]["data"] = [each["name"] for each in lines] if len(lines) > 1 else []
-    chart.update()
 
 
 def _set_frame(image: ui.element, png: bytes) -> None:

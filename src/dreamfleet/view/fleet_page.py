@@ -12,7 +12,7 @@ import numpy as np
 from nicegui import ui
 
 from dreamfleet.fleet.status import RunStatus, WorkerStatus
-from dreamfleet.formatting import clock, readable
+from dreamfleet.formatting import clock
 from dreamfleet.view.charts import COLORS, GREY, base, line
 from dreamfleet.view.frame import RunPage, card, dot_cell, draw, table
 from dreamfleet.view.runs import Event, Run, Sample
@@ -27,9 +27,9 @@ _COLUMNS = {"env": 0, "eval": 0, "machine": 0, "replay": 2, "logger": 2}
 _BAD, _WARN, _GOOD = "#d95568", "#c9922a", "#3a9d68"
 _STATE_COLORS = dict.fromkeys(("restarting", "away", "failed"), _BAD) | {"starting": _WARN}
 _STATE_COLORS |= dict.fromkeys(("running", "joined"), _GOOD)
-_NAMES = ("name", "state", "host", "pid", "cpu", "memory", "running", "restarts", "error")
-_LABELS = {name: name for name in _NAMES}
-_LABELS |= {"name": "process", "host": "machine", "running": "running for", "error": "last error"}
+_LABELS = {"name": "process", "state": "state", "host": "machine", "pid": "PID", "cpu": "cores"}
+_LABELS |= {"memory": "memory", "running": "running for", "restarts": "restarts"}
+_LABELS |= {"error": "last error"}
 
 
 class FleetPage(RunPage):
@@ -52,7 +52,7 @@ class FleetPage(RunPage):
             self._count = ui.label().classes("muted small")
             labels = {"time": "when", "worker": "process", "error": "error"}
             self._failures = table(labels, phone=labels, key="key").props("wrap-cells")
-        self._grid = ui.element("div").classes("grid")
+        self._grid = ui.element("div").classes("grid small-charts")
 
     def refresh(self) -> None:
         run, status = self._run, self._run.status
@@ -65,8 +65,9 @@ class FleetPage(RunPage):
         for shown, new in ((self._table, rows), (self._failures, failed[:_MAX_FAILURES])):
             if shown.rows != new:
                 shown.rows = new
-        count = "1 failure" if len(failed) == 1 else f"{readable(len(failed))} failures"
+        count = "1 failure" if len(failed) == 1 else f"{len(failed):,} failures"
         self._count.text = count if failed else "No process has failed."
+        self._failures.set_visibility(bool(failed))
         samples = list(run.samples)
         graph = fleet_graph(rows, traffic(samples))
         if "graph" not in self._charts or self._charts["graph"].options != graph:
@@ -80,12 +81,12 @@ class FleetPage(RunPage):
         for number, (title, unit, field) in enumerate(_CHARTS):
             values = np.array([getattr(each, field) for each in samples], np.float64)
             options = base("minutes ago", tools=False)
-            options["xAxis"] |= {"min": "dataMin", "max": 0}
-            options["xAxis"]["axisLabel"]["showMinLabel"] = False  # it is not a round number
+            options["xAxis"] |= {"min": min(-1.0, minutes[0]), "max": 0}
+            options["xAxis"]["axisLabel"]["showMinLabel"] = False  # it may not be a round number
             options["yAxis"]["min"] = 0
             area = {"opacity": 0.12}
             options["series"] = [line(title, minutes, values, COLORS[number], areaStyle=area)]
-            place = card(title, f"{unit}, since this page was opened", within=self._grid)
+            place = card(title, unit, within=self._grid)
             draw(self._charts, title, options, place, "chart low")
 
 
@@ -183,7 +184,7 @@ def fleet_graph(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -
         node = {
             "name": role,
             "value": [column, depth[column]],
-            "itemStyle": {"color": color, "opacity": 0.9},
+            "itemStyle": {"color": color},
             "label": {"formatter": f"{role}{count}\n{cores:.1f} cores"},
         }
         depth[column] += 1
@@ -191,8 +192,9 @@ def fleet_graph(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -
         if role in ("env", "machine", "replay", "logger"):
             rate = rates.get(role, 0.0)
             width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
-            style = {"width": round(width, 1), "color": color, "opacity": 0.5, "curveness": 0.0}
-            label = {"show": rate > 0, "formatter": f"{readable(round(rate))}B/s", "color": GREY}
+            style = {"width": round(width, 1), "color": color, "opacity": 0.5}
+            text = f"{rate / 1e6:.1f} MB/s" if rate >= 1e6 else f"{rate / 1e3:.0f} kB/s"
+            label = {"show": rate > 0, "formatter": text, "color": GREY, "opacity": 1}
             links.append({"source": role, "target": "agent", "lineStyle": style, "label": label})
     for node in nodes:  # centred in its column
         column, place = node["value"]

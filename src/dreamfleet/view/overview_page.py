@@ -89,7 +89,7 @@ class OverviewPage(RunPage):
         known = self._run.annotations()
         with ui.element("div").classes("row-of notes"):
             self._note = ui.input("note", value=known.note).classes("note")
-            self._tags = ui.input("tags, separated by commas", value=", ".join(known.tags))
+            self._tags = ui.input("tags: a, b", value=", ".join(known.tags))
             for box in (self._note, self._tags):
                 box.props("dense outlined").on("blur", self._annotate)
                 box.on("keydown.enter", self._annotate)

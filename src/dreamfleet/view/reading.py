@@ -10,15 +10,16 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 
 MAX_READ_BYTES = 2 << 20
 """Per call."""
@@ -27,6 +28,8 @@ MAX_POINTS = 2048
 _MAX_METRICS = 4000
 _MAX_NAME = 200
 _MAX_TEXT = 500
+_DAMAGED = (msgspec.MsgspecError, ValueError, RecursionError)
+_ROWS = msgspec.json.Decoder(dict[str, Any])
 
 
 @contextmanager
@@ -94,9 +97,7 @@ class Tail:
         self._folder, self._names = folder, names
         self._inode = 0
         self._skip_line = False
-        self.offset = 0
-        """Bytes that were read."""
-        self.size = 0
+        self._offset = 0
         self.behind = False
         """Whether the file holds more than one call reads."""
         self.replaced = 0
@@ -107,21 +108,21 @@ class Tail:
         try:
             with open_inside(self._folder, *self._names) as file:
                 found = os.fstat(file.fileno())
-                if self._inode and (found.st_ino != self._inode or found.st_size < self.offset):
-                    self.offset, self._skip_line = 0, False
+                if self._inode and (found.st_ino != self._inode or found.st_size < self._offset):
+                    self._offset, self._skip_line = 0, False
                     self.replaced += 1
-                self._inode, self.size = found.st_ino, found.st_size
-                file.seek(self.offset)
-                block = file.read(MAX_READ_BYTES) if found.st_size > self.offset else b""
+                self._inode = found.st_ino
+                file.seek(self._offset)
+                block = file.read(MAX_READ_BYTES) if found.st_size > self._offset else b""
         except OSError:
             return b""
         self.behind = len(block) == MAX_READ_BYTES
         end = block.rfind(b"\n") + 1
         if not end:
             if self.behind:  # longer than any line of a run: skip it
-                self.offset, self._skip_line = self.offset + len(block), True
+                self._offset, self._skip_line = self._offset + len(block), True
             return b""
-        self.offset += end
+        self._offset += end
         start = block.find(b"\n") + 1 if self._skip_line else 0
         self._skip_line = False
         return block[start:end]
@@ -142,9 +143,8 @@ class Column:
         self._rest += rows
         whole = len(self._rest) // self._width * self._width
         if whole:
-            block = np.array(self._rest[:whole])
+            joined = _join(_columns(self._rest[:whole]), self._width)
             del self._rest[:whole]
-            joined = _join(np.column_stack([block, block[:, 1], block[:, 1]]), self._width)
             self._points = np.concatenate([self._points, joined])
         while len(self._points) >= MAX_POINTS:
             even = len(self._points) // 2 * 2
@@ -157,9 +157,12 @@ class Column:
         """Step, mean, minimum and maximum of each point."""
         if not self._rest:
             return self._points
-        rest = np.array(self._rest)
-        last = _join(np.column_stack([rest, rest[:, 1], rest[:, 1]]), len(rest))
-        return np.concatenate([self._points, last])
+        return np.concatenate([self._points, _join(_columns(self._rest), len(self._rest))])
+
+
+def _columns(rows: list[tuple[float, float]]) -> Floats:
+    found = np.array(rows)
+    return np.column_stack([found, found[:, 1], found[:, 1]])
 
 
 def _join(points: Floats, width: int) -> Floats:
@@ -171,11 +174,13 @@ def _join(points: Floats, width: int) -> Floats:
 
 
 class MetricsFile:
-    """A growing file of JSON rows with a `step`: each number becomes a column."""
+    """A growing file of JSON rows with a `step`: each number becomes a column. Rows without a
+    number under each key of `needed` are left out."""
 
-    def __init__(self, folder: Path, name: str = "metrics.jsonl", row_type: Any = None) -> None:
-        self._tail = Tail(folder, name)
-        self._decoder = msgspec.json.Decoder(row_type or dict[str, Any])
+    def __init__(
+        self, folder: Path, name: str = "metrics.jsonl", needed: Sequence[str] = ("step",)
+    ) -> None:
+        self._tail, self._needed = Tail(folder, name), needed
         self._replaced = 0
         self._clear()
 
@@ -192,22 +197,18 @@ class MetricsFile:
         """Whether there is more to read."""
         return self._tail.behind
 
-    @property
-    def share(self) -> float:
-        """How much of the file was read, from 0 to 1."""
-        return self._tail.offset / self._tail.size if self._tail.size else 1.0
-
     def read(self) -> None:
         """Read what is new, at most `MAX_READ_BYTES`."""
-        rows = decode_lines(self._decoder, self._tail.read())
+        rows = decode_lines(_ROWS, self._tail.read())
         if self._tail.replaced != self._replaced:
             self._replaced = self._tail.replaced
             self._clear()
         added: dict[str, list[tuple[float, float]]] = {}
-        for row in map(self._to_dict, rows):
-            if (step := finite(row.get("step"))) is None:
+        for row in rows:
+            if any(finite(row.get(name)) is None for name in self._needed):
                 continue
             self.rows += 1
+            step = float(row["step"])
             for name, value in row.items():
                 if not self._keeps(name):
                     continue
@@ -220,10 +221,6 @@ class MetricsFile:
         for name, pairs in added.items():
             self.columns.setdefault(name, Column()).extend(pairs)
 
-    def _to_dict(self, row: Any) -> dict[str, Any]:
-        found: dict[str, Any] = row
-        return found
-
     def _keeps(self, name: str) -> bool:
         """Bound names, so that a run cannot fill the memory with new ones."""
         if name in self._names:
@@ -234,21 +231,11 @@ class MetricsFile:
         return True
 
 
-class _ScoreRow(msgspec.Struct):
-    step: float
-    score: float = msgspec.field(name="episode/score")
-    time: float | None = None
-
-
 class ScoresFile(MetricsFile):
     """`scores.jsonl`: the score of each training episode, and when it ended."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "scores.jsonl", _ScoreRow)
-
-    def _to_dict(self, row: _ScoreRow) -> dict[str, Any]:
-        step = row.step if math.isfinite(row.score) else None
-        return {"step": step, "episode/score": row.score, "time": row.time}
+        super().__init__(folder, "scores.jsonl", ("step", "episode/score"))
 
     @property
     def hours(self) -> Floats | None:
@@ -291,19 +278,14 @@ def finite(value: Any) -> float | None:
         return None
 
 
-def decode_lines(decoder: Any, block: bytes) -> list[Any]:
+def decode_lines(decoder: msgspec.json.Decoder[T], block: bytes) -> list[T]:
     """The rows of a block, without damaged lines."""
-    rows: list[Any]
-    try:
-        rows = decoder.decode_lines(block)
-        return rows
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        rows = []
+    with suppress(*_DAMAGED):
+        return decoder.decode_lines(block)
+    rows = []
     for line in block.splitlines():
-        try:
+        with suppress(*_DAMAGED):
             rows.append(decoder.decode(line))
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            continue
     return rows
 
 

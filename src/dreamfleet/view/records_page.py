@@ -26,7 +26,7 @@ _MAX_LINES, _MAX_LINE, _MAX_EVALUATIONS = 400, 2000, 500
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _LEVEL = re.compile(rf"^\S+ \S+ ({'|'.join(_LEVELS)}) ")
 _ALL = "every process"
-_EVALUATE_CELL = """<q-td :props="props"><q-btn flat dense no-caps label="Evaluate"
+_EVALUATE_CELL = """<q-td :props="props"><q-btn flat dense no-caps color="primary" label="Evaluate"
  @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
 
 
@@ -99,9 +99,9 @@ class CheckpointsPage(RunPage):
     def build(self) -> None:
         with card("Checkpoints", "the newest two, the best one, and one being evaluated"):
             add_actions(self._run)
-            labels = {"name": "checkpoint", "step": "step", "score": "score", "saved": "saved"}
-            phone = (*labels, "act")
-            labels |= {"size": "bytes", "note": "", "act": ""}
+            labels = {"step": "step", "score": "score", "saved": "saved", "size": "bytes"}
+            labels |= {"name": "file", "note": "", "act": ""}
+            phone = ("step", "score", "saved", "act")
             self._table = table(labels, phone=phone, numbers=("step", "score", "size"))
             self._table.add_slot("body-cell-act", _EVALUATE_CELL)
             self._table.on("evaluate", self._evaluate)

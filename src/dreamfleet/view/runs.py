@@ -53,6 +53,7 @@ _TABLE_SECONDS = 3.0
 _ATTENTION_SECONDS = 6.0
 _FORGET_SECONDS = 300.0
 _RECENT_SECONDS = 6.0
+_FIRST_PATIENCE = 0.5
 _TAIL_BYTES = 1 << 14
 _MAX_SAMPLES, _MAX_EVENTS, _MAX_EVALUATIONS_BYTES = 900, 500, 1 << 20
 _TRAFFIC = {
@@ -140,7 +141,7 @@ class Run:
 
     def __init__(self, name: str, path: Path, *, trust: bool = False) -> None:
         self.name, self.path, self.trust = name, path, trust
-        self.row = Row(name)
+        self._row = Row(name)
         self.config: RunConfig | None = None
         self.status: RunStatus | None = None
         self.samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
@@ -160,13 +161,18 @@ class Run:
         self._event_lines = Tail(self.path, EVENTS_FILE)
         self.events.clear()
 
+    @property
+    def row(self) -> Row:
+        """What its files say, and what it is doing."""
+        return _with_status(self._row, self.status) if self.status else self._row
+
     def refresh(self) -> None:
-        """Update the row if a file has changed."""
+        """Read what has changed in its files."""
         files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl", ANNOTATIONS_FILE)
         written = tuple(_written(self.path / name) for name in files)
         self.read(metrics=False)
         signature = (*written, self.scores.rows)
-        if signature == self._signature and not self.row.running:
+        if signature == self._signature and not self._row.running:
             return
         if written[0] != self._config_written:
             self.config = None
@@ -177,11 +183,9 @@ class Run:
                 if (self.path / CONFIG_FILE).is_symlink():
                     raise ConfigError(f"{CONFIG_FILE} is a link, and links are not followed.")
                 self.config = read_config(self.path)
-            self.row = self._make_row(self.config, max(written) / 1e9)
-            if self._watcher is not None and self.status is not None:
-                self.row = _with_status(self.row, self.status)
+            self._row = self._make_row(self.config, max(written) / 1e9)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            self.row = Row(self.name, alert=str(error), changed=max(written) / 1e9)
+            self._row = Row(self.name, alert=str(error), changed=max(written) / 1e9)
 
     def _make_row(self, config: RunConfig, changed: float) -> Row:
         record, annotations = read_record(self.path), self.annotations()
@@ -231,23 +235,22 @@ class Run:
         self.refresh()
 
     def poll(self, patience: float) -> None:
-        """Ask the run what it is doing, for `patience` seconds at most."""
+        """Ask the run what it is doing, for `patience` seconds at most; longer the first time, so
+        that no run seems to stall before it could answer."""
         if self.config is None:
             return
         if self._watcher is None:
-            self._watcher = Watcher(self.path)
+            self._watcher, patience = Watcher(self.path), max(patience, _FIRST_PATIENCE)
         self._used = time.monotonic()
         try:
             status = self._watcher.look(patience)
         except Exception as error:  # one run must not hide the others
             log.debug("Cannot read %s: %s", self.path, error)
             return
-        if status is None:
-            return
-        self.status = status
-        self.row = _with_status(self.row, status)
-        if status.running:
+        # The first look at a process does not know what it uses.
+        if status is not None and status.running and self.status is not None:
             self.samples.append(_sample(status))
+        self.status = status
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
@@ -310,7 +313,7 @@ class Run:
         """Free the memory of a run that no page shows."""
         if self._watcher is not None:
             self._watcher.__exit__()
-            self._watcher = None
+            self._watcher = self.status = None
         with self.lock:
             self._open_files()
         self._used = 0.0
@@ -480,17 +483,12 @@ def _alert(record: FleetRecord | None, metrics: Sequence[dict[str, Any]]) -> str
 
 
 def _with_status(row: Row, status: RunStatus) -> Row:
-    alert = row.alert or (status.message if status.waiting or status.hanging else "")
     if not status.running:
         return replace(row, state=status.state)
-    return replace(
-        row,
-        state=status.state,
-        alert=alert,
-        step=max(status.step, 0),
-        score=status.score if status.score is not None else row.score,
-        rate=status.steps_per_second,
-    )
+    alert = row.alert or (status.message if status.waiting or status.hanging else "")
+    score = row.score if status.score is None else status.score
+    rate = status.steps_per_second if status.responding else row.rate
+    return replace(row, state=status.state, alert=alert, step=status.step, score=score, rate=rate)
 
 
 def _sample(status: RunStatus) -> Sample:

@@ -30,10 +30,11 @@ class VideosPage(RunPage):
 
     def build(self) -> None:
         self._players: dict[str, _Player] = {}
-        self._none = ui.label(
-            "There are no videos yet. Evaluations record one; image tasks record episodes and "
-            "predictions while they train."
-        ).classes("muted")
+        with card("Videos") as self._none:
+            ui.label(
+                "There are none yet. Evaluations record one; image tasks record episodes and "
+                "predictions while they train."
+            ).classes("muted")
         self._grid = ui.element("div").classes("grid")
 
     def refresh(self) -> None:

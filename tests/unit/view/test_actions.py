@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -71,8 +72,9 @@ def test_a_run_is_resumed_and_code_that_it_names_needs_trust(
     log = run.path / "logs" / actions.RESUME_LOG
     for trust, words in ((False, ["resume", str(run.path)]), (True, ["--trust"])):
         run.trust = trust
-        assert "is resumed" in actions.resume_run(run)
-        wait_for("resumed-run")
+        assert actions.resume_run(run) == "The run is resumed."
+        assert actions._resumed[run.path].wait(120) == 0
+        assert actions.resume_text(run) == ""
         assert str(words)[1:-1] in log.read_text()
         assert ("--trust" in log.read_text()) == trust
     assert actions.resume_command(run) == f"dreamfleet resume {run.path}"
@@ -82,6 +84,12 @@ def test_a_run_is_resumed_and_code_that_it_names_needs_trust(
     log.symlink_to(outside)
     assert "cannot be written" in actions.resume_run(run)
     assert outside.read_text() == "kept"
+    log.unlink()
+    wait = "import sys; print('starting', flush=True); input(); sys.exit('no such task')"
+    monkeypatch.setattr(actions, "_COMMAND", ("sh", "-c", f'echo | {sys.executable} -c "{wait}"'))
+    actions.resume_run(run)
+    actions._resumed[run.path].wait(120)
+    assert actions.resume_text(run) == "resuming failed: no such task"
     write_record(run.path, FleetRecord.of_this_process())
     run.refresh()
     assert actions.resume_run(run) == "The run is running."
@@ -137,7 +145,7 @@ def test_a_job_shows_its_result_or_its_error(run: Run, tmp_path: Path) -> None:
         'pathlib.Path(sys.argv[-1]).write_text(\'{"mean": 2.5, "episodes": 10}\')\n'
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         for word, end in (
             ("good", "step 7 · mean return 2.5 of 10 episodes"),
             ("bad", "start 'dreamfleet view --trust'."),
@@ -164,7 +172,7 @@ def test_a_job_ends_when_the_server_of_pages_is_killed(tmp_path: Path) -> None:
     (tmp_path / "endless_job.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
     with subprocess.Popen(
         [sys.executable, "-c", PAGE, str(made_up_run(tmp_path / "a"))],
-        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as server:
@@ -172,3 +180,19 @@ def test_a_job_ends_when_the_server_of_pages_is_killed(tmp_path: Path) -> None:
         job = psutil.Process(int(server.stdout.readline()))
         server.kill()
         assert psutil.wait_procs([job], timeout=120)[1] == []
+
+
+def test_files_of_the_current_directory_are_not_imported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a run of others, and `python -m` would import them first."""
+    for name in ("dreamfleet", "psutil", "runpy"):
+        (tmp_path / f"{name}.py").write_text("open('imported', 'w'); raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    job = actions.Job(run, "stray", ["dreamfleet.cli", "eval", str(run.path)], 7)
+    wait_for("stray")
+    assert "checkpoint" in job.text
+    (run.path / "config.json").write_text("{")
+    actions.resume_run(run)
+    assert actions._resumed[run.path].wait(120) == 2
+    assert not (tmp_path / "imported").exists()

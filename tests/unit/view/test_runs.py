@@ -191,7 +191,40 @@ def test_what_is_wrong_is_seen_in_the_table(tmp_path: Path) -> None:
     }
     status: Any = SimpleNamespace(waiting="w", hanging="", message="Waiting: w.", step=1)
     vars(status).update(running=True, state="running", score=None, steps_per_second=0.0)
+    vars(status).update(responding=True)
     assert runs_module._with_status(Row("a"), status).alert == "Waiting: w."
+
+
+class _Looks:
+    """A watcher that tells how long it may wait."""
+
+    def __init__(self, _: Path) -> None:
+        self.patience: list[float] = []
+
+    def look(self, patience: float) -> Any:
+        self.patience.append(patience)
+        ended = len(self.patience) > 2
+        status: Any = SimpleNamespace(running=not ended, state="ended" if ended else "running")
+        vars(status).update(waiting="", hanging="", message="", step=7, score=None, metrics={})
+        vars(status).update(responding=True, steps_per_second=0.0, workers=(), supervisor=None)
+        return status
+
+
+def test_a_run_has_time_to_answer_and_a_rate_when_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "Watcher", _Looks)
+    run = Run("a", made_up_run(tmp_path / "a"))
+    run.refresh()
+    rate = run.row.rate
+    for _ in range(2):
+        run.poll(0.02)
+        assert (run.row.rate, run.row.step) == (0.0, 7)
+    assert len(run.samples) == 1  # the first look does not know the use of CPUs
+    run.poll(0.02)
+    assert (run.row.state, run.row.rate, run.row.step) == ("ended", rate, 300)
+    watcher: Any = run._watcher
+    assert watcher.patience == [runs_module._FIRST_PATIENCE, 0.02, 0.02]
 
 
 def test_notes_and_tags_are_kept_with_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""The pictures of `docs/view.md` and `docs/dream.md`: pages of real runs, in Chromium.
+
+    dreamfleet train --seed 3 --logdir FOLDER/cartpole-3
+    python docs/view_images.py FOLDER cartpole-3 docs/images
+
+FOLDER may hold more runs, such as those of `results/`; the named one has a checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+
+def main(folder: str, run: str, out: Path) -> None:
+    """Draw all pictures."""
+    command = [sys.executable, "-m", "dreamfleet.cli", "view", folder, "--port", "0"]
+    with (
+        subprocess.Popen([*command, "--no-browser"], stdout=subprocess.PIPE, text=True) as server,
+        sync_playwright() as playwright,
+    ):
+        assert server.stdout is not None
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(120_000)
+        page.goto(server.stdout.readline().strip())
+        page.locator(".chart.tall canvas").first.wait_for()
+        save(page, out / "view-runs.png", height=1060)
+        site = page.url.partition("/?")[0].rstrip("/")
+        page.goto(f"{site}/run?run={run}")
+        page.locator(".chart canvas").nth(4).wait_for()
+        save(page, out / "view-run.png", height=1270)
+        page.goto(f"{site}/dream?run={run}")
+        page.wait_for_selector("text=/step 0 ·/")
+        page.get_by_role("button", name="Policy").click()
+        page.keyboard.press("Space")
+        page.wait_for_selector("text=/step (4\\d) ·/")
+        page.keyboard.press("Space")
+        save(page, out / "view-dream.png", height=1180)
+        browser.close()
+        server.terminate()
+
+
+def save(page: Any, path: Path, height: int) -> None:
+    """Save the top of a page, once its charts are drawn."""
+    page.set_viewport_size({"width": 1280, "height": height})
+    page.mouse.move(1, 1)
+    page.wait_for_timeout(2500)
+    page.screenshot(path=path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
