@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
-from dreamfleet.settings import to_plain
+from dreamfleet.settings import to_dict
 
 _UNKNOWN = "the first time takes 20 s with a small model and minutes with a large one"
 _LEAST_SECONDS = 1.0
@@ -57,7 +57,7 @@ class CompileTimes:
 
 def _key(args: RunConfig) -> str:
     """What programs are compiled for."""
-    agent = to_plain(args.settings_of(args.agent_type))
+    agent = to_dict(args.settings_of(args.agent_type))
     sizes = (args.batch_size, args.batch_length, args.report_window, args.policy_batch)
     what = json.dumps([args.task, args.env_options, args.agent, agent, sizes], default=str)
     return blake2b(what.encode(), digest_size=12).hexdigest()
