@@ -67,7 +67,7 @@ def _descriptions(config: Any, path: str) -> Iterator[tuple[str, str]]:
 def _table(settings: Sequence[Setting]) -> str:
     rows = ["| setting | value | default | |", "|---|---|---|---|"]
     rows += [
-        f"| `{each.path}` | {describe(each.kind)} | {_shown(each.value)} | {each.sentence} |"
+        f"| `{each.path}` | {describe(each.type)} | {_shown(each.value)} | {each.help} |"
         for each in settings
     ]
     return "\n".join(rows) + "\n"

@@ -20,24 +20,43 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.settings import (
     AboveZero,
+    Code,
+    Conflicts,
     Count,
     CountOrZero,
+    Fixed,
     Incidental,
+    Joined,
+    Local,
+    Mark,
+    PerHost,
+    PerRole,
+    Section,
     Setting,
     ZeroOrMore,
     changed,
-    from_plain,
-    incidental,
+    flattened,
+    from_dict,
+    is_under,
+    refuse_conflicts,
     require,
     settings,
     switchable_groups,
-    to_plain,
+    to_dict,
     unknown_setting,
     validate,
 )
+from dreamfleet.trust import CodeRef, code_in
 
 if TYPE_CHECKING:
     from dreamfleet.transport import Keys, RoleKey
+
+_WHAT = Section("what")
+_END = Section("when it ends")
+_PROCESSES = Section("processes")
+_LEARNING = Section("learning")
+_WRITTEN = Section("what is written and shown")
+_SOURCES = Section("starting from other runs")
 
 
 @dataclass(frozen=True)
@@ -120,53 +139,53 @@ class RunConfig:
     The defaults are those of the command, the preset `default`: gym:CartPole-v1 on two cores.
     """
 
-    task: str = "gym:CartPole-v1"
+    task: Annotated[Joined[Fixed[Code[str]]], _WHAT] = "gym:CartPole-v1"
     """The environment: SUITE:NAME, package.module:factory, or package.module:Id-v0 for an id that
     the module registers with Gymnasium."""
-    env_options: dict[str, Any] = field(default_factory=dict)
+    env_options: Annotated[Joined[dict[str, Any]], _WHAT] = field(default_factory=dict)
     """Options of the task, such as time_limit=500."""
-    logdir: Incidental[Path] = _LOGDIR
+    logdir: Annotated[Incidental[PerRole[Path]], _WHAT] = _LOGDIR
     """Where the run keeps everything; the same directory again resumes the run. {task}
     stands for the name of the task."""
-    seed: Incidental[CountOrZero] = 0
+    seed: Annotated[Incidental[Joined[CountOrZero]], _WHAT] = 0
     """Seed of the agent, of the environments and of the replay's samples."""
-    steps: Incidental[CountOrZero] = 30_000
+    steps: Annotated[Incidental[CountOrZero], _END] = 30_000
     """Training environment steps after which the run ends; 0 for no end."""
-    duration: Incidental[ZeroOrMore] = 0.0
+    duration: Annotated[Incidental[PerHost[ZeroOrMore]], _END] = 0.0
     """Seconds after which the run ends; 0 for no end."""
-    target_score: Incidental[float | None] = None
+    target_score: Annotated[Incidental[float | None], _END] = None
     """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
     environments, else training episodes), or of a round of `eval_every`, at which the run ends;
     None for no end."""
 
-    eval_episodes: Incidental[CountOrZero] = 20
+    eval_episodes: Annotated[Incidental[PerHost[CountOrZero]], _END] = 20
     """Episodes of the evaluation at the end, and of each round of `eval_every`; 0 for none."""
-    eval_every: Incidental[CountOrZero] = 0
+    eval_every: Annotated[Incidental[PerHost[Joined[CountOrZero]]], _END] = 0
     """Training environment steps between two rounds of evaluation while training; 0 for none. A
     round is played with the parameters that the run had when it began, by `eval_envs` environments,
     which is at least one then."""
-    eval_max_steps: Incidental[Count] = 27_000
+    eval_max_steps: Incidental[PerHost[Count]] = 27_000
     """Steps after which an evaluation episode is cut short; its score so far counts. The default is
     that of Atari: 108,000 frames at four a step. In the evaluation at the end an episode is also
     cut short after as many steps as the run has trained."""
 
-    launcher: Incidental[str] = "local"
+    launcher: Annotated[Incidental[str], _PROCESSES] = "local"
     """Who starts the roles: local (processes of this machine), serial (one thread, in which the
     roles take turns: for a debugger, and for runs that follow from their seed alone) or ray
     (processes on the machines of a Ray cluster)."""
-    ray_address: Incidental[str] = ""
+    ray_address: Incidental[PerHost[Local[str]]] = ""
     """The Ray cluster: auto for one that this machine is part of, HOST:PORT, ray://HOST:PORT from
     outside of it, local for a new one on this machine. Empty takes RAY_ADDRESS, or a cluster that
     runs on this machine, or else a new one."""
-    ray_runtime_env: Incidental[dict[str, Any]] = field(default_factory=dict)
+    ray_runtime_env: Incidental[PerHost[Local[dict[str, Any]]]] = field(default_factory=dict)
     """Ray's runtime environment of the workers: files and packages that the machines lack, such as
     working_dir=. pip=[\"minigrid\"]."""
-    ray_wait: Incidental[ZeroOrMore] = 0.0
+    ray_wait: Incidental[PerHost[ZeroOrMore]] = 0.0
     """Seconds to wait for Ray nodes that have what the workers ask for, such as those that an
     autoscaler adds; 0 refuses a run for which there are none."""
-    resources: Incidental[RunResources] = field(default_factory=RunResources)
+    resources: Incidental[PerHost[RunResources]] = field(default_factory=RunResources)
     """What each role's process asks for, where the launcher places processes on machines."""
-    agent: str = "dreamer"
+    agent: Annotated[Fixed[Code[str]], _WHAT] = "dreamer"
     """Who acts and learns: dreamer, random, or your own as package.module:name."""
     agent_config: Any = None
     """Settings of the agent; None for its defaults. Flags and config.json have them under the
@@ -177,66 +196,66 @@ class RunConfig:
     train the same parameters with one batch, a part from each host. The same command is started on
     every one, with the same directory; the launcher ray starts all of them. 0 takes the number
     from Slurm, or from the nodes of the Ray cluster."""
-    host_index: Incidental[CountOrZero] = 0
+    host_index: Incidental[PerHost[CountOrZero]] = 0
     """Which of the `hosts` this is, from 0; Slurm and Ray tell it where they start them."""
-    coordinator: Incidental[str] = ""
+    coordinator: Incidental[PerHost[str]] = ""
     """Where the hosts meet: HOST:PORT of host 0, as the others reach it. Empty lets host 0 take a
     free port, and write it into the run's directory with its name."""
-    envs: Count = 8
+    envs: Annotated[PerHost[Count], _PROCESSES] = 8
     """Environments that collect training data; with several `hosts`, of each."""
-    eval_envs: Incidental[CountOrZero] = 0
+    eval_envs: Annotated[Incidental[PerHost[CountOrZero]], _PROCESSES] = 0
     """Environments for evaluation while training: with `eval_every` for its rounds, without it they
     play all the time, and their data is kept apart, for reports and evaluation scores."""
-    envs_per_process: Count = 8
+    envs_per_process: Annotated[PerHost[Joined[Count]], _PROCESSES] = 8
     """Environments that share a process and are stepped together, one message for all."""
-    actors: Incidental[Count] = 1
+    actors: Incidental[PerHost[Joined[Count]]] = 1
     """Servers that choose actions; environment n calls number n % actors. The first one is a part
     of the agent's process. Each other one has a process of its own, on the processor, and gets the
     parameters of the learner about once a second."""
-    bind: Incidental[str] = ""
+    bind: Incidental[PerHost[str]] = ""
     """Where other machines may join the run with `dreamfleet join`: 0.0.0.0 (every network of this
     machine), one of its names or addresses, or an interface such as eth0, each also with :PORT;
     empty for nowhere. The line to type on the other machine is printed at the start."""
-    expect_envs: Incidental[CountOrZero] = 0
+    expect_envs: Incidental[PerHost[CountOrZero]] = 0
     """Environments that have to be there before the run begins to act, those of joined machines
     included; 0 begins with the first one."""
-    env_lanes: Annotated[int, Meta(ge=1, le=256)] = 1
+    env_lanes: PerHost[Joined[Annotated[int, Meta(ge=1, le=256)]]] = 1
     """Groups that the environments of a process are split into, with a message each: while the
     observations of one are on their way, the others are stepped. Two or more hide the delay of a
     network behind the time that steps take."""
-    remote_envs: Incidental[bool] = False
+    remote_envs: Incidental[PerHost[bool]] = False
     """Leave the environments out; they are started elsewhere with `dreamfleet role env`, or, with
     `bind`, with `dreamfleet join`."""
     remote_replay: Incidental[bool] = False
     """Leave the replay out; it is started elsewhere with `dreamfleet role replay`."""
-    replay_shards: Annotated[int, Meta(ge=1, le=1024)] = 1
+    replay_shards: Fixed[Annotated[int, Meta(ge=1, le=1024)]] = 1
     """Processes that the replay is spread over: steps of environment n are stored by process n %
     replay_shards, and batches are drawn from all of them as from one. A run keeps its number."""
 
-    actor_addr: Incidental[str] = "ipc://{auto}"
+    actor_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the actor listens, such as tcp://10.0.0.5:5551; {auto} chooses a free port or file."""
-    replay_addr: Incidental[str] = "ipc://{auto}"
+    replay_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the replay listens. With `replay_shards` the first shard listens there, and the others
     at the next ports (or files)."""
-    logger_addr: Incidental[str] = "ipc://{auto}"
+    logger_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the logger listens."""
-    evaluator_addr: Incidental[str] = "ipc://{auto}"
+    evaluator_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the evaluator listens, if there is `eval_every`."""
-    learner_addr: Incidental[str] = "ipc://{auto}"
+    learner_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the learner listens, if there are several `actors`, which call it."""
-    keys: Incidental[str] = ""
+    keys: Incidental[PerRole[str]] = ""
     """File of the run key, or of a role's key, which tcp addresses need; made in the logdir if it
     is not given."""
-    actor_batch: Annotated[int, Meta(ge=-1)] = 8
+    actor_batch: PerHost[Annotated[int, Meta(ge=-1)]] = 8
     """Environments in a policy call, at most all of an actor's; 0 or less for half of them."""
-    actor_wait: ZeroOrMore = 0.02
+    actor_wait: PerHost[ZeroOrMore] = 0.02
     """Seconds that a policy call waits for more environments."""
-    actor_threads: Count = 1
+    actor_threads: PerHost[Count] = 1
     """Threads that take batches apart and put answers together; one at a time is in the policy."""
 
-    batch_size: Count = 16
+    batch_size: Annotated[Count, _LEARNING] = 16
     """Sequences in a training batch; those of all `hosts` together."""
-    batch_length: Count = 32
+    batch_length: Annotated[Count, _LEARNING] = 32
     """Steps that are trained on in a sequence."""
     report_length: Incidental[Count] = 32
     """Steps in a sequence that is reported on; a longer one is cut to batch_length."""
@@ -245,7 +264,7 @@ class RunConfig:
     # An update for every eighth step. Updates are what takes the time, so more data is nearly free;
     # with an update for every second step, eight episodes of CartPole were 2,000 updates, and a
     # policy heard of its mistakes that late.
-    train_ratio: Annotated[float, Meta(ge=-1)] = 64.0
+    train_ratio: Annotated[float, Meta(ge=-1), _LEARNING] = 64.0
     """Replayed steps trained on per environment step collected (steps as the agent counts them,
     so repeated actions count once); 0 or less for no limit. Training starts after max(batch_size,
     envs) x (batch_length + context) steps."""
@@ -255,12 +274,12 @@ class RunConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 
-    log_every: Incidental[AboveZero] = 10.0
+    log_every: Incidental[PerHost[AboveZero]] = 10.0
     """Seconds between two writes of metrics; in a serial run 100 environment steps are a second."""
     report_every: Incidental[ZeroOrMore] = 300.0
     """Seconds between two reports, and between two videos of an environment with images; 0 for
     never. In a serial run 100 environment steps are a second."""
-    outputs: Incidental[tuple[str, ...]] = ("jsonl", "media")
+    outputs: Annotated[Incidental[PerHost[Code[tuple[str, ...]]]], _WRITTEN] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb, or your own as package.module:Class."""
     save_every: Incidental[ZeroOrMore] = 120.0
@@ -273,25 +292,25 @@ class RunConfig:
     """Seconds without a step after which an environment that has no connection any more is dropped,
     with its episode."""
 
-    prefill: tuple[str, ...] = ()
+    prefill: Annotated[tuple[str, ...], _SOURCES] = ()
     """Directories of runs whose steps a new run starts with."""
-    offline: tuple[str, ...] = ()
+    offline: Annotated[tuple[str, ...], _SOURCES] = ()
     """Directories of runs to learn from without environments; `steps` counts updates then."""
-    from_checkpoint: str = ""
+    from_checkpoint: Annotated[str, _SOURCES] = ""
     """A run's directory, or a checkpoint, that a new run starts from; empty for none."""
     from_checkpoint_regex: str = ""
     """Which entries of `from_checkpoint` are taken, matched from their start; empty for all."""
 
-    on_failure: Incidental[Literal["restart", "stop"]] = "restart"
+    on_failure: Incidental[Joined[Literal["restart", "stop"]]] = "restart"
     """Whether a process that fails is started again, or ends the run."""
-    max_restarts: Incidental[CountOrZero] = 10
+    max_restarts: Incidental[Joined[CountOrZero]] = 10
     """Restarts of one process, or of one environment, without progress in between, after which the
     run gives up. Progress is a finished episode or 20 steps of an environment, a checkpoint of the
     agent, and stored steps or written metrics of the others."""
-    on_nan: Incidental[Literal["end", "stop"]] = "end"
+    on_nan: Incidental[Joined[Literal["end", "stop"]]] = "end"
     """What NaN or infinity in a reward or an observation ends: the episode, before the bad step is
     stored, or the run."""
-    env_timeout: Incidental[ZeroOrMore] = 300.0
+    env_timeout: Incidental[PerHost[Joined[ZeroOrMore]]] = 300.0
     """Seconds an environment may take to start or to step before it counts as hung, is killed and
     started again; 0 for no timeout."""
 
@@ -308,99 +327,13 @@ class RunConfig:
             )
             settings = agent.default() if self.agent_config is None else self.settings_of(agent)
             object.__setattr__(self, "agent_config", settings)
-        require(
-            "seed" not in self.env_options,
-            "env_options may not hold a seed: every environment gets its own; set the run's seed.",
-        )
         for name in self.outputs:
             require(
                 name in OUTPUTS or ":" in name,
                 f"There is no output {name!r}: choose from {', '.join(OUTPUTS)}, or write "
                 "package.module:Class for your own.",
             )
-        require(
-            not self.from_checkpoint_regex or bool(self.from_checkpoint),
-            "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
-        )
-        require(
-            not (self.offline and self.prefill),
-            "offline learns from the runs it names and collects no steps to go before with "
-            "prefill: name all directories after offline.",
-        )
-        require(
-            self.offline != () or bool(self.bind) or self.replay_shards <= self.envs,
-            f"replay_shards={self.replay_shards} with envs={self.envs} would leave shards without "
-            "steps, because an environment's steps go to one shard: use at most as many shards as "
-            "environments, or set bind, so that others can join.",
-        )
-        require(
-            not self.eval_every or (self.eval_episodes > 0 and not self.offline),
-            "eval_every plays rounds of eval_episodes episodes in environments: set eval_episodes "
-            "to 1 or more, and leave offline out.",
-        )
-        require(
-            not (self.bind and self.offline),
-            "bind lets machines with environments join, and offline needs none: leave one out.",
-        )
-        require(
-            self.expect_envs <= self.actor_envs or bool(self.bind),
-            f"expect_envs={self.expect_envs} waits for more environments than the "
-            f"{self.actor_envs} that the agent acts in: lower it, or set bind, so that others can "
-            "join.",
-        )
-        # Machines that join are told the addresses.
-        require(
-            not (self.remote_envs and self.eval_every)
-            or bool(self.bind)
-            or _reachable(self.evaluator_addr),
-            "remote_envs and eval_every need an evaluator_addr that others can know: write "
-            "tcp://HOST:PORT, tcp://HOST:{auto} if they share the run's directory, or set bind.",
-        )
-        require(
-            not self.remote_envs or bool(self.bind) or _reachable(self.actor_addr),
-            "remote_envs needs an actor_addr that others can know: write tcp://HOST:PORT, "
-            "tcp://HOST:{auto} if they share the run's directory, or set bind, so that they can "
-            "join.",
-        )
-        require(
-            not self.remote_replay or _reachable(self.replay_addr),
-            "remote_replay needs a replay_addr that others can know: write tcp://HOST:PORT, or "
-            "tcp://HOST:{auto} if they share the run's directory.",
-        )
-        require(
-            self.actors == 1 or bool(self.bind) or self.actors <= self.actor_envs,
-            f"actors={self.actors} has more servers than there are environments to act in, "
-            f"{self.actor_envs}: use fewer actors.",
-        )
-        self._check_hosts()
-        require(
-            self.actors == 1 or not self.offline,
-            "actors choose actions in environments, and offline has none: leave actors out.",
-        )
-
-    def _check_hosts(self) -> None:
-        if self.hosts < 2:
-            return
-        require(
-            self.batch_size % self.hosts == 0,
-            f"A batch of {self.batch_size} sequences does not split over {self.hosts} hosts: "
-            f"choose a batch_size that is a multiple of {self.hosts}.",
-        )
-        require(
-            self.host_index < self.hosts,
-            f"There is no host_index={self.host_index} of {self.hosts} hosts: they are numbered "
-            "from 0.",
-        )
-        for name, used in (
-            ("launcher=serial", self.launcher == "serial"),
-            ("offline", self.offline),
-            ("prefill", self.prefill),
-            ("remote_replay", self.remote_replay),
-        ):
-            require(
-                not used,
-                f"Several hosts cannot be used with {name}: leave it out, or set hosts=1.",
-            )
+        refuse_conflicts(self, _CONFLICTS)
 
     @property
     def host_batch(self) -> int:
@@ -473,15 +406,20 @@ class RunConfig:
         return find_agent(self.agent)
 
     @property
-    def named_code(self) -> tuple[str, ...]:
-        """Code outside of this package that the agent's settings name, such as its networks."""
-        return self.agent_type.named_code(self.settings_of(self.agent_type))
+    def code_refs(self) -> list[CodeRef]:
+        """Code outside of this package that the settings name, as far as the agent is known."""
+        return code_in((each.path, each.value) for each in self.settings(mark=Mark.CODE))
+
+    @property
+    def named_code(self) -> list[str]:
+        """The names in `code_refs`."""
+        return [ref.name for ref in self.code_refs]
 
     def settings_of(self, agent: AgentType[Any]) -> Any:
         """The agent's settings as an instance of its own class, also if they were read from a
         file without importing the agent."""
         if isinstance(self.agent_config, ForeignSettings):
-            return from_plain(agent.config, self.agent_config.values, f"{agent.name}.")
+            return from_dict(agent.config, self.agent_config.values, f"{agent.name}.")
         require(
             isinstance(self.agent_config, agent.config),
             f"agent_config is a {type(self.agent_config).__name__}, and the agent {agent.name} "
@@ -538,45 +476,58 @@ class RunConfig:
             "directory."
         )
 
-    def settings(self) -> list[Setting]:
-        """Every setting, those of the agent under its name. This imports the agent's code."""
-        found = list(settings(self.resolved()))
-        inside, name = "agent_config.", self.agent_type.name
-        mine = [setting for setting in found if not setting.path.startswith("agent_config")]
-        return mine + [
-            replace(setting, path=f"{name}.{setting.path.removeprefix(inside)}")
-            for setting in found
-            if setting.path.startswith(inside)
-        ]
+    def settings(self, mark: Mark | None = None) -> list[Setting]:
+        """Every setting, those of the agent under its name. This imports the agent's code.
+
+        Args:
+            mark: Only those with this mark. Those of an agent whose code was not imported are left
+                out then, instead of importing it.
+        """
+        found = [each for each in settings(self) if not is_under(each.path, ["agent_config"])]
+        if mark is None or not isinstance(self.agent_config, ForeignSettings):
+            agent = self.agent_type
+            found += settings(self.settings_of(agent), f"{agent.name}.")
+        return [each for each in found if mark is None or mark in each.marks]
 
     def changed(self, changes: Mapping[str, Any]) -> RunConfig:
         """The configuration with some settings changed, by their path: `{"envs": 4,
-        "dreamer.loss.horizon": 100, "dreamer.model": "1m"}`. Another agent starts with its
-        defaults.
+        "dreamer.loss.horizon": 100, "dreamer.model": "1m"}`. Groups of settings may also be
+        mappings, as in a file. Another agent starts with its defaults.
 
         Raises:
             ConfigError: There is no such setting, or its value does not fit.
         """
         name = str(changes.get("agent", self.agent))
         agent = find_agent(name)
-        mine, theirs = {}, {}
+        mine: dict[str, Any] = {}
+        theirs: dict[str, Any] = {}
         for path, value in changes.items():
             group, _, rest = path.partition(".")
-            if group == agent.name and rest:
-                theirs[rest] = value
-            else:
+            if group != agent.name:
                 mine[path] = value
+            elif rest:
+                theirs[rest] = value
+            elif isinstance(value, Mapping):
+                theirs = {**value, **theirs}
+            else:
+                mine["agent_config"] = value
         config = self.settings_of(agent) if name == self.agent else agent.default()
         if theirs or name != self.agent:
+            config = mine.get("agent_config") or config
             mine["agent_config"] = changed(config, theirs, f"{agent.name}.")
         for path in mine:
             if path.partition(".")[0] not in self.__dataclass_fields__:
                 known = [*self.changed({"agent": name}).settings()]
                 known += switchable_groups(config, f"{agent.name}.")
                 raise unknown_setting(path, [setting.path for setting in known])
-        if "task" in mine and "logdir" not in mine and self.logdir == _in_place(_LOGDIR, self.task):
+        if "task" in mine and "logdir" not in mine and self.has_default_logdir:
             mine["logdir"] = _LOGDIR  # it follows the task, unless it was chosen
         return changed(self, mine)
+
+    @property
+    def has_default_logdir(self) -> bool:
+        """Whether the directory follows from the task."""
+        return self.logdir == _in_place(_LOGDIR, self.task)
 
     if not TYPE_CHECKING:  # which would take every name for one of its own
 
@@ -589,27 +540,27 @@ class RunConfig:
                 return mine
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def to_json(self) -> str:
-        """The configuration as JSON; the agent's settings stand under the agent's name."""
-        plain = to_plain(self)
-        agent = plain.pop("agent_config")
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as JSON has it; the agent's settings stand under the agent's name."""
+        values = to_dict(self)
+        agent = values.pop("agent_config")
         if isinstance(self.agent_config, ForeignSettings):
-            plain[agent["name"]] = agent["values"]
-        else:
-            plain[self.agent_type.name] = agent
-        return json.dumps(plain, indent=2) + "\n"
+            return {**values, agent["name"]: agent["values"]}
+        return {**values, self.agent_type.name: agent}
 
-    def flat(self) -> dict[str, Any]:
-        """Every setting by its path, with values as JSON has them."""
-        return _flat(json.loads(self.to_json()))
+    def to_json(self) -> str:
+        """The configuration as JSON."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def flat(self, without: Mark | None = None) -> dict[str, Any]:
+        """Every setting by its path, with values as JSON has them; without those that have a
+        mark."""
+        left_out = [each.path for each in self.settings(mark=without)] if without else []
+        return {k: v for k, v in flattened(self.to_dict()).items() if not is_under(k, left_out)}
 
     def experiment(self) -> dict[str, Any]:
         """The settings that make a run another experiment, as `flat` has them."""
-        left_out = incidental(type(self))
-        if not isinstance(self.agent_config, ForeignSettings):
-            left_out += incidental(type(self.agent_config), f"{self.agent_type.name}.")
-        inside = tuple(f"{path}." for path in left_out)
-        return {k: v for k, v in self.flat().items() if not f"{k}.".startswith(inside)}
+        return self.flat(without=Mark.INCIDENTAL)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunConfig:
@@ -629,13 +580,13 @@ class RunConfig:
             if name in BUILT_IN:
                 agent = find_agent(name)
                 theirs = values.get(agent.name, {})
-                values["agent_config"] = from_plain(agent.config, theirs, f"{agent.name}.")
+                values["agent_config"] = from_dict(agent.config, theirs, f"{agent.name}.")
             else:
                 groups = {k: v for k, v in values.items() if isinstance(v, dict)}
                 unknown = [key for key in groups if key not in cls.__dataclass_fields__]
                 key = unknown[-1] if unknown else str(name).rpartition(":")[2]
                 values["agent_config"] = ForeignSettings(key, groups.get(key, {}))
-            return from_plain(cls, values)
+            return from_dict(cls, values)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "
@@ -643,18 +594,94 @@ class RunConfig:
             ) from None
 
 
-def _reachable(address: str) -> bool:
-    """Whether other machines can know it: a port that is chosen later is published in the run's
-    directory, and a file or name of this machine is no use to them."""
+def _is_reachable(address: str) -> bool:
+    """Whether other machines can know an address: a port that is chosen later is published in the
+    run's directory, and a file or name of this machine is no use to them."""
     return "{auto}" not in address or address.startswith("tcp://")
 
+
+_REACHABLE = "tcp://HOST:PORT, tcp://HOST:{{auto}} if they share the run's directory"
+_ONE_HOST = "cannot be used with several hosts: leave it out, or set hosts=1."
+_CONFLICTS: Conflicts[RunConfig] = (
+    (
+        lambda c: "seed" in c.env_options,
+        "env_options may not hold a seed: every environment gets its own; set the run's seed.",
+    ),
+    (
+        lambda c: c.from_checkpoint_regex and not c.from_checkpoint,
+        "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
+    ),
+    (
+        lambda c: c.offline and c.prefill,
+        "offline and prefill are mutually exclusive: name all directories after offline.",
+    ),
+    (
+        lambda c: c.offline and c.bind,
+        "bind lets machines with environments join, and offline needs none: leave one out.",
+    ),
+    (
+        lambda c: c.offline and c.actors > 1,
+        "actors choose actions in environments, and offline has none: leave actors out.",
+    ),
+    (
+        lambda c: c.eval_every and (c.offline or not c.eval_episodes),
+        "eval_every plays rounds of eval_episodes episodes in environments: set eval_episodes to 1 "
+        "or more, and leave offline out.",
+    ),
+    (
+        lambda c: c.replay_shards > c.envs and not c.offline and not c.bind,
+        "replay_shards={c.replay_shards} with envs={c.envs} would leave shards without steps, "
+        "because an environment's steps go to one shard: use at most as many shards as "
+        "environments, or set bind, so that other machines can join.",
+    ),
+    (
+        lambda c: c.expect_envs > c.actor_envs and not c.bind,
+        "expect_envs={c.expect_envs} waits for more environments than the {c.actor_envs} that the "
+        "agent acts in: lower it, or set bind, so that other machines can join.",
+    ),
+    (
+        lambda c: 1 < c.actors > c.actor_envs and not c.bind,
+        "actors={c.actors} has more servers than there are environments to act in, {c.actor_envs}: "
+        "use fewer actors.",
+    ),
+    # Machines that join are told the addresses.
+    (
+        lambda c: c.remote_envs and not c.bind and not _is_reachable(c.actor_addr),
+        "remote_envs needs an actor_addr that other machines can reach: write " + _REACHABLE
+        + ", or set bind, so that they can join.",
+    ),
+    (
+        lambda c: c.remote_envs and c.eval_every and not c.bind
+        and not _is_reachable(c.evaluator_addr),
+        "remote_envs and eval_every need an evaluator_addr that other machines can reach: write "
+        + _REACHABLE + ", or set bind.",
+    ),
+    (
+        lambda c: c.remote_replay and not _is_reachable(c.replay_addr),
+        f"remote_replay needs a replay_addr that other machines can reach: write {_REACHABLE}.",
+    ),
+    (
+        lambda c: c.hosts > 1 and c.batch_size % c.hosts,
+        "A batch of {c.batch_size} sequences does not split over {c.hosts} hosts: choose a "
+        "batch_size that is a multiple of {c.hosts}.",
+    ),
+    (
+        lambda c: 1 < c.hosts <= c.host_index,
+        "There is no host_index={c.host_index} of {c.hosts} hosts: they are numbered from 0.",
+    ),
+    (lambda c: c.hosts > 1 and c.launcher == "serial", "launcher=serial " + _ONE_HOST),
+    (lambda c: c.hosts > 1 and c.offline, "offline " + _ONE_HOST),
+    (lambda c: c.hosts > 1 and c.prefill, "prefill " + _ONE_HOST),
+    (lambda c: c.hosts > 1 and c.remote_replay, "remote_replay " + _ONE_HOST),
+)  # fmt: skip
+"""Settings that cannot work together."""
 
 _keys: Keys | RoleKey | None = None
 
 
 def use_keys(keys: Keys | RoleKey) -> None:
-    """Take this key for that of every run, from now on in this process: a launcher has brought it
-    to a machine that may not have the file."""
+    """Use this key for every run, from now on in this process: a launcher has brought it to a
+    machine that may not have the file."""
     global _keys
     _keys = keys
 
@@ -695,17 +722,7 @@ def unknown_settings(config: RunConfig) -> dict[str, Any]:
     another version wrote it."""
     values = _of_older_versions(json.loads((config.logdir / CONFIG_FILE).read_bytes()))
     known = config.flat()
-    return {path: value for path, value in _flat(values).items() if path not in known}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            result |= _flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
-    return result
+    return {path: value for path, value in flattened(values).items() if path not in known}
 
 
 def _of_older_versions(values: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from dreamfleet.policy import Policy, maker_of_task
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
 from dreamfleet.roles.notes import Noted, notes_path, read_notes
 from dreamfleet.spaces import RESET
+from dreamfleet.trust import Trust
 
 __all__ = ["Evaluation", "EvaluationError", "EvaluationInterrupted", "evaluate", "play"]
 
@@ -88,7 +89,7 @@ def evaluate(
     seed: int = 0,
     video: Path | None = None,
     fps: float = 20.0,
-    trust: bool = False,
+    trust: Trust = False,
     say: Say = log.info,
 ) -> Evaluation:
     """Play complete episodes with a trained agent, in new environments.
@@ -149,7 +150,7 @@ def play(
     seed: int = 0,
     video: Path | None = None,
     fps: float = 20.0,
-    trust: bool = False,
+    trust: Trust = False,
     logdir: Path | None = None,
     say: Say = log.info,
 ) -> Result:

@@ -28,6 +28,7 @@ from dreamfleet.checkpoint import (
 )
 from dreamfleet.config import ForeignSettings, RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.settings import Mark, settings
 from dreamfleet.spaces import (
     FLAGS,
     Space,
@@ -36,6 +37,7 @@ from dreamfleet.spaces import (
     without_logs,
     without_reset,
 )
+from dreamfleet.trust import Trust, admit, code_in
 
 if TYPE_CHECKING:
     from dreamfleet.envs.registry import Task
@@ -205,7 +207,7 @@ class Policy:
         *,
         agent: Player | AgentType[Any] | str | None = None,
         greedy: bool = False,
-        trust: bool | Collection[str] = False,
+        trust: Trust = False,
     ) -> Policy:
         """The policy of a run, or of one of its checkpoints.
 
@@ -233,20 +235,13 @@ class Policy:
                     f"{path} was trained with an agent that a function of yours made, {agent}: "
                     "pass such an agent, agent=..., and it takes over the parameters."
                 )
-            if agent not in BUILT_IN and not _trusted(agent, trust):
-                raise ConfigError(
-                    f"{path} was trained with {agent}, which is not part of "
-                    f"Dreamfleet: pass agent={agent!r} (--agent {agent}) to have it imported."
-                )
+            admit(path, code_in([("agent", agent)]), trust=trust, may_state=["agent"])
         if isinstance(agent, str):
             agent = find_agent(agent)
         if isinstance(agent, AgentType):
-            named = agent.named_code(blueprint.config.settings_of(agent))
-            if foreign := [name for name in named if not _trusted(name, trust)]:
-                raise ConfigError(
-                    f"{path} was trained with {', '.join(foreign)}, which is not part of "
-                    f"Dreamfleet: pass trust={foreign} (--trust) to have it imported."
-                )
+            named = settings(blueprint.config.settings_of(agent), f"{agent.name}.")
+            code = code_in((each.path, each.value) for each in named if Mark.CODE in each.marks)
+            admit(path, code, trust=trust, may_state=())
             agent = blueprint.build(agent)
         made: Any = agent
         made.load(snapshot.parts["agent"])
@@ -361,10 +356,6 @@ class Policy:
         return bounded
 
 
-def _trusted(name: str, trust: bool | Collection[str]) -> bool:
-    return trust if isinstance(trust, bool) else name == trust or name in list(trust)
-
-
 def find_checkpoint(
     path: Path, parts: Collection[str] = ("agent", BLUEPRINT), which: Which = "latest"
 ) -> Snapshot:
@@ -399,24 +390,16 @@ def run_of(path: Path) -> Path:
     return path.absolute().parents[1]
 
 
-def maker_of_task(config: RunConfig, env: Task | None, *, trust: bool) -> Task:
-    """What makes the environment that a checkpoint was trained on, or another one that a person
+def maker_of_task(config: RunConfig, env: Task | None, *, trust: Trust) -> Task:
+    """What makes the environment that a checkpoint was trained on, or another one that the user
     names.
 
     Raises:
-        ConfigError: It is not part of this package, and nobody has named or trusted it.
+        ConfigError: It is not part of this package, and the user has neither named nor trusted it.
     """
-    # A policy that is only loaded needs no environments.
-    from dreamfleet.envs.registry import PROGRAM, is_bundled, maker_of, only_there
+    from dreamfleet.envs.registry import maker_of  # a policy that is only loaded needs none
 
-    if env is not None:
-        return maker_of(env) if isinstance(env, str) else env
-    if not is_bundled(config.task) and not trust:
-        if config.task.startswith(PROGRAM):
-            raise ConfigError(only_there(config.task))
-        raise ConfigError(
-            f"The policy was trained on {config.task}, which is not part of Dreamfleet, and a file "
-            f"does not choose code that is imported: say --task {config.task} "
-            f"(env={config.task!r} in Python) or --trust."
-        )
-    return maker_of(config.task)
+    if env is None:
+        admit("The checkpoint", code_in([("task", config.task)]), trust=trust, may_state=["task"])
+        env = config.task
+    return maker_of(env) if isinstance(env, str) else env

@@ -1,77 +1,260 @@
-"""Resuming: a run keeps the settings that it was last with, and says which of them are changed.
+"""What a run starts from: a preset, or the settings that the run in its directory was last with.
 
-They stand in the `config.json` of its directory. A file never chooses code that is imported: what
-it names outside of this package, a person names again, or says that the run is to be trusted. The
-same holds for folders of the agent, because compiled programs that lie there are executed.
+The latter stand in the `config.json` of the directory. Code that this file or a file of settings
+names is imported only if the user names it again or trusts it (see `dreamfleet.trust`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.agents.registry import BUILT_IN
+from dreamfleet.agents.registry import AgentType, find_agent
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.config import CONFIG_FILE, OUTPUTS, RunConfig, read_config, unknown_settings
-from dreamfleet.envs import is_bundled
-from dreamfleet.envs.registry import PROGRAM, only_there
-from dreamfleet.errors import ConfigError, did_you_mean
+from dreamfleet.config import CONFIG_FILE, RunConfig, read_config, unknown_settings
+from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean, import_extra
+from dreamfleet.offline import find_source
+from dreamfleet.presets import preset as find_preset
+from dreamfleet.settings import Mark, convert, flattened, is_under
+from dreamfleet.trust import CodeRef, Trust, admit, code_in
 
 _MOST_SHOWN = 4
 
 
 def holds_run(logdir: Path) -> bool:
     """Whether a run was started in this directory."""
-    return os.path.exists(logdir / CONFIG_FILE)  # noqa: PTH110 - no error where nobody may look
+    return os.path.exists(logdir / CONFIG_FILE)  # noqa: PTH110 - no error without permission
 
 
-def resumed(
-    logdir: Path, changes: Mapping[str, Any], *, trust: bool = False, parts: bool = True
-) -> RunConfig:
+@dataclass(frozen=True)
+class Start:
+    """What the settings of a run are changes of: those of a preset, or of the run itself.
+
+    Args:
+        given: What the user has given, by path. `env_options` are added to those it starts from.
+        preset: The preset of a new run; None for the default one.
+        file: Settings of a file, which those that are given replace.
+        source: That file.
+        trust: What the user trusts of the code that files name.
+    """
+
+    given: Mapping[str, Any]
+    preset: str | None = None
+    file: Mapping[str, Any] | None = None
+    source: Path | None = None
+    trust: Trust = False
+
+    @cached_property
+    def changes(self) -> dict[str, Any]:
+        """What the user and the file change."""
+        found = {**(self.file or {}), **self.given}
+        if self.file and "env_options" in self.file:
+            theirs = convert("env_options", self.file["env_options"], dict[str, Any])
+            found["env_options"] = {**theirs, **self.given.get("env_options", {})}
+        return found
+
+    @cached_property
+    def base(self) -> RunConfig:
+        """The settings of a new run. An offline run takes its task from its first source."""
+        base = find_preset(self.preset or "default")
+        sources = convert("offline", self.changes.get("offline", ()), tuple[str, ...])
+        if not sources or self.changes.get("prefill"):
+            return base
+        theirs = find_source(sources[0]).blueprint.config
+        return base.changed(
+            {
+                "task": theirs.task,
+                "env_options": theirs.env_options,
+                "logdir": Path(f"{sources[0]}-offline"),
+                "eval_episodes": 0,
+                "offline": sources,
+            }
+        )
+
+    @cached_property
+    def logdir(self) -> Path:
+        """The run's directory."""
+        place: dict[str, Any] = {
+            name: self.changes[name] for name in ("task", "logdir") if name in self.changes
+        }
+        return self.base.changed(place).logdir
+
+    @cached_property
+    def before(self) -> RunConfig:
+        """What is changed: the settings of the run, or of a new one."""
+        return _as_it_was(self.logdir) if holds_run(self.logdir) else self.base
+
+    @property
+    def file_named(self) -> Path:
+        """The file that names what the user does not."""
+        sources = self.before.offline if self.before is self.base else ()
+        return self.source or Path(*sources[:1] or [self.logdir])
+
+    def agent(self) -> AgentType[Any]:
+        """The type of the run's agent.
+
+        Raises:
+            ConfigError: Only a file names it.
+        """
+        name = str(self.changes.get("agent", self.before.agent))
+        code = code_in([("agent", name)])
+        admit(self.file_named, code, trust=self.trust, stated=self.given)
+        return find_agent(name)
+
+    def configure(self, more: Mapping[str, Any], say: Callable[[str], None]) -> RunConfig:
+        """The configuration.
+
+        Args:
+            more: Further settings that the user has given, those of the agent.
+            say: Takes a sentence if the run has other settings than the preset.
+        """
+        changes, stated = {**self.changes, **more}, {*self.given, *more}
+        is_new = self.before is self.base
+        if is_new and self.base.offline and not changes.get("eval_episodes"):
+            stated.add("task")  # no environment is made
+        config = with_changes(
+            self.before, changes, source=self.file_named, trust=self.trust, stated=stated
+        )
+        if self.preset and not is_new and config.agent == self.base.agent:
+            options = {**self.base.env_options, **changes.get("env_options", {})}
+            wanted = self.base.changed({**changes, "env_options": options})
+            if kept := [line.split()[0] for line in differences(wanted, config)]:
+                say(
+                    f"The preset {self.preset} is for new runs: {config.logdir} keeps its own "
+                    f"{shortened(kept)}."
+                )
+        return config
+
+
+def resumed(logdir: Path, changes: Mapping[str, Any], *, trust: Trust = False) -> RunConfig:
     """The settings that the run in a directory was last with, some of them changed.
 
     Args:
         logdir: The run's directory.
         changes: Values by path. `env_options` are added to those of the run.
-        trust: Import code outside of this package that the directory names.
-        parts: Whether networks and losses count, which are imported when they are made.
+        trust: What the user trusts of the code that the directory names.
 
     Raises:
         ConfigError: There is no run, it names code that `changes` do not name again, or a change
             does not fit.
     """
+    return with_changes(_as_it_was(logdir), changes, source=logdir, trust=trust)
+
+
+def _as_it_was(logdir: Path) -> RunConfig:
+    """The settings that a run goes on with."""
     before = read_config(logdir)
-    given: dict[str, Any] = {"profile": False, **changes, "logdir": logdir}
+    changes: dict[str, Any] = {"profile": False}
     if not Path(before.keys).exists() and (logdir / "keys").exists():
-        given.setdefault("keys", "")  # the directory was moved, and its key with it
+        changes["keys"] = ""  # the directory was moved, and its key with it
     if steps_made(logdir):  # it has copied their steps, so they may be gone
-        given.setdefault("prefill", [path for path in before.prefill if Path(path).exists()])
-    return with_changes(before, given, trust=trust, source=logdir, parts=parts)
+        changes["prefill"] = tuple(path for path in before.prefill if Path(path).exists())
+    return replace(before, **changes)
 
 
 def with_changes(
     before: RunConfig,
     changes: Mapping[str, Any],
     *,
-    trust: bool,
     source: Path,
-    name: bool = True,
-    parts: bool = True,
+    trust: Trust = False,
+    stated: Collection[str] | None = None,
+    may_state: Collection[str] | None = None,
 ) -> RunConfig:
-    """Settings that were read from a file, some of them changed."""
+    """Settings that were read from a file, some of them changed.
+
+    Args:
+        before: The settings.
+        changes: Values by path. `env_options` are added to those before.
+        source: The file, for messages.
+        trust: What the user trusts of the code that files name.
+        stated: Paths of the changes that the user has given; None for all of them.
+        may_state: See `dreamfleet.trust.admit`.
+
+    Raises:
+        ConfigError: A change does not fit, or a file names code that the user has not named.
+    """
     given = dict(changes)
     if "env_options" in given:
         given["env_options"] = {**before.env_options, **given["env_options"]}
-    if not trust:
-        refuse_code(source, _parts(before), given, name)
+    mine = set(changes if stated is None else stated)
+    # What names the task, the agent and outputs, before the agent is imported.
+    named = [(each.path, each.value) for each in before.settings(mark=Mark.CODE)]
+    code = code_in((path, given.get(path, value)) for path, value in named if "." not in path)
+    admit(source, code, trust=trust, stated=mine, may_state=may_state)
     config = before.changed(given).resolved()
-    if not trust:
-        refuse_code(source, _networks(config) if parts else (), given, name)
-        config = config.changed({**_folders_here(config, given), **_cluster_here(given)})
-    return config
+    mine = {config.agent_type.name if path == "agent_config" else path for path in mine}
+    of_file = flattened({path: value for path, value in changes.items() if path not in mine})
+    code, own = config.code_refs, {}
+    plain = RunConfig(agent=config.agent)
+    defaults = {each.path: each.value for each in plain.settings(mark=Mark.LOCAL)}
+    for path, value in ((each.path, each.value) for each in config.settings(mark=Mark.LOCAL)):
+        if value == defaults[path] or is_under(path, mine) or trust is True:
+            continue
+        if any(is_under(each, [path]) for each in of_file):
+            code.append(CodeRef(path, str(value)))
+        else:
+            own[path] = defaults[path]  # the run may have been made on another machine
+    admit(source, code, trust=trust, stated=mine, may_state=may_state)
+    return config.changed(own)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file, as JSON or YAML; `settings_text` wrote it, or the user.
+
+    Raises:
+        ConfigError: It cannot be read, or holds no settings.
+    """
+    try:
+        text = path.read_text()
+        values = json.loads(text) if path.suffix == ".json" else _from_yaml(text)
+    except OSError as error:
+        hint = " Presets are chosen with --preset." if not path.suffix else ""
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.{hint}") from None
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{path} is not valid: {reason}.") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path} is not valid: write a setting and its value in each line.")
+    return values
+
+
+def settings_text(config: RunConfig) -> str:
+    """Every setting, as `read_settings` reads it: YAML, or JSON if PyYAML is not installed. The
+    directory is left out if it follows from the task."""
+    values = config.to_dict()
+    if config.has_default_logdir:
+        del values["logdir"]
+    try:
+        text: str = _yaml().safe_dump(values, sort_keys=False)
+    except MissingExtraError:
+        return json.dumps(values, indent=2)
+    return text.rstrip("\n")
+
+
+def _yaml() -> Any:
+    hint = "pip install pyyaml, or write them as JSON."
+    return import_extra("yaml", "Settings in YAML", "", hint=hint)
+
+
+def _from_yaml(text: str) -> Any:
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Takes 1e-4 for a number, which YAML 1.1 does not."""
+
+    number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
@@ -109,67 +292,6 @@ def steps_made(logdir: Path) -> int:
     """Steps of the newest checkpoint; 0 if there is none."""
     snapshot = Checkpoint(logdir / "ckpt" / "agent").load(parts=())
     return snapshot.step if snapshot else 0
-
-
-def _parts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if not is_bundled(config.task):
-        yield "task", config.task
-    if config.agent not in BUILT_IN:
-        yield "agent", config.agent
-    if set(config.outputs) - set(OUTPUTS):
-        yield "outputs", " ".join(config.outputs)
-
-
-def _networks(config: RunConfig) -> Iterator[tuple[str, str]]:
-    named = config.named_code
-    for setting in config.settings() if named else ():
-        several = setting.value if isinstance(setting.value, dict) else (setting.value,)
-        yield from ((setting.path, value) for value in several if value in named)
-
-
-def _folders_here(config: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The folders of this machine for those that only a file names."""
-    agent = config.agent_type
-    paths = {f"{agent.name}.{folder}" for folder in agent.folders}
-    if "agent_config" in given:
-        return {}
-    # `dreamer.execution` may be given as a whole.
-    named = {path for path in paths if any(f"{path}.".startswith(f"{each}.") for each in given)}
-    defaults = RunConfig(agent=config.agent).settings()
-    return {each.path: each.value for each in defaults if each.path in paths - named}
-
-
-def _cluster_here(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The Ray cluster that this machine knows, and no packages, where only a file names them: both
-    decide which code runs, and where."""
-    defaults = RunConfig()
-    names = ("ray_address", "ray_runtime_env")
-    return {name: getattr(defaults, name) for name in names if name not in given}
-
-
-def refuse_code(
-    source: Path, code: Iterable[tuple[str, str]], given: Mapping[str, Any], name: bool = True
-) -> None:
-    """Refuse code that a file names and the person does not, by settings and values. Without `name`
-    it has to be trusted: naming it again does not help."""
-    # `dreamer.model` may be given as a whole.
-    missing = [
-        (path, value)
-        for path, value in code
-        if not any(f"{path}.".startswith(f"{each}.") for each in given)
-    ]
-    if not missing:
-        return
-    for path, value in missing:
-        if path == "task" and value.startswith(PROGRAM):  # trust would not find it either
-            raise ConfigError(only_there(value))
-    values = " and ".join(value for _, value in missing)
-    flags = " ".join(f"--{path.replace('_', '-')} {value}" for path, value in missing)
-    fix = f"say {flags}, or --trust (trust=True in Python)" if name else "say --trust"
-    raise ConfigError(
-        f"{source} names {values}, which is not part of Dreamfleet, and a file does not choose "
-        f"code that is imported: {fix}."
-    )
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,8 @@
 """What every configuration class can do.
 
 A configuration class is a frozen dataclass. Each field states a setting once: its type holds the
-range, and whether it is `Incidental`; its default is the setting's default, and the text under it
-is its sentence. Checks, flags and the reference page are made from that.
+range and the marks (what else is true of it, see `Mark`), its default is the setting's default,
+and the text under it is its help. Checks, flags, files and the reference page are made from that.
 
     @dataclass(frozen=True)
     class Optimizer:
@@ -21,13 +21,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import enum
 import inspect
 import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -36,11 +38,45 @@ import msgspec
 from dreamfleet.errors import ConfigError
 
 Config = TypeVar("Config")
-Kind = TypeVar("Kind")
+Type = TypeVar("Type")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_cached = typing.cast(Callable[[Function], Function], cache)  # mypy takes types for unhashable
 
-_INCIDENTAL = object()
-Incidental = Annotated[Kind, _INCIDENTAL]
-"""A setting, or a class of them, that does not make a run another experiment."""
+
+class Mark(enum.Enum):
+    """What else is true of a setting, or of a whole class of settings."""
+
+    INCIDENTAL = enum.auto()
+    FIXED = enum.auto()
+    PER_HOST = enum.auto()
+    PER_ROLE = enum.auto()
+    JOINED = enum.auto()
+    CODE = enum.auto()
+    LOCAL = enum.auto()
+
+
+Incidental = Annotated[Type, Mark.INCIDENTAL]
+"""It does not make a run another experiment."""
+Fixed = Annotated[Type, Mark.FIXED]
+"""It cannot be changed when a run is resumed."""
+PerHost = Annotated[Type, Mark.PER_HOST]
+"""The hosts of a run may differ in it."""
+PerRole = Annotated[Type, Mark.PER_ROLE, Mark.PER_HOST]
+"""A role that is started by hand may have another value than the run."""
+Joined = Annotated[Type, Mark.JOINED]
+"""Machines that join the run are told it."""
+Code = Annotated[Type, Mark.CODE]
+"""It may name code (`package.module:name`), see `dreamfleet.trust`."""
+Local = Annotated[Type, Mark.LOCAL]
+"""It is chosen on each machine and never by a file, because it decides which code runs there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The part of the short help that shows a setting."""
+
+    title: str
+
 
 # The ranges that many settings have.
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -49,8 +85,8 @@ AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 ZeroOrMore = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
-_EXACT = 2**53  # a float holds every whole number below it
-_LIKE = 0.7  # how like two names are, from 0 to 1, of which one may be the other mistyped
+_EXACT = 2**53  # a float holds every integer below it
+_MIN_SIMILARITY = 0.7  # of two names, from 0 to 1, of which one may be the other mistyped
 
 
 def require(condition: bool, message: str) -> None:
@@ -61,6 +97,21 @@ def require(condition: bool, message: str) -> None:
     """
     if not condition:
         raise ConfigError(message)
+
+
+Conflicts = Sequence[tuple[Callable[[Config], object], str]]
+"""Conditions under which a configuration cannot work, and the sentence for each, in which `{c}` is
+the configuration."""
+
+
+def refuse_conflicts(config: Config, conflicts: Conflicts[Config]) -> None:
+    """Refuse a configuration for which one of the conditions holds.
+
+    Raises:
+        ConfigError: The sentence of the first one.
+    """
+    for condition, sentence in conflicts:
+        require(not condition(config), sentence.format(c=config))
 
 
 class SettingError(ConfigError):
@@ -79,10 +130,12 @@ class Setting:
     """One setting of a configuration."""
 
     path: str
-    kind: Any
-    """Its type, with the range."""
+    type: Any
+    """With its range."""
     value: Any
-    sentence: str
+    help: str
+    marks: frozenset[object] = frozenset()
+    """Its own, and those of the classes that it stands in."""
 
 
 def validate(config: Any) -> None:
@@ -93,7 +146,7 @@ def validate(config: Any) -> None:
     Raises:
         SettingError: A value does not fit.
     """
-    for name, kind in _kinds(type(config)).items():
+    for name, (kind, _) in _fields(type(config)).items():
         object.__setattr__(config, name, convert(name, getattr(config, name), kind))
 
 
@@ -111,7 +164,7 @@ def convert(path: str, value: Any, kind: Any) -> Any:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise SettingError(path, value, describe(kind))
-        if _takes_whole_numbers_only(kind) and value.is_integer() and abs(value) < _EXACT:
+        if _is_integral(kind) and value.is_integer() and abs(value) < _EXACT:
             value = int(value)  # 1e6 is how many people write a million
     elif isinstance(value, PurePath):
         value = str(value)
@@ -123,47 +176,54 @@ def convert(path: str, value: Any, kind: Any) -> Any:
         raise SettingError(path, value, describe(kind)) from None
 
 
-def _takes_whole_numbers_only(kind: Any) -> bool:
-    inner, _ = _bare(kind)
-    kinds = {_bare(each)[0] for each in typing.get_args(inner)} or {inner}
-    return int in kinds and float not in kinds
-
-
-def _plain_value(value: Any) -> Any:
-    """Numbers and arrays of numpy as Python's own, also inside of a mapping; paths stay paths."""
-    if isinstance(value, Mapping):
-        return {key: _plain_value(each) for key, each in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def settings(config: Any, prefix: str = "") -> Iterator[Setting]:
     """Every setting of a configuration, also of those inside it, in order."""
-    return (each for each in _fields(config, prefix) if not dataclasses.is_dataclass(each.value))
+    return (each for each in _walk(config, prefix) if not dataclasses.is_dataclass(each.value))
 
 
 def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
     """The classes inside a configuration that can be replaced by an instance with a name."""
-    for each in _fields(config, prefix):
+    for each in _walk(config, prefix):
         if dataclasses.is_dataclass(each.value) and (names := names_of(type(each.value))):
-            sentence = f"{each.sentence} One of {', '.join(names)}."
-            yield dataclasses.replace(each, sentence=sentence.strip())
+            text = f"{each.help} One of {', '.join(names)}."
+            yield dataclasses.replace(each, help=text.strip())
 
 
-def _fields(config: Any, prefix: str) -> Iterator[Setting]:
+def marked(config: Any, mark: object, prefix: str = "") -> list[str]:
+    """The paths of the settings that have a mark."""
+    return [each.path for each in settings(config, prefix) if mark in each.marks]
+
+
+def is_under(path: str, paths: Iterable[str]) -> bool:
+    """Whether a path is one of these, or stands inside one of them."""
+    return any(f"{path}.".startswith(f"{each}.") for each in paths)
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their path, from mappings inside each other."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            result |= flattened(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def _walk(config: Any, prefix: str, outer: frozenset[object] = frozenset()) -> Iterator[Setting]:
     """Every field, and behind a class its own."""
-    words = sentences(type(config))
-    for name, kind in _kinds(type(config)).items():
+    helps = field_helps(type(config))
+    for name, (kind, marks) in _fields(type(config)).items():
         value = getattr(config, name)
-        yield Setting(f"{prefix}{name}", kind, value, words.get(name, ""))
+        setting = Setting(f"{prefix}{name}", kind, value, helps.get(name, ""), marks | outer)
+        yield setting
         if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{prefix}{name}.")
+            yield from _walk(value, f"{prefix}{name}.", setting.marks)
 
 
-def sentences(kind: type) -> Mapping[str, str]:
-    """The text under each field of a class, which Python itself throws away; read once, because it
-    is slow."""
-    if kind in _SENTENCES:
-        return _SENTENCES[kind]
+@_cached
+def field_helps(kind: type) -> Mapping[str, str]:
+    """The text under each field of a class, which Python itself throws away."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(each):
@@ -175,19 +235,7 @@ def sentences(kind: type) -> Mapping[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                 assert isinstance(field.target, ast.Name)
                 found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
-    _SENTENCES[kind] = found
     return found
-
-
-def incidental(kind: type, prefix: str = "") -> tuple[str, ...]:
-    """The paths of a class's settings, and of whole classes inside, that are `Incidental`."""
-    found: list[str] = []
-    for name, inner in _kinds(kind).items():
-        if name in _MARKED[kind]:
-            found.append(f"{prefix}{name}")
-        elif dataclasses.is_dataclass(inner):
-            found += incidental(typing.cast(type, inner), f"{prefix}{name}.")
-    return tuple(found)
 
 
 def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Config:
@@ -195,8 +243,9 @@ def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Con
 
     Args:
         config: An instance of a configuration class.
-        changes: Values by path: `{"loss.horizon": 100}`. The path of a whole class inside takes an
-            instance, or the name of one: `{"model": "1m"}`.
+        changes: Values by path: `{"loss.horizon": 100}`. A class inside takes its settings as a
+            mapping (`{"loss": {"horizon": 100}}`), an instance, or the name of one
+            (`{"model": "1m"}`).
         prefix: Where the configuration itself stands, for messages.
 
     Raises:
@@ -204,21 +253,24 @@ def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Con
     """
     inside: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
-    kinds = _kinds(type(config))
+    fields = _fields(type(config))
     for path, value in changes.items():
-        name, _, rest = path.partition(".")
-        if name not in kinds or (rest and not dataclasses.is_dataclass(getattr(config, name))):
+        name, _, rest = str(path).partition(".")
+        is_group = name in fields and dataclasses.is_dataclass(getattr(config, name))
+        if name not in fields or (rest and not is_group):
             known = [setting.path for setting in settings(config, prefix)]
             raise unknown_setting(f"{prefix}{path}", known)
         if rest:
             inside.setdefault(name, {})[rest] = value
+        elif is_group and isinstance(value, Mapping):
+            inside[name] = {**value, **inside.get(name, {})}
         else:
-            path = f"{prefix}{name}"
-            values[name] = convert(path, _named(path, value, kinds[name]), kinds[name])
+            path, kind = f"{prefix}{name}", fields[name][0]
+            values[name] = convert(path, _named(path, value, kind), kind)
     for name, inner in inside.items():
         start = values.get(name, getattr(config, name))
         values[name] = changed(start, inner, f"{prefix}{name}.")
-    with _under(prefix):
+    with _errors_under(prefix):
         result: Config = dataclasses.replace(typing.cast(Any, config), **values)
         return result
 
@@ -238,7 +290,7 @@ WORDS_ELSEWHERE = {
     "envs": "n_envs num_envs workers num_workers",
     "steps": "total_timesteps timesteps total_steps max_steps num_steps total_frames",
     "logdir": "log_dir output_dir save_dir save_path exp_name run_name",
-    "preset": "config configs",
+    "preset": "configs",
     "outputs": "wandb use_wandb track wandb_project_name tensorboard tensorboard_log",
     "seed": "random_seed",
     "target_score": "reward_threshold",
@@ -264,8 +316,8 @@ WORDS_ELSEWHERE = {
 
 
 def closest_setting(name: str, known: Iterable[str]) -> str | None:
-    """The path that somebody may have meant: by the word of another library, by the last part of a
-    path, or despite a typing error; None if none is close."""
+    """The path that was probably meant: by the word of another library, by the last part of a path,
+    or despite a typing error; None if none is close."""
     paths = list(known)
     name = name.lstrip("-").replace("-", "_")
     last = name.rpartition(".")[2]
@@ -273,22 +325,22 @@ def closest_setting(name: str, known: Iterable[str]) -> str | None:
         if path in paths and {name, last} & set(words.split()):
             return path
 
-    def likeness(path: str) -> float:
+    def similarity(path: str) -> float:
         pairs = (name, path), (last, path.rpartition(".")[2])
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    best = max(paths, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= _LIKE else None
+    best = max(paths, key=similarity, default=None)
+    return best if best is not None and similarity(best) >= _MIN_SIMILARITY else None
 
 
-def to_plain(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as what JSON can hold."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return plain
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return values
 
 
-def from_plain(kind: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
-    """The configuration that `to_plain` wrote.
+def from_dict(kind: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
+    """The configuration that `to_dict` wrote.
 
     Settings that the class does not have are ignored, and those that are missing get their
     defaults: a run directory of another version can be read.
@@ -296,24 +348,23 @@ def from_plain(kind: type[Config], values: Mapping[str, Any], prefix: str = "") 
     Raises:
         ConfigError: A value does not fit.
     """
-    kinds = _kinds(kind)
     given: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in kinds:
+    for name, (inner, _) in _fields(kind).items():
+        if name not in values:
             continue
-        inner = kinds[name]
+        value = values[name]
         if dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
-            value = from_plain(typing.cast(type, inner), value, f"{prefix}{name}.")
+            value = from_dict(typing.cast(type, inner), value, f"{prefix}{name}.")
         given[name] = convert(f"{prefix}{name}", value, inner)
-    with _under(prefix):
+    with _errors_under(prefix):
         return kind(**given)
 
 
 def read(words: Sequence[str], kind: Any) -> Any:
-    """What somebody typed, as a value of this type as far as it can be one; `convert` judges it.
+    """What was typed, as a value of this type as far as it can be one; `convert` judges it.
 
     Args:
-        words: One for most types, several for lists and NAME=VALUE pairs, none for a switch.
+        words: One for most types, several for lists and NAME=VALUE pairs.
         kind: The type.
     """
     kind, _ = _bare(kind)
@@ -328,11 +379,7 @@ def read(words: Sequence[str], kind: Any) -> Any:
         return tuple(read([word], inner[0]) for word in words)
     if origin is dict or kind is dict:
         return pairs(words)
-    if kind is bool and not words:
-        return True
-    if len(words) != 1:
-        return " ".join(words)
-    (word,) = words
+    word = " ".join(words)
     if kind is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     if kind in (int, float):
@@ -378,7 +425,14 @@ def describe(kind: Any) -> str:
         return f"one of {names}" if names else "the settings inside it"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     words |= {Path: "a path"}
-    return f"{words.get(kind, 'any value')}{_range(ranges)}"
+    bounds = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    limits = [
+        f"{word} {getattr(each, name):g}"
+        for each in ranges
+        for name, word in bounds.items()
+        if getattr(each, name) is not None
+    ]
+    return words.get(kind, "any value") + (f", {' and '.join(limits)}" if limits else "")
 
 
 def names_of(kind: type) -> list[str]:
@@ -386,31 +440,20 @@ def names_of(kind: type) -> list[str]:
     return list(_instances(kind))
 
 
-_KINDS: dict[type, dict[str, Any]] = {}
-_MARKED: dict[type, set[str]] = {}
-"""Names of fields that are `Incidental`."""
-_SENTENCES: dict[type, Mapping[str, str]] = {}
+@_cached
+def _fields(kind: type) -> Mapping[str, tuple[Any, frozenset[object]]]:
+    """The type, with its range, and the marks of each field of a class."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        field.name: _without_marks(hints[field.name])
+        for field in dataclasses.fields(typing.cast(Any, kind))
+    }
 
 
-def _kinds(kind: type) -> dict[str, Any]:
-    """The types of a class's fields, with their ranges; looked up once, because it is slow."""
-    if kind not in _KINDS:
-        hints = typing.get_type_hints(kind, include_extras=True)
-        marked = {
-            each.name: hints[each.name] for each in dataclasses.fields(typing.cast(Any, kind))
-        }
-        _KINDS[kind] = {name: _unmarked(hint) for name, hint in marked.items()}
-        _MARKED[kind] = {name for name, hint in marked.items() if hint is not _KINDS[kind][name]}
-    return _KINDS[kind]
-
-
-def _unmarked(hint: Any) -> Any:
-    """A type without marks; the same object if it has none."""
-    extras = getattr(hint, "__metadata__", ())
-    rest = [each for each in extras if each is not _INCIDENTAL]
-    if len(rest) == len(extras):
-        return hint
-    return typing.cast(Any, Annotated)[(hint.__origin__, *rest)] if rest else hint.__origin__
+def _without_marks(hint: Any) -> tuple[Any, frozenset[object]]:
+    inner, ranges = _bare(hint)
+    marks = frozenset(e for e in getattr(hint, "__metadata__", ()) if isinstance(e, Mark | Section))
+    return (typing.cast(Any, Annotated)[(inner, *ranges)] if ranges else inner), marks
 
 
 def _instances(kind: type) -> Mapping[str, Any]:
@@ -437,15 +480,18 @@ def _bare(kind: Any) -> tuple[Any, list[msgspec.Meta]]:
     return inner, [each for each in extras if isinstance(each, msgspec.Meta)]
 
 
-def _range(ranges: Sequence[msgspec.Meta]) -> str:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    parts = [
-        f"{word} {getattr(each, name):g}"
-        for each in ranges
-        for name, word in words.items()
-        if getattr(each, name) is not None
-    ]
-    return f", {' and '.join(parts)}" if parts else ""
+def _is_integral(kind: Any) -> bool:
+    """Whether a type takes integers and no other numbers."""
+    inner, _ = _bare(kind)
+    kinds = {_bare(each)[0] for each in typing.get_args(inner)} or {inner}
+    return int in kinds and float not in kinds
+
+
+def _plain_value(value: Any) -> Any:
+    """Numbers and arrays of numpy as Python's own, also inside of a mapping; paths stay paths."""
+    if isinstance(value, Mapping):
+        return {key: _plain_value(each) for key, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _json(text: str) -> Any:
@@ -466,7 +512,7 @@ def _decode(kind: type, value: Any) -> Any:
 
 
 @contextmanager
-def _under(prefix: str) -> Iterator[None]:
+def _errors_under(prefix: str) -> Iterator[None]:
     """Give errors of a class inside the path at which it stands."""
     try:
         yield

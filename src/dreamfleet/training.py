@@ -20,7 +20,6 @@ from typing import Any
 from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
-from dreamfleet.envs import is_bundled
 from dreamfleet.envs.registry import PROGRAM, Task, is_shared, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, play
@@ -38,22 +37,13 @@ from dreamfleet.metrics.evaluations import (
 )
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
-from dreamfleet.offline import find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
-from dreamfleet.presets import preset as find_preset
-from dreamfleet.resuming import (
-    differences,
-    holds_run,
-    refuse_code,
-    resumed,
-    shortened,
-    steps_made,
-    unknown,
-)
+from dreamfleet.resuming import Start, differences, holds_run, steps_made, unknown
 from dreamfleet.roles.hosts import this_host
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.spaces_file import write_spaces
+from dreamfleet.trust import Trust
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +54,7 @@ def configure(
     changes: Mapping[str, Any],
     preset: str | None = None,
     *,
-    trust: bool = False,
-    parts: bool = True,
+    trust: Trust = False,
     say: Say = log.info,
 ) -> RunConfig:
     """The configuration of a run with some settings changed, as the command makes it.
@@ -78,36 +67,13 @@ def configure(
             added to those of the run or of the preset.
         preset: Its name; None for the default one.
         trust: Import code outside of this package that the directory of a run names.
-        parts: Refuse networks and losses that only the directory names; see `resumed`.
-        say: Takes a line for the person, if the run has other settings than the preset.
+        say: Takes a line if the run has other settings than the preset.
 
     Raises:
         ConfigError: There is no such preset or setting, a value does not fit, or the run names code
             that `changes` do not name again.
     """
-    base = find_preset(preset or "default")
-    given = dict(changes)
-    options = given.get("env_options", {})
-    if "offline" in given and given["offline"] and not given.get("prefill"):
-        first = given["offline"][0]
-        source = find_source(first).blueprint.config
-        given = {"task": source.task, "logdir": Path(f"{first}-offline"), **given}
-        given.setdefault("eval_episodes", 0)
-        if given["eval_episodes"] and not is_bundled(source.task) and not trust:
-            refuse_code(Path(first), [("task", source.task)], changes)
-        given["env_options"] = {**source.env_options, **options}
-    elif options:
-        given["env_options"] = {**base.env_options, **options}
-    place: dict[str, Any] = {name: given[name] for name in ("task", "logdir") if name in given}
-    logdir = base.changed(place).logdir
-    if not holds_run(logdir):
-        return base.changed(given)
-    config = resumed(logdir, changes, trust=trust, parts=parts)
-    if preset and config.agent == base.agent:
-        kept = [line.split()[0] for line in differences(base.changed(given), config)]
-        if kept:
-            say(f"The preset {preset} is for new runs: {logdir} keeps its own {shortened(kept)}.")
-    return config
+    return Start(changes, preset, trust=trust).configure({}, say)
 
 
 def train(
@@ -120,7 +86,7 @@ def train(
     on_log: Callable[[int, dict[str, Any]], object] | None = None,
     on_episode: Callable[[int, float, int], object] | None = None,
     on_checkpoint: Callable[[int, Path], object] | None = None,
-    trust: bool = False,
+    trust: Trust = False,
     **settings: Any,
 ) -> Evaluation | None:
     """Train an agent with a fleet of processes until the run ends, then evaluate it.
@@ -258,7 +224,7 @@ def _config_of(
     env: Task | None,
     preset: str | None,
     settings: Mapping[str, Any],
-    trust: bool,
+    trust: Trust,
     say: Say,
 ) -> RunConfig:
     """The configuration that the arguments of `train` stand for."""

@@ -101,7 +101,7 @@ def understood(command: str) -> None:
         config_of(arguments)
     else:
         function = getattr(importlib.import_module(f"dreamfleet.cli.{name}"), name)
-        parse(name, function_options(function), arguments)
+        parse(function_options(function), arguments)
 
 
 def test_commands_that_do_not_exist_are_noticed() -> None:

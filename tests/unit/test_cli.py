@@ -34,7 +34,7 @@ def test_a_typing_error_suggests_the_right_command(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OSError(30, "Read-only file system", "/x/run"), "/x/run: Read-only file system: let your"),
+        (OSError(30, "Read-only file system", "/x/run"), "/x/run: Read-only file system: fix its"),
         (OSError(28, "No space left on device"), "No space left on device: make room"),
         (MemoryError(), "There is not enough memory: end other programs"),
         (RuntimeError("can't start new thread"), "There is not enough memory: end other programs"),

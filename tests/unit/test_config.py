@@ -64,12 +64,12 @@ ALL = {s.path: s for agent in BUILT_IN for s in RunConfig(agent=agent).settings(
 
 
 @pytest.mark.parametrize("path", ALL)
-def test_every_setting_is_read_and_has_a_sentence_and_a_range(path: str) -> None:
+def test_every_setting_is_read_and_has_help_and_a_range(path: str) -> None:
     setting = ALL[path]
     assert path.rpartition(".")[2] in READ, "nothing reads this setting: delete it"
-    assert setting.sentence.endswith("."), "it has no sentence"
+    assert setting.help.endswith("."), "it has no help"
     if isinstance(setting.value, (int, float)) and not isinstance(setting.value, bool):
-        words = describe(setting.kind)
+        words = describe(setting.type)
         assert any(word in words for word in ("at least", "above", "at most", "below")), words
 
 

@@ -69,7 +69,6 @@ def test_python_says_the_right_name_of_a_setting(name: str, meant: str) -> None:
         ("--learning-rate", "--dreamer.optimizer.learning-rate"),
         ("--entropy-scal", "--dreamer.loss.entropy-scale"),
         ("--wandb", "--outputs"),
-        ("--config", "--preset"),
         ("--configs", "--preset"),
         ("--run.train_ratio", "--train-ratio"),
         ("--replay.size", "--replay.capacity"),
@@ -89,7 +88,7 @@ def test_what_is_like_nothing_gets_no_suggestion(capsys: pytest.CaptureFixture[s
 
 
 def test_words_of_others_lead_to_options_that_exist_and_are_none_themselves() -> None:
-    options = {option.name for option in options_of([], new=True)}
+    options = {option.path for option in options_of([])}
     assert options >= WORDS_ELSEWHERE.keys()
     words = [word for each in WORDS_ELSEWHERE.values() for word in each.split()]
     assert len(words) == len(set(words))

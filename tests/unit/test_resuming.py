@@ -205,7 +205,7 @@ def test_a_file_chooses_no_folder_from_which_programs_are_loaded(tmp_path: Path)
     for after in (
         config_of(here),
         configure({"logdir": tmp_path}),
-        with_changes(before, {}, trust=False, source=tmp_path, name=False),  # as a role has it
+        with_changes(before, {}, source=tmp_path, may_state=()),  # as a role has it
     ):
         assert differences(before, after) == [
             f"{cache} {tmp_path}/cache -> ~/.cache/dreamfleet/jax", f'{dump} {tmp_path} -> ""',

@@ -89,14 +89,6 @@ class AgentType(ABC, Generic[Config]):
     priority_setting: str = ""
     """The setting that makes it send priorities, for messages."""
 
-    def named_code(self, config: Config) -> tuple[str, ...]:  # noqa: ARG002 - for who overrides it
-        """Code outside of this package that the settings name, as `package.module:name`."""
-        return ()
-
-    folders: tuple[str, ...] = ()
-    """Settings that are folders of a machine. A file does not choose them: a run is resumed with
-    their defaults, unless a person names them again."""
-
     def anywhere(self, config: Config) -> Config:
         """The settings without the devices and folders of the machine that trained."""
         return config

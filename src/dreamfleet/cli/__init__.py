@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dreamfleet.cli.arguments import call, function_options, help_of, summary_of
+from dreamfleet.cli.arguments import call, function_help
 from dreamfleet.cli.console import complain, open_streams, say
 from dreamfleet.errors import DreamfleetError
 
@@ -140,7 +140,7 @@ def _signals() -> Iterator[None]:
 
 _FIXES = {
     **dict.fromkeys(
-        (errno.EROFS, errno.EACCES, errno.EPERM), "let yourself write there, or use another place"
+        (errno.EROFS, errno.EACCES, errno.EPERM), "fix its permissions, or use another place"
     ),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or use another place"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
@@ -167,8 +167,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     if name in ("train", "resume"):  # they read their options themselves: the settings of a run
         command(arguments)
     elif {"-h", "--help"} & set(arguments):
-        options, examples = function_options(command), EXAMPLES.get(name, ())
-        say(help_of(name, summary_of(command), options, examples=examples))
+        say(function_help(name, command, EXAMPLES.get(name, ())))
     else:
         call(name, command, arguments)
 

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dreamfleet.cli.train import SHORT, config_of, options_of, show_help, start, wants_page
+from dreamfleet.cli.train import options_of, run_line, show_help, wants_help
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.resuming import holds_run
+from dreamfleet.settings import Section
 
 SUMMARY = """\
 Resume a run with the settings that it was last with.
 
 It takes the options of 'dreamfleet train', for settings to change; what is changed is said."""
 
-_EMPTY = inspect.Parameter.empty
 EXAMPLES = (
     ("resume runs/gym-CartPole-v1", "as it was"),
     ("resume runs/gym-CartPole-v1 --steps 60000", "and longer"),
@@ -26,21 +26,23 @@ EXAMPLES = (
 
 def resume(arguments: Sequence[str]) -> None:
     """Resume a run, with the changes that were typed."""
-    if {"-h", "--help", "--help-all"} & set(arguments):
-        options = [
-            replace(option, positional=True, default=_EMPTY, sentence="The run's directory.")
-            if option.name == "logdir"
-            else replace(option, default=None)  # it is what the run has
-            for option in options_of([], new=True)
-            if option.name != "preset"
-        ]
-        groups = {"code of your own": ("trust",), **SHORT}
-        show_help("resume", SUMMARY, options, EXAMPLES, arguments, groups)
+    if wants_help(arguments):
+        # Defaults are what the run has.
+        options = {option.path: replace(option, value=None) for option in options_of([])}
+        del options["preset"]
+        options["logdir"] = replace(
+            options["logdir"],
+            positional=True,
+            value=inspect.Parameter.empty,
+            help="The run's directory.",
+        )
+        trust = frozenset({Section("code of your own")})
+        options["trust"] = replace(options["trust"], marks=trust)
+        show_help("resume", SUMMARY, [*options.values()], EXAMPLES, arguments)
         return
     logdir, rest = _directory(arguments)
     read_config(logdir)  # says so if there is no run
-    config = config_of(["--logdir", str(logdir), *rest], "resume")
-    start(config, view=wants_page(rest, "resume"))
+    run_line(["--logdir", str(logdir), *rest])
 
 
 def _directory(arguments: Sequence[str]) -> tuple[Path, Sequence[str]]:

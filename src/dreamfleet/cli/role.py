@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from dreamfleet.cli.arguments import SettingsNamed
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig, read_config, read_config_file
 from dreamfleet.errors import ConfigError
@@ -24,15 +23,9 @@ from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import end_signals
 from dreamfleet.roles.spaces_file import read_spaces
+from dreamfleet.settings import Mark
 
 Name = Literal["actor", "agent", "env", "evaluator", "logger", "replay"]
-HERE = SettingsNamed(
-    (
-        *("logdir", "keys", "actor_addr", "replay_addr", "logger_addr", "evaluator_addr"),
-        "learner_addr",
-    )
-)
-"""What may be another on another machine."""
 
 
 def role(
@@ -44,7 +37,7 @@ def role(
     number: Annotated[int, Meta(ge=1)] = 1,
     shard: int = 0,
     trust: bool = False,
-    **settings: Annotated[Any, HERE],
+    **settings: Annotated[Any, Mark.PER_ROLE],
 ) -> None:
     """Run one role of a run by hand: on a second computer, under Slurm or under Kubernetes.
 
@@ -60,10 +53,11 @@ def role(
         count: Of the environments: how many are started here; the rest if not given.
         number: Of the actors: which one is started here; number 0 is a part of the agent.
         shard: Of the replay: which of its replay_shards is started here.
-        trust: Import code of others that the config.json names, such as your own environment.
+        trust: Import code outside of Dreamfleet that the config.json names, such as your own
+            environment.
     """
     before, source = _read(config, settings.get("logdir"))
-    args = with_changes(before, settings, trust=trust, source=source, name=False)
+    args = with_changes(before, settings, trust=trust, source=source, may_state=())
     # Fails here and now if the key cannot be read.
     args.run_keys  # noqa: B018
     logging.basicConfig(

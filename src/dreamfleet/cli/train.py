@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dreamfleet.cli.arguments import Groups, Option, help_of, parse, setting_options
+from dreamfleet.cli.arguments import (
+    Option,
+    agent_options,
+    help_of,
+    parse,
+    parse_known,
+    run_options,
+    setting_options,
+)
 from dreamfleet.cli.console import out, say
 from dreamfleet.cli.view import page_beside
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live
 from dreamfleet.presets import PRESETS
 from dreamfleet.presets import preset as find_preset
-from dreamfleet.settings import read
-from dreamfleet.training import configure
+from dreamfleet.resuming import Start, read_settings, settings_text
+from dreamfleet.settings import Section, read
 from dreamfleet.training import train as run
 
 SUMMARY = """\
@@ -32,88 +41,114 @@ EXAMPLES = (
     ("train --dreamer.model 1m --dreamer.loss.entropy-scale 0.001", "settings of the agent"),
 )
 
-SHORT: Groups = {
-    "what": ("task", "env_options", "preset", "agent", "seed", "logdir"),
-    "when it ends": ("steps", "duration", "target_score", "eval_episodes", "eval_every"),
-    "learning": ("train_ratio", "batch_size", "batch_length"),
-    "starting from other runs": ("from_checkpoint", "prefill", "offline"),
-    "processes": ("launcher", "envs", "eval_envs", "envs_per_process"),
-    "what is written and shown": ("outputs", "view"),
-}
-"""The options that most people need."""
-
-_PRESET = Option(
-    "preset",
-    str,
-    "default",
-    f"Settings of a new run: {', '.join(PRESETS)}. A size may follow, as in atari,size50m.",
+_WHAT, _SHOWN = Section("what"), Section("what is written and shown")
+_OWN = (
+    Option(
+        "preset",
+        str,
+        "default",
+        f"Settings of a new run: {', '.join(PRESETS)}. A size may follow, as in atari,size50m.",
+        frozenset({_WHAT}),
+    ),
+    Option(
+        "config",
+        Path,
+        None,
+        "A file of settings, YAML or JSON, such as --print-config writes. What is typed beside it "
+        "replaces them.",
+        frozenset({_WHAT}),
+    ),
+    Option(
+        "print_config",
+        bool,
+        False,
+        "Print every setting of the run as a file for --config, and train nothing.",
+    ),
+    Option("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100."),
+    Option(
+        "trust",
+        bool,
+        False,
+        "Import code outside of Dreamfleet that the config.json of a resumed run, or the file of "
+        "--config, names.",
+    ),
+    Option(
+        "view",
+        bool,
+        False,
+        "Also serve a page about the run, as 'dreamfleet view' does.",
+        frozenset({_SHOWN}),
+    ),
 )
-_SET = Option("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100.")
-_TRUST = Option(
-    "trust", bool, False, "Import code of others that the config.json of a resumed run names."
-)
-_VIEW = Option("view", bool, False, "Also serve a page about the run, as 'dreamfleet view' does.")
-_FIRST = ("agent", "logdir", "offline", "prefill", "task")
-"""Settings that say which run it is, and by that which settings there are."""
 
 
 def train(arguments: Sequence[str]) -> None:
     """Train, with the settings that were typed."""
-    if {"-h", "--help", "--help-all"} & set(arguments):
-        show_help("train", SUMMARY, options_of(arguments, new=True), EXAMPLES, arguments)
+    if wants_help(arguments):
+        show_help("train", SUMMARY, options_of(arguments), EXAMPLES, arguments)
+    else:
+        run_line(arguments)
+
+
+def run_line(arguments: Sequence[str]) -> None:
+    """Do what a command line says: train, shown in the terminal, and in a browser if that is
+    wanted; or print the configuration."""
+    config, own = read_line(arguments)
+    if own.get("print_config"):
+        say(settings_text(config))
         return
-    start(config_of(arguments), view=wants_page(arguments))
-
-
-def start(config: RunConfig, *, view: bool = False) -> None:
-    """Run a configuration, shown in the terminal, and in a browser if that is wanted."""
-    with page_beside(config.logdir) if view else nullcontext():
+    with page_beside(config.logdir) if own.get("view") else nullcontext():
         run(config, say=say, display=partial(live, console=out, say=say))
 
 
-def wants_page(arguments: Sequence[str], command: str = "train") -> bool:
-    """Whether a page was asked for."""
-    return bool(parse(command, [_VIEW], arguments, strict=False).get("view"))
+class Line(NamedTuple):
+    """What a command line stands for."""
+
+    config: RunConfig
+    own: Mapping[str, Any]
+    """Options that are no settings of a run."""
 
 
-def config_of(arguments: Sequence[str], command: str = "train") -> RunConfig:
+def read_line(arguments: Sequence[str]) -> Line:
+    """Parse a command line. Which settings the agent has follows from the others, so words that
+    belong to no setting of the run are left to the agent's."""
+    options = [*_OWN, *run_options(RunConfig())]
+    values, rest = parse_known(options, arguments)
+    own = {option.path: values.pop(option.path) for option in _OWN if option.path in values}
+    sets: dict[str, Any] = own.get("set", {})
+    values |= _typed(sets, options)
+    file = read_settings(own["config"]) if "config" in own else {}
+    preset, trust = own.get("preset", file.pop("preset", None)), own.get("trust", False)
+    start = Start(values, preset, file, own.get("config"), trust)
+    theirs: dict[str, Any] = {path: sets[path] for path in sets if path not in values}
+    if rest or theirs:
+        agent = start.agent()
+        of_agent = setting_options(agent.default(), f"{agent.name}.")
+        theirs |= _typed(theirs, of_agent) | parse(of_agent, rest, options)
+    return Line(start.configure(theirs, say), own)
+
+
+def config_of(arguments: Sequence[str]) -> RunConfig:
     """The configuration that a command line stands for."""
-    options = options_of(arguments, command)
-    values = parse(command, options, arguments)
-    kinds = {option.name: option.kind for option in options}
-    for path, value in values.pop("set", {}).items():
-        typed = isinstance(value, str) and path in kinds
-        values[path] = read([value], kinds[path]) if typed else value
-    preset, trust = values.pop("preset", None), values.pop("trust", False)
-    values.pop("view", None)
-    return configure(values, preset, trust=trust, say=say)
+    return read_line(arguments).config
 
 
-def options_of(
-    arguments: Sequence[str], command: str = "train", *, new: bool = False
-) -> list[Option]:
-    """The options of a command line: an existing run, or else the preset, gives the defaults, and
-    the agent its settings.
-
-    Args:
-        arguments: What was typed.
-        command: For messages.
-        new: Leave a run that exists out.
-    """
-    plain = [option for option in setting_options(RunConfig()) if option.name in _FIRST]
-    first: dict[str, Any] = parse(command, [_PRESET, _TRUST, *plain], arguments, strict=False)
-    preset, trust = first.pop("preset", None), first.pop("trust", False)
-    if new:
-        config = find_preset(preset or _PRESET.default)
-        config = config.changed({name: first[name] for name in ("agent",) if name in first})
-    else:
-        config = configure(first, preset, trust=trust, parts=False)  # for their defaults
+def options_of(arguments: Sequence[str]) -> list[Option]:
+    """The options of a command line, for a new run: the preset gives the defaults, and the agent
+    its settings."""
+    values, _ = parse_known([_OWN[0], Option("agent", str, None, "")], arguments)
+    config = find_preset(values.pop("preset", "default")).changed(values)
     found = [
         # It follows from the task.
-        replace(option, default=None) if option.name == "logdir" else option
-        for option in setting_options(config)
+        replace(option, value=None) if option.path == "logdir" else option
+        for option in [*run_options(config), *agent_options(config)]
     ]
-    return [_PRESET, *found, _SET, _TRUST, _VIEW]
+    return [*_OWN, *found]
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks for help."""
+    return not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
 
 
 def show_help(
@@ -122,22 +157,30 @@ def show_help(
     options: Sequence[Option],
     examples: Sequence[tuple[str, str]],
     arguments: Sequence[str],
-    groups: Groups = SHORT,
 ) -> None:
-    """The options that most people need, or all of them."""
-    if "--help-all" in arguments:
-        say(help_of(command, summary, options, groups=_all_groups(options), examples=examples))
-    else:
-        footer = f"'dreamfleet {command} --help-all' shows every setting, also of the agent."
-        say(help_of(command, summary, options, groups=groups, examples=examples, footer=footer))
-
-
-def _all_groups(options: Sequence[Option]) -> Groups:
-    """The short groups, then the other settings of the run, then every group by its path."""
-    groups: dict[str, list[str]] = {title: list(names) for title, names in SHORT.items()}
-    shown = {name for names in groups.values() for name in names}
+    """The options that have a section in the short help, or all of them."""
+    groups: dict[str, list[Option]] = {}
+    others: dict[str, list[Option]] = {}
     for option in options:
-        if option.name not in shown:
-            path, _, _ = option.name.rpartition(".")
-            groups.setdefault(path or "other settings of the run", []).append(option.name)
-    return groups
+        titles = [mark.title for mark in option.marks if isinstance(mark, Section)]
+        if option.positional:
+            groups = {"arguments": [option], **groups}
+        elif titles:
+            groups.setdefault(titles[0], []).append(option)
+        else:
+            group = option.path.rpartition(".")[0] or "other settings of the run"
+            others.setdefault(group, []).append(option)
+    footer = f"'dreamfleet {command} --help-all' shows every setting, also of the agent."
+    if "--help-all" in arguments:
+        groups, footer = {**groups, **others}, ""
+    say(help_of(command, summary, groups, examples=examples, footer=footer))
+
+
+def _typed(values: Mapping[str, Any], options: Sequence[Option]) -> dict[str, Any]:
+    """Those of the values that are settings of these options, text as their types have it."""
+    types = {option.path: option.type for option in options}
+    return {
+        path: read([value], types[path]) if isinstance(value, str) else value
+        for path, value in values.items()
+        if path in types
+    }

@@ -50,6 +50,7 @@ from dreamfleet.roles.machines import (
     write_machines,
 )
 from dreamfleet.roles.spaces_file import SPACES_FILE, read_spaces
+from dreamfleet.settings import Mark
 from dreamfleet.transport import Caller, Server, TransportError
 from dreamfleet.transport.address import AUTO, parse
 
@@ -68,12 +69,6 @@ _RATE_SECONDS = 20.0
 _WRITE_SECONDS = 2.0
 _KEEP_LEFT = 16
 _GOODBYE_SECONDS = 3.0
-_TOLD = (
-    *("task", "env_options", "seed", "envs_per_process", "env_lanes", "env_timeout"),
-    *("actors", "eval_every", "on_failure", "on_nan", "max_restarts"),
-)
-"""Settings that the environments of a joined machine need. No others are told: some hold secrets,
-and one that changes is no reason to make the environments again."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Number = Annotated[int, Meta(ge=0, le=1 << 60)]
@@ -474,7 +469,9 @@ def _chunk_bytes(run: RunConfig) -> int:
 
 def _description(run: RunConfig) -> dict[str, Any]:
     plain = json.loads(run.to_json())
-    told = {name: plain[name] for name in _TOLD}
+    # No others are told: some hold secrets, and one that changes is no reason to make the
+    # environments again.
+    told = {each.path: plain[each.path] for each in run.settings(mark=Mark.JOINED)}
     # How many the run has itself is checked there. Environments need nothing of the agent, whose
     # code may be the person's own.
     text = json.dumps({**told, "envs": max(run.envs, run.actors), "agent": "random"})

@@ -47,6 +47,7 @@ from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.spaces import Space, spaces_from_json, without_logs, without_reset
 from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
 from dreamfleet.transport.address import Address, parse
+from dreamfleet.trust import A_MACHINE, admit, code_in
 
 log = logging.getLogger(__name__)
 
@@ -270,11 +271,9 @@ class _Machine:
         named = self._offer.task
         if named is not None and named != task:
             raise ConfigError(f"The run's task is {task}, not {named}: say --task {task}.")
-        if not is_bundled(task) and named is None and not self._offer.trust:
-            raise ConfigError(
-                f"The run's task is {task}, which is not part of Dreamfleet, and another machine "
-                f"does not choose code that is imported here: say --task {task}, or --trust."
-            )
+        stated = ["task"] if named else []
+        code = code_in([("task", task)])
+        admit("The run", code, trust=self._offer.trust, stated=stated, rule=A_MACHINE)
 
     def _look(self, config: RunConfig, described: _Described) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""

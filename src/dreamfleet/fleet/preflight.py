@@ -37,6 +37,7 @@ from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
+from dreamfleet.settings import Mark
 from dreamfleet.spaces import summary, without_logs, without_reset
 from dreamfleet.transport.address import parse
 from dreamfleet.transport.wire import MAX_MESSAGE
@@ -227,9 +228,10 @@ def check_directory(config: RunConfig) -> None:
     if not holds_run(config.logdir):
         return
     there = read_config(config.logdir)
-    for name, same in (("task", same_task), ("agent", eq), ("replay_shards", eq)):
-        theirs, ours = getattr(there, name), getattr(config, name)
-        if not same(theirs, ours):
+    before = {each.path: each.value for each in there.settings(mark=Mark.FIXED)}
+    for name, ours in ((each.path, each.value) for each in config.settings(mark=Mark.FIXED)):
+        theirs = before.get(name)
+        if theirs != ours and not (name == "task" and same_task(there.task, config.task)):
             raise ConfigError(
                 f"{config.logdir} holds a run with {name} {theirs}, not {ours}: choose another "
                 "--logdir, or the settings of that run."

@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import Count, Fraction, Incidental, validate
+from dreamfleet.settings import Count, Fraction, Incidental, PerHost, validate
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class PriorityConfig:
 class ReplayConfig:
     """What the replay keeps, and which sequences it samples."""
 
-    capacity: Count = 1_000_000
+    capacity: PerHost[Count] = 1_000_000
     """Sequences that are kept; the oldest leave first. One new step makes one sequence. Of
     evaluation data, which only reports use, a tenth of it is kept."""
-    chunk: Incidental[Count] = 1024
+    chunk: Incidental[PerHost[Count]] = 1024
     """Steps in a file of the replay. A directory that has files already keeps their size."""
-    max_bytes: Count | None = None
+    max_bytes: PerHost[Count | None] = None
     """Bytes that the files may take; the oldest sequences leave earlier then. None for no bound."""
     online: bool = True
     """Whether each new sequence that overlaps no earlier one is trained on once, before others."""

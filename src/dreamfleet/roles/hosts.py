@@ -11,7 +11,6 @@ Agents say there what they know before each update, and decide alike from what a
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 import time
@@ -26,6 +25,7 @@ from dreamfleet.clock import Gather, Said
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
+from dreamfleet.settings import Mark
 from dreamfleet.transport import AddressError, Client, Keys, Server, TransportError, load_key
 from dreamfleet.transport.address import Address, parse
 
@@ -43,13 +43,6 @@ _GOODBYE_SECONDS = 30.0
 _TOLD_SECONDS = 3.0
 _ON_WAIT_SECONDS = 2.0
 _KEPT = 64  # meetings that are over, for calls that are repeated
-_OF_A_HOST = re.compile(
-    r"logdir|host_index|keys|.*_addr|envs|envs_per_process|env_lanes|eval_.*|actors|actor_.*"
-    r"|expect_envs|bind|remote_envs|coordinator|outputs|resources\..*|replay\.max_bytes"
-    r"|replay\.capacity|replay\.chunk|.*\.cache_dir|.*\.dump_dir|env_timeout"
-    r"|ray_.*|duration|log_every|.*_platform|.*\.execution\.policy_.*"
-)
-"""Settings in which hosts may differ."""
 
 
 class HostError(DreamfleetError):
@@ -299,7 +292,7 @@ def _shared_settings(config: RunConfig) -> dict[str, Any]:
     """What has to be the same on all hosts, as texts."""
     from dreamfleet import __version__  # every agent imports this file
 
-    shared = {name: str(v) for name, v in config.flat().items() if not _OF_A_HOST.fullmatch(name)}
+    shared = {name: str(v) for name, v in config.flat(without=Mark.PER_HOST).items()}
     return {**shared, "version": __version__}
 
 

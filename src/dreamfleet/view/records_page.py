@@ -189,7 +189,7 @@ def setting_rows(config: RunConfig, preset: Mapping[str, Any]) -> list[dict[str,
     """Rows of a table of settings."""
     # A file does not choose code that is imported.
     known = config if config.agent in BUILT_IN else RunConfig()
-    meanings = {setting.path: setting.sentence for setting in known.settings()}
+    meanings = {setting.path: setting.help for setting in known.settings()}
     rows = []
     for key, value in config.flat().items():
         differs = preset.get(key, value) != value and key != "logdir"

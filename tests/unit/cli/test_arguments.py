@@ -18,11 +18,11 @@ from dreamfleet.agents import size_preset
 from dreamfleet.cli import COMMANDS, main
 from dreamfleet.cli.arguments import Option, call, function_options, parse, summary_of
 from dreamfleet.cli.resume import EXAMPLES as RESUME_EXAMPLES
-from dreamfleet.cli.train import EXAMPLES, SHORT, config_of, options_of
+from dreamfleet.cli.train import EXAMPLES, config_of, options_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
-from dreamfleet.settings import convert, describe
+from dreamfleet.settings import Section, convert, describe
 
 OTHERS = [name for name in COMMANDS if name not in ("train", "resume")]
 
@@ -40,9 +40,9 @@ def shown(text: str, options: list[Option]) -> None:
     # A sentence may be cut into lines that stand beside the flags.
     words = " ".join(text.split())
     for option in options:
-        assert option.sentence, f"{option.flag} has no sentence"
+        assert option.help, f"{option.flag} has no help"
         assert option.flag in text
-        assert option.sentence.split()[-1] in words
+        assert option.help.split()[-1] in words
 
 
 @pytest.mark.parametrize("command", OTHERS)
@@ -60,8 +60,8 @@ def test_the_help_lists_every_name_that_may_be_given(
     assert main([command, "--help"]) == 0
     words = re.findall(r"[\w-]+", capsys.readouterr().out)
     for option in function_options(function_of(command)):
-        if option.positional and typing.get_origin(option.kind) is typing.Literal:
-            assert set(typing.get_args(option.kind)) <= set(words)
+        if option.positional and typing.get_origin(option.type) is typing.Literal:
+            assert set(typing.get_args(option.type)) <= set(words)
 
 
 def test_the_help_says_what_may_be_left_out_and_how_to_switch_off(
@@ -79,13 +79,12 @@ def test_the_help_says_what_may_be_left_out_and_how_to_switch_off(
 
 
 def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [name for members in SHORT.values() for name in members]
-    assert len(names) == len(set(names)) <= 23
+    short = [o for o in options_of([]) if any(isinstance(mark, Section) for mark in o.marks)]
+    assert len(short) <= 24
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    options = {option.name: option for option in options_of([])}
-    shown(text, [options[name] for name in names])
-    assert len(re.findall(r"^  --", text, re.MULTILINE)) == len(names)
+    shown(text, short)
+    assert len(re.findall(r"^  --", text, re.MULTILINE)) == len(short)
     titles = re.findall(r"^(\w[\w ]*)$", text, re.MULTILINE)
     assert (titles[0], titles[-1]) == ("what", "examples")
     assert f"({preset('default').steps})" in text
@@ -97,7 +96,7 @@ def test_resume_has_the_options_of_train(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["resume", "--help-all"]) == 0
     text = capsys.readouterr().out
     own = ("preset", "logdir", "set", "trust")
-    shown(text, [option for option in options_of([]) if option.name not in own])
+    shown(text, [option for option in options_of([]) if option.path not in own])
     assert text.startswith("usage: dreamfleet resume LOGDIR [OPTIONS]\n")
     assert "--preset" not in text
     assert main(["resume", "--help"]) == 0
@@ -111,20 +110,20 @@ def test_every_setting_has_a_flag_and_is_in_the_whole_help(
 ) -> None:
     options = options_of(["--agent", agent])
     config = RunConfig(agent=agent)
-    assert {setting.path for setting in config.settings()} <= {option.name for option in options}
+    assert {setting.path for setting in config.settings()} <= {option.path for option in options}
     assert main(["train", "--agent", agent, "--help-all"]) == 0
     shown(capsys.readouterr().out, options)
 
 
 def value_for(option: Option) -> list[str]:
     """Words that say the option's default again."""
-    if option.default in (None, "", ()) or isinstance(option.default, dict):
+    if option.value in (None, "", ()) or isinstance(option.value, dict):
         return []
-    if isinstance(option.default, tuple):
-        return [option.flag, *map(str, option.default)]
-    if option.switch:
-        return [option.flag] if option.default else []
-    return [option.flag, str(option.default)]
+    if isinstance(option.value, tuple):
+        return [option.flag, *map(str, option.value)]
+    if option.is_switch:
+        return [option.flag] if option.value else []
+    return [option.flag, str(option.value)]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -187,10 +186,10 @@ def test_every_example_is_a_command(line: str) -> None:
         given.update(inspect.signature(function).bind(*args, **kwargs).arguments)
 
     options = function_options(function)
-    values = parse(command, options, arguments)
+    values = parse(options, arguments)
     for option in options:
-        if option.name in values:
-            convert(option.flag, values[option.name], option.kind)
+        if option.path in values:
+            convert(option.flag, values[option.path], option.type)
     assert values or not arguments
 
 
@@ -268,4 +267,4 @@ def test_a_function_is_called_with_what_was_typed() -> None:
 
 def test_every_number_of_the_command_line_has_words_for_its_range() -> None:
     for option in options_of([]):
-        assert describe(option.kind), option.flag
+        assert describe(option.type), option.flag

@@ -7,7 +7,7 @@ import pytest
 
 # What no environment of these needs: it would cost every one of many processes.
 HEAVY = [
-    "PIL", "equinox", "jax", "optax", "pygame", "rich", "scipy", "tensorboardX", "tyro", "wandb",
+    "PIL", "equinox", "jax", "optax", "pygame", "rich", "scipy", "tensorboardX", "wandb",
 ]  # fmt: skip
 PROGRAM = """
 import sys

@@ -13,10 +13,13 @@ from msgspec import Meta
 from dreamfleet.errors import ConfigError
 from dreamfleet.settings import (
     AboveZero,
+    Code,
     Count,
     CountOrZero,
     Fraction,
     Incidental,
+    Local,
+    PerHost,
     ZeroOrMore,
     require,
     validate,
@@ -82,11 +85,11 @@ class ModelConfig:
     """Smallest standard deviation of a continuous policy."""
     max_std: Deviation = 1.0
     """Largest standard deviation of a continuous policy."""
-    encoder: str = "default"
+    encoder: Code[str] = "default"
     """From observations to tokens: `default`, or package.module:Class for your own."""
-    decoder: str = "default"
+    decoder: Code[str] = "default"
     """From latent states to observations: `default`, or package.module:Class for your own."""
-    dynamics: str = "default"
+    dynamics: Code[str] = "default"
     """From one latent state to the next: `default`, or package.module:Class for your own."""
 
     def __post_init__(self) -> None:
@@ -140,7 +143,7 @@ class LossConfig:
     """Weight of the value loss in imagination."""
     replay_value_scale: ZeroOrMore = 0.3
     """Weight of the value loss on replayed states; 0 leaves it out."""
-    extra: dict[str, ZeroOrMore] = field(default_factory=dict)
+    extra: Code[dict[str, ZeroOrMore]] = field(default_factory=dict)
     """Losses of your own and their weights, as package.module:Class."""
     free_nats: ZeroOrMore = 1.0
     """KL below this many nats is not penalised."""
@@ -241,17 +244,17 @@ class ExecutionConfig:
     send_priority: bool = False
     """Whether the world model's loss at each trained step goes back to the replay as the step's
     priority; prioritised sampling needs it."""
-    train_platform: Incidental[str] = ""
+    train_platform: Incidental[PerHost[str]] = ""
     """Devices that train: cpu, gpu or tpu; empty takes JAX's default."""
     train_devices: Incidental[tuple[CountOrZero, ...]] = ()
     """Numbers of the devices that train, from 0, among those of their platform; empty takes as many
     as there are, or as batches split over evenly."""
-    policy_platform: Incidental[str] = ""
+    policy_platform: Incidental[PerHost[str]] = ""
     """Device that acts: cpu, gpu or tpu; empty takes one of the training platform."""
-    policy_devices: Incidental[tuple[CountOrZero, ...]] = ()
+    policy_devices: Incidental[PerHost[tuple[CountOrZero, ...]]] = ()
     """Number of the device that acts, among those of its platform; empty takes the first training
     device, or the first of `policy_platform`."""
-    policy_backend: Incidental[Literal["auto", "compiled", "numpy"]] = "auto"
+    policy_backend: Incidental[PerHost[Literal["auto", "compiled", "numpy"]]] = "auto"
     """What computes actions: a compiled program or numpy, which is faster on a CPU but knows only
     the default networks in float32; auto takes numpy wherever it can."""
     shard_parameters: Incidental[bool] = False
@@ -268,9 +271,9 @@ class ExecutionConfig:
     """Whether reports measure the gradient norm of each loss (one backward pass each)."""
     prefetch: Incidental[Count] = 1
     """Batches placed on the training devices ahead of time."""
-    cache_dir: Incidental[str] = "~/.cache/dreamfleet/jax"
+    cache_dir: Incidental[PerHost[Local[str]]] = "~/.cache/dreamfleet/jax"
     """Folder of compiled programs, kept between runs; empty switches it off."""
-    dump_dir: Incidental[str] = ""
+    dump_dir: Incidental[PerHost[Local[str]]] = ""
     """Folder for the offending batch when NaN or infinity appears; empty takes the
     working directory."""
 

@@ -128,13 +128,6 @@ class DreamerType(AgentType[DreamerConfig]):
 
     priority_setting = "execution.send_priority"
 
-    def named_code(self, config: DreamerConfig) -> tuple[str, ...]:
-        model = config.model
-        networks = (model.encoder, model.decoder, model.dynamics)
-        return (*(name for name in networks if name != "default"), *config.loss.extra)
-
-    folders = ("execution.cache_dir", "execution.dump_dir")  # programs of the first are executed
-
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
         # Only what the parameters are used with. Folders and devices are those of this machine: a
         # file that someone sent must not choose where programs are loaded from.
