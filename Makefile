@@ -13,7 +13,7 @@ INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
 # 23.3 takes the newest release of a package that another one wants with an extra, and then refuses it for its hash.
 INSTALL_LOCK := $(INSTALL) --no-deps --require-hashes -r
 
-.PHONY: help train test simulate test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
+.PHONY: help train test bench chaos soak simulate test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,15 @@ train: setup ## set up, then train; options such as ARGS='--seed 1'
 test: setup-dev lint types ## set up, then lint, types and tests
 	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
+bench: setup-dev ## speed beside peers; ARGS='fleet --json F', ARGS='agent --sizes all', or ARGS=--help
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+soak: setup-dev ## growth of every process while a run trains; ARGS='runs/soak --minutes 60'
+	@$(BIN)/python -m benchmarks soak $(ARGS)
+
+chaos: setup-dev ## a fleet under faults, then an audit of every step; ARGS='--minutes 30 --goals'
+	@PYTHONPATH=.:tests $(BIN)/python -m chaos $(ARGS)
+
 simulate: setup-dev ## histories of a run with faults of storage and network; ARGS='--minutes 10'
 	@$(BIN)/python tests/simulation.py $(ARGS)
 
@@ -32,7 +41,7 @@ lint: setup-dev ## ruff: rules and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: setup-dev ## mypy, strict, on src/
+types: setup-dev ## mypy, strict
 	@$(BIN)/mypy
 
 format: setup-dev ## fix what ruff can fix
