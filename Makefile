@@ -13,7 +13,7 @@ INSTALL := $(PIP) install --quiet --no-input --root-user-action=ignore
 # 23.3 takes the newest release of a package that another one wants with an extra, and then refuses it for its hash.
 INSTALL_LOCK := $(INSTALL) --no-deps --require-hashes -r
 
-.PHONY: help train test test-learning results simulate test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
+.PHONY: help train test test-learning results bench chaos soak simulate test-lowest test-newest test-versions lint types check format setup setup-dev lock docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,15 @@ results: setup-dev ## make the runs of results/ that are missing (hours), then w
 	@$(BIN)/python results/suite.py run $(ARGS)
 	@$(BIN)/python results/suite.py write $(ARGS)
 
+bench: setup-dev ## speed beside peers; ARGS='fleet --json F', ARGS='agent --sizes all', or ARGS=--help
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+soak: setup-dev ## growth of every process while a run trains; ARGS='runs/soak --minutes 60'
+	@$(BIN)/python -m benchmarks soak $(ARGS)
+
+chaos: setup-dev ## a fleet under faults, then an audit of every step; ARGS='--minutes 30 --goals'
+	@PYTHONPATH=.:tests $(BIN)/python -m chaos $(ARGS)
+
 simulate: setup-dev ## histories of a run with faults of storage and network; ARGS='--minutes 10'
 	@$(BIN)/python tests/simulation.py $(ARGS)
 
@@ -40,7 +49,7 @@ lint: setup-dev ## ruff: rules and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: setup-dev ## mypy, strict, on src/
+types: setup-dev ## mypy, strict
 	@$(BIN)/mypy
 
 format: setup-dev ## fix what ruff can fix

@@ -1,7 +1,7 @@
-"""The tables and the picture of `docs/scaling.md`, from what `dreamfleet bench scale` measured.
+"""The tables and the picture of `docs/scaling.md`, from what `make bench ARGS=scale` measured.
 
-    dreamfleet bench scale --json docs/scaling.json
-    python docs/scaling.py docs/scaling.json docs/scaling.md docs/images/scaling.png
+    python -m benchmarks scale --json docs/scaling.json
+    python -m docs.scaling docs/scaling.json docs/scaling.md docs/images/scaling.png
 
 A table stands in the page between `<!-- NAME -->` and `<!-- end -->`. The text around it is written
 by hand.
@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dreamfleet.benchmarks.report import markdown
-from dreamfleet.benchmarks.scale import CONNECTIONS, TASKS
+from benchmarks.scale import CONNECTIONS, TASKS
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 from dreamfleet.plotting import COLORS, make_figure, plain_axis, save_figure
@@ -52,47 +51,45 @@ def read_values(path: Path) -> dict[str, float]:
 
 
 def fleet(values: Values) -> str:
-    """Processor time of each role for an environment step, in a whole fleet."""
+    """CPU time of each role for an environment step, in a whole fleet."""
     columns = [f"{kind}, {layout}" for kind in TASKS for layout in _LAYOUTS]
-    rows = [["environment alone", *[_us(values[f"{k}/environment alone/processor"])
+    rows = [["environment alone", *[_us(values[f"{k}/environment alone/cpu"])
              for k in TASKS for _ in _LAYOUTS]]]  # fmt: skip
     for role, name in _ROLES.items():
         cells = [values[f"{kind}/fleet, {each}/{role}"] for kind in TASKS for each in _LAYOUTS]
         rows.append([name, *map(_us, cells)])
     rates = [values[f"{kind}/fleet, {each}"] for kind in TASKS for each in _LAYOUTS]
     rows.append(["steps a second here", *(f"{rate:,.0f}" for rate in rates)])
-    return _table(["processor time a step", *columns], rows)
+    return _table(["CPU time a step", *columns], rows)
 
 
 def calls(values: Values) -> str:
-    """Processor time and wall time of single calls."""
+    """CPU time and wall time of single calls."""
     names = dict.fromkeys(
         name.split("/")[1]
         for name in values
-        if name.endswith("/processor") and name.startswith("vector/") and "alone" not in name
+        if name.endswith("/cpu") and name.startswith("vector/") and "alone" not in name
     )
     rows = []
     for name in names:
         per = "batch" if name.startswith(("replay sample", "replay update", "learner")) else "step"
-        cells = [_us(values[f"{k}/{name}/{what}"]) for k in TASKS for what in ("processor", "wall")]
+        cells = [_us(values[f"{k}/{name}/{what}"]) for k in TASKS for what in ("cpu", "wall")]
         rows.append([name, per, *cells])
-    columns = [f"{kind}, {what}" for kind in TASKS for what in ("processor", "wall")]
+    columns = [f"{kind}, {what}" for kind in TASKS for what in ("CPU", "wall")]
     return _table(["call", "per", *columns], rows)
 
 
 def costs(values: Values, kind: str, ratio: float) -> dict[str, float]:
-    """Microseconds of processor time that a step costs each role of a large fleet."""
+    """Microseconds of CPU time that a step costs each role of a large fleet."""
     config = RunConfig()
-    update = values[f"{kind}/learner update/processor"]
-    batch = values[f"{kind}/replay sample/processor"] + values.get(
-        f"{kind}/replay update/processor", 0.0
-    )
+    update = values[f"{kind}/learner update/cpu"]
+    batch = values[f"{kind}/replay sample/cpu"] + values.get(f"{kind}/replay update/cpu", 0.0)
     updates = ratio / (config.batch_size * config.batch_length)  # for each step
     return {
         "actor": values[f"curve/dreamer/{kind}/{CONNECTIONS[-1]}/actor"],
         "learner": updates * update,
-        "replay": values[f"{kind}/replay insert/processor"] + updates * batch,
-        "logger": values[f"{kind}/logger/processor"],
+        "replay": values[f"{kind}/replay insert/cpu"] + updates * batch,
+        "logger": values[f"{kind}/logger/cpu"],
     }
 
 
@@ -119,7 +116,7 @@ def saturation(values: Values) -> str:
 
 
 def limits(values: Values) -> str:
-    """How often a second one core can do what a role does, by its processor time alone."""
+    """How often a second one core can do what a role does, by its CPU time alone."""
     most = CONNECTIONS[-1]
     costs_of = {
         f"actor, DreamerV3, {most:,} connections": (f"curve/dreamer/{{}}/{most}/actor",),
@@ -128,12 +125,12 @@ def limits(values: Values) -> str:
             for role in ("replay", "logger")
             for layout in reversed(_LAYOUTS)
         },
-        "replay, inserts of 64 steps": ("{}/replay insert/processor",),
-        "logger, messages of 64 steps": ("{}/logger/processor",),
-        "replay, batches sampled": ("{}/replay sample/processor",),
+        "replay, inserts of 64 steps": ("{}/replay insert/cpu",),
+        "logger, messages of 64 steps": ("{}/logger/cpu",),
+        "replay, batches sampled": ("{}/replay sample/cpu",),
         "replay, batches sampled and updated": (
-            "{}/replay sample/processor",
-            "{}/replay update/processor",
+            "{}/replay sample/cpu",
+            "{}/replay update/cpu",
         ),
     }
     rows = []
@@ -145,7 +142,7 @@ def limits(values: Values) -> str:
 
 
 def curve(values: Values) -> str:
-    """Steps a second and the actor's processor time with so many connections."""
+    """Steps a second and the actor's CPU time with so many connections."""
     rows = []
     for count in CONNECTIONS[::2]:
         cells = []
@@ -158,7 +155,7 @@ def curve(values: Values) -> str:
 
 def walls(values: Values) -> str:
     """What a second actor and a second shard gain, on the two cores that everybody shares and, from
-    processor time, with a core for each."""
+    CPU time, with a core for each."""
     rows = []
     for name, what in (
         ("actors={}", "`actors`, DreamerV3 with images, steps a second"),
@@ -228,11 +225,11 @@ def cold(values: Values) -> str:
     """Samples from memory and from the disk."""
     rows = [
         [f"a batch of images, {where}", *(_us(values[f"replay/sample, {where}/{what}"])
-         for what in ("processor", "wall"))]
+         for what in ("cpu", "wall"))]
         for where in ("warm", "cold")
     ]  # fmt: skip
     read = f"files read one after the other: {values['disk/read']:,.0f} MB/s"
-    return _table(["sample", "processor", f"wall ({read})"], rows)
+    return _table(["sample", "CPU", f"wall ({read})"], rows)
 
 
 TABLES: Mapping[str, Callable[[Values], str]] = {
@@ -242,7 +239,8 @@ TABLES: Mapping[str, Callable[[Values], str]] = {
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"{markdown(line)}\n" for line in (head, ["---"] * len(head), *rows))
+    lines = (head, ["---"] * len(head), *rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _us(value: float) -> str:

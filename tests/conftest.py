@@ -53,6 +53,12 @@ def keep_bytecode() -> None:
     sys.dont_write_bytecode = False
 
 
+def share_modules() -> None:
+    """Let processes that tests start import `benchmarks` and what is beside this file."""
+    found = [Path(__file__).parents[1], Path(__file__).parent, os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(each) for each in found if each)
+
+
 def compile_less() -> None:
     """Have programs compiled with less effort, also in the processes that tests start: they compile
     much and compute little."""
@@ -67,6 +73,7 @@ def compile_less() -> None:
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # here, because conftest files below import JAX
     keep_bytecode()
+    share_modules()
     compile_less()
 
 
@@ -102,7 +109,8 @@ def pytest_collection_finish() -> None:
 
 BY_HAND = (
     "never by make test: Slurm (deploy/slurm/try.sh), containers (deploy/try_containers.py),",
-    "  500 ends of runs (python tests/ends.py --ends 500), GPUs and TPUs",
+    "  500 ends of runs (python tests/ends.py --ends 500), half an hour of faults (make chaos),",
+    "  an hour of growth (make soak), speed (make bench), GPUs and TPUs",
 )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fleet_parts import rows, small_run
 
-from dreamfleet.benchmarks.proxy import Proxy
+from benchmarks.proxy import Proxy
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import replay, stream
 from dreamfleet.metrics import JsonlOutput

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chaos.audit import audit
 from fleet_parts import rows, small_run
 
-from dreamfleet.chaos.accounts import audit
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.roles.addresses import published_address, remove_addresses
 from dreamfleet.transport import Client, Disconnected, Keys
@@ -64,7 +64,7 @@ def test_agent_replay_and_logger_are_moved_and_found_again(tmp_path: Path) -> No
     """With their state in the run's directory, which is shared."""
     config = small_run(
         tmp_path,
-        task="bundled:audit",
+        task="chaos.env:Audit",
         env_options={"seconds": 0.002},
         steps=0,
         envs_per_process=4,

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from chaos.audit import audit
 from fleet_parts import rows
 from network_parts import Machine, Network, machines
 
-from dreamfleet.chaos.accounts import audit
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.roles.notes import read_notes
 
@@ -92,7 +92,7 @@ def test_a_fleet_on_four_machines_survives_its_network(
         network.throttle(machine, "10mbit")
     here, store = (f"tcp://{network.addresses[machine]}:{{auto}}" for machine in (agent, replay))
     settings = {
-        "task": "bundled:audit", "env-options": "seconds=0.005", "agent": "random", "steps": "0",
+        "task": "chaos.env:Audit", "env-options": "seconds=0.005", "agent": "random", "steps": "0",
         "envs": "4", "envs-per-process": "2", "env-lanes": "2", "batch-size": "2",
         "batch-length": "4", "report-length": "4", "train-ratio": "0.1", "eval-episodes": "0",
         "log-every": "0.5", "save-every": "2", "outputs": "jsonl",

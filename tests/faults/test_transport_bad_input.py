@@ -14,7 +14,7 @@ import pytest
 import zmq
 from transport_processes import ServerProcess, greet, server_process
 
-from dreamfleet.benchmarks.hostile import LIES, addressed, malformed, raw_socket
+from benchmarks.malformed import LIES, addressed, malformed, raw_socket
 from dreamfleet.transport import Client, wire
 from dreamfleet.transport.codec import encode
 

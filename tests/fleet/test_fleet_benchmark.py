@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dreamfleet.benchmarks.fleet import LAYOUTS
+from benchmarks.fleet import LAYOUTS
 
 
 def test_a_quick_run_measures_the_fleet_and_its_peers_in_both_layouts(tmp_path: Path) -> None:
     """In a process of its own: the peer forks, which one with JAX's threads must not."""
     path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "dreamfleet.cli", "bench", "fleet", "--quick"]
+    command = [sys.executable, "-m", "benchmarks", "fleet", "--quick"]
     done = subprocess.run(
         [*command, "--json", str(path)], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Short versions of `dreamfleet bench hostile` and `dreamfleet soak`, on live fleets."""
+"""Short versions of `make bench ARGS=hostile` and `make soak`, on live fleets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fleet_parts import left_behind, small_run
 
-from dreamfleet.benchmarks.hostile import Attacker, Plan, measure
-from dreamfleet.benchmarks.soak import KINDS, soak
+from benchmarks.hostile import Plan, Sender, measure
+from benchmarks.soak import KINDS, soak
 from dreamfleet.replay import ReplayConfig
 from dreamfleet.transport import Keys, Server
 
@@ -19,35 +19,35 @@ MB_THAT_ARE_NO_GROWTH = 100
 
 
 def test_a_fleet_goes_on_under_attack(tmp_path: Path) -> None:
-    plan = Plan(messages=600, rate=2000, rounds=1, warm_up=0.0, log_every=0.5)
+    plan = Plan(messages=600, rate=2000, phases=1, warm_up=0.0, log_every=0.5)
     result = measure(tmp_path, plan)
     assert left_behind() == []
     assert result.restarts == 0
     for name in ("actor", "replay", "logger", "coordinator"):
-        assert result.sent[f"malformed messages, at the {name}"] >= plan.messages
-        assert result.sent[f"recorded connections, at the {name}"] >= 1
-        assert result.sent[f"messages that stop in the middle, at the {name}"] >= 1
-    assert result.rates[True][0] > 0
+        assert result.sent[f"malformed messages, to the {name}"] >= plan.messages
+        assert result.sent[f"recorded connections, to the {name}"] >= 1
+        assert result.sent[f"messages that stop in the middle, to the {name}"] >= 1
+    assert result.loaded[0] > 0
     assert {"agent", "replay", "logger", "env-0", "env-4"} <= result.memory.keys()
     for before, after in result.memory.values():
         assert after - before < MB_THAT_ARE_NO_GROWTH
 
 
-def test_an_attacker_that_is_aborted_is_replaced_and_the_rounds_before_count() -> None:
+def test_a_sender_that_is_aborted_is_replaced_and_the_phases_before_count() -> None:
     keys = Keys.generate()
-    plan = Plan(messages=400, rate=1000, rounds=2)
+    plan = Plan(messages=400, rate=1000, phases=2)
     server = Server("tcp://127.0.0.1:{auto}", keys=keys)
-    with server, Attacker({"server": server.address}, keys, plan) as attacker:
+    with server, Sender({"server": server.address}, keys, plan) as sender:
         for abort in (False, True):
-            attacker.begin()
+            sender.begin()
             if abort:
-                os.kill(attacker.pid, signal.SIGABRT)
-            while not attacker.rests:
+                os.kill(sender.pid, signal.SIGABRT)
+            while not sender.done:
                 time.sleep(0.01)
-        assert attacker.sent()["malformed messages, at the server"] >= plan.messages
+        assert sender.sent()["malformed messages, to the server"] >= plan.messages
 
 
-def test_a_soak_looks_at_every_process(tmp_path: Path) -> None:
+def test_a_soak_samples_every_process(tmp_path: Path) -> None:
     small = ReplayConfig(chunk=64, capacity=1000)
     config = small_run(tmp_path / "run", steps=0, log_every=0.3, eval_episodes=0, replay=small)
     found = soak(config, 1.0, tmp_path / "soak")

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+from chaos.audit import audit
 from fleet_parts import fixed_address, rows
 
-from dreamfleet.chaos.accounts import audit
 from dreamfleet.config import read_config
 from dreamfleet.fleet.status import MachineStatus, RunStatus, Watcher
 from dreamfleet.roles.addresses import published_address
@@ -127,7 +127,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
     local = "tcp://127.0.0.1:{auto}"
     with programs(tmp_path) as start:
         train = start(
-            "train", "train", "--task", "bundled:audit", "--env-options", "seconds=0.002",
+            "train", "train", "--task", "chaos.env:Audit", "--env-options", "seconds=0.002",
             "--agent", "random", "--logdir", str(logdir), "--steps", "0", "--eval-episodes", "2",
             "--remote-envs", "--bind", bind, "--expect-envs", "5", "--log-every", "0.5",
             "--batch-size", "2", "--batch-length", "4", "--train-ratio", "0.5",

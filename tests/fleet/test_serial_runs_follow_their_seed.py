@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chaos.audit import audit
 from fleet_parts import rows, small_run, stored_steps
 from serial_parts import differences, play
 
 from dreamfleet.agents.api import AgentBase
-from dreamfleet.chaos.accounts import audit
 from dreamfleet.envs import make_env
 from dreamfleet.replay import ReplayConfig
 from dreamfleet.replay.config import Fractions
@@ -113,7 +113,7 @@ def test_environments_that_fail_do_so_again(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_resumed_begins_new_episodes(tmp_path: Path) -> None:
-    config = small_run(tmp_path, **{**CATCH, "task": "bundled:audit", "env_options": {}})
+    config = small_run(tmp_path, **{**CATCH, "task": "chaos.env:Audit", "env_options": {}})
     saved = play(config, [30])
     assert 0 < saved[0] < 600 <= saved[1]
     found = audit([tmp_path / "replay"])

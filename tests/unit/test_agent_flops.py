@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dreamfleet.benchmarks.lowering import flops, form_of_accelerators
+from benchmarks.lowering import flops, form_of_accelerators
 
 A, B = jax.ShapeDtypeStruct((3, 4), jnp.float32), jax.ShapeDtypeStruct((4, 5), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((4, 4), jnp.float32)

@@ -1,32 +1,129 @@
-"""Benchmarks run; what they measure is for a quiet machine."""
+"""Benchmarks run and report alike; what they measure is for a quiet machine."""
+
+from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from dreamfleet.benchmarks import agent, replay
-from dreamfleet.cli import main
+from benchmarks import agent, replay, report
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.report import Row, compare
+from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
+from dreamfleet.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", ["envs", "metrics", "checkpoint", "network"])
+@pytest.mark.parametrize("name", ["transport", "network"])
 def test_a_quick_run_writes_its_rows(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    assert main(["bench", name, "--quick", "--json", str(path)]) == 0
+    assert main([name, "--quick", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())
     assert len(rows) >= 2
     for row in rows:
         assert row.keys() == {"name", "value", "unit", "peer", "peer_value", "ratio", "note"}
         assert math.isfinite(row["value"])
-        assert row["value"] > 0 or "not measured" in row["note"]
+        assert row["value"] > 0
+
+
+def test_help_lists_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    told = capsys.readouterr().out
+    for name, line in BENCHMARKS.items():
+        assert f"\n    {name}" in told
+        assert line in told
+
+
+def test_a_ratio_above_one_is_better() -> None:
+    assert compare("x", 20.0, "steps/s", "peer", 10.0).ratio == 2.0
+    assert compare("x", 20.0, "ms", "peer", 10.0).ratio == 0.5
+    assert "2.00x" in str(compare("x", 20.0, "steps/s", "peer", 10.0))
 
 
 def test_nothing_is_compared_with_what_was_not_measured_in_the_same_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    figures = {"policy": [1.0] * 3, "while_training": [(1.0, 2.0)] * 3}
-    figures |= dict.fromkeys(("train", "compile", "memory"), 1.0)
-    monkeypatch.setattr(agent, "in_process", lambda *_: figures)
-    rows = agent.run(quick=True) + replay._speed("vector", "memory", quick=True)
+    monkeypatch.setattr(agent, "in_process", lambda *_: FOUND)
+    rows = [*agent.run(quick=True), *replay._speed("vector", "memory", quick=True)]
     assert {(row.peer, row.peer_value, row.ratio) for row in rows} == {(None, None, None)}
+
+
+# --- the agent -----------------------------------------------------------------------------------
+
+FOUND = {
+    "platform": "gpu", "devices": 2, "device": "Large GPU (gpu), cuda 12090, jax 0.10.2",
+    "settings": "bfloat16, batches of 16 x 64 steps", "compile": 61.2, "train": 22.4,
+    "train_cpu": 3.0, "policy": [1.0, 1.1, 1.4], "while_training": [(1.0, 2.0)] * 3,
+    "checkpoint": (4.0, 0.02), "flops": 2e13, "matmul": 1.5e15, "utilisation": 0.595,
+    "memory": {"parameters": 8e8, "optimizer": 1.6e9, "activations": 7e9, "peak": 11e9},
+}  # fmt: skip
+
+
+def test_sizes_and_numbers_of_devices_are_understood_or_refused() -> None:
+    assert agent.sizes_of("1m,400m") == ("1m", "400m")
+    assert agent.sizes_of("all") == PUBLISHED_SIZES
+    with pytest.raises(ConfigError, match="no size '3m'"):
+        agent.sizes_of("1m,3m")
+    assert agent.counts_of("8,2") == (1, 2, 8), "one is what others are compared with"
+    for wrong in ("two", "0,2", ""):
+        with pytest.raises(ConfigError, match="--devices"):
+            agent.counts_of(wrong)
+
+
+def test_a_size_that_does_not_fit_has_a_row_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(_: str, task: dict[str, Any]) -> dict[str, Any]:
+        assert (task["kind"], task["dtype"]) == ("image", "bfloat16")
+        return FOUND if task["size"] == "200m" else {"problem": "A train step needs 90.1 GB"}
+
+    monkeypatch.setattr(agent, "in_process", measured)
+    words = ["--sizes", "200m,400m", "--dtype", "bfloat16", "--kind", "image"]
+    assert main(["agent", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Large GPU (gpu), cuda 12090, jax 0.10.2" in lines[1]
+    assert lines[2].startswith("image, 200m: train step ")
+    assert " 22.4 ms " in lines[2]
+    assert "60 % of the fastest matrix product" in "\n".join(lines)
+    assert lines[-1].startswith("image, 400m: train step ")
+    assert lines[-1].endswith("A train step needs 90.1 GB")
+
+
+def test_a_process_that_is_killed_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(report, "tied", lambda _: [sys.executable, "-c", program])
+    (row,) = agent.run(kind="vector")
+    assert row.value is None
+    assert "too little memory" in row.note
+
+
+def test_several_devices_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(_: str, task: dict[str, Any], **variables: str) -> dict[str, Any]:
+        count = task["devices"]
+        assert variables == {"JAX_NUM_CPU_DEVICES": str(count)}
+        if count == 8:
+            return {"problem": "this machine has 4 devices"}
+        parameters = {"nets/a": np.ones(4), "nets/b": np.full(2, 3.0)}
+        if count > 1:
+            parameters["nets/b"] = parameters["nets/b"] + [0.03, 0.04]
+        np.savez(Path(task["folder"]) / "parameters.npz", **parameters)  # type: ignore[arg-type]
+        losses = [[1.0, 2.0], [1.0, 2.0 + 0.01 * (count > 1)]]
+        memory = {"parameters": 1e6, "optimizer": 2e6, "step": 9e6}
+        return {"losses": losses, "moved": 10.0, "train": 10.0 * count, "memory": memory}
+
+    monkeypatch.setattr(agent, "in_process", trained)
+    rows = list(agent.run(devices="1,2,4,8"))
+    assert [row.name for row in rows] == [
+        "1 device",
+        *(f"2 devices, {mode}" for mode in agent.MODES[:2]),
+        *(f"{count} devices, {mode}" for count in (4, 8) for mode in agent.MODES),
+    ]
+    assert rows[0].note.startswith("the same: losses 0.0e+00 apart, parameters 0.0e+00")
+    assert rows[1].note.startswith("NOT THE SAME: losses 5.0e-03 apart, parameters 5.0e-03")
+    assert (rows[1].peer, rows[1].ratio) == ("1 device", 0.5)
+    assert rows[-1] == Row("8 devices, both", None, "ms", note="this machine has 4 devices")

@@ -1,4 +1,4 @@
-"""The parts of `dreamfleet chaos`: what is done, what is seen, and what is told."""
+"""The parts of `make chaos`: faults, connections, the disk, accounts and the report."""
 
 from __future__ import annotations
 
@@ -7,56 +7,50 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from chaos import faults
+from chaos.audit import Accounts, Findings, left_files
+from chaos.faults import ChaosError, Injector, Outcome, Recovery, attack
+from chaos.fleet import Fleet, cut
+from chaos.report import Report
+from chaos.schedule import Fault, schedule
+from transport_processes import server_process
 
-from dreamfleet.chaos import faults
-from dreamfleet.chaos.accounts import Accounts, Findings, left_files
-from dreamfleet.chaos.conductor import fleet_config
-from dreamfleet.chaos.faults import ChaosError, Injector, Outcome, Recovery
-from dreamfleet.chaos.fleet import Fleet
-from dreamfleet.chaos.hostile import attack
-from dreamfleet.chaos.network import PARTS, Line, Message, Network, Part, _Frames, read_header
-from dreamfleet.chaos.report import Report
-from dreamfleet.chaos.schedule import Fault, schedule
 from dreamfleet.config import RunConfig
-from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.transport import ArgumentError, Client, Keys, Server
-from dreamfleet.transport.codec import encode
-from dreamfleet.transport.wire import CALL, pack
 
 LONG = 120.0
 WORKERS = ("agent", "env-0", "env-4", "replay", "logger")
-SERVERS = ("actor", "replay", "logger")
-PADDING = "x" * 100  # observations are not small
+SERVERS = {"agent", "replay", "logger"}
 
 
 def test_a_seed_decides_the_faults_and_a_deck_has_all_of_them() -> None:
-    dealt = list(islice(schedule(3, WORKERS, SERVERS), 150))
-    assert dealt == list(islice(schedule(3, WORKERS, SERVERS), 150))
-    assert dealt != list(islice(schedule(4, WORKERS, SERVERS), 150))
+    dealt = list(islice(schedule(3, WORKERS), 150))
+    assert dealt == list(islice(schedule(3, WORKERS), 150))
+    assert dealt != list(islice(schedule(4, WORKERS), 150))
     for kind in ("kill", "terminate", "stop"):
         hit = {fault.targets for fault in dealt if fault.kind == kind}
         assert {(worker,) for worker in WORKERS} <= hit
         assert any(len(targets) == 2 for targets in hit)
-    for kind in ("cut", "half-cut", "stall", "attack"):
-        assert {f.targets[0] for f in dealt if f.kind == kind} == set(SERVERS)
+    for kind in ("cut", "lose", "attack"):
+        assert {f.targets[0] for f in dealt if f.kind == kind} == SERVERS
     assert {fault.moment for fault in dealt} == {"now", "restart", "compile", "save"}
-    assert {"fill", "refuse", "lose"} <= {fault.kind for fault in dealt}
+    assert {fault.way for fault in dealt} == {"both", "up", "down"}
+    assert {"fill"} <= {fault.kind for fault in dealt}
     assert Fault("kill", ("supervisor",)) in dealt
 
 
 def test_threads_of_one_process_are_not_killed_one_by_one() -> None:
-    for fault in islice(schedule(3, WORKERS, SERVERS, threads=True), 50):
-        assert fault.kind in ("attack", "fill") or fault.targets == ("supervisor",)
+    for fault in islice(schedule(3, WORKERS, threads=True), 50):
+        assert fault.kind == "fill" or fault.targets == ("supervisor",)
 
 
 TITLED = """
@@ -68,7 +62,7 @@ sys.stdin.read()
 
 
 def test_processes_with_a_title_are_known_as_those_of_the_fleet(tmp_path: Path) -> None:
-    fleet = Fleet(fleet_config(tmp_path / "run"), {}, tmp_path)
+    fleet = Fleet(tmp_path / "run", tmp_path, [])
     with subprocess.Popen(
         [sys.executable, "-c", TITLED, "x" * 100],
         stdin=subprocess.PIPE,
@@ -83,152 +77,72 @@ def test_processes_with_a_title_are_known_as_those_of_the_fleet(tmp_path: Path) 
     assert fleet.processes() == []
 
 
-# --- the network ---------------------------------------------------------------------------------
+# --- connections ---------------------------------------------------------------------------------
 
 
-def test_headers_are_read_however_the_bytes_come() -> None:
-    values: list[Any] = [1, {"x": np.arange(5000)}, "text", {"y": np.zeros((300, 300))}]
-    stream = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-    stream += b"\x04\x05READY"
-    for number, value in enumerate(values, 1):
-        frames = pack(CALL, 1000**number, encode((value,)), 1 << 61, f"method_{number}")
-        for place, frame in enumerate(frames):
-            more = place < len(frames) - 1
-            stream += bytes([2 | more]) + len(frame).to_bytes(8, "big") + bytes(frame)
-    expected = [Message(CALL, 1000**n, f"method_{n}") for n in range(1, 5)]
-    for size in (1, 7, 64, 10**7):
-        found, parser = [], _Frames()
-        for place in range(0, len(stream), size):
-            found += [read_header(head) for head, _ in parser.feed(stream[place : place + size])]
-        assert found == expected
-        assert parser.encrypted is False
-    assert read_header(b"nonsense") is None
+@pytest.mark.parametrize("address", ["ipc://{auto}", "tcp://127.0.0.1:{auto}"])
+def test_connections_are_cut_in_the_servers_process_and_calls_go_on(address: str) -> None:
+    with server_process(address) as server, Client(server.address, patience=LONG) as client:
+        client.echo(0).result(LONG)
+        for number, way in enumerate(("both", "up", "down"), 1):
+            try:
+                kinds = cut(server.pid, server.address, faults._HOW[way])  # type: ignore[index]
+            except PermissionError:
+                pytest.skip("Sockets of other processes need the right to trace them: as root")
+            assert kinds
+            assert client.echo(number).result(LONG) == (number,)
+        assert client.stats()["connects"] == 4
+    assert cut(server.pid, server.address) == [], "it has ended"
 
 
-@pytest.fixture(params=["file", "port with key"])
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Network, Client, Any]]:
-    """A server behind a proxy, a client of it, and the calls that were carried out."""
-    by_port = request.param != "file"
-    keys = Keys.generate() if by_port else None
-    where = "tcp://127.0.0.1:{auto}" if by_port else "ipc://{auto}"
+def test_what_users_talk_over_is_cut() -> None:
+    """Between processes of one machine that is a socket of packets."""
+    with server_process("ipc://{auto}") as server, Client(server.address) as client:
+        for number in range(50):
+            client.echo(number).result(LONG)
+        try:
+            kinds = {kind.name for kind in cut(server.pid, server.address)}
+        except PermissionError:
+            pytest.skip("Sockets of other processes need the right to trace them: as root")
+        assert "SOCK_SEQPACKET" in kinds
+
+
+@contextmanager
+def careful(keys: Keys | None) -> Iterator[tuple[Server, list[int]]]:
+    """A server that takes numbers, and those that it has taken."""
     done: list[int] = []
 
-    def act(number: Any, padding: Any) -> Any:
-        if type(number) is not int or type(padding) is not str or not 0 <= number < 100:
+    def act(number: Any) -> int:
+        if type(number) is not int or not 0 <= number < 100:
             raise ArgumentError("It is no number.")
         done.append(number)
-        return np.zeros(100)
+        return number
 
-    server = Server(where, "server", keys=keys)
-    server.bind("act", act, repeatable=True)
-    with server, Network(tmp_path, {"server": by_port}, tmp_path) as network:
-        DirectoryBook().publish(tmp_path, "server", server.address)
-        with Client(network.addresses["server"], keys=keys) as client:
-            client.call("act", 0, PADDING).result(LONG)
-            yield network, client, done
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_a_call_is_lost_with_its_connection(
-    served: tuple[Network, Client, list[int]], part: Part
-) -> None:
-    network, client, done = served
-    line = network.lines["server"]
-    assert line.methods["act"] >= 1 <= line.replies
-    killed: list[bool] = []
-    before = line.first_reply(0.0)
-    loss = line.lose("act", part, lambda: killed.append(True))
-    client.call("act", 7, PADDING).result(LONG)  # it is sent again
-    assert loss.happened.is_set()
-    # A server that has done its work before the reply was lost does it again.
-    assert done == [0, 7] if part == "request" else done == [0, 7, 7]
-    assert killed == [True] * (part == "server")
-    assert before is not None
-    after = line.first_reply(loss.at)
-    assert after is not None
-    assert after > loss.at > before
-    assert client.stats()["connects"] == 2
-
-
-def call_directly(line: Line, client: Client, number: int) -> None:
-    """Call until it goes around libzmq, for which the server has to say first that it reads it."""
-    before = line.direct
-    while line.direct == before:
-        client.call("act", number, PADDING).result(LONG)
-
-
-@pytest.mark.parametrize("served", ["file"], indirect=True)
-def test_calls_go_around_libzmq_as_in_a_run_and_are_lost_there(
-    served: tuple[Network, Client, list[int]],
-) -> None:
-    network, client, done = served
-    line = network.lines["server"]
-
-    call_directly(line, client, 1)
-    for number, part in enumerate(PARTS, 2):
-        call_directly(line, client, number)
-        made = len(done)
-        loss = line.lose("act", part, lambda: None)
-        client.call("act", 50 + number, PADDING).result(LONG)
-        assert loss.happened.is_set()
-        assert done[made:] == [50 + number] * (1 if part == "request" else 2)
-    call_directly(line, client, 9)
-    assert client.stats()["connects"] == 4
-
-
-@pytest.mark.parametrize("served", ["file"], indirect=True)
-def test_faults_of_a_network_reach_the_way_around_libzmq(
-    served: tuple[Network, Client, list[int]],
-) -> None:
-    network, client, done = served
-    line = network.lines["server"]
-
-    call_directly(line, client, 1)
-    line.proxy.stall()
-    waiting = client.call("act", 2, PADDING)
-    assert not waiting.wait(0.05)
-    assert 2 not in done
-    line.proxy.resume()
-    waiting.result(LONG)
-    assert client.stats()["connects"] == 1
-    for fault in (line.proxy.cut, line.proxy.half_cut, lambda: line.proxy.half_cut("down")):
-        call_directly(line, client, 3)
-        before = client.stats()["connects"]
-        since = time.monotonic()
-        fault()
-        client.call("act", 4, PADDING).result(LONG)
-        call_directly(line, client, 5)
-        assert client.stats()["connects"] == before + 1
-        assert line.first_reply(since) is not None
-    line.proxy.refuse()
-    line.proxy.cut()
-    refused = client.call("act", 6, PADDING)
-    assert not refused.wait(0.05)
-    line.proxy.refuse(False)
-    refused.result(LONG)
-
-
-def test_attacks_are_refused_and_nobody_else_notices(
-    served: tuple[Network, Client, list[int]], tmp_path: Path
-) -> None:
-    _, client, done = served
-    address = DirectoryBook().find(tmp_path, "server")
-    keys = client._connection._keys
-    assert keys is None or isinstance(keys, Keys)
-    made = attack(random.Random(0), address, ["act"], keys)
-    assert made.sent > 20
-    assert made.accepted == []
-    assert client.call("act", 1, PADDING).result(LONG).shape == (100,)
-    assert client.stats()["connects"] == 1
-    assert done == [0, 1]
-
-
-def test_what_a_server_takes_although_it_should_not_is_told(tmp_path: Path) -> None:
-    server = Server("ipc://{auto}", "server")
-    server.bind("careless", lambda *values: len(values))
+    server = Server("tcp://127.0.0.1:{auto}" if keys else "ipc://{auto}", "server", keys=keys)
+    server.bind("act", act)
     with server:
-        made = attack(random.Random(0), server.address, ["careless"], None)
-    assert any(call.startswith("careless(") for call in made.accepted)
+        yield server, done
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_attacks_are_refused_and_other_clients_do_not_notice(encrypted: bool) -> None:
+    keys = Keys.generate() if encrypted else None
+    with careful(keys) as (server, done), Client(server.address, keys=keys) as client:
+        client.call("act", 0).result(LONG)
+        sent, accepted = attack(random.Random(0), server.address, keys)
+        assert sent > 20
+        assert accepted == []
+        assert client.call("act", 1).result(LONG) == 1
+        assert client.stats()["connects"] == 1
+        assert done == [0, 1]
+
+
+def test_an_attack_that_a_server_accepts_is_told() -> None:
+    server = Server("ipc://{auto}", "server")
+    server.bind("act", lambda *values: len(values))
+    with server:
+        _, accepted = attack(random.Random(0), server.address, None)
+    assert any(call.startswith("act(") for call in accepted)
 
 
 # --- the disk ------------------------------------------------------------------------------------
@@ -237,7 +151,7 @@ FILLING = """
 import sys
 from pathlib import Path
 import psutil
-from dreamfleet.chaos.faults import Disk
+from chaos.faults import Disk
 
 if sys.argv[2] == "limit":
     Disk._mount = lambda self: False
@@ -271,7 +185,7 @@ def test_a_disk_is_filled_and_freed(tmp_path: Path, kind: str, said: str) -> Non
     assert bool(list(folder.iterdir())) == (kind == "limit")
 
 
-# --- what is told --------------------------------------------------------------------------------
+# --- accounts and report --------------------------------------------------------------------------
 
 
 def accounts(**changes: Any) -> Accounts:
@@ -325,9 +239,9 @@ def test_where_workers_were_is_shown_if_a_fleet_does_not_recover(
         workers=lambda: {"agent": 1, "supervisor": 2},
         signal=lambda *args: sent.append(args),
     )
-    monkeypatch.setattr(faults, "_LONG", 0.0)
-    injector = Injector(fleet, Network(Path(), {}, Path()), None, 0)  # type: ignore[arg-type]
-    with pytest.raises(ChaosError, match="This did not come for 0 s: every worker to run"):
+    monkeypatch.setattr(faults, "_RECOVERY_SECONDS", 0.0)
+    injector = Injector(fleet, None, 0)  # type: ignore[arg-type]
+    with pytest.raises(ChaosError, match="Waited 0 s for every worker to run"):
         injector._await(lambda: False, "every worker to run")
     assert sent == [("agent", signal.SIGABRT)]
 
@@ -347,13 +261,13 @@ def report(**changes: Any) -> Report:
         Outcome(Fault("kill", ("agent",)), at=1.0, recoveries=[Recovery("agent", 2.0)]),
         Outcome(Fault("kill", ("agent", "env-0")), at=5.0,
                 recoveries=[Recovery("agent", 4.0), Recovery("env", 1.0)]),
-        Outcome(Fault("cut", ("actor",)), at=20.0, recoveries=[Recovery("network", 0.1)]),
+        Outcome(Fault("cut", ("actor",)), at=20.0, recoveries=[Recovery("network", 0.1)],
+                cut={"SOCK_SEQPACKET": 6}),
         Outcome(Fault("attack", ("actor",)), at=30.0, sent=70),
     ]  # fmt: skip
     values: dict[str, Any] = {
         "minutes": 0.5,
         "outcomes": outcomes,
-        "samples": [(0.0, 0), (1.0, 100), (4.5, 100), (5.0, 150), (30.0, 2000)],
         "quiet": 100.0,
         "disturbed": 80.0,
         "accounts": accounts(),
@@ -363,12 +277,12 @@ def report(**changes: Any) -> Report:
 
 def test_a_report_tells_recovery_pauses_and_rows() -> None:
     made = report()
-    assert made.recovery == {"agent": [2.0, 4.0], "env": [1.0], "network": [0.1]}
-    assert made.longest_pause == 3.5
+    assert made.recovery.keys() == {"agent", "env", "network"}
+    assert made.cut == {"SOCK_SEQPACKET": 6}
     assert made.misses == []
     plain = json.loads(made.to_json())
     assert plain["recovery_seconds"]["agent"] == {"count": 2, "median": 3.0, "worst": 4.0}
-    assert plain["rows"]["audited"] == 1000
+    assert plain["accounts"]["findings"]["rows"] == 1000
     assert plain["kinds"] == {"attack": 1, "cut": 1, "kill": 2}
     assert Counter(event["fault"] for event in plain["events"])["kill agent and env-0"] == 1
     assert "Every promise has held." in made.to_text()
@@ -384,8 +298,3 @@ def test_goals_of_speed_that_are_missed_are_told() -> None:
     assert "logger recovered in 11.0 s" in misses[0]
     assert "60% of the steps" in misses[1]
     assert "1 faults in 10.0 minutes" in misses[2]
-
-
-def test_a_report_is_drawn(tmp_path: Path) -> None:
-    report().draw(tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,6 +1,5 @@
 """The command line, as a person types it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -27,8 +26,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_typing_error_suggests_the_right_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bensh"]) == 2
-    assert "Did you mean 'bench'?" in capsys.readouterr().err
+    assert main(["tarin"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bench", "chaos", "soak"])
+def test_a_command_that_has_moved_names_the_new_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert f"use make {name} ARGS=" in sentence
 
 
 @pytest.mark.parametrize(
@@ -69,18 +77,6 @@ def test_the_console_script_and_the_module_are_the_same() -> None:
     for command in ([str(script)], [sys.executable, "-m", "dreamfleet.cli"]):
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == f"dreamfleet {__version__}"
-
-
-def test_the_transport_benchmark_runs_and_writes_rows(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    assert main(["bench", "transport", "--quick", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())
-    fields = {"name", "value", "unit", "peer", "peer_value", "ratio", "note"}
-    assert all(set(row) == fields for row in rows)
-    assert all(row["value"] > 0 for row in rows)
-    rates = [row for row in rows if row["unit"] == "steps/s"]
-    assert len(rates) == 4
-    assert all(row["ratio"] == pytest.approx(row["value"] / row["peer_value"]) for row in rates)
 
 
 HEARD: dict[str, Any] = {"capture_output": True, "text": True, "check": False}

@@ -14,8 +14,6 @@ SOURCE = Path(dreamfleet.__file__).parent
 # Top to bottom. A module may import from its own layer's package and from lower layers.
 LAYERS = [
     ["cli"],
-    ["chaos"],
-    ["benchmarks"],
     ["view"],
     ["training"],
     ["display"],

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from dreamfleet.benchmarks.proxy import Proxy
+from benchmarks.proxy import Proxy
 from dreamfleet.transport import Client, Disconnected, Keys, Server
 
 

@@ -1,4 +1,4 @@
-"""What `dreamfleet bench scale` measures, and the page that is made from it."""
+"""What `make bench ARGS=scale` measures, and the page that is made from it."""
 
 import json
 import math
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 
-from dreamfleet.benchmarks.scale import CONNECTIONS, actor_batch, allow_connections
-from dreamfleet.cli import main
+from benchmarks.__main__ import main
+from benchmarks.scale import CONNECTIONS, actor_batch, allow_connections
 from dreamfleet.errors import ConfigError
 
 _MADE = runpy.run_path(str(ROOT / "docs" / "scaling.py"))
@@ -20,7 +20,7 @@ TABLES, fill, read_values = (_MADE[name] for name in ("TABLES", "fill", "read_va
 
 def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    assert main(["bench", "scale", "--quick", "--json", str(path)]) == 0
+    assert main(["scale", "--quick", "--json", str(path)]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())}
     for row in rows.values():
         assert row.keys() == {"name", "value", "unit", "peer", "peer_value", "ratio", "note"}
@@ -29,7 +29,7 @@ def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) ->
         assert rows[f"vector/fleet, a process each/{role}"]["unit"] == "us/step"
     for call in ("policy, 8 rows", "learner update", "replay insert", "replay sample", "logger"):
         assert rows[f"vector/{call}/wall"]["value"] > 0
-        assert f"vector/{call}/processor" in rows
+        assert f"vector/{call}/cpu" in rows
     row = rows["curve/random/vector/2"]
     assert row["unit"] == "steps/s"
     assert row["value"] > 0
@@ -88,7 +88,7 @@ def test_what_one_core_carries_follows_from_what_a_step_or_a_batch_costs() -> No
         "image/fleet, a process each/logger": 50,
     }
     for kind in ("vector", "image"):
-        values |= {f"{kind}/replay sample/processor": 900, f"{kind}/replay update/processor": 1100}
+        values |= {f"{kind}/replay sample/cpu": 900, f"{kind}/replay update/cpu": 1100}
     made = TABLES["limits"](values)
     assert "| logger, fleet of eight, a process each | 30,000 steps | 20,000 steps |" in made
     assert "| replay, batches sampled and updated | 500 batches | 500 batches |" in made

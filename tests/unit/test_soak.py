@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from dreamfleet.benchmarks.soak import KINDS, Series, Soak, usage
+from benchmarks.soak import KINDS, Series, Soak, usage
 
 FLAT = {"memory": 200.0, "files": 20, "sockets": 10, "threads": 5}
 
@@ -42,18 +42,18 @@ def test_what_grows_all_the_time_is_told(kind: str, in_the_hour: float) -> None:
     assert told.startswith(f"{kind} of agent: +")
 
 
-def test_a_process_that_was_started_again_is_told() -> None:
+def test_a_process_that_was_restarted_is_told() -> None:
     found = seen()
     found.restarts = 1
     (told,) = found.grown()
-    assert "started again" in told
+    assert "restarted" in told
 
 
-def test_a_process_that_was_hardly_seen_is_told() -> None:
+def test_a_process_with_few_samples_is_told() -> None:
     found = seen()
     found.processes["env-0"] = Series([0.0], [1.0], [1], [1], [1])
     (told,) = found.grown()
-    assert "env-0 was seen 1 times" in told
+    assert "env-0 has 1 samples" in told
 
 
 def test_usage_is_that_of_the_process() -> None:

@@ -32,10 +32,14 @@ COMMANDS = {
     "role": "run one role of a run by hand, for example on a second computer",
     "check-env": "play an environment and say what is wrong with it",
     "doctor": "look over this machine, and say what it lacks",
-    "bench": "measure speed, side by side with peers",
-    "chaos": "run a fleet while everything goes wrong, and account for every step",
-    "soak": "train for an hour, and see whether a process grows",
 }
+
+MOVED = {
+    "bench": "make bench ARGS='fleet --json rows.json'",
+    "chaos": "make chaos ARGS='--minutes 30 --goals'",
+    "soak": "make soak ARGS='runs/soak --minutes 60'",
+}
+"""Former commands, and what runs them in a checkout."""
 
 EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "eval": (
@@ -62,12 +66,6 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("check-env bundled:catch --options size=[32,32]", "with options"),
     ),
     "doctor": (("doctor", "what this machine has, and what it lacks"),),
-    "bench": (("bench transport --quick", "does it run?"),),
-    "chaos": (
-        ("chaos --minutes 30 --goals", "the proof, on a quiet machine"),
-        ("chaos --minutes 2 --agent random --seed 7", "a short one, with other faults"),
-    ),
-    "soak": (("soak runs/soak --minutes 60", "memory, files, sockets and threads for an hour"),),
 }
 
 
@@ -85,6 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         say(f"dreamfleet {__version__}")
         return 0
+    if name in MOVED:
+        complain(
+            f"'dreamfleet {name}' has moved out of the package: use {MOVED[name]} in a checkout."
+        )
+        return 2
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else " See 'dreamfleet --help'."

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -208,7 +205,6 @@ class PointMass(EpisodicEnv):
 
 
 _FRAMES = 8
-_EXACT = 1 << 24  # float32 holds whole numbers below it exactly
 
 
 class Dummy(EpisodicEnv):
@@ -288,53 +284,7 @@ class Dummy(EpisodicEnv):
         return frame
 
 
-class Audit(EpisodicEnv):
-    """Says in each observation where it comes from, so that stored steps can be audited.
-
-    `record` holds whole numbers, each below 2**24, which float32 holds exactly: in the order of
-    `FIELDS` the environment (its seed), the life (drawn again by each instance, also one with the
-    same seed), the episode of this life and the step of this episode (from 0), the last action (-1
-    at the start of an episode), the steps of the episode before, and a checksum of all of these.
-    `dreamfleet.chaos.accounts` reads them back.
-    """
-
-    FIELDS = ("environment", "life", "episode", "step", "action", "before", "checksum")
-
-    def __init__(self, *, seed: int = 0, length: int = 25, seconds: float = 0.0) -> None:
-        super().__init__(
-            {"record": Space(np.float32, (len(self.FIELDS),))},
-            {"action": Space(np.int32, (), 0, 5)},
-        )
-        self._environment, self._life = seed % _EXACT, secrets.randbelow(_EXACT)
-        self._length, self._seconds = length, seconds
-        self._episode, self._step = -1, 0
-
-    def _begin(self) -> Arrays:
-        self._episode += 1
-        before, self._step = self._step, 0
-        self._before = before
-        return self._observe(-1)
-
-    def _advance(self, action: Mapping[str, Any]) -> Outcome:
-        self._step += 1
-        time.sleep(self._seconds)
-        reward = 1.0 if self._step % 10 == 0 else 0.0
-        return Outcome(self._observe(int(action["action"])), reward, self._step >= self._length)
-
-    def _observe(self, action: int) -> Arrays:
-        fields = (
-            self._environment, self._life, self._episode % _EXACT, self._step, action, self._before
-        )  # fmt: skip
-        return {"record": np.array([*fields, self.checksum(fields)], np.float32)}
-
-    @staticmethod
-    def checksum(fields: Sequence[int]) -> int:
-        """Of all other fields."""
-        return zlib.crc32(np.array(fields, np.int32).tobytes()) % _EXACT
-
-
 _BUNDLED: dict[str, Callable[..., Env]] = {
-    "audit": Audit,
     "catch": Catch,
     "corridor": Corridor,
     "dummy": Dummy,

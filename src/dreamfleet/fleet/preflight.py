@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple
 

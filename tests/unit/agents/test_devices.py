@@ -23,7 +23,7 @@ from dataclasses import replace
 from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer.runtime.devices import Placement
 from dreamfleet.agents.dreamer.imagination import IMAGINATION
-from dreamfleet.benchmarks.agent_devices import collectives_in_loops
+from benchmarks.lowering import collectives_in_loops
 from dreamfleet.errors import ConfigError
 
 from own_parts import BARLOW, OWN_LOSSES

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dreamfleet.benchmarks.lowering import Operations, lower
+from benchmarks.lowering import Operations, lower
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def check(found: Operations, budget: Budget) -> None:
 def test_programs_lower_for_accelerators_within_their_budget(
     kind: str, dtype: str, size: str, programs: tuple[str, ...]
 ) -> None:
-    """`dreamfleet bench lowering` does all of them."""
+    """`make bench ARGS=lowering` does all of them."""
     found = lower(kind, dtype, size, programs=programs)
     assert {platform for _, platform in found} == {"cuda", "tpu"}
     for (program, _), operations in found.items():

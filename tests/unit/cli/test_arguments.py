@@ -212,7 +212,6 @@ def test_every_example_is_a_command(line: str) -> None:
         (["eval"], "LOGDIR is missing. See 'dreamfleet eval --help'."),
         (["eval", "runs", "--episodes", "many"], "--episodes=many is not valid: use a whole num"),
         (["status", "runs", "--zzz"], "no option --zzz. See --help."),
-        (["bench", "nothing"], "NAME=nothing is not valid: use one of transport, replay"),
         (["check-env", "bundled:catch", "--options", "size"], "NAME=VALUE, not 'size'"),
         (["train", "--task"], "--task needs a value: text.\n"),
         (["train", "--task", "--steps", "5"], "--task needs a value"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from transport_processes import greet
 
-from dreamfleet.benchmarks.hostile import Tap
+from benchmarks.hostile import Tap
 from dreamfleet.transport import Client, CodecError, Disconnected, Keys, Server, guard, wire
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.guard import Guard
@@ -282,7 +282,7 @@ def test_an_encrypted_message_that_stops_in_the_middle_costs_the_connection() ->
         Client(tap.address, keys=keys, patience=120) as client,
     ):
         client.note(1).result(120)
-        tap.most = len(tap.sent) + 500 * KB
+        tap.limit = len(tap.sent) + 500 * KB
         call = client.note(*[np.zeros(100 * KB, np.uint8)] * 10)
         with pytest.raises(Disconnected):
             call.result(120)

@@ -1,8 +1,8 @@
-"""What a run has left behind when it is over: every stored step, and whether all counts agree.
+"""Audit of a run that is over: every stored step, and whether all counts agree.
 
-The environments are `bundled:audit`, whose observations say where they come from. So the replay's
-files tell which steps are missing, twice there, joined to others that they do not follow, or
-stored with an action that was not the one taken.
+The environments are `chaos.env:Audit`, whose observations say where they come from. So the replay's
+files tell which steps are missing, stored twice, stored behind others that they do not follow, or
+with an action that was not the one taken.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chaos.env import Audit
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
-from dreamfleet.envs.bundled import Audit
 from dreamfleet.metrics import read_jsonl
 from dreamfleet.replay import Replay
 from dreamfleet.roles.replay import limiter_for
@@ -31,7 +31,7 @@ class Findings:
     rows: int = 0
     environments: int = 0
     lives: int = 0
-    """Instances of environments: one that is built again has another life."""
+    """Instances of environments."""
     cut_short: int = 0
     """Episodes that are shorter than the longest, and after which there is another one."""
     finished: int = 0
@@ -42,8 +42,8 @@ class Findings:
     lost: int = 0
     """Steps that are missing between others of their episode."""
     lost_ends: int = 0
-    """Steps at the end of an episode that the agent has answered, and that are not stored. A killed
-    agent may take those along that the replay had not acknowledged."""
+    """Steps at the end of an episode that were answered and are not stored. A killed agent loses
+    those that the replay had not acknowledged."""
     spliced: int = 0
     """Steps that are stored behind one that they do not follow."""
     wrong_actions: int = 0
@@ -51,7 +51,7 @@ class Findings:
 
     @property
     def faults(self) -> dict[str, int]:
-        """What must not be, without what is not there."""
+        """What must not be, if there is any."""
         names = ("damaged", "doubled", "lost", "lost_ends", "spliced", "wrong_actions")
         return {name: count for name in names if (count := getattr(self, name))}
 
@@ -60,8 +60,8 @@ def audit(directories: Iterable[Path]) -> Findings:
     """Audit all steps of a run.
 
     Args:
-        directories: Of its replay, such as `run/replay`; several if it has shards. Nobody may have
-            them open, and nothing may have been evicted from them.
+        directories: Of its replay, such as `run/replay`; several if it has shards. They are not in
+            use, and no step was evicted.
     """
     parts = [_read(directory) for directory in directories]
     chains, offset = [], 0
@@ -154,7 +154,7 @@ class Accounts:
     evaluation: Findings | None
     """Of the evaluation steps, if there are any."""
     steps: dict[str, int]
-    """The run's step as each of those says who count it."""
+    """The run's step as each role counted it."""
     went_back: int
     """Entries of the logger with a smaller step than one before."""
     samples: int
@@ -168,8 +168,7 @@ class Accounts:
     """Episodes that the logger has written."""
 
     def problems(self, unacknowledged: int) -> list[str]:
-        """What is not as it should be, a sentence each. Killed agents may have taken along so many
-        steps that the replay had not acknowledged."""
+        """One sentence per broken promise. Killed agents may have lost this many steps."""
         found = dict(self.findings.faults)
         taken = found.pop("lost_ends", 0)
         problems = [f"{count} stored steps are {name}." for name, count in found.items()]
@@ -197,8 +196,8 @@ class Accounts:
         return problems
 
 
-def settle(config: RunConfig, restarts: int) -> Accounts:
-    """The accounts of a run that has ended, and whose replay was started again so often."""
+def accounts_of(config: RunConfig, restarts: int) -> Accounts:
+    """The accounts of a run that has ended, whose replay was restarted this often."""
     found = audit(_directories(config, "replay"))
     evaluated = [path for path in _directories(config, "eval_replay") if path.exists()]
     snapshot = Checkpoint(config.logdir / "ckpt" / "agent").load()
@@ -210,7 +209,7 @@ def settle(config: RunConfig, restarts: int) -> Accounts:
     scores = config.logdir / "scores.jsonl"
     limiter = limiter_for(config)
     due = max(0.0, limiter.ratio * (found.rows - limiter.minsize))
-    # What the limiter tolerates, and what a restart forgives: a batch that was let through whole.
+    # What the limiter tolerates, and a batch per restart.
     slack = (limiter.tolerance + 8) * max(limiter.ratio, 1) + limiter.tolerance
     return Accounts(
         findings=found,
@@ -235,7 +234,7 @@ def _directories(config: RunConfig, name: str) -> list[Path]:
 
 
 def left_files(logdir: Path, temporary: Path) -> list[str]:
-    """Files that nobody needs any more: temporary ones, half-written ones, addresses."""
+    """Temporary files, half-written files and addresses that a run has left behind."""
     inside = [path for path in logdir.rglob("*") if path.name.startswith(".")]
     inside += [path for path in logdir.glob("addresses/*") if path not in inside]
     outside = [path.name for path in temporary.iterdir() if path.name != "ray"]  # Ray's own logs

@@ -1,13 +1,11 @@
-"""What every role costs, and how many environments an actor carries.
+"""CPU time of every role, and how many environments an actor carries.
 
-Costs are processor time of a role's own process, so they hold on a busy machine too, and wall time
-next to it. The roles are those of a run, started as a run starts them. Environments are real ones
-where their own cost is asked for. Where many are asked for they are light clients: sockets of this
-process that speak the protocol, each a connection with an environment's number of its own, which
-repeat prepared observations and compute nothing.
+CPU time is that of a role's own process, so it holds on a busy machine too; wall time is next to
+it. The roles are those of a run, started as a run starts them. Many environments are light clients:
+sockets of this process that speak the protocol, each a connection with an environment id of its
+own, which repeat prepared observations and compute nothing.
 
-`python docs/scaling.py` makes the tables and the picture of `docs/scaling.md`
-from the rows.
+`python -m docs.scaling` makes the tables and the picture of `docs/scaling.md` from the rows.
 """
 
 from __future__ import annotations
@@ -31,8 +29,9 @@ import psutil
 import zmq
 from numpy.typing import NDArray
 
+from benchmarks.agent import learner_step, policy_caller
+from benchmarks.report import Row, compare, in_process, scratch
 from dreamfleet.agents import find_agent
-from dreamfleet.benchmarks.report import Row, compare, in_process, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop, sample_action
 from dreamfleet.errors import ConfigError, DreamfleetError
@@ -60,17 +59,14 @@ _ROWS = 64  # environments in a message to the replay and to the logger
 _POLICY_ROWS = (1, 8, 64, 256)
 _EPISODE = 100
 _CORES = "a core each"
-_PATIENCE = 300.0  # seconds that a role may take to come up; compiling is a part of it
+_TIMEOUT_SECONDS = 300.0  # seconds that a role may take to come up; compiling is a part of it
 _FILES_A_CONNECTION, _FILES_BESIDE = 2, 200
 
 Arrays = dict[str, NDArray[Any]]
 
 
-def run(quick: bool = False) -> list[Row]:
-    """Measure what every role costs, and steps a second with 1 to 1,024 connections.
-
-    A quick run shows that everything works: with the random agent, few connections and little data.
-    """
+def run(quick: bool = False) -> Iterator[Row]:
+    """Every role, then 1 to 1,024 connections; a quick run has the random agent and two."""
     if quick:
         return _measure(("vector",), ("random",), (2,), 2, seconds=0.2, calls=20)
     return _measure(tuple(TASKS), ("random", "dreamer"), CONNECTIONS, 8, seconds=3.0, calls=400)
@@ -83,28 +79,26 @@ def _measure(
     envs: int,
     seconds: float,
     calls: int,
-) -> list[Row]:
+) -> Iterator[Row]:
     allow_connections(max(connections))
-    rows: list[Row] = []
     for kind in kinds:
-        rows += _environments(kind, envs, seconds)
-        rows += _services(kind, agents[-1], calls)
-        rows += _agent(kind, agents[-1], calls // 20)
+        yield from _environments(kind, envs, seconds)
+        yield from _services(kind, agents[-1], calls)
+        yield from _agent(kind, agents[-1], calls // 20)
     for agent, kind in itertools.product(agents, kinds):
-        rows += _curve(agent, kind, connections, seconds)
+        yield from _curve(agent, kind, connections, seconds)
     middle = connections[len(connections) // 2]
-    rows += _encrypted(kinds[0], middle, seconds)
-    rows += _two_actors(agents[-1], kinds[-1], middle, seconds)
-    rows += _two_shards(agents[-1], kinds[-1], calls)
-    rows += _large_replay(300 * calls, max(5, calls // 10))
-    return rows
+    yield from _encrypted(kinds[0], middle, seconds)
+    yield from _two_actors(agents[-1], kinds[-1], middle, seconds)
+    yield from _two_shards(agents[-1], kinds[-1], calls)
+    yield from _large_replay(300 * calls, max(5, calls // 10))
 
 
 # --- the run -------------------------------------------------------------------------------------
 
 
 def _config(folder: Path, kind: str, agent: str, envs: int, **settings: Any) -> RunConfig:
-    """A run in which nobody learns, so that acting is never held back."""
+    """A run without a learner, so that the rate limiter never holds acting back."""
     return RunConfig(
         task=TASKS[kind],
         logdir=folder,
@@ -122,9 +116,8 @@ def _config(folder: Path, kind: str, agent: str, envs: int, **settings: Any) -> 
 
 
 class Roles:
-    """Workers of a run, without a supervisor. The agent has an actor and no learner, which would
-    share its processor time; further actors act with parameters of their own. Started are those
-    whose names begin with one of `names`."""
+    """Workers of a run whose names start with one of `names`, without a supervisor and without a
+    learner, which would share its CPU time."""
 
     def __init__(self, config: RunConfig, *names: str) -> None:
         self._launcher = LocalLauncher(config.logdir)
@@ -159,15 +152,15 @@ class Roles:
                 raise DreamfleetError(f"The {name} of the benchmark ended:\n{worker.output()}")
 
     def each(self) -> dict[str, float]:
-        """Seconds of processor time that each worker has used."""
+        """Seconds of CPU time that each worker has used."""
         spent = {}
         for worker in self._workers:
             times = psutil.Process(self._running[worker.name].pid).cpu_times()
             spent[worker.name] = times.user + times.system
         return spent
 
-    def processor(self) -> dict[str, float]:
-        """Seconds of processor time that each role has used, all its processes together."""
+    def cpu(self) -> dict[str, float]:
+        """Seconds of CPU time that each role has used, all its processes together."""
         spent: dict[str, float] = {}
         each = self.each()
         for worker in self._workers:
@@ -184,13 +177,13 @@ def _act(config: RunConfig, worker: str) -> None:
 class Spent:
     """Seconds of one step, or of one batch."""
 
-    processor: float
+    cpu: float
     wall: float
 
     def rows(self, name: str, per: str, note: str = "") -> list[Row]:
-        """A row of processor time and one of wall time, in microseconds."""
+        """A row of CPU time and one of wall time, in microseconds."""
         return [
-            Row(f"{name}/processor", 1e6 * self.processor, f"us/{per}", note=note),
+            Row(f"{name}/cpu", 1e6 * self.cpu, f"us/{per}", note=note),
             Row(f"{name}/wall", 1e6 * self.wall, f"us/{per}", note=note),
         ]
 
@@ -220,18 +213,18 @@ def _environments(kind: str, envs: int, seconds: float) -> Iterator[Row]:
             with Roles(config, "") as roles, _client(config, "replay") as replay:
 
                 def steps(replay: Client = replay) -> int:
-                    return int(replay.position().result(_PATIENCE)["steps"])
+                    return int(replay.position().result(_TIMEOUT_SECONDS)["steps"])
 
                 _await(lambda: steps() >= 200, roles)
-                begin, before, first = time.perf_counter(), roles.processor(), steps()
+                begin, before, first = time.perf_counter(), roles.cpu(), steps()
                 time.sleep(seconds)
-                count, after = steps() - first, roles.processor()
+                count, after = steps() - first, roles.cpu()
                 wall = time.perf_counter() - begin
         layout = "a process each" if together == 1 else f"{together} in one process"
         yield Row(f"{kind}/fleet, {layout}", count / wall, "steps/s", note="random agent")
         for role, spent in after.items():
             used = 1e6 * (spent - before[role]) / count
-            yield Row(f"{kind}/fleet, {layout}/{role}", used, "us/step", note="processor time")
+            yield Row(f"{kind}/fleet, {layout}/{role}", used, "us/step", note="CPU time")
 
 
 def _alone(kind: str, seconds: float) -> Spent:
@@ -248,17 +241,19 @@ def _alone(kind: str, seconds: float) -> Spent:
 
 
 def _await(ready: Callable[[], bool], roles: Roles) -> None:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while not ready():
         roles.check()
         if time.monotonic() > deadline:
-            raise DreamfleetError(f"No steps came in {_PATIENCE:g} s: is the machine too busy?")
+            raise DreamfleetError(
+                f"No steps came in {_TIMEOUT_SECONDS:g} s: is the machine too busy?"
+            )
         time.sleep(0.05)
 
 
 def _client(config: RunConfig, role: Any, index: int = 0) -> Client:
     return Client(
-        find_server(config, role, index), "bench", keys=config.run_keys, patience=_PATIENCE
+        find_server(config, role, index), "bench", keys=config.run_keys, patience=_TIMEOUT_SECONDS
     )
 
 
@@ -280,12 +275,12 @@ def _services(kind: str, agent: str, calls: int) -> Iterator[Row]:
             """What a call costs its server, and what it costs here."""
             for _ in range(3):
                 call()
-            before, mine, begin = roles.processor()[role], time.process_time(), time.perf_counter()
+            before, mine, begin = roles.cpu()[role], time.process_time(), time.perf_counter()
             for _ in range(calls):
                 call()
             wall, done = time.perf_counter() - begin, per * calls
             here = Spent((time.process_time() - mine) / done, wall / done)
-            return Spent((roles.processor()[role] - before) / done, wall / done), here
+            return Spent((roles.cpu()[role] - before) / done, wall / done), here
 
         def insert() -> None:
             replay.add_batch(steps, ids, False, "bench", next(number)).result()
@@ -324,31 +319,18 @@ def _agent(kind: str, agent: str, updates: int) -> Iterator[Row]:
 def measure_agent(
     kind: str, name: str, updates: int
 ) -> Iterator[tuple[str, str, str, float, float]]:
-    """Names, units, notes, processor time and wall time of an agent of the default size."""
+    """Names, units, notes, CPU time and wall time of an agent of the default size."""
     config = RunConfig(task=TASKS[kind], agent=name)
     agent: Any = factories.agent(config)
     sizes = {"batch_size": config.batch_size, "batch_length": config.batch_length}
     agent.compile(**sizes, report_length=None, policy_batches=())
     for rows in _POLICY_ROWS:
-        carry, obs = agent.init_policy(rows), _zeros(agent.obs_space, rows)
-        spent = _repeat(partial(agent.policy, carry, obs), 10 * updates)
-        each = Spent(spent.processor / rows, spent.wall / rows)
-        yield f"policy, {rows} rows", "step", f"{name}, default size", each.processor, each.wall
-    steps = (config.batch_size, config.window)
-    batch = _zeros({**agent.obs_space, **agent.act_space, **agent.stored_space}, *steps)
-    batch |= {"stepid": np.zeros((*steps, 20), np.uint8)}
-    batches = agent.stream(itertools.repeat(batch))
-    carry = agent.init_train(config.batch_size)
-
-    def update() -> None:
-        nonlocal carry
-        carry, _, metrics = agent.train(carry, next(batches))
-        for value in metrics.values():
-            np.asarray(value)
-
-    spent = _repeat(update, updates)
+        spent = _repeat(policy_caller(agent, agent.obs_space, rows), 10 * updates)
+        each = Spent(spent.cpu / rows, spent.wall / rows)
+        yield f"policy, {rows} rows", "step", f"{name}, default size", each.cpu, each.wall
+    spent = _repeat(learner_step(agent, config.batch_size, config.batch_length), updates)
     note = f"{name}, default size, {config.batch_size} x {config.batch_length} steps"
-    yield "learner update", "batch", note, spent.processor, spent.wall
+    yield "learner update", "batch", note, spent.cpu, spent.wall
 
 
 def _repeat(call: Callable[[], Any], count: int) -> Spent:
@@ -364,8 +346,11 @@ def _repeat(call: Callable[[], Any], count: int) -> Spent:
 
 
 def allow_connections(count: int, limits: tuple[int, int] | None = None) -> None:
-    """Let this process, and those that it starts, open enough files for so many connections. Tests
-    give other `limits`, a soft and a hard one, than the machine has.
+    """Let this process and its children open enough files for so many connections.
+
+    Args:
+        count: Connections.
+        limits: Soft and hard limit; those of the machine unless a test says others.
 
     Raises:
         ConfigError: The machine does not allow it.
@@ -382,7 +367,7 @@ def allow_connections(count: int, limits: tuple[int, int] | None = None) -> None
 
 
 class LightClients:
-    """Connections to actors, each with one environment that shows the same episode for ever.
+    """Connections to actors, each with one environment that repeats the same episode.
     Environment n calls actor n modulo the number of addresses."""
 
     def __init__(
@@ -416,7 +401,7 @@ class LightClients:
 
     def play(self, until: Callable[[], bool]) -> None:
         """Send an observation for every action that comes."""
-        # A descriptor only tells of what comes after somebody has looked and found nothing.
+        # A descriptor of libzmq only becomes ready after a receive has found nothing.
         ready = list(self._sockets)
         while not until():
             for descriptor in ready:
@@ -472,7 +457,7 @@ class Point:
     """What so many connections reached."""
 
     rate: float
-    processor: dict[str, float]
+    cpu: dict[str, float]
     """Seconds a step, by role; `clients` is this process."""
     busiest: float
     """Seconds a step of all, of the actor that uses most."""
@@ -489,36 +474,35 @@ def _point(kind: str, agent: str, count: int, seconds: float, **settings: Any) -
         addresses = []
         for index in range(config.actors):
             with _client(config, "actor", index) as probe:
-                probe.connect(_PATIENCE)
+                probe.connect(_TIMEOUT_SECONDS)
                 addresses.append(probe.address)
         begin = time.monotonic()
         clients = LightClients(addresses, kind, count, config.run_keys)
         stack.enter_context(closing(clients))
 
-        def everybody_has_stepped() -> bool:
+        def all_have_stepped() -> bool:
             roles.check()
-            return clients.least >= 2 or time.monotonic() > begin + _PATIENCE
+            return clients.least >= 2 or time.monotonic() > begin + _TIMEOUT_SECONDS
 
-        clients.play(everybody_has_stepped)
+        clients.play(all_have_stepped)
         if clients.least < 2:
             raise DreamfleetError(f"Not all of {count} connections made a step.")
         connecting = time.monotonic() - begin
-        before, mine, steps = roles.processor(), time.process_time(), clients.steps
+        before, mine, steps = roles.cpu(), time.process_time(), clients.steps
         each = roles.each()
         start = time.perf_counter()
         clients.play(lambda: time.perf_counter() > start + seconds)
         wall, made = time.perf_counter() - start, clients.steps - steps
-        used = {role: spent - before[role] for role, spent in roles.processor().items()}
+        used = {role: spent - before[role] for role, spent in roles.cpu().items()}
         used["clients"] = time.process_time() - mine
-        processor = {role: spent / max(made, 1) for role, spent in used.items()}
+        cpu = {role: spent / max(made, 1) for role, spent in used.items()}
         busiest = _busiest(each, roles.each(), "agent", "actor") / max(made, 1)
         sent = clients.bytes_out, clients.bytes_in
-        return Point(made / wall, processor, busiest, connecting, *sent)
+        return Point(made / wall, cpu, busiest, connecting, *sent)
 
 
 def _busiest(before: Mapping[str, float], after: Mapping[str, float], *names: str) -> float:
-    """What the busiest worker used whose name begins so: this one is full first when all have a
-    core of their own."""
+    """CPU time of the busiest worker whose name starts so: the limit if each has a core."""
     return max(after[name] - before[name] for name in after if name.startswith(names))
 
 
@@ -527,10 +511,10 @@ def _curve(agent: str, kind: str, connections: Sequence[int], seconds: float) ->
     for count in connections:
         point = _point(kind, agent, count, seconds, actor_batch=actor_batch(count))
         name = f"curve/{agent}/{kind}/{count}"
-        costs = {role: f"{1e6 * spent:.0f} us" for role, spent in point.processor.items()}
+        costs = {role: f"{1e6 * spent:.0f} us" for role, spent in point.cpu.items()}
         note = ", ".join(f"{role} {cost}" for role, cost in costs.items())
-        yield Row(name, point.rate, "steps/s", note=f"processor time a step: {note}")
-        yield Row(f"{name}/actor", 1e6 * point.processor["agent"], "us/step", note="processor time")
+        yield Row(name, point.rate, "steps/s", note=f"CPU time a step: {note}")
+        yield Row(f"{name}/actor", 1e6 * point.cpu["agent"], "us/step", note="CPU time")
     assert point is not None
     name = f"{kind}, {connections[-1]} connections, {agent}"
     yield Row(
@@ -554,7 +538,7 @@ def _encrypted(kind: str, count: int, seconds: float) -> Iterator[Row]:
         point = _point(kind, "random", count, seconds, **settings)
     name = f"encrypted/random/{kind}/{count}"
     yield Row(name, point.rate, "steps/s", note="tcp with CURVE between all roles")
-    yield Row(f"{name}/actor", 1e6 * point.processor["agent"], "us/step", note="processor time")
+    yield Row(f"{name}/actor", 1e6 * point.cpu["agent"], "us/step", note="CPU time")
 
 
 def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[Row]:
@@ -569,11 +553,11 @@ def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[R
 
 
 def _cores(name: str, one: float, two: float, unit: str) -> Row:
-    """What processes carry that have a core each: the busiest one's processor time is the limit."""
+    """What processes carry that have a core each: limited by the busiest one's CPU time."""
     peer = name.replace("=2", "=1")
-    # The clock of processor time has ticks of 10 ms: a quick run may see none of them.
+    # The clock of CPU time has ticks of 10 ms: a quick run may see none of them.
     ours, theirs = (1 / max(seconds, 1e-6) for seconds in (two, one))
-    return compare(name, ours, unit, peer, theirs, note="processor time of the busiest process")
+    return compare(name, ours, unit, peer, theirs, note="CPU time of the busiest process")
 
 
 def _two_shards(agent: str, kind: str, calls: int) -> Iterator[Row]:
@@ -583,11 +567,11 @@ def _two_shards(agent: str, kind: str, calls: int) -> Iterator[Row]:
     ):
         values = f"replay_shards=2, {name}", 1 / two.wall, unit
         yield compare(*values, f"replay_shards=1, {name}", 1 / one.wall, note=f"{agent}, {kind}")
-        yield _cores(f"replay_shards=2, {name}, {_CORES}", one.processor, two.processor, unit)
+        yield _cores(f"replay_shards=2, {name}, {_CORES}", one.cpu, two.cpu, unit)
 
 
 def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[Spent, Spent]:
-    """A step that is stored and a batch that is drawn, two calls at a time. Processor time is that
+    """A step that is stored and a batch that is drawn, two calls at a time. CPU time is that
     of the busiest shard."""
     _, stored = _spaces(kind, agent)
     steps, ids, number = _zeros(stored, _ROWS), np.arange(_ROWS), itertools.count(1)
@@ -605,14 +589,14 @@ def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[Spent
             before, waiting, begin = roles.each(), call(), time.perf_counter()
             for _ in range(calls):
                 following = call()
-                waiting.result(_PATIENCE)
+                waiting.result(_TIMEOUT_SECONDS)
                 waiting = following
-            waiting.result(_PATIENCE)
+            waiting.result(_TIMEOUT_SECONDS)
             wall, done = time.perf_counter() - begin, each * calls
             return Spent(_busiest(before, roles.each(), "replay") / done, wall / done)
 
         for _ in range(2 * config.window):  # before that there may be no sequence to sample
-            insert().result(_PATIENCE)
+            insert().result(_TIMEOUT_SECONDS)
         return rate(insert, _ROWS), rate(lambda: replay.call("sample_batch_train"), 1)
 
 

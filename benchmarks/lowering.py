@@ -1,18 +1,17 @@
-"""What GPUs and TPUs are given to do, counted on a machine that has none.
+"""Operations of the agent's programs for GPUs and TPUs, counted without a device.
 
-Every program of the agent is lowered for another platform from shapes alone: nothing is allocated,
-and nothing is compiled. An accelerator starts most operations outside of a fusion as a kernel of
-its own, and those inside of a loop once for each step of it, so a program with many operations in
-its loops waits for the host to start them. These counts show that without a device.
+Every program is lowered from shapes alone: nothing is allocated or compiled. An accelerator starts
+most operations outside of a fusion as a kernel of its own, and those inside of a loop once per
+iteration, so a program with many operations in its loops waits for the host.
 
-Floating-point operations are counted in the jaxpr: XLA's own analysis counts the body of a loop
-once, however often it runs. Counted are matrix products and convolutions, which is what FLOP
-utilisation is about; all else is small beside them.
+FLOPs are counted in the jaxpr, because XLA's own analysis counts the body of a loop once. Counted
+are matrix products and convolutions; all else is small beside them.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,19 +24,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.agent import spaces
+from benchmarks.report import Row
 from dreamfleet.agents import DreamerConfig, ExecutionConfig, size_preset
 from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, policy_step
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
 from dreamfleet.agents.dreamer.interfaces import stored_space
 from dreamfleet.agents.dreamer.runtime.report import report_step
 from dreamfleet.agents.dreamer.train import state_shapes, train_step
-from dreamfleet.benchmarks.agent import spaces
-from dreamfleet.benchmarks.report import Row
 from dreamfleet.spaces import Space
 
 PLATFORMS = ("cuda", "tpu")
 _shape: Any = jax.ShapeDtypeStruct
-# They name something or change how it is looked at, and are no work.
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+# They are no kernels.
 _FREE = ("constant", "return", "reshape", "broadcast_in_dim", "iota", "call", "func", "while")
 
 
@@ -63,17 +65,15 @@ class Operations:
         return counts["dot_general"] + counts["convolution"]
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool = False) -> Iterator[Row]:
     """Lower everything in every published size; a quick run takes one of them."""
-    rows = []
     for kind in ("vector", "image"):
         for dtype in ("float32", "bfloat16"):
             for size in PUBLISHED_SIZES[:1] if quick else PUBLISHED_SIZES:
                 for (program, platform), found in lower(kind, dtype, size).items():
                     name = f"{kind}, {dtype}, {size}, {platform}: {program}"
                     total = float(found.outside.total() + found.inside.total())
-                    rows.append(Row(name, total, "operations", note=str(found)))
-    return rows
+                    yield Row(name, total, "operations", note=str(found))
 
 
 def lower(
@@ -215,7 +215,7 @@ def _operation(equation: Any) -> float:
     if name == "cond":
         return max(inside)
     if name == "while" and sum(inside):
-        raise ValueError("A loop of unknown length holds products: nobody knows how many.")
+        raise ValueError("A loop of unknown length holds products, which cannot be counted.")
     return float(parameters.get("length", 1)) * sum(inside) if name == "scan" else sum(inside)
 
 
@@ -226,3 +226,37 @@ def _bodies(parameters: dict[str, Any]) -> Iterator[Any]:
             body = getattr(each, "jaxpr", each)  # a closed one holds another
             if hasattr(body, "eqns"):
                 yield body
+
+
+def collectives_in_loops(text: str) -> dict[str, int]:
+    """Collective operations in each loop of a compiled program, by the loop's name, with those of
+    the loops inside of it."""
+    bodies: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for each in text.splitlines():
+        if each.endswith("{") and (found := re.match(r"(?:ENTRY )?%?([\w.-]+) ", each)):
+            lines = bodies[found[1]] = []
+        lines.append(each)
+
+    def inside(name: str, seen: set[str]) -> int:
+        if name in seen or name not in bodies:
+            return 0
+        seen.add(name)
+        count = 0
+        for line in bodies[name]:
+            count += bool(_COLLECTIVE.search(line))
+            called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line)
+            for names in re.findall(r"(?:branch_computations|calls)=\{([^}]*)\}", line):
+                called += [name.strip().lstrip("%") for name in names.split(",")]
+            count += sum(inside(other, seen) for other in called)
+        return count
+
+    result: dict[str, int] = {}
+    for lines in bodies.values():
+        for line in lines:
+            loop = re.search(r" while\(.*body=%?([\w.-]+)", line)
+            if loop:
+                name = re.search(r'op_name="([^"]*)"', line)
+                key = f"{name[1] if name else ''} {loop[1]}"
+                result[key] = inside(loop[1], set())
+    return result

@@ -1,28 +1,25 @@
-"""The replay: inserts, samples, updates, checksums, growth, overhead, reopening.
+"""The replay: insert, sample, update, checksums, cost against size, memory, reopening.
 
 Everything is called as a run calls it: numbered batches, a `Stream` over `sample`, a selector made
-from the settings, and states (with priorities, if they are used) written back.
-
-Notes hold the rate at which this machine copied memory around each figure.
+from the settings, and latent states (with priorities, if they are used) written back.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import psutil
 
-from dreamfleet.benchmarks.report import Row, compare, scratch, timed
+from benchmarks.report import Row, compare, scratch, timed
 from dreamfleet.replay import Fractions, Replay, ReplayConfig, Stream, make_selector
 
 BATCH = 16
@@ -31,17 +28,15 @@ LENGTH = 65
 Steps = dict[str, np.ndarray[Any, Any]]
 
 
-def run(quick: bool = False) -> list[Row]:
-    """Measure inserts, samples and reopening of the replay."""
-    rows = []
+def run(quick: bool = False) -> Iterator[Row]:
+    """Vectors and images, on disk and in memory, then small against large."""
     for kind in ("vector", "image"):
         for storage in ("disk", "memory"):
-            rows += _speed(kind, storage, quick)
-        rows += _checksums(kind, quick)
-    rows += _growth(quick, prioritized=False)
-    rows += _growth(quick, prioritized=True)
-    rows += _reopen(quick)
-    return rows
+            yield from _speed(kind, storage, quick)
+        yield from _checksums(kind, quick)
+    yield from _growth(quick, prioritized=False)
+    yield from _growth(quick, prioritized=True)
+    yield from _reopen(quick)
 
 
 def steps(kind: str, count: int = BATCH) -> Steps:
@@ -63,67 +58,38 @@ def steps(kind: str, count: int = BATCH) -> Steps:
     return batch
 
 
-class Memcpy:
-    """The copy rate of this machine, in GB/s, as a median over the run."""
-
-    def __init__(self) -> None:
-        self._source = np.ones(64 << 20, np.uint8)
-        self._target = np.ones(64 << 20, np.uint8)
-        self._rates: list[float] = []
-
-    def measure(self) -> None:
-        for _ in range(5):
-            start = time.perf_counter()
-            self._target[:] = self._source
-            self._rates.append(self._source.nbytes / 1e9 / (time.perf_counter() - start))
-
-    @property
-    def rate(self) -> float:
-        return median(self._rates)
-
-    @property
-    def note(self) -> str:
-        return f"memcpy {self.rate:.1f} GB/s"
-
-
 def _speed(kind: str, storage: str, quick: bool) -> list[Row]:
-    memcpy = Memcpy()
     batch, streams = steps(kind), list(range(BATCH))
     inserts = 300 if quick else 4000 if kind == "vector" else 2000
     with scratch() as folder:
         replay = Replay(LENGTH, 10**6, folder if storage == "disk" else None)
-        memcpy.measure()
         start = time.perf_counter()
         for seq in range(inserts):
             replay.add_batch(batch, streams, "bench", seq)
         rate = BATCH * inserts / (time.perf_counter() - start)
-        memcpy.measure()
         while replay.stats()["online_queue"]:
             replay.sample(BATCH)
         repeats = 30 if quick else 300
         batches = Stream(partial(replay.sample, BATCH), LENGTH - 1, context=1)
         sampled = median(timed(partial(next, batches), repeats))
-        memcpy.measure()
         data = replay.sample(BATCH)
         keys = ("stepid", "dyn/deter", "dyn/stoch")
         states = {key: np.ascontiguousarray(data[key][:, 1:]) for key in keys}
         updated = median(timed(partial(replay.update, states), repeats))
-        memcpy.measure()
         replay.close()
     size = sum(array.nbytes for array in data.values()) / 1e6
-    name, note = f"{kind}/{storage}", memcpy.note
+    name = f"{kind}/{storage}"
     read, written = f"{BATCH} x {LENGTH} steps, {size:.1f} MB", f"{BATCH} x {LENGTH - 1} states"
     return [
-        Row(f"insert/{name}", rate, "steps/s", note=note),
-        Row(f"sample/{name}", 1e3 * sampled, "ms", note=f"{read}, {note}"),
-        Row(f"update/{name}", 1e3 * updated, "ms", note=f"{written}, {note}"),
+        Row(f"insert/{name}", rate, "steps/s"),
+        Row(f"sample/{name}", 1e3 * sampled, "ms", note=read),
+        Row(f"update/{name}", 1e3 * updated, "ms", note=written),
     ]
 
 
 def _checksums(kind: str, quick: bool) -> list[Row]:
-    """What checksums of rows cost: inserts with and without them in turn, samples of a directory
-    that was just opened, each block of which is checked when it is first sampled, and later ones.
-    """
+    """Cost of row checksums: inserts with and without them in turn; samples of a directory that was
+    just opened, whose blocks are checked when they are first sampled; and later samples."""
     batch, streams = steps(kind), list(range(BATCH))
     rounds, inserts = (2, 150) if quick else (10, 300)
     rates: dict[str, list[float]] = defaultdict(list)
@@ -164,7 +130,6 @@ def _checksums(kind: str, quick: bool) -> list[Row]:
 def _growth(quick: bool, prioritized: bool) -> list[Row]:
     """Cost of each operation in a small and in a large replay, measured in turn."""
     small, large = (10**4, 5 * 10**4) if quick else (10**4, 2 * 10**6)
-    memcpy = Memcpy()
     one, bulk = steps("vector"), steps("vector", 16384)
     names, streams = np.arange(16384) % BATCH, list(range(BATCH))
     step_bytes = sum(array[0].nbytes for array in bulk.values())
@@ -186,7 +151,6 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
         overhead = used / replay.stats()["steps"] - step_bytes
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(3 if quick else 30):
-        memcpy.measure()
         for size, replay in replays.items():
             insert = partial(replay.add_batch, one, streams, "bench")
             times["insert", size] += [timed(partial(insert, next(seq)), 1)[0] for _ in range(100)]
@@ -198,7 +162,7 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
                     times["update", size] += timed(partial(replay.update, update), 1)
     for replay in replays.values():
         replay.close()
-    note = f"{large:,} items of {step_bytes} bytes a step, {memcpy.note}"
+    note = f"{large:,} items of {step_bytes} bytes a step"
     rows = []
     for what in dict.fromkeys(what for what, _ in times):
         many, few = (1e6 * median(times[what, size]) for size in (large, small))
@@ -211,26 +175,22 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
 def _reopen(quick: bool) -> list[Row]:
     """Time to open a directory of vector steps in a new process."""
     count = 10**5 if quick else 10**6
-    memcpy = Memcpy()
     with scratch() as folder:
         bulk = steps("vector", 4096)
         names = np.arange(4096) % BATCH
         with Replay(LENGTH, count, folder) as replay:
             for _ in range(-(-count // 4096)):
                 replay.add_batch(bulk, names)
-        memcpy.measure()
         code = (
             "import sys, time; from dreamfleet.replay import Replay; start = time.perf_counter();"
             f"replay = Replay({LENGTH}, {count}, sys.argv[1]); replay.sample({BATCH}, 'report');"
             "sys.stdout.write(str(time.perf_counter() - start))"
         )
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(
             [sys.executable, "-c", code, folder],
             check=True,
             capture_output=True,
             text=True,
-            env=environment,
         )
-    note = f"{count:,} vector steps, open and first sample, {memcpy.note}"
+    note = f"{count:,} vector steps, open and first sample"
     return [Row("reopen", float(done.stdout), "s", note=note)]

@@ -1,17 +1,17 @@
-"""How fast a whole fleet collects: environments, actor, replay and logger, with a random agent.
+"""Steps per second of a whole fleet: environments, actor, replay and logger, with a random agent.
 
-The peers are gymnasium's vector environments, stepping the same environments with nothing else
-around them: no agent, no replay, no logger. AsyncVectorEnv has as many processes as the fleet, with
-as many environments each; SyncVectorEnv steps all of them in one. What a fleet reaches of them is
-a fair measure of what its messages and its storage cost.
+The peers step the same environments with nothing around them: no agent, no replay, no logger.
+Gymnasium's AsyncVectorEnv and PufferLib's multiprocessing (if it is installed) have as many
+processes as the fleet, with as many environments each; SyncVectorEnv steps all in one process. So
+the ratio shows what the fleet's messages and its storage cost.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import chdir, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile
@@ -22,7 +22,8 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from dreamfleet.benchmarks.report import Row, compare, scratch
+from benchmarks.report import Row, compare, scratch
+from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
 from dreamfleet.fleet.factories import factories
@@ -32,6 +33,8 @@ from dreamfleet.presets import preset
 from dreamfleet.replay import ReplayConfig
 
 _TASK = "bundled:dummy"
+Peer = Callable[["Layout", float], float]
+"""Steps per second of a layout, measured for some seconds."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +63,33 @@ LAYOUTS = (
 )
 
 
-def run(quick: bool = False) -> list[Row]:
-    """Measure a whole fleet with the random agent, in the layouts that people run."""
-    rows: list[Row] = []
+def run(quick: bool = False) -> Iterator[Row]:
+    """The layouts that people run."""
+    peers: dict[str, Peer] = {"AsyncVectorEnv": _async, "SyncVectorEnv": _sync}
+    try:
+        with scratch() as folder, chdir(folder):  # importing it leaves a link in the directory
+            import pufferlib.emulation
+            import pufferlib.vector
+    except ImportError as error:
+        say(f"PufferLib is no peer here: {error}")
+    else:
+        peers["PufferLib"] = partial(_puffer, pufferlib)
     for layout in (Layout(2, 1, 500), Layout(2, 2, 500)) if quick else LAYOUTS:
-        rows += _compare(layout, 0.2 if quick else 2.0)
-    return rows
+        yield from _compare(layout, peers, 0.2 if quick else 2.0)
 
 
-def _compare(layout: Layout, seconds: float) -> Iterator[Row]:
+def _compare(layout: Layout, peers: Mapping[str, Peer], seconds: float) -> Iterator[Row]:
     # The peers before and after, because a machine's speed drifts.
-    before = [peer(layout, seconds) for peer in _PEERS.values()]
+    before = [peer(layout, seconds) for peer in peers.values()]
     with scratch() as folder:
         rate, first = _fleet(folder, layout, every=min(1.0, seconds))
-    after = [peer(layout, seconds) for peer in _PEERS.values()]
+    after = [peer(layout, seconds) for peer in peers.values()]
     note = "64x64x3 images, random agent, replay and logger on, train_ratio 1"
-    for name, *rates in zip(_PEERS, before, after, strict=True):
+    for name, *rates in zip(peers, before, after, strict=True):
         processes = _count(1 if name == "SyncVectorEnv" else layout.processes)
-        peer = f"{name}, {processes}"
-        yield compare(str(layout), rate, "steps/s", peer, statistics.mean(rates), note=note)
+        yield compare(
+            str(layout), rate, "steps/s", f"{name}, {processes}", statistics.mean(rates), note
+        )
     if first:
         yield Row(f"{layout}: first steps", first, "s", note="from the start of the run")
 
@@ -88,7 +99,7 @@ def _count(processes: int) -> str:
 
 
 def _fleet(logdir: Path, layout: Layout, every: float) -> tuple[float, float | None]:
-    """Steps a second, the median over intervals, and seconds until steps were seen."""
+    """Steps per second, the median over intervals, and seconds until the first steps."""
     config = RunConfig(
         task=_TASK,
         logdir=logdir,
@@ -100,7 +111,7 @@ def _fleet(logdir: Path, layout: Layout, every: float) -> tuple[float, float | N
         replay=ReplayConfig(capacity=100_000),
         steps=layout.steps,
         log_every=every,
-        report_every=0.0,  # one video in five minutes is little, one in these seconds a tenth
+        report_every=0.0,  # a video costs little in five minutes, and a tenth of these seconds
         on_failure="stop",
     )
     begin = time.monotonic()
@@ -124,11 +135,11 @@ class _Bare(gymnasium.Env[dict[str, Any], Any]):
     def __init__(self, count: int) -> None:
         self._envs = [make_env(_TASK, seed=seed) for seed in range(count)]
         self._last = [True] * count
-        low, high = np.full((count, 8), -np.inf), np.full((count, 8), np.inf)
+        high = np.full((count, 8), np.inf, np.float32)
         self.observation_space = gymnasium.spaces.Dict(
             {
                 "image": gymnasium.spaces.Box(0, 255, (count, 64, 64, 3), np.uint8),
-                "vector": gymnasium.spaces.Box(low, high, dtype=np.float32),
+                "vector": gymnasium.spaces.Box(-high, high, dtype=np.float32),
             }
         )
         self.action_space = gymnasium.spaces.MultiDiscrete([5] * count)
@@ -158,10 +169,15 @@ def _sync(layout: Layout, seconds: float) -> float:
     return _rate(vector, layout.envs, seconds)
 
 
-_PEERS: dict[str, Callable[[Layout, float], float]] = {
-    "AsyncVectorEnv": _async,
-    "SyncVectorEnv": _sync,
-}
+def _puffer(pufferlib: Any, layout: Layout, seconds: float) -> float:
+    made = pufferlib.vector.make(
+        partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=partial(_Bare, 1)),
+        num_envs=layout.envs,
+        backend=pufferlib.vector.Multiprocessing,
+        num_workers=layout.processes,
+        overwork=True,  # as many processes as the others; they busy-wait, so it needs the cores
+    )
+    return _rate(made, layout.envs, seconds)
 
 
 def _rate(vector: Any, envs: int, seconds: float) -> float:

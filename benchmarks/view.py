@@ -1,8 +1,7 @@
-"""What `dreamfleet view` costs: how fast it opens, what it takes from a run, and whether it grows.
+"""Cost of `dreamfleet view`: time to open, what it takes from a run, and growth.
 
-A headless Chromium on the same machine has the page open, so what it takes from a run holds the
-browser's share too. A page that is looked at from another machine costs the server's share alone,
-which has a row of its own.
+A headless Chromium has the page open on the same machine, so what a page takes from a run includes
+the browser. A browser on another machine costs the server's share alone, which has its own row.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dreamfleet.benchmarks.report import Row, compare, scratch
+from benchmarks.report import Row, compare, program, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, import_extra
 from dreamfleet.fleet.record import FleetRecord, write_record
-from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics import read_jsonl
 
 _KEYS = 12
@@ -33,11 +30,11 @@ _RATE = "actor/steps_per_second"
 _OPEN = (0, 1, 5)  # pages at once
 
 
-def run(quick: bool = False) -> list[Row]:
-    """Measure the server, and a page in a browser."""
+def run(quick: bool = False) -> Iterator[Row]:
+    """The server, and pages in a browser."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
-        raise ConfigError("This benchmark looks through Chromium: install it.")
+        raise ConfigError("This benchmark needs Chromium: install it.")
     playwright: Any = import_extra("playwright.sync_api", "Browsers in tests", "dev")
     with ExitStack() as stack:
         folder = stack.enter_context(scratch())
@@ -45,20 +42,15 @@ def run(quick: bool = False) -> list[Row]:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         stack.callback(browser.close)
         count, rows = (5, 100) if quick else (100, 10_000)
-        return [
-            *_opening(folder / "many", browser, count, rows),
-            *_training(folder / "training", browser, periods=1 if quick else 5, quick=quick),
-            *_growing(folder / "growing", browser, seconds=3.0 if quick else 180.0),
-        ]
-
-
-_started = partial(subprocess.Popen, stdin=subprocess.PIPE, start_new_session=True)
+        yield from _opening(folder / "many", browser, count, rows)
+        yield from _training(folder / "training", browser, 1 if quick else 5, quick=quick)
+        yield from _growing(folder / "growing", browser, 3.0 if quick else 180.0)
 
 
 @contextmanager
 def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    command = tied(["dreamfleet.cli", "view", str(folder), "--port", "0"])
-    with _started(command, stdout=subprocess.PIPE, text=True) as process:
+    words = ("view", str(folder), "--port", "0")
+    with program("dreamfleet.cli", *words, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().strip(), psutil.Process(process.pid)
@@ -67,7 +59,7 @@ def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def _opening(folder: Path, browser: Any, count: int, rows: int) -> Iterator[Row]:
-    """From the command to a table and curves on the screen."""
+    """From the command to a table and curves in the browser."""
     _made_up(folder / "run-0", rows)
     for number in range(1, count):
         shutil.copytree(folder / "run-0", folder / f"run-{number}")
@@ -98,7 +90,7 @@ def _opening(folder: Path, browser: Any, count: int, rows: int) -> Iterator[Row]
 
 
 def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator[Row]:
-    """Steps a second of one run, without an open page, with one and with five in turn."""
+    """Steps per second of one run with no, one and five open pages in turn."""
     seconds = 3.0 if quick else 20.0
     options = {
         "--task": "bundled:dummy",
@@ -111,10 +103,9 @@ def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator
         "--logdir": str(folder / "run"),
     }
     words = [word for option in options.items() for word in option]
-    command = tied(["dreamfleet.cli", "train", *words])
     folder.mkdir(parents=True)
     with (
-        _started(command, stdout=subprocess.DEVNULL) as process,
+        program("dreamfleet.cli", "train", *words, stdout=subprocess.DEVNULL) as process,
         _served(folder) as (address, server),
     ):
         try:
@@ -149,7 +140,7 @@ def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator
 
 
 def _growing(folder: Path, browser: Any, seconds: float) -> Iterator[Row]:
-    """Memory of a page and of the server while a run grows faster than any does."""
+    """Memory of a page and of the server while a run writes 200 rows per second."""
     _made_up(folder / "run", 1000)
     scores, metrics = (folder / "run" / name for name in ("scores.jsonl", "metrics.jsonl"))
     with _served(folder) as (address, server), scores.open("a") as some, metrics.open("a") as more:

@@ -1,10 +1,8 @@
-"""How many environment steps a second the transport carries.
+"""Steps per second that the transport carries, and the latency of a call.
 
 Client processes send blocks of observations to a batching server and wait for the actions, as
-environment processes do, also those with one environment. The server computes nothing and passes
-nothing on, but takes every step that an actor takes, so what is measured is the transport. Portal's
-`BatchServer` does the same work in the same run where the package is installed; its clients send
-single observations.
+environment processes do. The server computes nothing and passes nothing on. Portal's `BatchServer`
+does the same work in the same run if it is installed; its clients send single observations.
 """
 
 from __future__ import annotations
@@ -12,14 +10,14 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 
-from dreamfleet.benchmarks.report import Row, compare, helper, rate_of, timed
+from benchmarks.report import Row, compare, helper, rate_of, timed
 from dreamfleet.transport import BatchServer, Client, Keys, Server
 
 BATCH = 4
@@ -40,7 +38,7 @@ def observation(*lead: int) -> Tree:
 
 
 class _Counter:
-    """A policy that knows nothing and counts its steps."""
+    """A policy that counts its steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -73,7 +71,7 @@ def _portal_environment(address: str) -> None:
 def measure_ours(
     address: str, keys: Keys | None, processes: int, envs: int, seconds: float
 ) -> float:
-    """Steps a second with so many client processes of so many environments each."""
+    """Steps per second with this many client processes of this many environments each."""
     counter = _Counter()
     server = BatchServer(address, "Actor", keys)
     server.bind("act", counter, lambda _: None, batch=BATCH)
@@ -131,32 +129,25 @@ def measure_latency(calls: int) -> tuple[float, float]:
     return statistics.median(times), statistics.quantiles(times, n=100)[98]
 
 
-def run(quick: bool) -> list[Row]:
-    """Measure calls and batches between processes; a quick run has few of them."""
+def run(quick: bool = False) -> Iterator[Row]:
+    """Latency, then blocks of observations over each transport."""
     many, seconds = (BATCH, 0.2) if quick else (8, 5.0)
     median, tail = measure_latency(100 if quick else 5000)
-    rows = [
-        Row("latency of a small call, median", median, "ms", note="ipc, to another process"),
-        Row("latency of a small call, 99th percentile", tail, "ms"),
-    ]
-    peer = None
-    if importlib.util.find_spec("portal"):
-        peer = measure_portal(many, seconds)
+    yield Row("latency of a small call, median", median, "ms", note="ipc, to another process")
+    yield Row("latency of a small call, 99th percentile", tail, "ms")
+    installed = importlib.util.find_spec("portal") is not None
+    peer, theirs = (
+        f"portal, {many} processes x 1",
+        measure_portal(many, seconds) if installed else 0,
+    )
     keys = Keys.generate()
     for processes, envs in ((many, 1), (2, 8)):
-        label = f"{processes} processes x {envs} environment{'s' * (envs > 1)}"
-        rate = _rate_row(f"portal, {many} processes x 1", peer)
         plain = measure_ours("ipc://{auto}", None, processes, envs, seconds)
         curve = measure_ours("tcp://127.0.0.1:{auto}", keys, processes, envs, seconds)
-        rows.append(rate(f"{label}, ipc", plain))
-        rows.append(rate(f"{label}, tcp with CURVE", curve, f"{100 * curve / plain:.0f} % of ipc"))
-    return rows
-
-
-def _rate_row(peer: str, peer_value: float | None) -> Callable[..., Row]:
-    def row(name: str, value: float, note: str = "") -> Row:
-        if peer_value is None:
-            return Row(name, value, "steps/s", note=note or "portal is not installed")
-        return compare(name, value, "steps/s", peer, peer_value, note=note)
-
-    return row
+        share = f"{100 * curve / plain:.0f} % of ipc"
+        for name, rate, note in (("ipc", plain, ""), ("tcp with CURVE", curve, share)):
+            name = f"{processes} processes x {envs} environment{'s' * (envs > 1)}, {name}"
+            if installed:
+                yield compare(name, rate, "steps/s", peer, theirs, note)
+            else:
+                yield Row(name, rate, "steps/s", note=f"portal is not installed {note}".strip())

@@ -1,8 +1,8 @@
-"""Whether a run grows: memory, files, sockets and threads of every process while it trains.
+"""Growth of a run: memory, files, sockets and threads of every process while it trains.
 
-The run is an ordinary one. Whenever it logs, the processes of its fleet are looked at, by the names
-that the supervisor gives them. After the run the last quarter is compared with the second: the
-first one is for compiling and for filling the replay.
+The run is an ordinary one, and its processes are sampled whenever it logs. Afterwards the last
+quarter of the run is compared with the second; in the first one programs are compiled and the
+replay fills. `soak.json` and `soak.png` in the run's directory hold all samples.
 """
 
 from __future__ import annotations
@@ -18,28 +18,60 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Row
+from dreamfleet.cli.train import config_of
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.record import read_record
 from dreamfleet.plotting import COLORS, make_figure, plain_axis, save_figure
+from dreamfleet.resuming import holds_run
 from dreamfleet.training import StopTraining, train
 
 KINDS = {"memory": "MB", "files": "", "sockets": "", "threads": ""}
-"""What is looked at, with its unit. Memory is what belongs to a process alone: pages of mapped
-files are the kernel's, which takes them back when it needs them."""
-_ROOM = {"memory": (8.0, 0.03), "files": (1, 0.0), "sockets": (1, 0.0), "threads": (0, 0.0)}
+"""What is sampled, with its unit. Memory is that of a process alone: pages of mapped files are the
+kernel's, which reclaims them when it needs them."""
+_SETTINGS = """--task bundled:catch --preset pixels --envs 4 --envs-per-process 2 --train-ratio 8
+--replay.capacity 10000 --steps 0 --eval-episodes 0"""
+_TOLERANCE = {"memory": (8.0, 0.03), "files": (1, 0.0), "sockets": (1, 0.0), "threads": (0, 0.0)}
 CRITERION = (
-    "A process is flat if its median over the last quarter of the run is at most 8 MB or 3 % of "
-    "memory (whichever is more), 1 file, 1 socket and no thread above that over the second quarter."
+    "The median over the last quarter may exceed that over the second by 8 MB or 3 % of memory "
+    "(whichever is more), 1 file, 1 socket and no thread."
 )
-_FEWEST = 8  # samples of a process: two in each quarter
+_MIN_SAMPLES = 8  # of a process: two in each quarter
+
+
+def run(
+    logdir: Path, minutes: float = 60.0, quick: bool = False, settings: Sequence[str] = ()
+) -> Iterator[Row]:
+    """Train for some minutes; raises an error if a process grew.
+
+    Args:
+        logdir: A directory without a run.
+        minutes: How long, from the first steps on.
+        quick: Train for a second, with the random agent.
+        settings: Further settings of `dreamfleet train`, such as `--task bundled:dummy`.
+    """
+    if holds_run(logdir):
+        raise ConfigError(f"{logdir} holds a run already: name another directory.")
+    words = [*_SETTINGS.split(), *(["--agent", "random"] if quick else []), *settings]
+    seconds = 1.0 if quick else 60 * minutes
+    every = min(10.0, seconds / 40)
+    config = config_of([*words, "--logdir", str(logdir), "--log-every", str(every)])
+    found = soak(config, seconds, logdir / "soak")
+    for name, series in found.processes.items():
+        for kind, unit in KINDS.items():
+            before, more = series.growth(kind, found.duration)
+            note = f"{more:+.1f} since the second quarter"
+            yield Row(f"{name}: {kind}", before + more, unit, note=note)
+    if grown := list(found.grown()):
+        raise DreamfleetError(f"Processes grew: {'; '.join(grown)}. {CRITERION}")
 
 
 @dataclass
 class Series:
-    """What one process used, over time."""
+    """Samples of one process."""
 
     seconds: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
@@ -53,7 +85,7 @@ class Series:
             getattr(self, kind).append(value)
 
     def growth(self, kind: str, duration: float) -> tuple[float, float]:
-        """The median over the second quarter of the run, and what the last quarter's is above."""
+        """The median over the second quarter, and by how much that over the last exceeds it."""
         values: Sequence[float] = getattr(self, kind)
         quarter = [min(3, int(4 * at / duration)) for at in self.seconds]
         parts = [[v for v, q in zip(values, quarter, strict=True) if q == n] for n in (1, 3)]
@@ -65,7 +97,7 @@ class Series:
 
 @dataclass
 class Soak:
-    """A run that was looked at all the time."""
+    """All samples of a run."""
 
     duration: float
     steps: int = 0
@@ -73,18 +105,18 @@ class Soak:
     processes: dict[str, Series] = field(default_factory=dict)
 
     def grown(self) -> Iterator[str]:
-        """A sentence for everything that is not flat."""
+        """One sentence per growth."""
         for name, series in self.processes.items():
-            if len(series.seconds) < _FEWEST:
-                yield f"{name} was seen {len(series.seconds)} times: let the run last longer."
+            if len(series.seconds) < _MIN_SAMPLES:
+                yield f"{name} has {len(series.seconds)} samples: use more --minutes"
                 continue
             for kind, unit in KINDS.items():
                 before, more = series.growth(kind, self.duration)
-                least, share = _ROOM[kind]
+                least, share = _TOLERANCE[kind]
                 if more > max(least, share * before):
                     yield f"{kind} of {name}: {more:+.1f} {unit} on {before:.1f}".rstrip()
         if self.restarts:
-            yield f"{self.restarts} processes had to be started again."
+            yield f"{self.restarts} processes were restarted"
 
     def to_json(self) -> str:
         grown = list(self.grown())
@@ -92,24 +124,23 @@ class Soak:
             name: {kind: round(series.growth(kind, self.duration)[1], 3) for kind in KINDS}
             for name, series in self.processes.items()
         }
-        told = {"flat": not grown, "grown": grown, "criterion": CRITERION, "growth": growth}
-        return dumps({**told, **asdict(self)}, indent=1) + "\n"
+        summary = {"flat": not grown, "grown": grown, "criterion": CRITERION, "growth": growth}
+        return dumps({**summary, **asdict(self)}, indent=1) + "\n"
 
 
 def soak(config: RunConfig, duration: float, out: Path) -> Soak:
-    """Train for some seconds, and write what was seen to OUT.json and OUT.png. Seconds are counted
-    from the first steps on, when everything is compiled. On a slow machine it takes longer, until
-    there is enough to compare.
+    """Train for some seconds from the first steps on, and write OUT.json and OUT.png. On a slow
+    machine it takes longer, until there are enough samples.
 
     Raises:
-        ConfigError: This system does not tell what processes use.
+        ConfigError: This system has no /proc.
     """
     if not Path("/proc/self/status").exists():
-        raise ConfigError("What processes use is read from /proc, which only Linux has.")
+        raise ConfigError("soak reads /proc, which only Linux has.")
     found, begin = Soak(duration), time.monotonic()
     due = LocalClock(config.log_every / 2)  # the roles log at different times
 
-    def look(step: int, _: Mapping[str, Any]) -> None:
+    def sample(step: int, _: Mapping[str, Any]) -> None:
         nonlocal begin
         found.steps = step
         if not step:
@@ -127,10 +158,10 @@ def soak(config: RunConfig, duration: float, out: Path) -> Soak:
             if values := usage(pid):
                 found.processes.setdefault(name, Series()).add(seconds, values)
         seen = min(len(series.seconds) for series in found.processes.values())
-        if seconds >= duration and seen >= _FEWEST:
+        if seconds >= duration and seen >= _MIN_SAMPLES:
             raise StopTraining
 
-    train(config, on_log=look)
+    train(config, on_log=sample)
     found.duration = time.monotonic() - begin
     atomic_write(out.with_suffix(".json"), found.to_json())
     draw(found, out.with_suffix(".png"))
@@ -138,7 +169,7 @@ def soak(config: RunConfig, duration: float, out: Path) -> Soak:
 
 
 def usage(pid: int) -> dict[str, float]:
-    """What a process uses now; nothing if it has ended."""
+    """What a process uses now; empty if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.partition(":")[::2] for line in lines)
@@ -158,7 +189,7 @@ def usage(pid: int) -> dict[str, float]:
 
 
 def draw(found: Soak, out: Path) -> None:
-    """A panel for each kind, with a line for each process."""
+    """One panel per kind, one line per process."""
     figure = make_figure(10.4, 7.0)
     axes = figure.subplots(2, 2).flat
     for axis, (kind, unit) in zip(axes, KINDS.items(), strict=True):

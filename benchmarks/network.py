@@ -1,20 +1,22 @@
-"""Environment steps a second over a network with delay, and how much of it lanes hide.
+"""Steps per second behind a network delay, and how much of the delay lanes hide.
 
-An environment process (the role itself) steps `bundled:audit`, whose steps take a while as those of
-simulators do, and is served through a proxy that holds bytes up. The server only draws actions, so
-what is measured is how the role spends its time. A step without any delay takes what the sleeps of
-its environments take; the peer is one lane at the same delay.
+An environment process, the role itself, steps environments that take 2 ms each as simulators do. It
+is served through a proxy that delays bytes. The server only draws actions, so this measures how the
+role spends its time. The peer is one lane at the same delay.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from dreamfleet.benchmarks.proxy import Proxy
-from dreamfleet.benchmarks.report import Row, compare, helper, rate_of, scratch
+from benchmarks.proxy import Proxy
+from benchmarks.report import Row, compare, helper, rate_of, scratch
 from dreamfleet.config import RunConfig
+from dreamfleet.envs.bundled import Dummy
 from dreamfleet.fleet.factories import factories
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.spaces import RESET
@@ -26,22 +28,28 @@ _LANES = (1, 2, 4)
 _WARM_UP = 4  # steps of each environment
 
 
-def run(quick: bool = False) -> list[Row]:
-    """Measure steps a second at several delays with several lanes."""
+class Slow(Dummy):
+    """An environment whose steps take as long as those of a simulator."""
+
+    def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        time.sleep(_STEP_SECONDS)
+        return super().step(action)
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    """Several delays with several lanes."""
     seconds = 0.5 if quick else 5.0
-    note = f"{_ENVS} environments in a process, {1000 * _STEP_SECONDS:g} ms a step"
-    rows: list[Row] = []
+    note = f"{_ENVS} environments in a process, {1000 * _STEP_SECONDS:g} ms per step"
     for delay in (0.0, 0.02) if quick else _DELAYS:
-        alone = 0.0
+        one = 0.0
         for lanes in (1, 2) if quick else _LANES:
             rate = measure(delay, lanes, seconds)
-            name = f"{1000 * delay:g} ms of delay each way, lanes: {lanes}"
+            name = f"delay {1000 * delay:g} ms each way, lanes: {lanes}"
+            one = one or rate
             if lanes == 1:
-                alone = rate
-                rows.append(Row(name, rate, "steps/s", note=note))
+                yield Row(name, rate, "steps/s", note=note)
             else:
-                rows.append(compare(name, rate, "steps/s", "1 lane", alone, note=note))
-    return rows
+                yield compare(name, rate, "steps/s", "1 lane", one, note)
 
 
 class _Counter:
@@ -58,19 +66,15 @@ class _Counter:
 
 
 def measure(delay: float, lanes: int, seconds: float) -> float:
-    """Steps a second of one environment process behind a delay of so many seconds each way."""
+    """Steps per second of one environment process behind a delay of so many seconds each way."""
     counter = _Counter()
     server = BatchServer("tcp://127.0.0.1:{auto}", "actor")
     # As the actor has it, a batch is a lane.
     server.bind("act", counter, batch=-(-_ENVS // lanes), wait=0.02)
-    with (
-        scratch() as folder,
-        server,
-        Proxy(server.address, delay) as proxy,
-    ):
+    with scratch() as folder, server, Proxy(server.address, delay) as proxy:
         config = RunConfig(
-            task="bundled:audit",
-            env_options={"seconds": _STEP_SECONDS},
+            task=f"{__name__}:Slow",
+            env_options={"size": (4, 4)},
             logdir=folder,
             agent="random",
             envs=_ENVS,

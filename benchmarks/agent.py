@@ -1,0 +1,465 @@
+"""Dreamer's train step, policy call, memory, checkpoint and compile time, in each size.
+
+The agent is made, compiled and called as the learner and the actor do it. Every size has a process
+of its own with the environment variables of an agent: its memory is its own, and a size that does
+not fit costs only its row. FLOP utilisation is what the model needs (`lowering`) against the
+fastest matrix product of the same precision in the same process; on a CPU both are taken by CPU
+time, which other programs disturb little.
+
+`--devices` trains from the same parameters on the same batches with several devices, and compares
+losses, parameters and time with one: data parallel, fully sharded, and groups that share a copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.report import Row, compare, in_process, median_ms, scratch, timed
+from dreamfleet.agents import (
+    DreamerConfig,
+    ExecutionConfig,
+    OptimizerConfig,
+    find_agent,
+    size_preset,
+)
+from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
+from dreamfleet.checkpoint import Checkpoint
+from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.spaces import Space
+
+POLICY_ROWS = (1, 8, 16)
+MODES = ("data parallel", "fully sharded", "both")
+LOSSES, PARAMETERS = 1e-3, 1e-2
+"""Tolerances after all updates: of every loss, relative to it or to one, and of all parameters
+together, relative to the distance that they moved. Sums in another order round differently, and a
+rounding can change a sample, after which two runs rightly differ."""
+_PRODUCTS = (1024, 2048, 4096, 8192)  # sides of matrices
+_PACKAGES = ("dreamfleet", "jax", "jaxlib", "equinox", "optax", "numpy")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
+
+    kind: str = "vector"
+    size: str = "1m"
+    dtype: str = "float32"
+    batch_size: int = 16
+    batch_length: int = 64
+    report_length: int = 32
+    seconds: float = 20.0
+    """About how long train steps are measured; 0 to only compile."""
+    calls: int = 500
+    """Policy calls that are measured."""
+    updates: int = 0
+    """Train steps that are compared between devices, instead of all else."""
+    devices: int = 1
+    mode: str = MODES[0]
+    folder: str = ""
+    """For compiled programs, or for the parameters that several devices reached."""
+
+
+def run(
+    quick: bool = False,
+    sizes: str = "1m",
+    kind: str = "all",
+    dtype: str = "float32",
+    devices: str = "",
+) -> Iterator[Row]:
+    """Measure sizes, or devices. A quick run uses tiny networks and batches."""
+    task = Task(dtype=dtype)
+    if quick:
+        task = replace(task, batch_size=2, batch_length=4, report_length=4, seconds=0.1, calls=20)
+    names = ("debug",) if quick and sizes == "1m" else sizes_of(sizes)
+    if devices:
+        like = replace(task, size=names[0], batch_size=8, batch_length=16) if quick else task
+        yield from compare_devices(counts_of(devices), replace(like, size=names[0], updates=20))
+        return
+    described = False
+    for size, each in itertools.product(names, ("vector", "image") if kind == "all" else (kind,)):
+        found = _measured(replace(task, size=size, kind=each))
+        if not described and "device" in found:
+            described = True
+            yield Row("devices", found["devices"], "", note=found["device"])
+        yield from _rows(f"{each}, {size}", found)
+
+
+def sizes_of(text: str) -> tuple[str, ...]:
+    """Names between commas, or `all` published sizes.
+
+    Raises:
+        ConfigError: A size does not exist.
+    """
+    names = PUBLISHED_SIZES if text == "all" else tuple(text.split(","))
+    for name in names:
+        size_preset(name)
+    return names
+
+
+def counts_of(text: str) -> tuple[int, ...]:
+    """Numbers between commas, with 1, which the others are compared with.
+
+    Raises:
+        ConfigError: They are no positive numbers.
+    """
+    try:
+        counts = {int(word) for word in text.split(",")}
+    except ValueError:
+        counts = {0}
+    if min(counts) < 1:
+        raise ConfigError(f"--devices {text}: write positive numbers such as 1,2,4,8.")
+    return tuple(sorted({1, *counts}))
+
+
+def _measured(task: Task) -> dict[str, Any]:
+    """The figures of a task, with an empty and with a filled compilation cache; or a `problem`."""
+    with scratch() as cache:
+        task = replace(task, folder=str(cache))
+        try:
+            found = dict(in_process(__name__, asdict(task)))
+            if "problem" not in found:
+                found["warm"] = in_process(__name__, asdict(replace(task, seconds=0)))["compile"]
+        except DreamfleetError as error:
+            return {"problem": str(error)}
+    return found
+
+
+def _rows(name: str, found: Mapping[str, Any]) -> Iterator[Row]:
+    if "problem" in found:
+        yield Row(f"{name}: train step", None, "ms", note=found["problem"])
+        return
+    share = f"{100 * found['utilisation']:.0f} % of the fastest matrix product"
+    yield Row(f"{name}: train step", found["train"], "ms", note=found["settings"])
+    yield Row(f"{name}: train step, CPU time", found["train_cpu"], "ms")
+    note = f"{share}, {found['matmul'] / 1e9:,.0f} GFLOP/s"
+    yield Row(f"{name}: FLOP of a train step", found["flops"] / 1e12, "TFLOP", note=note)
+    for rows, milliseconds in zip(POLICY_ROWS, found["policy"], strict=True):
+        yield Row(f"{name}: policy, batch {rows}", milliseconds, "ms")
+    for rows, (middle, high) in zip(POLICY_ROWS, found["while_training"], strict=True):
+        note = f"99th percentile {high:.1f} ms"
+        yield Row(f"{name}: policy while training, batch {rows}", middle, "ms", note=note)
+    memory = found["memory"]
+    state = memory["parameters"] + memory["optimizer"]
+    yield Row(f"{name}: parameters and optimizer", state / 1e9, "GB", note="on each device")
+    yield Row(f"{name}: activations", memory["activations"] / 1e9, "GB", note="on each device")
+    yield Row(f"{name}: peak memory", memory["peak"] / 1e9, "GB")
+    seconds, still = found["checkpoint"]
+    note = f"the learner waits for {100 * still / seconds:.2f} % of it"
+    yield Row(f"{name}: checkpoint", seconds, "s", note=note)
+    yield Row(f"{name}: compile", found["compile"], "s")
+    yield Row(f"{name}: compile, warm cache", found["warm"], "s")
+
+
+# --- in the process that measures ----------------------------------------------------------------
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """All figures of one size: milliseconds, bytes and operations; compile time in seconds."""
+    config = DreamerConfig(
+        size_preset(task.size),
+        execution=ExecutionConfig(cache_dir=task.folder, compute_dtype=task.dtype),  # type: ignore[arg-type]
+    )
+    obs, act = spaces(task.kind)
+    agent: Any = find_agent("dreamer").make(obs, act, config, seed=0)
+    start = time.perf_counter()
+    agent.compile(
+        batch_size=task.batch_size,
+        batch_length=task.batch_length,
+        report_length=task.report_length,
+        policy_batches=POLICY_ROWS,
+    )
+    compiled = time.perf_counter() - start
+    if not task.seconds:
+        return {"compile": compiled}
+    from benchmarks.lowering import train_step_flops
+
+    step = learner_step(agent, task.batch_size, task.batch_length)
+    step()
+    (first,) = timed(step, 1)
+    steps = int(min(10, max(2, task.seconds / first)))
+    busy = time.process_time()
+    milliseconds = median_ms(step, steps)
+    cpu = (time.process_time() - busy) / steps
+    device = this_device()
+    cores = (os.cpu_count() or 1) if device["platform"] == "cpu" else 0
+    flops = train_step_flops(config, obs, act, task.batch_size, task.batch_length)
+    matmul = matmul_flops(task.dtype, cores)
+    seconds = cpu / cores if cores else milliseconds / 1e3
+    return {
+        **device,
+        "settings": f"{task.dtype}, batches of {task.batch_size} x {task.batch_length} steps",
+        "compile": compiled,
+        "train": milliseconds,
+        "train_cpu": 1e3 * cpu,
+        "policy": [median_ms(policy_caller(agent, obs, n), task.calls) for n in POLICY_ROWS],
+        "while_training": _policy_while_training(agent, obs, step, task.calls),
+        "checkpoint": _checkpoint(agent, step),
+        "memory": {**agent.memory(), "peak": _peak_bytes()},
+        "flops": flops,
+        "matmul": matmul,
+        "utilisation": flops / seconds / matmul,
+    }
+
+
+def spaces(kind: str) -> tuple[dict[str, Space], dict[str, Space]]:
+    """24 floats or a 64x64x3 image in, 6 continuous actions out."""
+    obs = {name: Space(bool) for name in ("is_first", "is_last", "is_terminal")}
+    obs["reward"] = Space(np.float32)
+    if kind == "vector":
+        obs["vector"] = Space(np.float32, (24,))
+    else:
+        obs["image"] = Space(np.uint8, (64, 64, 3))
+    return obs, {"action": Space(np.float32, (6,), -1, 1), "reset": Space(bool)}
+
+
+def learner_step(agent: Any, batch_size: int, batch_length: int) -> Callable[[], None]:
+    """A train step as the learner makes it: results of the step before are read while it runs."""
+    carry = agent.init_train(batch_size)
+    example = agent.example_batch(batch_size, batch_length)
+    batches = agent.stream(itertools.repeat(random_batch(example)))
+    previous: dict[str, Any] = {}
+
+    def step() -> None:
+        nonlocal carry, previous
+        carry, outs, metrics = agent.train(carry, next(batches))
+        for value in previous.values():
+            np.asarray(value)
+        previous = {**outs["replay"], **metrics}
+
+    return step
+
+
+def random_batch(example: Mapping[str, NDArray[Any]], seed: int = 0) -> dict[str, NDArray[Any]]:
+    """A batch of noise in the form of another one."""
+    batch, rng = dict(example), np.random.default_rng(seed)
+    for name in {"vector", "action", "reward", "image"} & batch.keys():
+        if batch[name].dtype == np.float32:
+            batch[name] = rng.standard_normal(batch[name].shape, np.float32)
+        elif batch[name].dtype == np.uint8:
+            batch[name] = rng.integers(256, size=batch[name].shape, dtype=np.uint8)
+    return batch
+
+
+def policy_caller(agent: Any, obs: dict[str, Space], rows: int) -> Callable[[], None]:
+    """A policy call for this many environments, again and again."""
+    carry = agent.init_policy(rows)
+    inputs = {name: np.zeros((rows, *s.shape), s.dtype) for name, s in obs.items()}
+
+    def call() -> None:
+        nonlocal carry
+        carry, _, _ = agent.policy(carry, inputs)
+
+    call()
+    return call
+
+
+def _policy_while_training(
+    agent: Any, obs: dict[str, Space], step: Callable[[], None], calls: int
+) -> list[tuple[float, float]]:
+    """(median, 99th percentile) of policy calls, 2 ms apart, while another thread trains."""
+    stop = threading.Event()
+
+    def learn() -> None:
+        while not stop.is_set():
+            step()
+
+    thread = threading.Thread(target=learn)
+    thread.start()
+    result = []
+    for rows in POLICY_ROWS:
+        call, taken = policy_caller(agent, obs, rows), []
+        for _ in range(calls):
+            taken += timed(call, 1)
+            stop.wait(0.002)
+        result.append((1e3 * float(np.median(taken)), 1e3 * float(np.percentile(taken, 99))))
+    stop.set()
+    thread.join()
+    return result
+
+
+def _checkpoint(agent: Any, step: Callable[[], None]) -> tuple[float, float]:
+    """Seconds to write a checkpoint while training continues, and for which the learner waits."""
+    with scratch() as folder, ThreadPoolExecutor(1) as pool:
+        start = time.perf_counter()
+        state = agent.save_later()
+        still = time.perf_counter() - start
+
+        def save() -> float:
+            Checkpoint(folder).save({"agent": state()}, step=0)
+            return time.perf_counter() - start
+
+        writing = pool.submit(save)
+        while not writing.done():
+            step()
+        return writing.result(), still
+
+
+def matmul_flops(dtype: str, cores: int) -> float:
+    """FLOP/s of the fastest square matrix product; by CPU time if a CPU with `cores` computes."""
+    import jax
+    import jax.numpy as jnp
+
+    best = 0.0
+    product = jax.jit(lambda a: a @ a)
+    for side in _PRODUCTS:
+        x = jnp.ones((side, side), dtype)
+        call = partial(lambda x: product(x).block_until_ready(), x)
+        call()
+        busy = time.process_time()
+        seconds = median_ms(call, 5) / 1e3
+        if cores:
+            seconds = (time.process_time() - busy) / 5 / cores
+        best = max(best, 2.0 * side**3 / seconds)
+        if seconds > 0.5:
+            break
+    return best
+
+
+def this_device() -> dict[str, Any]:
+    """Platform, number and description of the devices, with driver and versions."""
+    import jax
+
+    there = jax.devices()
+    words = [f"{there[0].device_kind} ({there[0].platform})"]
+    if there[0].platform == "cpu":
+        words = [f"{_cpu_name()}, {os.cpu_count()} cores"]
+    else:
+        words.append(" ".join(str(there[0].client.platform_version).split()))
+        nvidia = Path("/proc/driver/nvidia/version")
+        if nvidia.is_file():
+            words.append(nvidia.read_text().splitlines()[0].strip())
+    words += [platform.platform(), f"Python {platform.python_version()}"]
+    words += [f"{name} {metadata.version(name)}" for name in _PACKAGES]
+    device = ", ".join(words)
+    return {"platform": there[0].platform, "devices": len(there), "device": device}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _peak_bytes() -> float:
+    """Peak memory of the device, or of this process if the device does not count it."""
+    import jax
+
+    counted = jax.devices()[0].memory_stats() or {}
+    own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(counted.get("peak_bytes_in_use") or own)
+
+
+# --- several devices -----------------------------------------------------------------------------
+
+
+def compare_devices(counts: tuple[int, ...], like: Task) -> Iterator[Row]:
+    """Rows for each number of devices and each mode; the first is a single device."""
+    one: dict[str, Any] = {}
+    for count in counts:
+        for mode in MODES[: 1 if count == 1 else 2 if count < 4 else 3]:
+            name = "1 device" if count == 1 else f"{count} devices, {mode}"
+            with scratch() as folder:
+                task = replace(like, devices=count, mode=mode, folder=str(folder))
+                try:
+                    variables = {"JAX_NUM_CPU_DEVICES": str(count)}
+                    found = dict(in_process(__name__, asdict(task), **variables))
+                except DreamfleetError as error:
+                    found = {"problem": str(error)}
+                if "problem" not in found:
+                    found["parameters"] = dict(np.load(folder / "parameters.npz"))
+            if not one and "problem" in found:
+                raise DreamfleetError(f"One device failed: {found['problem']}")
+            one = one or found
+            yield device_row(name, found, one)
+
+
+def device_row(name: str, found: Mapping[str, Any], one: Mapping[str, Any]) -> Row:
+    """The time of a train step, and how far losses and parameters are from those of one device."""
+    if "problem" in found:
+        return Row(name, None, "ms", note=found["problem"])
+    losses, theirs = np.asarray(one["losses"]), np.asarray(found["losses"])
+    loss = float(np.max(np.abs(losses - theirs) / np.maximum(np.abs(losses), 1.0)))
+    moved = _distance(one["parameters"], found["parameters"]) / max(one["moved"], 1e-12)
+    same = "the same" if loss <= LOSSES and moved <= PARAMETERS else "NOT THE SAME"
+    memory = found["memory"]
+    note = (
+        f"{same}: losses {loss:.1e} apart, parameters {moved:.1e}; on each device "
+        f"{(memory['parameters'] + memory['optimizer']) / 1e6:,.1f} MB of state, "
+        f"{memory['step'] / 1e6:,.0f} MB for a step"
+    )
+    return compare(name, found["train"], "ms", "1 device", one["train"], note)
+
+
+def _distance(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """Between all parameters of two agents."""
+    return math.sqrt(sum(float(np.sum(np.square(some[name] - others[name]))) for name in some))
+
+
+def train_on_devices(task: Task) -> dict[str, Any]:
+    """Losses of all updates, the time of one, and the memory of a device."""
+    import jax
+
+    if len(jax.devices()) < task.devices:
+        return {"problem": f"this machine has {len(jax.devices())} devices"}
+    execution = ExecutionConfig(
+        cache_dir="",
+        compute_dtype=task.dtype,  # type: ignore[arg-type]
+        shard_parameters=task.mode != MODES[0],
+        shard_over=task.devices // 2 if task.mode == "both" else 0,
+        train_devices=tuple(range(task.devices)),
+    )
+    # With a short warm-up, few updates move the parameters as far as many with the usual one.
+    config = DreamerConfig(
+        size_preset(task.size), optimizer=OptimizerConfig(warmup=2), execution=execution
+    )
+    agent: Any = find_agent("dreamer").make(*spaces(task.kind), config, seed=0)
+    agent.compile(batch_size=task.batch_size, batch_length=task.batch_length)
+    carry = agent.init_train(task.batch_size)
+    example = agent.example_batch(task.batch_size, task.batch_length)
+
+    def parameters() -> dict[str, Any]:
+        return {name: value for name, value in agent.save().items() if name.startswith("nets/")}
+
+    losses, times, first = [], [], parameters()
+    for number in range(task.updates):
+        batch = random_batch(example, seed=number)
+        start = time.perf_counter()
+        carry, _, metrics = agent.train(carry, batch)
+        losses.append([float(value) for name, value in sorted(metrics.items()) if "loss/" in name])
+        times.append(time.perf_counter() - start)
+    last = parameters()
+    np.savez(Path(task.folder) / "parameters.npz", **last)
+    return {
+        "losses": losses,
+        "moved": _distance(first, last),
+        "train": 1e3 * float(np.median(times[2:])),
+        "memory": agent.memory(),
+    }
+
+
+if __name__ == "__main__":
+    asked = Task(**json.loads(sys.argv[1]))
+    try:
+        result = train_on_devices(asked) if asked.updates else measure(asked)
+    except (ConfigError, RuntimeError, MemoryError) as error:  # XLA raises the second
+        result = {"problem": " ".join(str(error).split())[:300] or type(error).__name__}
+    sys.stdout.write(json.dumps(result) + "\n")
