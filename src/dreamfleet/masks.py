@@ -2,10 +2,10 @@
 
 An observation with the key `action_mask` holds a number for each choice of the action: 0 for a
 forbidden choice, 1 for an allowed one. A task with a mask has one action, which is discrete. If it
-has several elements (MultiDiscrete), the masks of its elements follow one another.
+has several elements (MultiDiscrete), their masks are concatenated.
 
-A mask that forbids every choice of an element says nothing about it, and allows them all. At the
-last step of an episode that is usual, because no action follows.
+A mask that forbids every choice of an element allows them all. That is usual at the last step of an
+episode, because no action follows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACTION_MASK = "action_mask"
 
 @dataclass(frozen=True)
 class ActionMask:
-    """The mask of the action `name`. Methods take arrays of numpy and of JAX alike."""
+    """The mask of the action `name`. Methods take arrays of NumPy and of JAX."""
 
     name: str
     space: Space
@@ -118,21 +118,21 @@ class ActionMask:
 
 
 class EmptyMasks:
-    """Counts the policy calls with a mask that allows no action although one follows, and warns of
-    the first."""
+    """Counts policy calls with a mask that allows no action although one follows, and warns of the
+    first."""
 
     def __init__(self, mask: ActionMask) -> None:
         self._mask = mask
         self._calls = 0
 
-    def look(self, obs: Mapping[str, Any]) -> None:
-        """Look at the observations of a policy call."""
+    def check(self, obs: Mapping[str, Any]) -> None:
+        """Check the observations of a policy call."""
         if not np.any(self._mask.empty(obs[ACTION_MASK]) & ~obs["is_last"]):
             return
         if not self._calls:
             log.warning(
-                "%s forbids every action although the episode continues: every action is allowed "
-                "then. Look at the environment that sent it.",
+                "%s forbids every action although the episode continues, so every action is "
+                "allowed. Fix the environment that sent it.",
                 ACTION_MASK,
             )
         self._calls += 1

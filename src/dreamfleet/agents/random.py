@@ -49,7 +49,7 @@ class RandomAgent(AgentBase):
         )
         self._actions += 1
         if self._mask and self._empty:
-            self._empty.look(obs)
+            self._empty.check(obs)
             return carry, {self._mask.name: self._mask.sample(rng, obs[ACTION_MASK])}, {}
         actions = {name: space.sample(rng, batch) for name, space in self.act_space.items()}
         return carry, actions, {}

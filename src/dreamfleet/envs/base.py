@@ -1,9 +1,9 @@
-"""What an environment is.
+"""The contract of environments.
 
     obs = env.step({**action, "reset": False})
 
 One call does everything: `reset` in the action starts an episode and returns its first
-observation (the rest of the action is ignored then). Observations are dicts of arrays and always
+observation; the rest of the action is ignored then. Observations are dicts of arrays and always
 hold
 
     reward       float32   received on arriving here; 0 on the first step
@@ -77,9 +77,9 @@ class NotFiniteError(SpaceError):
 class Env(Protocol):
     """The contract. A class needs no base to fulfil it.
 
-    `render`, `close` and `restore(obs)` are optional. The last puts an episode that is running into
-    the state that an observation shows, and returns whether it could: a dream is drawn with it. So
-    is `action_names`, what the choices of the only, discrete action are called.
+    Optional: `render`, `close`, `action_names` (of the choices of a single discrete action) and
+    `restore(obs)`, which puts a running episode into the state that an observation shows and
+    returns whether it could; dreams are drawn with it.
     """
 
     @property
@@ -92,7 +92,7 @@ class Env(Protocol):
 
 
 class Outcome(NamedTuple):
-    """What one step of an episode led to."""
+    """The result of one step of an episode."""
 
     obs: Arrays
     reward: float = 0.0
@@ -101,18 +101,18 @@ class Outcome(NamedTuple):
 
 
 class EpisodicEnv(ABC):
-    """An environment from two methods: start an episode, advance it by one action.
+    """An environment from two methods: start an episode, and advance it by one action.
 
-    Subclasses describe their own keys; reward, flags and `reset` are added here, so that no
-    suite can get them wrong in its own way.
+    Subclasses describe their own keys; reward, flags and `reset` are added here, the same way for
+    all suites.
     """
 
     def __init__(self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
         taken = sorted((set(obs_space) & set(RESERVED)) | (set(act_space) & {RESET}))
         if taken:
             raise SpaceError(
-                f"The environment has a key of its own named {taken[0]!r}, which Dreamfleet adds "
-                "itself: rename it, for example with a wrapper."
+                f"The key {taken[0]!r} of the environment is reserved: rename it, for example with "
+                "a wrapper."
             )
         self._obs_space: Spaces = {**obs_space, **RESERVED}
         self._act_space: Spaces = {**act_space, RESET: Space(bool)}
@@ -135,8 +135,7 @@ class EpisodicEnv(ABC):
         """Take one action in a running episode."""
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
-        # A caller that forgot the reset after a last step gets a new episode, and `is_first` tells
-        # it so: stepping on would be undefined.
+        # Without a reset after a last step a new episode starts, which `is_first` shows.
         if self._over or action[RESET]:
             obs, reward, last, terminal = Outcome(self._begin())
             first = True
@@ -157,11 +156,11 @@ class EpisodicEnv(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release
-        """Release what the environment holds. Calling it twice is fine."""
+        """Release resources. Calling it twice is fine."""
 
 
 def noop(act_space: Mapping[str, Space], *, reset: bool = True) -> Arrays:
-    """An action of zeros, or of the values nearest to zero: the rest of a reset."""
+    """An action of zeros, or of the values nearest to zero."""
     zeros: Arrays = {
         key: np.clip(
             np.zeros(space.shape), space.low, space.high - 1 if space.discrete else space.high
@@ -185,8 +184,8 @@ def env_seed(seed: int, index: int) -> int:
 
 
 def renderer(env: Env) -> Callable[[Arrays], NDArray[np.uint8] | None]:
-    """A function from an observation to the frame that shows it: its images, side by side, or else
-    what the environment renders."""
+    """A function from an observation to a frame: its images, side by side, or else what the
+    environment renders."""
     spaces = env.obs_space.items()
     images = [key for key, space in spaces if is_frame(space.dtype, space.shape)]
     render: Callable[[], Any] = getattr(env, "render", None) or (lambda: None)

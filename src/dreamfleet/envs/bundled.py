@@ -1,4 +1,4 @@
-"""Small environments that need no package: to try, to test and to measure with."""
+"""Small environments without further packages, for first runs, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -87,13 +87,12 @@ class Corridor(EpisodicEnv):
     """A test of memory, after the T-maze.
 
     The first observation shows a signal, left (-1) or right (1); after it the signal is 0. The
-    agent walks `length` steps by itself and then turns: -1 for the wrong side, and for the
-    signalled one +1 on the left and +2 on the right. The last observation is the same in both
-    cases, so a policy without memory scores at most 0.5 on average, by always turning right, and
-    one that remembers scores 1.5.
+    agent walks `length` steps and then turns: -1 for the wrong side, and for the signalled one +1
+    on the left and +2 on the right. The last observation is always the same, so a policy without
+    memory scores at most 0.5 on average, by turning right, and one with memory 1.5.
 
-    The two prizes differ on purpose: if they were equal, neither the signal nor the turn alone
-    would predict the reward, and there would be no gradient to learn from.
+    The two prizes differ on purpose: with equal ones neither the signal nor the turn alone would
+    predict the reward, and there would be no gradient.
     """
 
     action_names = ("left", "right")
@@ -147,8 +146,8 @@ class PointMass(EpisodicEnv):
     """Two continuous actions push a point towards a goal that is elsewhere in each episode.
 
     The reward of a step is 1 at the goal and falls off with the distance (a Gaussian of width
-    0.25), so an episode of `length` steps scores at most `length`. Episodes end by the clock,
-    which is last but not terminal.
+    0.25), so an episode scores at most `length`. Episodes end by the time limit, so they are last
+    but not terminal.
     """
 
     def __init__(self, *, seed: int = 0, length: int = 100) -> None:
@@ -208,12 +207,12 @@ _FRAMES = 8
 
 
 class Dummy(EpisodicEnv):
-    """Fixed noise frames and a vector that says where the step came from.
+    """Fixed noise frames and a vector that identifies the step.
 
-    `vector` starts with the seed, the episode (from 0) and the step (from 0). If each environment
-    has its own seed, any stored step can be told apart, and a test finds what was lost, doubled or
-    reordered. `count` holds the step as an integer. The reward is 1 on every tenth
-    step. Frames come from a small pool and are read-only views of it: stepping copies nothing.
+    `vector` starts with the seed, the episode (from 0) and the step (from 0). With a seed for each
+    environment, tests find steps that were lost, doubled or reordered. `count` holds the step as an
+    integer. The reward is 1 on every tenth step. Frames are read-only views of a small pool:
+    stepping copies nothing.
     """
 
     def __init__(

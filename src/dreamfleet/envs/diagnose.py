@@ -1,7 +1,6 @@
 """Play an environment and report what is wrong with it.
 
-What breaks the contract is a problem. What is allowed but probably a mistake is a hint. Both come
-with the fix.
+A problem breaks the contract; a hint is allowed but probably a mistake. Both come with the fix.
 """
 
 from __future__ import annotations
@@ -87,12 +86,12 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """The findings about an environment."""
+    """What was measured and found."""
 
     obs_space: Spaces = field(default_factory=dict)
     act_space: Spaces = field(default_factory=dict)
     single: bool = False
-    """Whether there can be only one at a time."""
+    """Whether only one can exist at a time."""
     steps: int = 0
     episodes: int = 0
     score: float = float("nan")
@@ -117,14 +116,14 @@ def diagnose(
     """Play random actions.
 
     Args:
-        make: The environment for a seed, as `make_env` gives it.
+        make: Makes the environment for a seed, as `make_env` does.
         steps: How many to play; resets are not counted.
         seed: Of the environment and of the actions.
-        make_visible: The same environment, made so that it renders; None if it never does.
-        tell: Told before each call of the environment.
+        make_visible: Makes one that renders; None if it never does.
+        tell: Called before each call of the environment.
 
     Raises:
-        ConfigError: The options are wrong, which is no problem of the environment.
+        ConfigError: The options are wrong.
         UnknownTaskError: There is no such task.
         MissingExtraError: Its package is not installed.
     """
@@ -147,7 +146,7 @@ def diagnose(
         result.notes = list(getattr(env, "notes", ()))
         _play(env, steps, seed, result, trajectory, told)
         for key in result.obs_space.keys() - without_logs(result.obs_space).keys():
-            if all(np.isneginf(obs[key]) for obs in trajectory):  # it has no such number
+            if all(np.isneginf(obs[key]) for obs in trajectory):  # never present
                 result.obs_space = {k: s for k, s in result.obs_space.items() if k != key}
         second = _make_second(make, seed + 1, result, told)
         spaces = [(each.obs_space, each.act_space) for each in (env, second or env)]
@@ -186,7 +185,7 @@ def try_out(env: Env, tell: Tell = lambda *_: None) -> None:
 
 
 def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[str, Space]]) -> str:
-    """How observations and actions of two environments of a run differ; empty if they do not."""
+    """How the spaces of two environments of a run differ; empty if they do not."""
     for what, first, second in zip(("observation", "action"), one, two, strict=True):
         first, second = without_logs(first), without_logs(second)
         for key in dict.fromkeys([*first, *second]):
@@ -194,8 +193,8 @@ def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[s
             if before != now:
                 return (
                     f"Two environments have different spaces: {what} {key!r} is {before} in the "
-                    f"first and {now} in the second. Give all of them the same, whatever their "
-                    "seed."
+                    f"first and {now} in the second. Give all of them the same spaces, whatever "
+                    "their seed."
                 )
     return ""
 
@@ -203,7 +202,7 @@ def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[s
 def _make_second(
     make: Callable[[int], Env], seed: int, result: Diagnosis, tell: Tell
 ) -> Env | None:
-    """A second environment beside the first; None if there can be only one."""
+    """A second environment beside the first; None if that fails."""
     tell("constructor", 1, result.steps)
     try:
         return make(seed)
@@ -216,9 +215,9 @@ def _make_second(
 
 
 def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Finding:
-    """An exception of the environment's own."""
+    """An exception of the environment."""
     what = f"{call.title} raised {type(error).__name__}: {error}".rstrip(".") + "."
-    # Whoever makes an environment again gives up when no episode ends between two failures.
+    # A run gives up on an environment if no episode ends between two failures.
     if isinstance(error, Exception) and call.name in ("reset", "step") and result.episodes:
         count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had ended before"
         fix = (
@@ -231,7 +230,7 @@ def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Findi
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this package that lead to the person's own code."""
+    """The traceback without the frames of this package that called user code."""
     frame = error.__traceback__
     while frame and frame.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.tb_next
@@ -248,8 +247,8 @@ def _play(
     tell: Tell,
     frames: int = _FRAMES,
 ) -> None:
-    """Append all observations of so many steps, and of the resets that they need, to the
-    trajectory. Times, episodes, frames and problems go to the result, also if a step raises."""
+    """Play so many steps, and the resets that they need. Observations are appended to the
+    trajectory; times, episodes, frames and problems go to the result, even if a step raises."""
     rng = np.random.default_rng(seed)
     mask = ActionMask.of(env.obs_space, env.act_space)
     frame_of = renderer(env)
@@ -279,8 +278,8 @@ def _play(
             trajectory.append({key: _brief(value) for key, value in copy.items()})
             if reset and obs["is_last"]:
                 raise EnvError(
-                    "An episode was over with its first observation: at least one action has to "
-                    "follow a reset."
+                    "An episode ended with its first observation: a reset has to be followed by at "
+                    "least one action."
                 )
             if len(times) % every == 0 and not reset and len(result.frames) < frames:
                 tell("render", len(times), steps)
@@ -289,7 +288,7 @@ def _play(
     finally:
         result.steps = len(times)
         _count_episodes(result, trajectory)
-        # The median: a step that had to wait for a processor says nothing about the environment.
+        # The median, because a step may have waited for a CPU.
         result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
 
 
@@ -301,7 +300,7 @@ def _forbids_all(step: int) -> Finding:
 
 
 def _brief(value: NDArray[Any]) -> NDArray[Any]:
-    """The value, or the checksum of a large one: enough to compare, and little memory."""
+    """The value, or the checksum of a large one, to compare it later with little memory."""
     return value if value.nbytes <= _BRIEF else np.array(zlib.crc32(value.tobytes()))
 
 
@@ -383,11 +382,11 @@ def _seeds(
 def _difference(
     env: Env, trajectory: list[Arrays], steps: int, action_seed: int, tell: Tell
 ) -> str:
-    """Play an environment, close it, and say where it differs from the trajectory."""
+    """Play an environment and close it; returns where it differs from the trajectory."""
     again: list[Arrays] = []
     _play(env, steps, action_seed, Diagnosis(), again, tell)
     _close(env, tell)
-    # The one may have more resets among as many steps, but then they differ before its end.
+    # Lengths may differ by resets, but then the values differ earlier.
     for number, (one, two) in enumerate(zip(trajectory, again, strict=False)):
         for key, value in one.items():
             if key not in two or not np.array_equal(value, two[key]):
@@ -399,7 +398,7 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
     if not result.episodes:
         yield Finding(
             f"No episode ended within {result.steps} steps.",
-            "Set time_limit if they have no end, or check longer with --steps.",
+            "Set time_limit if episodes never end, or check longer with --steps.",
         )
     if all(obs["reward"] == 0 for obs in trajectory):
         yield Finding(
@@ -417,7 +416,7 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
 def _render(
     make: Callable[[int], Env | None], steps: int, seed: int, result: Diagnosis, tell: Tell
 ) -> Iterator[Finding]:
-    """Take the frames from a second environment: the one for training does not render."""
+    """Take the frames from another environment, because the one for training does not render."""
     visible = Diagnosis()
     try:
         tell("constructor", 1, steps)

@@ -19,9 +19,8 @@ from dreamfleet.envs.base import Arrays, Env, EnvError, EpisodicEnv, Outcome
 from dreamfleet.errors import import_extra
 from dreamfleet.spaces import Space
 
-# Camera 0 looks from the side; from there a quadruped hides its own legs.
+# From camera 0, at the side, a quadruped hides its own legs.
 _CAMERAS = {"quadruped": 2}
-# The suite writes ball_in_cup, which would otherwise be read as domain "ball".
 _DOMAINS_WITH_UNDERSCORES = ("ball_in_cup", "point_mass", "humanoid_CMU")
 
 _NO_RENDERER = "disable"
@@ -34,8 +33,8 @@ _NO_WHEELS = (
 class DMControl(EpisodicEnv):
     """A task of the dm_control suite.
 
-    An episode is 1,000 steps of the suite and ends by the clock, so it is last but not terminal,
-    unless the task itself sets the discount to 0.
+    An episode ends after 1,000 steps of the suite, so it is last but not terminal, unless the task
+    itself sets the discount to 0.
     """
 
     def __init__(
@@ -124,10 +123,9 @@ def _make(
 
 
 def _suite(*, render: bool) -> ModuleType:
-    """Import the suite, with a renderer only if there is something to render.
+    """Import the suite, with a renderer only if it is needed: that costs a second and 150 MB.
 
-    The package chooses its renderer when it is imported, and a renderer costs a second and
-    150 MB that an environment without pixels has no use for. A MUJOCO_GL that is set is respected.
+    The package chooses its renderer when it is imported. MUJOCO_GL is respected if it is set.
     """
     chosen = os.environ.get("MUJOCO_GL")
     if chosen is None or (chosen == _NO_RENDERER and render):
@@ -137,13 +135,13 @@ def _suite(*, render: bool) -> ModuleType:
     suite = import_extra("dm_control.suite", "Tasks of dmc:", "dmc", hint=hint)
     rendering = import_extra("dm_control._render", "Tasks of dmc:", "dmc", hint=hint)
     if render and chosen == _NO_RENDERER:
-        # Imported earlier in this process for the state only: choose again, in place.
+        # Imported earlier in this process without a renderer.
         importlib.reload(rendering)
     return suite
 
 
 def pick_renderer() -> str:
-    """The first way to render that works here: a window system, EGL, then OSMesa."""
+    """The first renderer that works here: a window system, EGL, then OSMesa."""
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         return "glfw"
     if _egl_works():
@@ -151,7 +149,7 @@ def pick_renderer() -> str:
     if ctypes.util.find_library("OSMesa"):
         return "osmesa"
     raise EnvError(
-        "There is no way to render here: install EGL (apt install libegl1) or OSMesa (apt install "
+        "No renderer works here: install EGL (apt install libegl1) or OSMesa (apt install "
         "libosmesa6), or use obs='state'."
     )
 

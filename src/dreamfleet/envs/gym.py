@@ -1,8 +1,8 @@
 """Gymnasium: `gym:ID` for any registered id, and the adapter for any Gymnasium environment.
 
-Single observations are named `image` (see `layouts`) or `vector`; the keys of Dict and the numbers
-of Tuple spaces are joined with a slash. Single actions are named `action`. Discrete values start
-at 0 whatever the space's own start is.
+A single observation is named `image` (see `layouts`) or `vector`, a single action `action`. The
+keys of Dict and the numbers of Tuple spaces are joined with a slash. Discrete values start at 0,
+whatever the start of the space is.
 """
 
 from __future__ import annotations
@@ -48,31 +48,30 @@ from dreamfleet.masks import ACTION_MASK
 from dreamfleet.spaces import LOG_PREFIX, Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
-# Names of Dict spaces from the outermost on. They may hold slashes themselves, so the joined key
-# does not tell them.
+# Names of nested Dict spaces, the outermost first. A name may hold slashes itself.
 _Path = tuple[Any, ...]
 
-# An integer vector is given to the agent as one-hot codes; with more choices than this it is
-# given as numbers instead, and so it is if the codes of all its elements together are longer.
+# The agent gets an integer vector as one-hot codes, unless an element has more choices than this,
+# or all its codes together are longer.
 _MOST_CLASSES = 256
 _MOST_INPUTS = 32_768
 
 # Options that every task of this suite has.
 _OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask", "log_info")
 
-# What environments of most libraries say in `info`, often at the end of an episode only.
+# Names in `info` that most libraries use, often at the end of an episode only.
 _LOGGED = ("success", "is_success")
 _MISSING = np.array(-np.inf, np.float32)
 _MISSING.setflags(write=False)
-_LARGEST = 1e18  # more is no number to log
-_MOST_FOUND = 100
+_LARGEST_LOGGED = 1e18
+_MOST_UNLOGGED = 100
 
 
 class GymTranslation:
-    """Between the spaces of Gymnasium and ours.
+    """Translates between the spaces of Gymnasium and ours.
 
     Raises:
-        SpaceError: A space that no agent here can take.
+        SpaceError: A space that no agent supports.
         ConfigError: The option does not fit.
     """
 
@@ -116,7 +115,7 @@ class GymTranslation:
             self._writers[path] = key, write
 
     def observe(self, observation: Any) -> Arrays:
-        """An observation of Gymnasium's, by key."""
+        """A Gymnasium observation by key."""
         result: Arrays = {}
         for key, (path, read) in self._readers.items():
             value = observation
@@ -126,7 +125,7 @@ class GymTranslation:
         return result
 
     def act(self, action: Mapping[str, Any]) -> Any:
-        """An action as the Gymnasium environment takes it."""
+        """The action for the Gymnasium environment."""
         return self._native(action, self._action_space, ())
 
     def _native(self, action: Mapping[str, Any], space: Any, path: _Path) -> Any:
@@ -142,13 +141,12 @@ class GymEnv(EpisodicEnv):
     """Any Gymnasium environment.
 
     `obs="pixels"` replaces the observations by rendered frames under the key `image`, "both"
-    adds them; the environment has to have been made with `render_mode="rgb_array"` for that.
-    `image_layout` says how the axes of images lie where that cannot be recognised. `notes` say
-    what was recognised.
+    adds them; both need an environment with `render_mode="rgb_array"`. `image_layout` names the
+    axes of images that are not recognised. `notes` say what was recognised.
 
-    Numbers of `info` named `success`, `is_success` or in `log_info` are given as `log/NAME`, -inf
-    where they are missing. `unlogged` holds other names that start with `log/`: their keys were not
-    known when the environment was made.
+    Numbers of `info` named `success`, `is_success` or in `log_info` become `log/NAME`, -inf where
+    they are missing. `unlogged` holds other names that start with `log/`, which were not known when
+    the environment was made.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class GymEnv(EpisodicEnv):
                 )
             obs_space["image"] = Space(np.uint8, self._first_frame().shape)
         asked = (log_info,) if isinstance(log_info, str) else log_info or ()
-        # Gymnasium's own environments say nothing of success, and a key costs a step time.
+        # Gymnasium's own environments report no success, and each key makes a step slower.
         inner = type(getattr(env, "unwrapped", env)).__module__
         usual = () if inner.startswith("gymnasium.envs.") else _LOGGED
         self._logged = {
@@ -229,7 +227,7 @@ class GymEnv(EpisodicEnv):
             if not isinstance(name, str) or not name.startswith(LOG_PREFIX):
                 continue
             new = name not in self.obs_space and name not in self.unlogged
-            if new and len(self.unlogged) < _MOST_FOUND and _loggable(value) is not _MISSING:
+            if new and len(self.unlogged) < _MOST_UNLOGGED and _loggable(value) is not _MISSING:
                 self.unlogged.append(name)
 
     def _first_frame(self) -> NDArray[np.uint8]:
@@ -258,8 +256,8 @@ class GymEnv(EpisodicEnv):
 
 
 class GymPlayer:
-    """A policy for one Gymnasium environment: called with an observation of that environment, it
-    returns an action. It keeps the carry of the episode itself."""
+    """A policy for one Gymnasium environment: maps its observations to its actions, and keeps the
+    carry of the episode."""
 
     def __init__(
         self,
@@ -294,7 +292,7 @@ class GymPlayer:
                 )
 
     def reset(self) -> None:
-        """Forget the episode; the next observation is the first of a new one."""
+        """Start a new episode with the next observation."""
         self._state = None
 
     def __call__(self, observation: Any) -> Any:
@@ -326,7 +324,7 @@ def constructor(name: str) -> Callable[..., Env] | None:
     if spec.entry_point is None:
         raise UnknownTaskError(
             f"gym:{name} is a vector environment, which is not supported: register a single one, "
-            "and Dreamfleet makes as many as you say."
+            "and Dreamfleet makes several."
         )
     return functools.partial(_make, short)
 
@@ -350,11 +348,11 @@ def _make(
         for option in options if not anything else ():
             check_name(f"gym:{name}", option, own)
         check_given(f"gym:{name}", known, {*spec.kwargs, *options, "render_mode"})
-        # One that cannot render is played without frames, unless they are its observations.
+        # An environment that cannot render is played without frames, unless they are observed.
         if (render and (anything or "render_mode" in known)) or obs != "state":
             options["render_mode"] = "rgb_array"
             _quiet_pygame()
-        # Gymnasium's checker costs more than a step of a small environment, and ours runs anyway.
+        # Gymnasium's checker costs more than a small environment's step; CheckSpaces runs anyway.
         env = gymnasium.make(name, disable_env_checker=True, **options)
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise MissingExtraError(f"gym:{name} cannot be made here: {error}") from error
@@ -373,8 +371,7 @@ def _creator_parameters(entry_point: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _quiet_pygame() -> None:
-    """Many environments render with pygame, which looks for a screen and speakers and warns
-    where there are none. Frames need neither."""
+    """Keep pygame, which many environments render with, from looking for a screen and speakers."""
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
     if not os.environ.get("DISPLAY") and not os.environ.get("WAYLAND_DISPLAY"):
@@ -382,18 +379,18 @@ def _quiet_pygame() -> None:
 
 
 def _only_number(reward: Any) -> float:
-    """A reward that some environments return in an array of one."""
+    """The reward in an array of one element, as some environments return it."""
     if np.size(reward) == 1 and np.asarray(reward).dtype.kind in "biuf":
         return float(np.asarray(reward).item())
     raise SpaceError(f"The reward is {reward!r:.100}: return one number.")
 
 
 def _loggable(value: Any) -> NDArray[np.float32]:
-    """A number as it is logged; missing if it is none."""
+    """A number to log; `_MISSING` for anything else."""
     if value is None or isinstance(value, (str, Mapping)) or np.size(value) != 1:
         return _MISSING
     array = np.asarray(value).reshape(())
-    fits = array.dtype.kind in "biuf" and -_LARGEST < array < _LARGEST
+    fits = array.dtype.kind in "biuf" and -_LARGEST_LOGGED < array < _LARGEST_LOGGED
     return array.astype(np.float32) if fits else _MISSING
 
 
@@ -404,11 +401,11 @@ def _check_reset(env: Any) -> None:
             f"{type(env).__name__} is an environment of several agents, which is not supported: "
             "return one with an observation_space and an action_space, not methods of that name."
         )
-    # Wrappers have the interface of Gymnasium, whatever they wrap.
+    # A wrapper has Gymnasium's interface even around an environment that does not.
     inner = getattr(env, "unwrapped", env)
     try:
         parameters = inspect.signature(inner.reset).parameters
-    except ValueError:  # compiled code that does not tell
+    except ValueError:  # compiled code without a signature
         return
     if "seed" not in parameters and not any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -419,9 +416,9 @@ def _check_reset(env: Any) -> None:
 def _old_interface(env: Any, how: str) -> EnvError:
     name = env if isinstance(env, str) else type(getattr(env, "unwrapped", env)).__name__
     return EnvError(
-        f"{name} has the interface of the old gym ({how}): give it that of "
-        "Gymnasium, where reset(seed=None, options=None) returns observation and info and step "
-        "returns five values, or wrap it in GymV21CompatibilityV0 of the package shimmy."
+        f"{name} has the interface of the old gym ({how}): change it to Gymnasium's, where "
+        "reset(seed=None, options=None) returns observation and info and step returns five values, "
+        "or wrap it in GymV21CompatibilityV0 of the package shimmy."
     )
 
 
@@ -453,7 +450,7 @@ def _joined(path: _Path) -> str:
 
 
 def _layout(space: Any, key: str, asked: str) -> Layout | None:
-    """How the values of a space are images; None if they are not."""
+    """The layout of the images of a space; None if it holds none."""
     if type(space).__name__ != "Box":
         return None
     return find_layout(key, space.dtype, space.shape, space.low, space.high, asked)
@@ -488,14 +485,14 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
         )
     if kind == "Discrete":
         target, start = _discrete(space)
-        # Environments use a discrete action as an index or a dictionary key: a plain integer.
+        # A plain integer: environments use it as an index or a dictionary key.
         return target, lambda value: int(value) + start
     if kind == "MultiDiscrete":
         target, start = _discrete(space)
         return target, lambda value: np.asarray(value + start, dtype)
     if kind == "MultiBinary":
         return Space(np.int32, space.shape, 0, 2), lambda value: np.asarray(value, dtype)
-    # In floats, because the difference of two integers may be too large for one.
+    # In floats, because the difference of two integers may overflow.
     if kind == "Box" and np.all(space.high.astype(float) - space.low < _MOST_CLASSES):
         start = space.low.astype(np.int64)
         target = Space(np.int32, space.shape, 0, space.high.astype(np.int64) - start + 1)
@@ -505,14 +502,14 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
 
 
 def _box(space: Any, key: str, *, flat: bool) -> tuple[Space, Callable[[Any], NDArray[Any]]]:
-    """A Box that holds no images."""
+    """A Box without images."""
     dtype = np.dtype(space.dtype)
     shape = (int(np.prod(space.shape)),) if flat else space.shape
     with np.errstate(over="ignore"):
         low, high = (bound.reshape(shape).astype(np.float64) for bound in (space.low, space.high))
         classes = high - low + 1
     small = np.all(classes <= _MOST_CLASSES) and np.sum(classes) <= _MOST_INPUTS
-    # More axes are for an encoder of the user's, and the default decoder predicts floats there.
+    # More axes are for a custom encoder, and the default decoder predicts floats for them.
     if dtype.kind in "iub" and small and np.all(low >= 0) and len(shape) <= 2:
         target = Space(np.int32, shape, 0, high + 1)
         return target, lambda value: as_integers(key, value, np.int32).reshape(shape)
@@ -533,7 +530,7 @@ def _discrete(space: Any) -> tuple[Space, Any]:
 
 def _unsupported(what: str, wrapper: str) -> SpaceError:
     return SpaceError(
-        f"{what}, which no agent here can take: have a factory of yours return the environment in "
+        f"{what}, which no agent supports: write a factory that returns the environment in "
         f"gymnasium.wrappers.{wrapper}; agents take Box, Discrete, MultiDiscrete, MultiBinary, and "
         "Dict and Tuple of these."
     )

@@ -1,4 +1,4 @@
-"""Masks of actions that a Gymnasium environment gives in `info` instead of its observations."""
+"""Action masks that a Gymnasium environment returns in `info` instead of its observations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dreamfleet.spaces import SpaceError
 class MaskFromInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Adds `info["action_mask"]` to the observations, under the same key.
 
-    A mask of several parts, as Gymnasium has it for MultiDiscrete, is joined. The last step of an
-    episode needs no mask, because no action follows.
+    The parts of a mask for MultiDiscrete are joined. The last step of an episode needs no mask,
+    because no action follows.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:

@@ -20,13 +20,12 @@ _PREFIX = "MiniGrid-"
 # Objects, colours and states are coded below this.
 _SYMBOLS = 11
 _TILE = 8
-# A mission is drawn from the product of a few short lists; none of the registered environments
-# comes near this.
+# A mission is drawn from the product of a few short lists. No registered environment has as many.
 _MOST_MISSIONS = 100_000
 
 
 class MiniGrid(EpisodicEnv):
-    """A grid world, observed from the agent's own place.
+    """A grid world, observed from the agent's position.
 
     `obs="pixels"` renders the 7x7 view, "symbols" gives object, colour and state of each cell as
     integers. The mission is given as word numbers (0 for no word) where it differs between
@@ -92,7 +91,7 @@ class MiniGrid(EpisodicEnv):
 def vocabulary(space: Any) -> tuple[dict[str, int], int]:
     """Number the words of all missions from 1, and the length of the longest mission.
 
-    There is nothing to tell where all episodes have the same mission: no words then.
+    No words if all episodes have the same mission.
     """
     choices = space.ordered_placeholders or []
     combinations = itertools.islice(itertools.product(*choices), _MOST_MISSIONS)

@@ -1,4 +1,4 @@
-"""Environments around environments: a wrapper takes any `Env` and is one."""
+"""Wrappers: each takes any `Env` and is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
 
 
 class Wrapper:
-    """Passes everything on."""
+    """Changes nothing; the base of all wrappers."""
 
     def __init__(self, env: Env) -> None:
         self.env = env
@@ -73,18 +73,17 @@ _UNBOUNDED = 1e18
 
 
 class NormalizeActions(Wrapper):
-    """Continuous actions run from -1 to 1, are mapped to the environment's bounds, and what lies
-    outside is clipped.
+    """Continuous actions run from -1 to 1, are clipped, and mapped to the environment's bounds.
 
-    A bound that is missing is taken from `bounds`, which may be by key; without it, it is -1 or 1,
-    or 1 beyond the other bound if that lies further out.
+    A missing bound is taken from `bounds`, which may be by key. By default it is -1 or 1, or 1
+    beyond the other bound if that lies further out.
     """
 
     def __init__(self, env: Env, bounds: Bounds | Mapping[str, Bounds] | None = None) -> None:
         super().__init__(env)
         self._native, self._assumed = affine_actions(env.act_space, bounds)
         self.unlogged: list[str] = []
-        """Names in `info` that ask to be logged, and are not among the observations."""
+        """Names in `info` that start with log/, and are not among the observations."""
         self._act_space = {
             key: Space(space.dtype, space.shape, -1, 1) if key in self._native else space
             for key, space in env.act_space.items()
@@ -104,11 +103,11 @@ class NormalizeActions(Wrapper):
 def affine_actions(
     act_space: Spaces, bounds: Bounds | Mapping[str, Bounds] | None = None
 ) -> tuple[dict[str, Callable[[Any], NDArray[Any]]], list[str]]:
-    """Functions that map each continuous action from -1..1 to its own bounds, and a sentence for
-    each whose bounds had to be assumed.
+    """Functions that map each continuous action from -1..1 to its own bounds, and a note for each
+    assumed bound.
 
     Raises:
-        ConfigError: The bounds that were given are for no action that lacks some.
+        ConfigError: `bounds` are given for an action that has bounds.
     """
     lacking = [
         key for key, space in act_space.items() if not space.discrete and np.any(_missing(space))
@@ -157,7 +156,7 @@ def _bounded(key: str, space: Space, given: Bounds | None) -> Space:
 
 
 def _assumed(key: str, bounded: Space, missing: NDArray[np.bool_]) -> str:
-    """The sentence about bounds that nobody gave."""
+    """The note about assumed bounds."""
     where = missing.any(0)
     low, high = bounded.low[where], bounded.high[where]
     ranges = sorted({f"{a:g} to {b:g}" for a, b in zip(low.flat, high.flat, strict=True)})
@@ -180,8 +179,8 @@ class _AffineAction:
         self._dtype = space.dtype
 
     def __call__(self, value: Any) -> NDArray[Any]:
-        # Clipped before, because the agent's sample may lie outside, and after, because of the
-        # last bit. Twice two ufuncs are quicker than `np.clip`.
+        # Clipped before, because the agent's sample may lie outside, and after, because of
+        # rounding. The ufuncs are faster than `np.clip`.
         unit = np.minimum(np.maximum(value, -1.0), 1.0)
         mapped = self._center + unit * self._half
         bounded: NDArray[Any] = np.minimum(np.maximum(mapped, self._low), self._high)
@@ -191,7 +190,7 @@ class _AffineAction:
 class UnifyDtypes(Wrapper):
     """Floats become float32, integers int32; uint8 and bool stay. Actions are cast back.
 
-    Floats where the space says integers are refused: casting would hide them from the check.
+    Floats are refused where the space says integers.
     """
 
     def __init__(self, env: Env) -> None:
@@ -213,7 +212,7 @@ class UnifyDtypes(Wrapper):
         dtypes = self._obs_dtypes
         result: Arrays = {}
         for key, value in obs.items():
-            # A key that no space declares is left to the check that names it.
+            # CheckSpaces refuses a key without a space.
             kind = dtypes.get(key)
             integer = kind is not None and kind.kind in "iu"
             result[key] = as_integers(key, value, kind) if integer else np.asarray(value, kind)
@@ -243,7 +242,7 @@ class TimeLimit(Wrapper):
 class ActionRepeat(Wrapper):
     """Takes every action `repeat` times and sums the rewards. Other keys are of the last step.
 
-    An action that the mask forbids after some of them is not taken again.
+    Stops early when the mask forbids the action.
     """
 
     def __init__(self, env: Env, repeat: int) -> None:
@@ -255,8 +254,7 @@ class ActionRepeat(Wrapper):
         reward = 0.0
         for _ in range(self._repeat):
             obs = self.env.step(action)
-            # A first step follows a reset.
-            if obs["is_first"]:
+            if obs["is_first"]:  # after a reset
                 return obs
             reward += float(obs["reward"])
             if obs["is_last"]:
@@ -270,8 +268,8 @@ class ActionRepeat(Wrapper):
 class ArrangeImages(Wrapper):
     """Brings images of a native environment to uint8 (height, width, channels).
 
-    Bytes with three axes that may be several layouts are taken as what a native environment should
-    give. What is said to be no image becomes floats, in its shape or as a vector.
+    Bytes with three axes that are not recognised are taken as hwc, the native layout. With the
+    layouts `none` and `flat` an observation becomes floats.
     """
 
     def __init__(self, env: Env, asked: Asked = None) -> None:
@@ -299,7 +297,7 @@ class ArrangeImages(Wrapper):
 
     @property
     def useful(self) -> bool:
-        """Whether it changes or says anything."""
+        """Whether it changes or notes anything."""
         return bool(self._readers or any(self._notes))
 
     @property
@@ -308,7 +306,7 @@ class ArrangeImages(Wrapper):
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         obs = self.env.step(action)
-        # A key that is missing is left to the check that names it.
+        # CheckSpaces refuses a missing key.
         read = {key: reader(obs[key]) for key, reader in self._readers.items() if key in obs}
         return {**obs, **read}
 
@@ -337,10 +335,10 @@ class ResizeImages(Wrapper):
 
 
 class CheckSpaces(Wrapper):
-    """Names the key, and the fix, when an environment and its spaces disagree.
+    """Refuses observations and actions that do not fit their spaces.
 
-    Keys, shapes, dtypes, NaN and infinity are checked on every step. Bounds are checked on the
-    first `bounds_for` steps: that finds a wrong declaration and costs nothing later.
+    Keys, shapes, dtypes, NaN and infinity are checked on every step, bounds on the first
+    `bounds_for` steps only: enough to find a wrong declaration.
     """
 
     def __init__(self, env: Env, *, bounds_for: int = 200) -> None:
@@ -376,7 +374,7 @@ class CheckSpaces(Wrapper):
                     "finite numbers (-inf alone may mark a missing value).",
                     key,
                 )
-        if float(obs["reward"]) == -math.inf:  # nothing is missing there; floats compare quickly
+        if float(obs["reward"]) == -math.inf:  # a reward is never missing
             raise NotFiniteError("The reward is -inf: return a finite number.", "reward")
         if self._remaining > 0:
             self._remaining -= 1
@@ -426,7 +424,7 @@ class CheckSpaces(Wrapper):
 
 
 def check_declaration(obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
-    """Refuse spaces that an agent cannot work with."""
+    """Refuse spaces that break the contract."""
     for key, expected in RESERVED.items():
         if key not in obs_space:
             raise SpaceError(
@@ -445,15 +443,15 @@ def check_declaration(obs_space: Mapping[str, Space], act_space: Mapping[str, Sp
 
 def _is_finite(value: NDArray[Any]) -> bool:
     """Whether there is neither NaN nor infinity. Minus infinity may mark a missing value."""
-    # The maximum of values with NaN is NaN, and that compares false. Scalars and the ufunc are
-    # several times faster than the method `max`, and this runs on every step.
+    # NaN propagates to the maximum and compares false. The ufunc is several times faster than the
+    # method `max`, and this runs on every step.
     largest = value if value.ndim == 0 else np.maximum.reduce(value, None)
     return float(largest) < math.inf
 
 
 def _unified(space: Space) -> Space:
     if space.dtype.kind == "f":
-        # Bounds are rounded as the values will be, so that a value on its bound stays inside.
+        # Rounded as the values, so that a value on its bound stays inside.
         with np.errstate(over="ignore"):
             low, high = space.low.astype(np.float32), space.high.astype(np.float32)
         return Space(np.float32, space.shape, low, high)

@@ -33,6 +33,7 @@ from dreamfleet.metrics.outputs.jsonl import JsonlTail
 from dreamfleet.roles.runtime import end_process_after, stop_event
 
 _PACKAGE = str(Path(dreamfleet.__file__).parent)
+_SAFE_PATH = "PYTHONSAFEPATH"
 _POLL_SECONDS, _SAY_SECONDS = 0.1, 10.0
 _SHOWN_LINES, _KEPT_CHARACTERS = 10, 1_000_000
 # An error is raised again as the first of these that it is.
@@ -103,7 +104,9 @@ def run_isolated(
     with temporary_folder() as folder, LocalLauncher(folder) as launcher:
         events = folder / "events.jsonl"
         task = partial(_run, function, events, timeout)
-        worker = Worker("probe", "env", task, {**ONE_THREAD, "PYTHONUNBUFFERED": "1"})
+        # Output is written before a crash; modules of this directory hide none of Python's.
+        variables = {**ONE_THREAD, "PYTHONUNBUFFERED": "1", _SAFE_PATH: "1"}
+        worker = Worker("probe", "env", task, variables)
         launcher.prepare([worker])
         process = launcher.start(worker)
         try:
@@ -188,6 +191,7 @@ def user_frames(trace: str) -> str:
 
 def _run(function: Callable[[Reporter], Any], events: Path, timeout: float) -> None:
     """What the child does."""
+    os.environ.pop(_SAFE_PATH)  # not for programs that user code starts
     stop_event()  # unhandled, the stop signal would end this process and not its children
     with events.open("a", buffering=1) as file:
         reporter = Reporter(file, timeout)

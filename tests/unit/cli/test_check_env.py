@@ -125,6 +125,7 @@ def test_options_and_the_place_of_the_picture(here: Path, capsys: pytest.Capture
 
 def test_your_own_environment_in_the_current_directory(here: Path) -> None:
     (here / "my_env.py").write_text(MODULE.replace("SCALE", "1"))
+    (here / "json.py").write_text("raise ImportError('it hides that of Python')")
     command = Path(sys.executable).with_name("dreamfleet")
     result = subprocess.run(
         [command, "check-env", "my_env:Corridor", "--steps", "100"],

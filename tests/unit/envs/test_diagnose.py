@@ -99,7 +99,7 @@ PROBLEMS = {
     ),
     "never first": (change(is_first=lambda obs, env: False), "not is_first"),
     "first again": (change(is_first=lambda obs, env: env.taken in (0, 5)), "had not ended"),
-    "over at once": (change(is_last=lambda obs, env: True), "over with its first observation"),
+    "over at once": (change(is_last=lambda obs, env: True), "ended with its first observation"),
     "first reward": (change(reward=lambda obs, env: np.float32(1)), "has a reward.*Return 0"),
 }
 HINTS = {

@@ -89,7 +89,7 @@ class ActingAgent:
         inputs = {key: np.asarray(obs[key]) for key in self.obs_space if key not in _UNUSED}
         nonfinite.check_arrays("Observation", inputs, missing=True)
         if self._empty_masks:
-            self._empty_masks.look(obs)
+            self._empty_masks.check(obs)
         shape = (len(inputs["is_first"]), self._publisher.newest().dynamics.draws)
         draws = draw(
             self._action_seed, self._actions, self._actions_of, shape, greedy=mode == "greedy"
