@@ -183,6 +183,7 @@ def trained(logdir: Path, task: str) -> Iterator[None]:
     words = [word for option in options.items() for word in option]
     logdir.parent.mkdir(exist_ok=True)
     with process(logdir.parent.parent / "train.log", "train", *words):
+        wait_for_file(logdir / "config.json")
         yield
 
 
@@ -432,7 +433,7 @@ def it_fits_a_phone_in_light_and_dark(page: Any) -> None:
         color = page.evaluate("getComputedStyle(document.body).backgroundColor")
         shade = sum(int(each) for each in color.strip("rgb()").split(",")[:3])
         assert (shade < 200) == dark
-        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        wait(page, "() => document.documentElement.scrollWidth <= innerWidth")
         if path:  # the page's own name is in sight
             box = page.locator(".pages a.here").bounding_box()
             assert box["x"] + box["width"] <= 390
