@@ -41,7 +41,7 @@ def main(folder: str, run: str, out: Path) -> None:
         page.wait_for_selector("text=/step 0 ·/")
         page.get_by_role("button", name="Policy").click()
         page.keyboard.press("Space")
-        page.wait_for_selector("text=/step (4\\d) ·/")
+        page.wait_for_selector("text=/step (2[5-9]|3\\d) ·/")
         page.keyboard.press("Space")
         save(page, out / "view-dream.png", height=1180)
         browser.close()

@@ -49,7 +49,7 @@ def save_random_agent(logdir: Path, step: int) -> None:
 
 
 class SlowDummy:
-    """An environment that leaves the processor to the browser."""
+    """An environment that leaves the CPU to the browser."""
 
     def __init__(self, **options: Any) -> None:
         self._env = make_env("bundled:dummy", length=25, size=(8, 8))

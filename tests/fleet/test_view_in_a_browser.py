@@ -30,7 +30,7 @@ PATIENCE = 180_000.0
 """Milliseconds; the machine may be busy."""
 
 
-def test_a_person_watches_runs_in_a_browser(tmp_path: Path) -> None:
+def test_runs_are_watched_in_a_browser(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     with (
         chromium() as browser,
@@ -91,9 +91,9 @@ def test_a_run_is_stopped_and_resumed_from_its_page(tmp_path: Path) -> None:
         assert (after.state, after.pid == before.pid) == ("running", False)
         last = page.evaluate(_REACHES, ".chart.score")
         wait(page, f"([least]) => ({_REACHES})('.chart.score') > least", last)
-        page.get_by_role("link", name="Logs").click()
+        follow(page, "Logs")
         page.wait_for_selector("main :text('Resuming')")
-        page.get_by_role("link", name="Overview").click()
+        follow(page, "Overview")
         stop_run(page)
 
 
@@ -183,6 +183,7 @@ def trained(logdir: Path, task: str) -> Iterator[None]:
     words = [word for option in options.items() for word in option]
     logdir.parent.mkdir(exist_ok=True)
     with process(logdir.parent.parent / "train.log", "train", *words):
+        wait_for_file(logdir / "config.json")
         yield
 
 
@@ -212,6 +213,7 @@ def entered(browser: Any, address: str) -> Iterator[Any]:
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
         page.goto(address)
+        connected(page)
         yield page
         assert problems == []
         assert hosts <= {address.split("/")[2], ""}
@@ -220,6 +222,18 @@ def entered(browser: Any, address: str) -> Iterator[Any]:
 
 def go(page: Any, path: str = "") -> None:
     page.goto(page.url.partition("?")[0].rpartition("/")[0] + f"/{path}")
+    connected(page)
+
+
+def follow(page: Any, link: str) -> None:
+    with page.expect_navigation():
+        page.get_by_role("link", name=link, exact=True).click()
+    connected(page)
+
+
+def connected(page: Any) -> None:
+    """What is typed or clicked before the page has its socket is lost."""
+    wait(page, "() => window.did_handshake")
 
 
 _ROW = ".runs tr:has(td a)"
@@ -309,6 +323,7 @@ def the_table_filters_and_draws_any_metric(page: Any) -> None:
     assert rows.filter(has_text="window.evil").count() == 1
     wait(page, "() => location.search.includes('metric=train')")
     page.reload()  # the address holds what is chosen
+    connected(page)
     wait(page, joined, 2)
 
 
@@ -322,7 +337,7 @@ def a_hostile_run_is_text_on_every_page(page: Any) -> None:
 
 
 def a_live_run_grows_and_a_killed_process_is_seen(page: Any, folder: Path) -> None:
-    page.get_by_role("link", name="live", exact=True).click()
+    follow(page, "live")
     page.wait_for_selector(".dot.running")
     wait(page, "() => document.querySelector('.chart.score')")
     grown = f"([least]) => ({_REACHES})('.chart.score') > least"
@@ -331,7 +346,7 @@ def a_live_run_grows_and_a_killed_process_is_seen(page: Any, folder: Path) -> No
     page.get_by_label("tags").fill("first, good")
     page.get_by_label("tags").press("Enter")
     wait_for_file(folder / "live" / "annotations.json")
-    page.get_by_role("link", name="Fleet").click()
+    follow(page, "Fleet")
     row = "tr:has(td:text-matches('^env-'))"
     page.wait_for_selector(f"{row} .dot.running")
     page.wait_for_selector(".chart.low canvas")
@@ -345,7 +360,7 @@ def a_live_run_grows_and_a_killed_process_is_seen(page: Any, folder: Path) -> No
     page.wait_for_selector("text=1 failure")
     page.wait_for_selector(f"{row} .dot.restarting", state="detached")
     page.locator(f"{row} .dot.running").nth(1).wait_for()  # both processes
-    page.get_by_role("link", name="Curves").click()
+    follow(page, "Curves")
     page.get_by_label("search").fill("replayed steps")
     page.wait_for_selector(".metrics :text('learner/replay_ratio')")
     go(page)
@@ -418,7 +433,7 @@ def it_fits_a_phone_in_light_and_dark(page: Any) -> None:
         color = page.evaluate("getComputedStyle(document.body).backgroundColor")
         shade = sum(int(each) for each in color.strip("rgb()").split(",")[:3])
         assert (shade < 200) == dark
-        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        wait(page, "() => document.documentElement.scrollWidth <= innerWidth")
         if path:  # the page's own name is in sight
             box = page.locator(".pages a.here").bounding_box()
             assert box["x"] + box["width"] <= 390
@@ -431,24 +446,24 @@ def it_fits_a_phone_in_light_and_dark(page: Any) -> None:
 
 
 def a_checkpoint_is_evaluated(page: Any) -> None:
-    page.get_by_role("link", name="seed-0", exact=True).click()
-    page.get_by_role("link", name="Checkpoints").click()
+    follow(page, "seed-0")
+    follow(page, "Checkpoints")
     page.wait_for_selector(".runs :text('-step-')")
     page.locator(".acts").get_by_role("button", name="Evaluate").click()
     page.wait_for_selector(".jobs:has-text('evaluation · step')")
     page.wait_for_selector(".jobs:has-text('mean return')")
     page.wait_for_selector("td:text-is('asked')")  # it is kept
-    page.get_by_role("link", name="Overview").click()
+    follow(page, "Overview")
     wait(page, f"() => ({_POINTS})('.chart.score', 'evaluation') === 1")
 
 
 def a_run_is_saved_stopped_and_resumed(page: Any, folder: Path) -> None:
-    page.get_by_role("link", name="live", exact=True).click()
+    follow(page, "live")
     page.wait_for_selector(".dot.running")
     page.get_by_role("button", name="Save now").click()
-    page.get_by_role("link", name="Checkpoints").click()
+    follow(page, "Checkpoints")
     page.wait_for_selector(".runs :text('-step-')")
-    page.get_by_role("link", name="Overview").click()
+    follow(page, "Overview")
     stop_run(page)
     record = read_record(folder / "live")
     assert record is not None
@@ -456,5 +471,5 @@ def a_run_is_saved_stopped_and_resumed(page: Any, folder: Path) -> None:
     # Its environment is not part of the package, and the server does not trust it.
     page.get_by_role("button", name="Resume").click()
     page.wait_for_selector(".jobs:has-text('resuming failed'):has-text('not part of Dreamfleet')")
-    page.get_by_role("link", name="Logs").click()
+    follow(page, "Logs")
     page.wait_for_selector("main :text('not part of Dreamfleet')")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from msgspec import Meta
 from dreamfleet.cli.console import out, say
 from dreamfleet.errors import ConfigError, import_extra
 from dreamfleet.fleet.preflight import check_place
+from dreamfleet.fleet.tied import tied
 
 _END_SECONDS = 10.0
 
@@ -49,7 +49,7 @@ def view(
     def ready(address: PageAddress) -> None:
         say(address.url)
         if not is_loopback(host):
-            say("Whoever has this address can see and end the runs. It is not encrypted.")
+            say("This address is enough to see and stop the runs. It is not encrypted.")
         say("Ctrl-C ends the page; runs go on.")
         if browser:
             _open(address.url)
@@ -64,8 +64,8 @@ def page_beside(logdir: Path) -> Iterator[None]:
     check_place(logdir)
     logdir.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "dreamfleet.view.app", str(logdir)],
-        stdin=subprocess.PIPE,  # which ends when this process does
+        tied(["dreamfleet.cli", "view", str(logdir), "--no-browser"]),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C is for the run
@@ -94,6 +94,6 @@ def _need_the_extra() -> None:
 
 
 def _open(url: str) -> None:
-    """In a browser, if a person is there to see it."""
+    """Open a page in a browser, if there is a terminal."""
     if out.is_terminal:
         webbrowser.open(url)

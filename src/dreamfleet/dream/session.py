@@ -54,7 +54,7 @@ class Session:
         self._branches = [_Branch(dream.branch())]
         self._current = 0
         self._episodes: list[StoredEpisode] = []
-        self._recorded: Arrays = {}
+        self._recorded: list[Arrays] = []  # steps of the stored episode, by number
         self._real: Reality | None = None
         self._note = ""
         """Why there is no real environment."""
@@ -105,8 +105,7 @@ class Session:
         dream = self.dream
         dream.seed = seed
         self._branches, self._current = [_Branch(dream)], 0
-        self._follows = False
-        self._recorded = {}
+        self._follows, self._recorded = False, []
         if episode is None:
             if self._real is None:
                 raise ConfigError(f"There is no environment for a fresh episode: {self._note}")
@@ -119,9 +118,9 @@ class Session:
         chosen = self._episodes[episode]
         dream.start(chosen, observe=observe)
         end = min(chosen.length, observe + MAX_STEPS)
-        self._recorded = chosen.read(
-            observe - 1, end, {*dream.obs_space, *dream.act_space, "reward"}
-        )
+        rows = chosen.read(observe - 1, end, {*dream.obs_space, *dream.act_space, "reward"})
+        count = end - observe + 1
+        self._recorded = [{key: value[n] for key, value in rows.items()} for n in range(count)]
         if self._real is not None:
             self._follows, self._note = True, ""
             self._try(partial(self._real.follow, chosen, observe))
@@ -170,8 +169,7 @@ class Session:
             if not 0 <= branch < len(self._branches):
                 raise ConfigError(f"There is no branch {branch}.")
             self._current = branch
-        line = self.dream.line
-        self.dream.go(min(number, line[-1].number))
+        self.dream.go(min(number, self.dream.line[-1].number))
         if self._real is not None and self._follows:
             self._try(partial(self._real.repeat, self._actions()))
         return self.show()
@@ -249,8 +247,8 @@ class Session:
                 return None
             obs, reward, last, frame = real.obs, real.reward, real.last, real.frame
         elif self._as_recorded():
-            obs, source = {key: value[number] for key, value in self._recorded.items()}, "recording"
-            reward, last = float(obs["reward"]), number == self._recorded_count() - 1
+            obs, source = self._recorded[number], "recording"
+            reward, last = float(obs["reward"]), number == len(self._recorded) - 1
             frame = self._draw(obs)
         else:
             return None
@@ -271,27 +269,23 @@ class Session:
     def _why_unknown(self) -> str:
         """Why the truth is unknown."""
         if self._real is not None and self._follows:
-            end = self._real.now.number
-            return f"The real episode ended at step {end}."
+            return f"The real episode ended at step {self._real.now.number}."
         return self._note or "The truth is unknown: these are not the recorded actions."
-
-    def _recorded_count(self) -> int:
-        return len(next(iter(self._recorded.values()))) if self._recorded else 0
 
     def _recorded_left(self, number: int) -> int:
         """Actions of the recording that are left."""
-        return max(self._recorded_count() - 1 - number, 0)
+        return max(len(self._recorded) - 1 - number, 0)
 
     def _recorded_action(self, number: int) -> Arrays:
         if not self._recorded_left(number):
             raise ConfigError("The recording is over: choose actions, or let the policy act.")
-        dream = self.dream
-        return dream.checked_action({key: self._recorded[key][number] for key in dream.act_space})
+        step, dream = self._recorded[number], self.dream
+        return dream.checked_action({key: step[key] for key in dream.act_space})
 
     def _as_recorded(self) -> bool:
         """Whether all actions so far are those of the recording."""
         actions = self._actions()
-        if len(actions) >= self._recorded_count():
+        if len(actions) >= len(self._recorded):
             return False
         return all(_equal(self._recorded_action(n), each) for n, each in enumerate(actions))
 
@@ -313,10 +307,9 @@ class Session:
 
 def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
     """Lists of numbers from a page, in the shapes of an action."""
-    spaces = dream.act_space
     return {
         key: np.asarray(value, space.dtype).reshape(space.shape)
-        for key, space in spaces.items()
+        for key, space in dream.act_space.items()
         if (value := action.get(key)) is not None
     }
 

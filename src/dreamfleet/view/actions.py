@@ -217,12 +217,13 @@ def add_actions(run: Run) -> None:
 
     def refresh() -> None:
         row = run.row
-        left = not row.running and run.config is not None and not 0 < row.steps <= row.step
-        for button, shown in ((stop, row.running), (save, row.running), (resume, left)):
-            button.set_visibility(shown)
-        copy.set_visibility(run.config is not None)
+        unfinished = run.config is not None and not 0 < row.steps <= row.step
+        shown = {stop: row.running, save: row.running, copy: unfinished}
+        for button, visible in (shown | {resume: unfinished and not row.running}).items():
+            button.set_visibility(visible)
         told = [resume_text(run), *(job.text for job in jobs_of(run)[:3])]
         jobs.text = "\n".join(filter(None, told))
+        jobs.set_visibility(bool(jobs.text))
 
     keep_fresh(refresh, 1.0)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
 import socket
-import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -144,22 +140,3 @@ def _listen(host: str, port: int | None) -> socket.socket:
 _FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="#0b6fb8">\
 <circle cx="16" cy="16" r="5"/><circle cx="6" cy="8" r="3"/><circle cx="26" cy="8" r="3"/>\
 <circle cx="6" cy="24" r="3"/><circle cx="26" cy="24" r="3"/></g></svg>"""
-
-
-# The page of `dreamfleet train --view`.
-
-
-def _end_with_input() -> None:
-    """End when the parent process does."""
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def _tell_parent(address: PageAddress) -> None:
-    print(address.url, flush=True)  # noqa: T201 - read by the parent
-    threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
-
-
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        serve(Path(sys.argv[1]), ready=_tell_parent)

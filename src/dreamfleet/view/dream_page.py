@@ -8,7 +8,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,11 @@ import numpy as np
 from nicegui import app, run, ui
 from nicegui.events import KeyEventArguments
 
-from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
 from dreamfleet.dream.host import DreamClosedError, DreamHost
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.view import charts
 from dreamfleet.view.frame import RunPage, card, draw, with_hint
+from dreamfleet.view.records_page import checkpoint_rows
 from dreamfleet.view.runs import Run
 
 FRESH = -1
@@ -52,13 +51,9 @@ app.on_shutdown(_host.stop)
 
 def checkpoints(run: Run) -> dict[str, str]:
     """Checkpoints of a run and their titles, the newest first."""
-    found = {}
-    for path in Checkpoint(run.path / "ckpt" / "agent").all():
-        with suppress(CheckpointError):
-            about = describe(path)
-            score = "" if about.score is None else f", score {about.score:.4g}"
-            found[path.name] = f"step {about.step:,}{score}"
-    return found
+    found = [row for row in checkpoint_rows(run) if "step" in row]
+    scores = ["" if row["score"] is None else f", score {row['score']:.4g}" for row in found]
+    return {r["name"]: f"step {r['step']:,}{text}" for r, text in zip(found, scores, strict=True)}
 
 
 def keys_of(names: Sequence[str], count: int) -> dict[str, int]:

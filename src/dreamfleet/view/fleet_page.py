@@ -1,4 +1,4 @@
-"""The processes of a run: a graph, a table, failures, and what they use."""
+"""The processes of a run: a graph, a table, and failures."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 from nicegui import ui
 
 from dreamfleet.fleet.status import RunStatus, WorkerStatus
-from dreamfleet.formatting import clock
-from dreamfleet.view.charts import COLORS, GREY, base, line
+from dreamfleet.formatting import clock, readable
+from dreamfleet.view.charts import GREY
 from dreamfleet.view.frame import RunPage, card, dot_cell, draw, table
-from dreamfleet.view.runs import Event, Run, Sample
+from dreamfleet.view.runs import Event, Run
 
-_DRAW_SECONDS = 3.0
-_TRAFFIC_SECONDS = 40.0
 _MIN_WAIT_SHARE = 0.3
 _MAX_FAILURES = 50
-_CHARTS = (("CPU", "cores", "cpu"), ("Memory", "bytes", "memory"), ("Disk", "bytes", "disk"))
 _COLUMNS = {"env": 0, "eval": 0, "machine": 0, "replay": 2, "logger": 2}
 """Where roles are in the graph; all others are in the middle."""
 _BAD, _WARN, _GOOD = "#d95568", "#c9922a", "#3a9d68"
@@ -33,15 +29,15 @@ _LABELS |= {"error": "last error"}
 
 
 class FleetPage(RunPage):
-    """A graph, tables and charts."""
+    """A graph and tables."""
 
     path, seconds = "fleet", 1.0
 
     def build(self) -> None:
-        self._draw_at = 0.0
         self._charts: dict[str, ui.echart] = {}
         with card("Fleet"):
-            self._sentence = ui.label().classes("muted")
+            self._sentence = ui.label()
+            self._usage = ui.label().classes("muted small")
             self._graph = ui.element("div")
             numbers = ("pid", "cpu", "memory", "restarts")
             self._table = table(
@@ -52,13 +48,12 @@ class FleetPage(RunPage):
             self._count = ui.label().classes("muted small")
             labels = {"time": "when", "worker": "process", "error": "error"}
             self._failures = table(labels, phone=labels, key="key").props("wrap-cells")
-        self._grid = ui.element("div").classes("grid small-charts")
 
     def refresh(self) -> None:
         run, status = self._run, self._run.status
         if status is None:
             return
-        self._sentence.text = bottleneck(run, status)
+        self._sentence.text, self._usage.text = bottleneck(run, status), usage_text(status)
         with run.lock:
             events = list(run.events)
         rows, failed = process_rows(status, run.recently_failed), failure_rows(events, time.time())
@@ -68,26 +63,9 @@ class FleetPage(RunPage):
         count = "1 failure" if len(failed) == 1 else f"{len(failed):,} failures"
         self._count.text = count if failed else "No process has failed."
         self._failures.set_visibility(bool(failed))
-        samples = list(run.samples)
-        graph = fleet_graph(rows, traffic(samples))
+        graph = fleet_graph(rows, rates(list(run.traffic)))
         if "graph" not in self._charts or self._charts["graph"].options != graph:
             draw(self._charts, "graph", graph, self._graph, "chart low")
-        if time.monotonic() >= self._draw_at and len(samples) > 1:
-            self._draw_at = time.monotonic() + _DRAW_SECONDS
-            self._draw_usage(samples)
-
-    def _draw_usage(self, samples: Sequence[Sample]) -> None:
-        minutes = (np.array([each.time for each in samples]) - samples[-1].time) / 60
-        for number, (title, unit, field) in enumerate(_CHARTS):
-            values = np.array([getattr(each, field) for each in samples], np.float64)
-            options = base("minutes ago", tools=False)
-            options["xAxis"] |= {"min": min(-1.0, minutes[0]), "max": 0}
-            options["xAxis"]["axisLabel"]["showMinLabel"] = False  # it may not be a round number
-            options["yAxis"]["min"] = 0
-            area = {"opacity": 0.12}
-            options["series"] = [line(title, minutes, values, COLORS[number], areaStyle=area)]
-            place = card(title, unit, within=self._grid)
-            draw(self._charts, title, options, place, "chart low")
 
 
 def bottleneck(run: Run, status: RunStatus) -> str:
@@ -101,17 +79,25 @@ def bottleneck(run: Run, status: RunStatus) -> str:
     return f"The actor waits: {actor}." if actor else "No process waits for long."
 
 
-def traffic(samples: Sequence[Sample]) -> dict[str, float]:
+def usage_text(status: RunStatus) -> str:
+    """What the processes on this machine use together."""
+    usages = [status.supervisor, *(worker.usage for worker in status.workers)]
+    used = [each for each in usages if each is not None]
+    if not used:
+        return ""
+    cores, memory = sum(each.cpu for each in used), sum(each.memory for each in used)
+    disk = float(status.metrics.get("replay/disk_bytes") or 0.0)
+    text = f"{cores:.1f} cores · {readable(memory)}B of memory on this machine"
+    return f"{text} · {readable(disk)}B of replay on disk" if disk else text
+
+
+def rates(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Recent bytes per second between the agent and each role."""
     if len(samples) < 2:
         return {}
-    last = samples[-1]
-    first = next(each for each in samples if last.time - each.time <= _TRAFFIC_SECONDS)
-    seconds = max(last.time - first.time, 1e-3)
-    return {
-        role: max(0.0, count - first.traffic.get(role, 0.0)) / seconds
-        for role, count in last.traffic.items()
-    }
+    (start, first), (end, last) = samples[0], samples[-1]
+    seconds = max(end - start, 1e-3)
+    return {role: max(0.0, last[role] - first[role]) / seconds for role in last}
 
 
 def process_rows(status: RunStatus, recently_failed: Collection[str]) -> list[dict[str, Any]]:
@@ -166,7 +152,7 @@ def failure_rows(events: Sequence[Event], now: float) -> list[dict[str, Any]]:
     ]
 
 
-def fleet_graph(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> dict[str, Any]:
+def fleet_graph(rows: Sequence[Mapping[str, Any]], traffic: Mapping[str, float]) -> dict[str, Any]:
     """Roles as nodes, coloured by their worst state; links as wide as their traffic. Text on a
     canvas is never markup."""
     nodes: list[dict[str, Any]] = []
@@ -190,7 +176,7 @@ def fleet_graph(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -
         depth[column] += 1
         nodes.append(node)
         if role in ("env", "machine", "replay", "logger"):
-            rate = rates.get(role, 0.0)
+            rate = traffic.get(role, 0.0)
             width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
             style = {"width": round(width, 1), "color": color, "opacity": 0.5}
             text = f"{rate / 1e6:.1f} MB/s" if rate >= 1e6 else f"{rate / 1e3:.0f} kB/s"

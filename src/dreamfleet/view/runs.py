@@ -55,7 +55,7 @@ _FORGET_SECONDS = 300.0
 _RECENT_SECONDS = 6.0
 _FIRST_PATIENCE = 0.5
 _TAIL_BYTES = 1 << 14
-_MAX_SAMPLES, _MAX_EVENTS, _MAX_EVALUATIONS_BYTES = 900, 500, 1 << 20
+_MAX_SAMPLES, _MAX_EVENTS, _MAX_EVALUATIONS_BYTES = 40, 500, 1 << 20
 _TRAFFIC = {
     "env": ("actor/server/bytes_in", "actor/server/bytes_out"),
     "replay": ("actor/replay_client/bytes_in", "actor/replay_client/bytes_out"),
@@ -109,21 +109,6 @@ class Row:
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in fields if k != "changed"}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What a run used at one time."""
-
-    time: float
-    cpu: float
-    """Cores."""
-    memory: float
-    """Bytes."""
-    disk: float
-    """Bytes of the replay."""
-    traffic: dict[str, float]
-    """Bytes so far between the agent and each role."""
-
-
 class Event(msgspec.Struct, frozen=True):
     """A worker failed or was started."""
 
@@ -144,7 +129,8 @@ class Run:
         self._row = Row(name)
         self.config: RunConfig | None = None
         self.status: RunStatus | None = None
-        self.samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
+        self.traffic: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
+        """Unix time, and bytes so far between the agent and each role."""
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.lock = threading.Lock()
         """Held while files are read."""
@@ -247,10 +233,13 @@ class Run:
         except Exception as error:  # one run must not hide the others
             log.debug("Cannot read %s: %s", self.path, error)
             return
-        # The first look at a process does not know what it uses.
-        if status is not None and status.running and self.status is not None:
-            self.samples.append(_sample(status))
         self.status = status
+        if status is not None and status.running:
+            counts = {
+                role: sum(finite(status.metrics.get(key)) or 0.0 for key in keys)
+                for role, keys in _TRAFFIC.items()
+            }
+            self.traffic.append((time.time(), counts))
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
@@ -489,19 +478,6 @@ def _with_status(row: Row, status: RunStatus) -> Row:
     score = row.score if status.score is None else status.score
     rate = status.steps_per_second if status.responding else row.rate
     return replace(row, state=status.state, alert=alert, step=status.step, score=score, rate=rate)
-
-
-def _sample(status: RunStatus) -> Sample:
-    usages = [worker.usage for worker in status.workers if worker.usage is not None]
-    usages += [status.supervisor] if status.supervisor is not None else []
-    counters = status.metrics
-    return Sample(
-        time.time(),
-        sum(usage.cpu for usage in usages),
-        float(sum(usage.memory for usage in usages)),
-        float(counters.get("replay/disk_bytes") or 0.0),
-        {role: sum(float(counters.get(k) or 0) for k in keys) for role, keys in _TRAFFIC.items()},
-    )
 
 
 def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:

@@ -26,7 +26,7 @@ from dreamfleet.view.charts import (
     to_csv,
 )
 from dreamfleet.view.curves_page import read_options, write_query
-from dreamfleet.view.fleet_page import failure_rows, fleet_graph, process_rows
+from dreamfleet.view.fleet_page import failure_rows, fleet_graph, process_rows, rates, usage_text
 from dreamfleet.view.reading import training_hours
 from dreamfleet.view.runs import EVALUATION, SCORE, Event, Run
 
@@ -255,6 +255,15 @@ def test_the_graph_has_a_node_per_role_in_the_colour_of_its_worst_state() -> Non
     assert links["env"]["label"]["formatter"] == "1.0 MB/s"
     assert links["env"]["lineStyle"]["width"] > links["replay"]["lineStyle"]["width"]
     assert len({tuple(node["value"]) for node in series["data"]}) == 5
+
+
+def test_traffic_is_the_mean_of_the_last_seconds() -> None:
+    assert rates([(5.0, {"env": 3.0})]) == {}
+    assert rates([(5.0, {"env": 3.0}), (7.0, {"env": 9.0})]) == {"env": 3.0}
+    assert rates([(5.0, {"env": 3.0}), (7.0, {"env": 1.0})]) == {"env": 0.0}  # it was restarted
+    used = status(worker("agent"), worker("env-0"))
+    assert usage_text(used) == "1.0 cores · 200MB of memory on this machine"
+    assert usage_text(status()) == ""
 
 
 def test_failures_are_listed_newest_first() -> None:

@@ -220,7 +220,7 @@ def test_a_run_has_time_to_answer_and_a_rate_when_it_has_ended(
     for _ in range(2):
         run.poll(0.02)
         assert (run.row.rate, run.row.step) == (0.0, 7)
-    assert len(run.samples) == 1  # the first look does not know the use of CPUs
+    assert len(run.traffic) == 2
     run.poll(0.02)
     assert (run.row.state, run.row.rate, run.row.step) == ("ended", rate, 300)
     watcher: Any = run._watcher
