@@ -26,6 +26,12 @@ Settings are those of `dreamfleet.RunConfig`. On the command line each has a fla
 name turns it off (`--replay.no-online`). A model is chosen by its size: `--dreamer.model 1m`.
 From Python the same is `RunConfig().changed({"dreamer.model": "1m", "replay.capacity": 100_000})`.
 
+In a file (`--config run.yaml`) the parts of a path stand inside each other, and flags beside it
+replace what it says. `--print-config` prints such a file with every setting of the run, and trains
+nothing. YAML needs PyYAML (`pip install pyyaml`); a file that ends in `.json` does not. Code of
+your own that a file names (a task, an agent, networks) is named again as a flag, or `--trust` is
+added.
+
 What is not given is taken from the preset, or from the run if it exists. The configuration is saved
 as `config.json` in the run's directory. A setting that does not exist, is out of its range or
 contradicts another is refused at the start, with the fix.

@@ -36,7 +36,6 @@ from dreamfleet.settings import (
     ZeroOrMore,
     changed,
     flattened,
-    from_dict,
     is_under,
     refuse_conflicts,
     require,
@@ -64,7 +63,7 @@ class Resources:
     """What one worker asks for."""
 
     cpu: ZeroOrMore = 0.0
-    """Processor cores; 0 goes wherever there is room for the rest."""
+    """CPU cores; 0 goes wherever there is room for the rest."""
     gpu: ZeroOrMore = 0.0
     """Accelerators; a part of one, such as 0.5, may share it."""
     memory: CountOrZero = 0
@@ -170,7 +169,7 @@ class RunConfig:
     cut short after as many steps as the run has trained."""
 
     launcher: Annotated[Incidental[str], _PROCESSES] = "local"
-    """Who starts the roles: local (processes of this machine), serial (one thread, in which the
+    """What starts the roles: local (processes of this machine), serial (one thread, in which the
     roles take turns: for a debugger, and for runs that follow from their seed alone) or ray
     (processes on the machines of a Ray cluster)."""
     ray_address: Incidental[PerHost[Local[str]]] = ""
@@ -186,10 +185,10 @@ class RunConfig:
     resources: Incidental[PerHost[RunResources]] = field(default_factory=RunResources)
     """What each role's process asks for, where the launcher places processes on machines."""
     agent: Annotated[Fixed[Code[str]], _WHAT] = "dreamer"
-    """Who acts and learns: dreamer, random, or your own as package.module:name."""
+    """What acts and learns: dreamer, random, or your own as package.module:name."""
     agent_config: Any = None
-    """Settings of the agent; None for its defaults. Flags and config.json have them under the
-    agent's name, such as `dreamer.loss.horizon`."""
+    """Settings of the agent, such as a `DreamerConfig`; None for its defaults. Flags and files have
+    them under the agent's name, such as `dreamer.loss.horizon`."""
 
     hosts: CountOrZero = 1
     """Hosts that learn together: each runs a fleet of its own with environments and a replay, all
@@ -210,7 +209,7 @@ class RunConfig:
     """Environments that share a process and are stepped together, one message for all."""
     actors: Incidental[PerHost[Joined[Count]]] = 1
     """Servers that choose actions; environment n calls number n % actors. The first one is a part
-    of the agent's process. Each other one has a process of its own, on the processor, and gets the
+    of the agent's process. Each other one has a process of its own, on the CPU, and gets the
     parameters of the learner about once a second."""
     bind: Incidental[PerHost[str]] = ""
     """Where other machines may join the run with `dreamfleet join`: 0.0.0.0 (every network of this
@@ -316,6 +315,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in self.env_options.items()}
+        object.__setattr__(self, "env_options", options)  # as they were before JSON
         if "{task}" in str(self.logdir):
             object.__setattr__(self, "logdir", _in_place(self.logdir, self.task))
         if not isinstance(self.agent_config, ForeignSettings):
@@ -419,7 +420,8 @@ class RunConfig:
         """The agent's settings as an instance of its own class, also if they were read from a
         file without importing the agent."""
         if isinstance(self.agent_config, ForeignSettings):
-            return from_dict(agent.config, self.agent_config.values, f"{agent.name}.")
+            values = self.agent_config.values
+            return changed(agent.config(), values, f"{agent.name}.", strict=False)
         require(
             isinstance(self.agent_config, agent.config),
             f"agent_config is a {type(self.agent_config).__name__}, and the agent {agent.name} "
@@ -572,21 +574,17 @@ class RunConfig:
         """
         try:
             values = _of_older_versions(json.loads(text))
-            values["env_options"] = {
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in values.get("env_options", {}).items()
-            }
             name = values.setdefault("agent", "dreamer")
             if name in BUILT_IN:
                 agent = find_agent(name)
-                theirs = values.get(agent.name, {})
-                values["agent_config"] = from_dict(agent.config, theirs, f"{agent.name}.")
+                theirs, path = values.get(agent.name, {}), f"{agent.name}."
+                values["agent_config"] = changed(agent.config(), theirs, path, strict=False)
             else:
                 groups = {k: v for k, v in values.items() if isinstance(v, dict)}
                 unknown = [key for key in groups if key not in cls.__dataclass_fields__]
                 key = unknown[-1] if unknown else str(name).rpartition(":")[2]
                 values["agent_config"] = ForeignSettings(key, groups.get(key, {}))
-            return from_dict(cls, values)
+            return changed(cls(), {"logdir": _LOGDIR, **values}, strict=False)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "
@@ -600,79 +598,51 @@ def _is_reachable(address: str) -> bool:
     return "{auto}" not in address or address.startswith("tcp://")
 
 
-_REACHABLE = "tcp://HOST:PORT, tcp://HOST:{{auto}} if they share the run's directory"
-_ONE_HOST = "cannot be used with several hosts: leave it out, or set hosts=1."
+_ADDR = (
+    "that other machines can reach: write tcp://HOST:PORT, or tcp://HOST:{{auto}} if they share "
+    "the run's directory"
+)
+_HOSTS, _ONE_HOST = "Several hosts cannot be used with ", ": leave it out, or set hosts=1."
 _CONFLICTS: Conflicts[RunConfig] = (
-    (
-        lambda c: "seed" in c.env_options,
-        "env_options may not hold a seed: every environment gets its own; set the run's seed.",
-    ),
-    (
-        lambda c: c.from_checkpoint_regex and not c.from_checkpoint,
-        "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both.",
-    ),
-    (
-        lambda c: c.offline and c.prefill,
-        "offline and prefill are mutually exclusive: name all directories after offline.",
-    ),
-    (
-        lambda c: c.offline and c.bind,
-        "bind lets machines with environments join, and offline needs none: leave one out.",
-    ),
-    (
-        lambda c: c.offline and c.actors > 1,
-        "actors choose actions in environments, and offline has none: leave actors out.",
-    ),
-    (
-        lambda c: c.eval_every and (c.offline or not c.eval_episodes),
-        "eval_every plays rounds of eval_episodes episodes in environments: set eval_episodes to 1 "
-        "or more, and leave offline out.",
-    ),
-    (
-        lambda c: c.replay_shards > c.envs and not c.offline and not c.bind,
-        "replay_shards={c.replay_shards} with envs={c.envs} would leave shards without steps, "
-        "because an environment's steps go to one shard: use at most as many shards as "
-        "environments, or set bind, so that other machines can join.",
-    ),
-    (
-        lambda c: c.expect_envs > c.actor_envs and not c.bind,
-        "expect_envs={c.expect_envs} waits for more environments than the {c.actor_envs} that the "
-        "agent acts in: lower it, or set bind, so that other machines can join.",
-    ),
-    (
-        lambda c: 1 < c.actors > c.actor_envs and not c.bind,
-        "actors={c.actors} has more servers than there are environments to act in, {c.actor_envs}: "
-        "use fewer actors.",
-    ),
+    (lambda c: "seed" in c.env_options,
+     "env_options may not hold a seed: every environment gets its own; set the run's seed."),
+    (lambda c: c.from_checkpoint_regex and not c.from_checkpoint,
+     "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both."),
+    (lambda c: c.offline and c.prefill,
+     "offline and prefill are mutually exclusive: name all directories after offline."),
+    (lambda c: c.offline and c.bind,
+     "bind lets machines with environments join, and offline needs none: leave one out."),
+    (lambda c: c.offline and c.actors > 1,
+     "actors choose actions in environments, and offline has none: leave actors out."),
+    (lambda c: c.offline and c.eval_every,
+     "eval_every plays episodes while training, and offline has no environments: leave one out."),
+    (lambda c: c.eval_every and not c.eval_episodes,
+     "eval_every plays rounds of eval_episodes episodes: set eval_episodes to 1 or more."),
+    (lambda c: c.replay_shards > c.envs and not c.offline and not c.bind,
+     "replay_shards={c.replay_shards} with envs={c.envs} would leave shards without steps: use at "
+     "most as many shards as environments, or set bind, so that other machines can join."),
+    (lambda c: c.expect_envs > c.actor_envs and not c.bind,
+     "expect_envs={c.expect_envs} waits for more environments than the {c.actor_envs} that the "
+     "agent acts in: lower it, or set bind, so that other machines can join."),
+    (lambda c: 1 < c.actors > c.actor_envs and not c.bind,
+     "actors={c.actors} has more servers than there are environments to act in, {c.actor_envs}: "
+     "use fewer actors."),
     # Machines that join are told the addresses.
-    (
-        lambda c: c.remote_envs and not c.bind and not _is_reachable(c.actor_addr),
-        "remote_envs needs an actor_addr that other machines can reach: write " + _REACHABLE
-        + ", or set bind, so that they can join.",
-    ),
-    (
-        lambda c: c.remote_envs and c.eval_every and not c.bind
-        and not _is_reachable(c.evaluator_addr),
-        "remote_envs and eval_every need an evaluator_addr that other machines can reach: write "
-        + _REACHABLE + ", or set bind.",
-    ),
-    (
-        lambda c: c.remote_replay and not _is_reachable(c.replay_addr),
-        f"remote_replay needs a replay_addr that other machines can reach: write {_REACHABLE}.",
-    ),
-    (
-        lambda c: c.hosts > 1 and c.batch_size % c.hosts,
-        "A batch of {c.batch_size} sequences does not split over {c.hosts} hosts: choose a "
-        "batch_size that is a multiple of {c.hosts}.",
-    ),
-    (
-        lambda c: 1 < c.hosts <= c.host_index,
-        "There is no host_index={c.host_index} of {c.hosts} hosts: they are numbered from 0.",
-    ),
-    (lambda c: c.hosts > 1 and c.launcher == "serial", "launcher=serial " + _ONE_HOST),
-    (lambda c: c.hosts > 1 and c.offline, "offline " + _ONE_HOST),
-    (lambda c: c.hosts > 1 and c.prefill, "prefill " + _ONE_HOST),
-    (lambda c: c.hosts > 1 and c.remote_replay, "remote_replay " + _ONE_HOST),
+    (lambda c: c.remote_envs and not c.bind and not _is_reachable(c.actor_addr),
+     f"remote_envs needs an actor_addr {_ADDR}, or set bind, so that they can join."),
+    (lambda c: c.remote_envs and c.eval_every and not (c.bind or _is_reachable(c.evaluator_addr)),
+     f"remote_envs and eval_every need an evaluator_addr {_ADDR}, or set bind."),
+    (lambda c: c.remote_replay and not _is_reachable(c.replay_addr),
+     f"remote_replay needs a replay_addr {_ADDR}."),
+    (lambda c: c.hosts > 1 and c.batch_size % c.hosts,
+     "A batch of {c.batch_size} sequences does not split over {c.hosts} hosts: choose a batch_size "
+     "that is a multiple of {c.hosts}."),
+    (lambda c: 1 < c.hosts <= c.host_index,
+     "There is no host_index={c.host_index} of {c.hosts} hosts: they are numbered from 0."),
+    (lambda c: c.hosts > 1 and c.launcher == "serial", f"{_HOSTS}launcher=serial{_ONE_HOST}"),
+    (lambda c: c.hosts > 1 and c.offline, f"{_HOSTS}offline{_ONE_HOST}"),
+    (lambda c: c.hosts > 1 and c.prefill, f"{_HOSTS}prefill{_ONE_HOST}"),
+    (lambda c: c.hosts > 1 and c.remote_replay, f"{_HOSTS}remote_replay{_ONE_HOST}"),
 )  # fmt: skip
 """Settings that cannot work together."""
 

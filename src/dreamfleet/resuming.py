@@ -132,21 +132,6 @@ class Start:
         return config
 
 
-def resumed(logdir: Path, changes: Mapping[str, Any], *, trust: Trust = False) -> RunConfig:
-    """The settings that the run in a directory was last with, some of them changed.
-
-    Args:
-        logdir: The run's directory.
-        changes: Values by path. `env_options` are added to those of the run.
-        trust: What the user trusts of the code that the directory names.
-
-    Raises:
-        ConfigError: There is no run, it names code that `changes` do not name again, or a change
-            does not fit.
-    """
-    return with_changes(_as_it_was(logdir), changes, source=logdir, trust=trust)
-
-
 def _as_it_was(logdir: Path) -> RunConfig:
     """The settings that a run goes on with."""
     before = read_config(logdir)
@@ -246,13 +231,12 @@ def _yaml() -> Any:
 def _from_yaml(text: str) -> Any:
     yaml = _yaml()
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Takes 1e-4 for a number, which YAML 1.1 does not."""
-
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    # YAML 1.1 takes 1e-4 for text.
     number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import msgspec
 
@@ -189,9 +189,40 @@ def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
             yield dataclasses.replace(each, help=text.strip())
 
 
-def marked(config: Any, mark: object, prefix: str = "") -> list[str]:
-    """The paths of the settings that have a mark."""
-    return [each.path for each in settings(config, prefix) if mark in each.marks]
+Own = ParamSpec("Own")
+Fields = ParamSpec("Fields")
+Result = TypeVar("Result", covariant=True)
+
+
+class TakesSettings(Protocol[Own, Fields, Result]):
+    """A function that takes the settings of a class by their names, beside its own arguments."""
+
+    @overload
+    def __call__(self, *args: Own.args, **kwargs: Own.kwargs) -> Result: ...
+    @overload
+    def __call__(self, *args: Fields.args, **kwargs: Fields.kwargs) -> Result: ...
+
+
+def takes_settings(
+    kind: Callable[Fields, object],
+) -> Callable[[Callable[Own, Result]], TakesSettings[Own, Fields, Result]]:
+    """Give a function's `**settings` the names, types and defaults of a configuration class, for
+    editors, notebooks and `help`, without a second list of them."""
+
+    def decorate(function: Callable[Own, Result]) -> TakesSettings[Own, Fields, Result]:
+        signature = inspect.signature(function)
+        *own, rest = signature.parameters.values()
+        fields = _fields(typing.cast(type, kind))
+        own += [
+            each.replace(kind=each.KEYWORD_ONLY, annotation=_bare(fields[name][0])[0])
+            for name, each in inspect.signature(kind).parameters.items()
+            if name not in signature.parameters
+        ]
+        vars(function)["__signature__"] = signature.replace(parameters=[*own, rest])
+        result: TakesSettings[Own, Fields, Result] = typing.cast(Any, function)
+        return result
+
+    return decorate
 
 
 def is_under(path: str, paths: Iterable[str]) -> bool:
@@ -238,7 +269,9 @@ def field_helps(kind: type) -> Mapping[str, str]:
     return found
 
 
-def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Config:
+def changed(
+    config: Config, changes: Mapping[str, Any], prefix: str = "", *, strict: bool = True
+) -> Config:
     """A configuration with some settings changed.
 
     Args:
@@ -247,6 +280,8 @@ def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Con
             mapping (`{"loss": {"horizon": 100}}`), an instance, or the name of one
             (`{"model": "1m"}`).
         prefix: Where the configuration itself stands, for messages.
+        strict: Whether a setting that does not exist is an error; else it is ignored, so that a
+            run directory of another version can be read.
 
     Raises:
         ConfigError: There is no such setting, or its value does not fit.
@@ -257,6 +292,8 @@ def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Con
     for path, value in changes.items():
         name, _, rest = str(path).partition(".")
         is_group = name in fields and dataclasses.is_dataclass(getattr(config, name))
+        if not strict and name not in fields:
+            continue
         if name not in fields or (rest and not is_group):
             known = [setting.path for setting in settings(config, prefix)]
             raise unknown_setting(f"{prefix}{path}", known)
@@ -269,7 +306,7 @@ def changed(config: Config, changes: Mapping[str, Any], prefix: str = "") -> Con
             values[name] = convert(path, _named(path, value, kind), kind)
     for name, inner in inside.items():
         start = values.get(name, getattr(config, name))
-        values[name] = changed(start, inner, f"{prefix}{name}.")
+        values[name] = changed(start, inner, f"{prefix}{name}.", strict=strict)
     with _errors_under(prefix):
         result: Config = dataclasses.replace(typing.cast(Any, config), **values)
         return result
@@ -337,27 +374,6 @@ def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as what JSON can hold."""
     values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return values
-
-
-def from_dict(kind: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
-    """The configuration that `to_dict` wrote.
-
-    Settings that the class does not have are ignored, and those that are missing get their
-    defaults: a run directory of another version can be read.
-
-    Raises:
-        ConfigError: A value does not fit.
-    """
-    given: dict[str, Any] = {}
-    for name, (inner, _) in _fields(kind).items():
-        if name not in values:
-            continue
-        value = values[name]
-        if dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
-            value = from_dict(typing.cast(type, inner), value, f"{prefix}{name}.")
-        given[name] = convert(f"{prefix}{name}", value, inner)
-    with _errors_under(prefix):
-        return kind(**given)
 
 
 def read(words: Sequence[str], kind: Any) -> Any:

@@ -1,7 +1,7 @@
 """Training from Python: what `dreamfleet train` does.
 
     from dreamfleet import train
-    result = train(env=MyEnv, steps=10_000, dreamer__model="1m")
+    result = train(MyEnv, steps=10_000, dreamer__model="1m")
 
 `configure` gives the configuration that the command line would make of some settings.
 """
@@ -43,6 +43,7 @@ from dreamfleet.resuming import Start, differences, holds_run, steps_made, unkno
 from dreamfleet.roles.hosts import this_host
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.spaces_file import write_spaces
+from dreamfleet.settings import takes_settings
 from dreamfleet.trust import Trust
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def configure(
     return Start(changes, preset, trust=trust).configure({}, say)
 
 
+@takes_settings(RunConfig)
 def train(
     config: RunConfig | Task | None = None,
     *,
@@ -112,7 +114,8 @@ def train(
             `StopTraining` only ends it.
         trust: Import code outside of this package that the directory of a run names. Otherwise name
             it again, such as `agent="my_module:MyAgent"`.
-        settings: By their name, such as `steps=10_000`; two underscores stand for a dot:
+        settings: Those of `RunConfig` by their name, such as `steps=10_000`. Those of the agent are
+            `agent_config=DreamerConfig(...)`, or one by one, two underscores for a dot:
             `dreamer__loss__horizon=100`. `outputs` may also hold classes of your own, which are
             made in the logger's process with the run's directory.
 
@@ -290,6 +293,7 @@ def _maker(config: RunConfig, env: Task | None) -> Task:
     return maker
 
 
+@takes_settings(RunConfig)
 def resume(logdir: Path | str, **arguments: Any) -> Evaluation | None:
     """Resume the run in a directory with the settings that it was last with.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dreamfleet
-from dreamfleet import Policy, RunConfig, evaluate, train
-from dreamfleet.agents import RandomAgent
+from dreamfleet import Policy, RunConfig, configure, evaluate, train
+from dreamfleet.agents import DreamerConfig, RandomAgent, size_preset
 from dreamfleet.cli import main
 from dreamfleet.cli.train import options_of
 from dreamfleet.config import read_config
@@ -103,6 +105,27 @@ def test_settings_of_the_agent_are_read_under_its_name() -> None:
     assert not hasattr(RunConfig(agent="random"), "dreamer")
     foreign = RunConfig.from_json(config.to_json().replace('"dreamer"', '"not_there:AGENT"'))
     assert not hasattr(foreign, "AGENT")
+
+
+def test_train_offers_every_setting_with_its_type_and_default() -> None:
+    """Editors, notebooks and `help` complete them; `RunConfig` states them."""
+    offered = inspect.signature(train).parameters
+    for name, field in inspect.signature(RunConfig).parameters.items():
+        assert name in offered
+        assert name == "config" or offered[name].default == field.default
+    assert (offered["steps"].annotation, offered["task"].annotation) == (int, str)
+    assert list(offered)[:3] == ["config", "env", "preset"]
+    assert list(offered)[-1] == "settings", "those of the agent, dreamer__loss__horizon"
+    assert "agent_config" in inspect.signature(dreamfleet.resume).parameters
+
+
+def test_settings_of_the_agent_may_be_given_as_a_whole() -> None:
+    agent = DreamerConfig(model=size_preset("debug"))
+    for path in ("agent_config", "dreamer"):
+        config = configure({path: agent, "dreamer.loss.horizon": 50})
+        assert config.dreamer == agent.__class__(agent.model, replace(agent.loss, horizon=50.0))
+    nested = configure({"dreamer": {"model": "debug"}, "replay": {"capacity": 5000}})
+    assert (nested.dreamer.model, nested.replay.capacity) == (agent.model, 5000)
 
 
 def test_a_policy_says_how_it_is_called() -> None:

@@ -24,7 +24,7 @@ from dreamfleet.fleet.preflight import preflight
 from dreamfleet.parallel import _prepared
 from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.presets import preset
-from dreamfleet.resuming import differences, resumed, with_changes
+from dreamfleet.resuming import differences, with_changes
 from dreamfleet.training import _is_over, configure
 
 RAN = "ran_because_a_file_said_so"
@@ -42,6 +42,10 @@ def a_run(logdir: Path, step: int = 0, **changes: Any) -> RunConfig:
         parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
         Checkpoint(logdir / "ckpt" / "agent").save(parts, step=step)
     return config
+
+
+def resumed(logdir: Path, changes: dict[str, Any], *, trust: bool = False) -> RunConfig:
+    return configure({"logdir": logdir, **changes}, trust=trust)
 
 
 def test_what_is_not_named_is_kept(tmp_path: Path) -> None:

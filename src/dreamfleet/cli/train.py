@@ -41,45 +41,24 @@ EXAMPLES = (
     ("train --dreamer.model 1m --dreamer.loss.entropy-scale 0.001", "settings of the agent"),
 )
 
-_WHAT, _SHOWN = Section("what"), Section("what is written and shown")
-_OWN = (
-    Option(
-        "preset",
-        str,
-        "default",
-        f"Settings of a new run: {', '.join(PRESETS)}. A size may follow, as in atari,size50m.",
-        frozenset({_WHAT}),
-    ),
-    Option(
-        "config",
-        Path,
-        None,
-        "A file of settings, YAML or JSON, such as --print-config writes. What is typed beside it "
-        "replaces them.",
-        frozenset({_WHAT}),
-    ),
-    Option(
-        "print_config",
-        bool,
-        False,
-        "Print every setting of the run as a file for --config, and train nothing.",
-    ),
-    Option("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100."),
-    Option(
-        "trust",
-        bool,
-        False,
-        "Import code outside of Dreamfleet that the config.json of a resumed run, or the file of "
-        "--config, names.",
-    ),
-    Option(
-        "view",
-        bool,
-        False,
-        "Also serve a page about the run, as 'dreamfleet view' does.",
-        frozenset({_SHOWN}),
-    ),
+_WHAT = frozenset({Section("what")})
+_SHOWN = frozenset({Section("what is written and shown")})
+_PRESETS = f"Settings of a new run: {', '.join(PRESETS)}. A size may follow, as in atari,size50m."
+_CONFIG = (
+    "A file of settings, YAML or JSON, as --print-config writes it. What is typed replaces them."
 )
+_PRINT = "Print every setting of the run as a file for --config, and train nothing."
+_TRUST = "Import code outside of Dreamfleet that a config.json or the file of --config names."
+_VIEW = "Also serve a page about the run, as 'dreamfleet view' does."
+_OWN = (
+    Option("preset", str, "default", _PRESETS, _WHAT),
+    Option("config", Path, None, _CONFIG, _WHAT),
+    Option("print_config", bool, False, _PRINT),
+    Option("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100."),
+    Option("trust", bool, False, _TRUST),
+    Option("view", bool, False, _VIEW, _SHOWN),
+)
+"""Options that are no settings of a run."""
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -117,9 +96,10 @@ def read_line(arguments: Sequence[str]) -> Line:
     own = {option.path: values.pop(option.path) for option in _OWN if option.path in values}
     sets: dict[str, Any] = own.get("set", {})
     values |= _typed(sets, options)
-    file = read_settings(own["config"]) if "config" in own else {}
+    source = Path(own["config"]) if "config" in own else None
+    file = read_settings(source) if source else {}
     preset, trust = own.get("preset", file.pop("preset", None)), own.get("trust", False)
-    start = Start(values, preset, file, own.get("config"), trust)
+    start = Start(values, preset, file, source, trust)
     theirs: dict[str, Any] = {path: sets[path] for path in sets if path not in values}
     if rest or theirs:
         agent = start.agent()
