@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos.audit import audit
+from chaos.env import TASK
 from fleet_parts import rows, small_run, stored_steps
 from serial_parts import differences, play
 
@@ -122,7 +123,7 @@ def test_environments_that_fail_do_so_again(tmp_path: Path) -> None:
 
 def test_environments_that_cannot_be_brought_back_begin_new_episodes(tmp_path: Path) -> None:
     """The environments of an audit are no copies of those before: steps would be spliced."""
-    config = small_run(tmp_path, **{**CATCH, "task": "chaos.env:Audit", "env_options": {}})
+    config = small_run(tmp_path, **{**CATCH, "task": TASK, "env_options": {}})
     play(config, [30])
     found = audit([tmp_path / "replay"])
     assert found.faults == {}
