@@ -407,6 +407,8 @@ def device_row(name: str, found: Mapping[str, Any], one: Mapping[str, Any]) -> R
         f"{(memory['parameters'] + memory['optimizer']) / 1e6:,.1f} MB of state, "
         f"{memory['step'] / 1e6:,.0f} MB for a step"
     )
+    if found is one:
+        return Row(name, found["train"], "ms", note=note)
     return compare(name, found["train"], "ms", "1 device", one["train"], note)
 
 
