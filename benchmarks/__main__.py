@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.report import report
+from benchmarks.report import report, split_settings
 from dreamfleet.cli.console import complain
 from dreamfleet.errors import DreamfleetError
 
@@ -53,16 +53,17 @@ def parser() -> argparse.ArgumentParser:
         elif name == "soak":
             command.add_argument("logdir", type=Path, help="directory for the run; it must be new")
             command.add_argument("--minutes", type=float, default=60.0)
-            command.add_argument(
-                "settings", nargs=argparse.REMAINDER, help="settings of `dreamfleet train`"
-            )
+            command.epilog = "Settings of `dreamfleet train` follow after --, as in -- --envs 8"
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; returns the exit code."""
-    options = vars(parser().parse_args(arguments))
+    words, settings = split_settings(sys.argv[1:] if arguments is None else arguments)
+    options = vars(parser().parse_args(words))
     name, json = options.pop("name"), options.pop("json")
+    if name == "soak":
+        options["settings"] = settings
     try:
         report(importlib.import_module(f"benchmarks.{name}").run(**options), json)
     except DreamfleetError as error:

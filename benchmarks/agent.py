@@ -191,7 +191,9 @@ def measure(task: Task) -> dict[str, Any]:
         return {"compile": compiled}
     from benchmarks.lowering import train_step_flops
 
-    step = learner_step(agent, task.batch_size, task.batch_length)
+    step = learner_step(
+        agent, random_batch(agent.example_batch(task.batch_size, task.batch_length))
+    )
     step()
     (first,) = timed(step, 1)
     steps = int(min(10, max(2, task.seconds / first)))
@@ -230,11 +232,10 @@ def spaces(kind: str) -> tuple[dict[str, Space], dict[str, Space]]:
     return obs, {"action": Space(np.float32, (6,), -1, 1), "reset": Space(bool)}
 
 
-def learner_step(agent: Any, batch_size: int, batch_length: int) -> Callable[[], None]:
+def learner_step(agent: Any, batch: Mapping[str, NDArray[Any]]) -> Callable[[], None]:
     """A train step as the learner makes it: results of the step before are read while it runs."""
-    carry = agent.init_train(batch_size)
-    example = agent.example_batch(batch_size, batch_length)
-    batches = agent.stream(itertools.repeat(random_batch(example)))
+    carry = agent.init_train(len(batch["is_first"]))
+    batches = agent.stream(itertools.repeat(dict(batch)))
     previous: dict[str, Any] = {}
 
     def step() -> None:
@@ -242,7 +243,7 @@ def learner_step(agent: Any, batch_size: int, batch_length: int) -> Callable[[],
         carry, outs, metrics = agent.train(carry, next(batches))
         for value in previous.values():
             np.asarray(value)
-        previous = {**outs["replay"], **metrics}
+        previous = {**outs.get("replay", {}), **metrics}
 
     return step
 
@@ -250,11 +251,11 @@ def learner_step(agent: Any, batch_size: int, batch_length: int) -> Callable[[],
 def random_batch(example: Mapping[str, NDArray[Any]], seed: int = 0) -> dict[str, NDArray[Any]]:
     """A batch of noise in the form of another one."""
     batch, rng = dict(example), np.random.default_rng(seed)
-    for name in {"vector", "action", "reward", "image"} & batch.keys():
-        if batch[name].dtype == np.float32:
+    for name in ("vector", "action", "reward"):
+        if name in batch:
             batch[name] = rng.standard_normal(batch[name].shape, np.float32)
-        elif batch[name].dtype == np.uint8:
-            batch[name] = rng.integers(256, size=batch[name].shape, dtype=np.uint8)
+    if "image" in batch:
+        batch["image"] = rng.integers(256, size=batch["image"].shape, dtype=np.uint8)
     return batch
 
 
@@ -406,6 +407,8 @@ def device_row(name: str, found: Mapping[str, Any], one: Mapping[str, Any]) -> R
         f"{(memory['parameters'] + memory['optimizer']) / 1e6:,.1f} MB of state, "
         f"{memory['step'] / 1e6:,.0f} MB for a step"
     )
+    if found is one:
+        return Row(name, found["train"], "ms", note=note)
     return compare(name, found["train"], "ms", "1 device", one["train"], note)
 
 

@@ -82,6 +82,13 @@ def report(rows: Iterable[Row], path: Path | None) -> list[Row]:
     return found
 
 
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A tool's own options, and the settings of `dreamfleet train` behind `--`."""
+    words = [*arguments, "--"]
+    end = words.index("--")
+    return words[:end], words[end + 1 : -1]
+
+
 # --- time ----------------------------------------------------------------------------------------
 
 

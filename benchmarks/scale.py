@@ -328,7 +328,10 @@ def measure_agent(
         spent = _repeat(policy_caller(agent, agent.obs_space, rows), 10 * updates)
         each = Spent(spent.cpu / rows, spent.wall / rows)
         yield f"policy, {rows} rows", "step", f"{name}, default size", each.cpu, each.wall
-    spent = _repeat(learner_step(agent, config.batch_size, config.batch_length), updates)
+    steps = (config.batch_size, config.window)
+    batch = _zeros({**agent.obs_space, **agent.act_space, **agent.stored_space}, *steps)
+    batch |= {"stepid": np.zeros((*steps, 20), np.uint8)}
+    spent = _repeat(learner_step(agent, batch), updates)
     note = f"{name}, default size, {config.batch_size} x {config.batch_length} steps"
     yield "learner update", "batch", note, spent.cpu, spent.wall
 

@@ -62,9 +62,9 @@ def run(
     found = soak(config, seconds, logdir / "soak")
     for name, series in found.processes.items():
         for kind, unit in KINDS.items():
-            before, more = series.growth(kind, found.duration)
+            _, more = series.growth(kind, found.duration)
             note = f"{more:+.1f} since the second quarter"
-            yield Row(f"{name}: {kind}", before + more, unit, note=note)
+            yield Row(f"{name}: {kind}", getattr(series, kind)[-1], unit, note=note)
     if grown := list(found.grown()):
         raise DreamfleetError(f"Processes grew: {'; '.join(grown)}. {CRITERION}")
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 from chaos.audit import audit
+from chaos.env import TASK
 
 import dreamfleet.cli.train  # noqa: F401 - each run is forked from here, and has it then
 from dreamfleet.cli import main as dreamfleet_main
@@ -48,7 +49,7 @@ MOMENTS = (
 WAYS = ("SIGINT", "SIGTERM", "SIGTERM to all", "SIGHUP", "SIGHUP to all")
 RESUMED = 8
 """Runs in one directory, one after the other."""
-SETTINGS = """--task chaos.env:Audit --envs 4 --envs-per-process 2 --batch-size 4 --batch-length 8
+SETTINGS = f"""--task {TASK} --envs 4 --envs-per-process 2 --batch-size 4 --batch-length 8
 --report-length 8 --train-ratio 16 --log-every 0.5 --save-every 0.3"""
 _PATIENCE = 120.0
 _FIRST_PATIENCE = 900.0  # in which Dreamer is compiled, also on a busy machine

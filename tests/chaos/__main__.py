@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
+from benchmarks.report import split_settings
 from chaos.audit import Accounts, accounts_of, left_files
 from chaos.faults import ChaosError, Disk, Injector, Outcome
 from chaos.fleet import AGENTS, SETTINGS, STOPPED_BY_SIGNAL, Fleet
@@ -50,10 +51,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="also fail if recovery takes over 3 s (median) or 10 s (worst), if under 70 %% of the "
         "undisturbed steps are made, or under 200 faults in 30 minutes; for a quiet machine",
     )
-    parser.add_argument(
-        "settings", nargs="*", help="after --: settings of `dreamfleet train`, such as --actors 2"
-    )
-    return parser.parse_args(arguments)
+    parser.epilog = "Settings of `dreamfleet train` follow after --, as in -- --actors 2"
+    words, settings = split_settings(sys.argv[1:] if arguments is None else arguments)
+    return parser.parse_args(words, argparse.Namespace(settings=settings))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

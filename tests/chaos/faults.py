@@ -88,6 +88,7 @@ class Injector:
         """How often a process of each role was ended."""
         self._hit: set[str] = set()  # workers that the present fault has ended
         self._pids: dict[str, int] = {}  # that got the last signals
+        self._disk_was_full = False  # at the fault before
         self.orphans: list[float] = []
         """Seconds for which workers outlived a killed supervisor."""
 
@@ -103,7 +104,9 @@ class Injector:
         outcome = Outcome(fault)
         getattr(self, f"_{fault.kind}")(fault, outcome)
         self._await_all()
-        if fault.kind != "fill" and SUPERVISOR not in self._hit:
+        # A worker may end a moment after the disk was full, which is not the next fault's doing.
+        disk_was_full, self._disk_was_full = self._disk_was_full, fault.kind == "fill"
+        if fault.kind != "fill" and SUPERVISOR not in self._hit and not disk_was_full:
             after = self._fleet.workers()
             changed = [name for name in before if after[name].pid != before[name].pid]
             outcome.collateral = sorted(set(changed) - self._hit)

@@ -11,7 +11,7 @@ from pathlib import Path
 def test_every_promise_holds_under_faults(tmp_path: Path) -> None:
     # This seed kills two processes at once and another one, cuts connections, loses the replies of
     # the replay, fills the disk and sends hostile requests.
-    options = {"--minutes": 10, "--faults": 6, "--rest": 0.1, "--seed": SEED, "--agent": "random"}
+    options = {"--minutes": 10, "--faults": 6, "--rest": 0.1, "--seed": 79872, "--agent": "random"}
     words = [str(word) for pair in options.items() for word in pair]
     done = subprocess.run(
         [sys.executable, "-m", "chaos", *words, "--out", str(tmp_path)],

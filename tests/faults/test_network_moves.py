@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from chaos.audit import audit
+from chaos.env import TASK
 from fleet_parts import rows, small_run
 
 from dreamfleet.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ class Hands:
         command = [sys.executable, "-m", "dreamfleet.cli", "role", role]
         with (self._logdir / f"hand-{role}.log").open("ab") as log:
             self.running[role] = subprocess.Popen(
-                [*command, "--logdir", str(self._logdir), *options],
+                [*command, "--trust", "--logdir", str(self._logdir), *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -64,7 +65,7 @@ def test_agent_replay_and_logger_are_moved_and_found_again(tmp_path: Path) -> No
     """With their state in the run's directory, which is shared."""
     config = small_run(
         tmp_path,
-        task="chaos.env:Audit",
+        task=TASK,
         env_options={"seconds": 0.002},
         steps=0,
         envs_per_process=4,

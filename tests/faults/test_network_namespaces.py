@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.audit import audit
+from chaos.env import TASK
 from fleet_parts import rows
 from network_parts import Machine, Network, machines
 
@@ -92,7 +93,7 @@ def test_a_fleet_on_four_machines_survives_its_network(
         network.throttle(machine, "10mbit")
     here, store = (f"tcp://{network.addresses[machine]}:{{auto}}" for machine in (agent, replay))
     settings = {
-        "task": "chaos.env:Audit", "env-options": "seconds=0.005", "agent": "random", "steps": "0",
+        "task": TASK, "env-options": "seconds=0.005", "agent": "random", "steps": "0",
         "envs": "4", "envs-per-process": "2", "env-lanes": "2", "batch-size": "2",
         "batch-length": "4", "report-length": "4", "train-ratio": "0.1", "eval-episodes": "0",
         "log-every": "0.5", "save-every": "2", "outputs": "jsonl",
@@ -103,9 +104,9 @@ def test_a_fleet_on_four_machines_survives_its_network(
         fleet.start("train", agent, "train", *flags, "--remote-envs", "--remote-replay")
         fleet.until((tmp_path / "config.json").exists, "the configuration")
         fleet.until((tmp_path / "keys").exists, "the key")
-        fleet.start("replay", replay, "role", "replay")
-        fleet.start("envs-a", envs_a, "role", "env", "--first", "0", "--count", "2")
-        fleet.start("envs-b", envs_b, "role", "env", "--first", "2", "--count", "2")
+        fleet.start("replay", replay, "role", "replay", "--trust")
+        fleet.start("envs-a", envs_a, "role", "env", "--trust", "--first", "0", "--count", "2")
+        fleet.start("envs-b", envs_b, "role", "env", "--trust", "--first", "2", "--count", "2")
         fleet.until_all_play("over links of 10 Mbit/s")
 
         # One machine loses its link; another one, and the replay's, get another address.
@@ -114,7 +115,15 @@ def test_a_fleet_on_four_machines_survives_its_network(
         network.change_address(envs_b)
         fleet.end("replay", signal.SIGKILL)
         moved = network.change_address(replay)
-        fleet.start("replay", replay, "role", "replay", "--replay-addr", f"tcp://{moved}:{{auto}}")
+        fleet.start(
+            "replay",
+            replay,
+            "role",
+            "replay",
+            "--trust",
+            "--replay-addr",
+            f"tcp://{moved}:{{auto}}",
+        )
         fleet.until(lambda: LOST in fleet.log("env-0"), "the loss of the link was noticed")
         fleet.until(lambda: LOST in fleet.log("env-2"), "the change of the address was noticed")
         time.sleep(max(0.0, LINK_DOWN - (time.monotonic() - pulled)))

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from chaos.audit import audit
+from chaos.env import TASK
 from fleet_parts import fixed_address, rows
 
 from dreamfleet.config import read_config
@@ -127,7 +128,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
     local = "tcp://127.0.0.1:{auto}"
     with programs(tmp_path) as start:
         train = start(
-            "train", "train", "--task", "chaos.env:Audit", "--env-options", "seconds=0.002",
+            "train", "train", "--task", TASK, "--env-options", "seconds=0.002",
             "--agent", "random", "--logdir", str(logdir), "--steps", "0", "--eval-episodes", "2",
             "--remote-envs", "--bind", bind, "--expect-envs", "5", "--log-every", "0.5",
             "--batch-size", "2", "--batch-length", "4", "--train-ratio", "0.5",
@@ -142,7 +143,8 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         assert said
 
         def join(name: str, url: str, *words: str) -> Program:
-            return start(name, "join", url, "--logdir", str(tmp_path / name), *words)
+            own = ("--task", TASK, "--logdir", str(tmp_path / name))
+            return start(name, "join", url, *own, *words)
 
         # The run begins when those are there that it expects.
         stays = join("stays", line, "--envs", "2", "--eval-envs", "1")
@@ -220,7 +222,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         train.ends(-signal.SIGKILL)
         psutil.wait_procs(children, timeout=LONG)
         eventually(lambda: "The run does not answer" in stays.text, "that the run is away")
-        train = start("train2", "resume", str(logdir), "--expect-envs", "0")
+        train = start("train2", "resume", str(logdir), "--trust", "--expect-envs", "0")
         assert eventually(lambda: line_of(train.text), "the line to type") == line
         eventually(lambda: "answers again" in stays.text, "that the run is back")
         eventually(lambda: run.status().step > steps, "further steps")

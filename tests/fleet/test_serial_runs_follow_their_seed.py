@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos.audit import audit
+from chaos.env import TASK
 from fleet_parts import rows, small_run, stored_steps
 from serial_parts import differences, play
 
@@ -113,7 +114,7 @@ def test_environments_that_fail_do_so_again(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_resumed_begins_new_episodes(tmp_path: Path) -> None:
-    config = small_run(tmp_path, **{**CATCH, "task": "chaos.env:Audit", "env_options": {}})
+    config = small_run(tmp_path, **{**CATCH, "task": TASK, "env_options": {}})
     saved = play(config, [30])
     assert 0 < saved[0] < 600 <= saved[1]
     found = audit([tmp_path / "replay"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos.audit import Findings, audit, audit_steps
+from chaos.env import TASK
 
 from dreamfleet.envs import make_env
 from dreamfleet.replay import Replay
@@ -18,7 +19,7 @@ LENGTH = 5
 
 def play(seed: int, episodes: int, cut: int = -1) -> list[dict[str, Any]]:
     """The steps of one life as they are stored; one episode ends after two steps."""
-    env = make_env("chaos.env:Audit", seed=seed, length=LENGTH)
+    env = make_env(TASK, seed=seed, length=LENGTH)
     rows: list[dict[str, Any]] = []
     for episode in range(episodes):
         obs = env.step({"action": np.int32(0), "reset": np.array(True)})

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks import agent, replay, report
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.report import Row, compare
+from benchmarks.report import Row, compare, split_settings
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
+from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 
 
@@ -127,3 +128,17 @@ def test_several_devices_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) 
     assert rows[1].note.startswith("NOT THE SAME: losses 5.0e-03 apart, parameters 5.0e-03")
     assert (rows[1].peer, rows[1].ratio) == ("1 device", 0.5)
     assert rows[-1] == Row("8 devices, both", None, "ms", note="this machine has 4 devices")
+
+
+def test_settings_of_the_run_follow_two_dashes() -> None:
+    assert split_settings(["runs/x", "--minutes", "60"]) == (["runs/x", "--minutes", "60"], [])
+    assert split_settings(["x", "--", "--envs", "8"]) == (["x"], ["--envs", "8"])
+    assert split_settings(["--", "--set", "--"]) == ([], ["--set", "--"])
+
+
+def test_a_soak_of_a_directory_with_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(RunConfig(logdir=tmp_path).to_json())
+    assert main(["soak", str(tmp_path), "--minutes", "60"]) == 2
+    assert "holds a run already" in capsys.readouterr().err

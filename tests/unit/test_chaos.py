@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -21,8 +22,7 @@ from chaos.audit import Accounts, Findings, left_files
 from chaos.faults import ChaosError, Injector, Outcome, Recovery, attack
 from chaos.fleet import Fleet, cut
 from chaos.report import Report
-from chaos.schedule import Fault, schedule
-from transport_processes import server_process
+from chaos.schedule import Fault, Way, schedule
 
 from dreamfleet.config import RunConfig
 from dreamfleet.transport import ArgumentError, Client, Keys, Server
@@ -80,31 +80,34 @@ def test_processes_with_a_title_are_known_as_those_of_the_fleet(tmp_path: Path) 
 # --- connections ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("address", ["ipc://{auto}", "tcp://127.0.0.1:{auto}"])
-def test_connections_are_cut_in_the_servers_process_and_calls_go_on(address: str) -> None:
-    with server_process(address) as server, Client(server.address, patience=LONG) as client:
-        client.echo(0).result(LONG)
-        for number, way in enumerate(("both", "up", "down"), 1):
-            try:
-                kinds = cut(server.pid, server.address, faults._HOW[way])  # type: ignore[index]
-            except PermissionError:
-                pytest.skip("Sockets of other processes need the right to trace them: as root")
-            assert kinds
-            assert client.echo(number).result(LONG) == (number,)
+def cut_here(server: Server, way: Way = "both") -> list[str]:
+    """Cut the connections of a server of this process, and return their kinds."""
+    try:
+        return [kind.name for kind in cut(os.getpid(), server.address, faults._HOW[way])]
+    except PermissionError:
+        pytest.skip("Sockets of other processes need the right to trace them: run as root")
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_connections_are_cut_in_the_servers_process_and_calls_go_on(encrypted: bool) -> None:
+    keys = Keys.generate() if encrypted else None
+    with careful(keys) as (server, _), Client(server.address, keys=keys) as client:
+        client.call("act", 0).result(LONG)
+        ways: tuple[Way, ...] = ("both", "up", "down")
+        for number, way in enumerate(ways, 1):
+            assert cut_here(server, way)
+            assert client.call("act", number).result(LONG) == number
         assert client.stats()["connects"] == 4
-    assert cut(server.pid, server.address) == [], "it has ended"
 
 
 def test_what_users_talk_over_is_cut() -> None:
     """Between processes of one machine that is a socket of packets."""
-    with server_process("ipc://{auto}") as server, Client(server.address) as client:
-        for number in range(50):
-            client.echo(number).result(LONG)
-        try:
-            kinds = {kind.name for kind in cut(server.pid, server.address)}
-        except PermissionError:
-            pytest.skip("Sockets of other processes need the right to trace them: as root")
-        assert "SOCK_SEQPACKET" in kinds
+    with careful(None) as (server, _), Client(server.address) as client:
+        kinds: list[str] = []
+        while "SOCK_SEQPACKET" not in kinds:  # which a connection has after some calls
+            for number in range(50):
+                client.call("act", number).result(LONG)
+            kinds = cut_here(server)
 
 
 @contextmanager
@@ -119,7 +122,7 @@ def careful(keys: Keys | None) -> Iterator[tuple[Server, list[int]]]:
         return number
 
     server = Server("tcp://127.0.0.1:{auto}" if keys else "ipc://{auto}", "server", keys=keys)
-    server.bind("act", act)
+    server.bind("act", act, repeatable=True)
     with server:
         yield server, done
 

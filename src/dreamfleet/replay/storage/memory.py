@@ -1,6 +1,6 @@
 """Memory: chunks at chosen addresses, pages ready before they are written, reused buffers.
 
-Three mechanisms, each here because of a measured gain (`dreamfleet bench replay` and runs of it
+Three mechanisms, each here because of a measured gain (`make bench ARGS=replay` and runs of it
 with the other choice):
 
 * `Arena` makes a column of all chunks one strided array, so a batch for sixteen streams is one
