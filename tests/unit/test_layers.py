@@ -26,6 +26,7 @@ LAYERS = [
     ["dream"],
     ["estimate", "machine", "offline", "plotting", "resuming"],
     ["policy"],
+    ["export"],
     ["presets"],
     ["config"],
     ["agents", "replay", "envs", "metrics"],

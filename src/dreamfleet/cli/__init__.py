@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
     "view": "show runs in a browser, live",
+    "export": "write a trained policy as ONNX or StableHLO",
     "plot": "draw learning curves, with published ones",
     "join": "join a run on another machine with environments of this one",
     "invite": "list, make or revoke the lines by which machines join a run",
