@@ -42,6 +42,7 @@ SHORT = {
 
 
 NEEDS = {
+    "sweeps.md": ("optuna", "Optuna is not installed: pip install 'dreamfleet[sweep]'"),
     "export.md": ("onnxruntime", "ONNX is not installed: pip install 'dreamfleet[export]'"),
 }
 """Packages of extras without which a page's commands are refused."""
@@ -77,6 +78,19 @@ def shortened(words: list[str]) -> list[str]:
     return words + [w for flag, value in SHORT.items() if flag not in given for w in (flag, value)]
 
 
+def short_sweep(words: list[str]) -> list[str]:
+    """A sweep of such trainings."""
+    given = {"--launcher": "serial", **SHORT}
+    flags = ("--agent", "--eval-episodes", "--train-ratio", "--envs", "--launcher")
+    words = [SHORT["--steps"] if word.isdecimal() and int(word) > 100 else word for word in words]
+    changed = ["batch_size=2", "batch_length=8", "report_length=8", "on_failure=stop"]
+    if "--set" in words:
+        words[words.index("--set") + 1 : words.index("--set") + 1] = changed
+    else:
+        words += ["--set", *changed]
+    return words + [word for flag in flags for word in (flag, given[flag])]
+
+
 @pytest.mark.parametrize("page", sorted({page for page, line in commands() if line}))
 def test_every_command_works(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -107,6 +121,8 @@ def test_every_command_works(
             serve(words, tmp_path)
         else:
             assert program == "dreamfleet", line
+            if words[0] == "sweep":
+                words = short_sweep(words)
             if words[0] in ("train", "resume"):
                 words = [*shortened(words), "--launcher", "serial"]  # one process instead of seven
             assert main(words) == 0, f"{line}\n{capfd.readouterr().err}"

@@ -18,7 +18,7 @@ LAYERS = [
     ["benchmarks"],
     ["view"],
     ["training"],
-    ["display"],
+    ["display", "sweep"],
     ["evaluation"],
     ["parallel"],
     ["fleet"],

@@ -23,6 +23,7 @@ from dreamfleet.errors import DreamfleetError
 COMMANDS = {
     "train": "train an agent",
     "resume": "resume a run with the settings that it was last with",
+    "sweep": "train several seeds or settings, or search for settings",
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
     "view": "show runs in a browser, live",
