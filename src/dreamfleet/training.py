@@ -38,7 +38,7 @@ from dreamfleet.metrics.evaluations import (
 )
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
-from dreamfleet.offline import find_source
+from dreamfleet.offline import find_source, offline_logdir
 from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
 from dreamfleet.presets import preset as find_preset
@@ -92,7 +92,7 @@ def configure(
     if "offline" in given and given["offline"] and not given.get("prefill"):
         first = given["offline"][0]
         source = find_source(first).blueprint.config
-        given = {"task": source.task, "logdir": Path(f"{first}-offline"), **given}
+        given = {"task": source.task, "logdir": offline_logdir(str(first)), **given}
         given.setdefault("eval_episodes", 0)
         if given["eval_episodes"] and not is_bundled(source.task) and not trust:
             refuse_code(Path(first), [("task", source.task)], changes)

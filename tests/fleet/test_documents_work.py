@@ -43,6 +43,7 @@ SHORT = {
 
 NEEDS = {
     "sweeps.md": ("optuna", "Optuna is not installed: pip install 'dreamfleet[sweep]'"),
+    "datasets.md": ("h5py", "Minari is not installed: pip install 'dreamfleet[datasets]'"),
     "export.md": ("onnxruntime", "ONNX is not installed: pip install 'dreamfleet[export]'"),
 }
 """Packages of extras without which a page's commands are refused."""

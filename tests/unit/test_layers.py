@@ -25,6 +25,7 @@ LAYERS = [
     ["roles"],
     ["dream"],
     ["estimate", "machine", "offline", "plotting", "resuming"],
+    ["datasets"],
     ["policy"],
     ["export"],
     ["presets"],

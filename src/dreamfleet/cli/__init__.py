@@ -28,6 +28,7 @@ COMMANDS = {
     "status": "say what a run is doing",
     "view": "show runs in a browser, live",
     "export": "write a trained policy as ONNX or StableHLO",
+    "dataset": "write the steps of a run as a dataset",
     "plot": "draw learning curves, with published ones",
     "join": "join a run on another machine with environments of this one",
     "invite": "list, make or revoke the lines by which machines join a run",
