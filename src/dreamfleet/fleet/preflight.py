@@ -128,7 +128,7 @@ def _look(config: RunConfig, make_env: Callable[[int], Any], say: Callable[[str]
 
 def check_outputs(config: RunConfig) -> None:
     """An output whose package is missing would end the logger."""
-    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if name in config.outputs and importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"The output {name!r} needs a package that is not installed: "
