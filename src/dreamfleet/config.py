@@ -115,7 +115,7 @@ JOINED_EVAL = JOINED + (1 << 19)
 """Those that evaluate are numbered from here."""
 PROGRESS_STEPS = 20
 """Steps of an environment after which its failures before them are forgiven."""
-OUTPUTS = ("jsonl", "media", "tensorboard", "wandb")
+OUTPUTS = ("jsonl", "media", "tensorboard", "wandb", "mlflow")
 """The outputs of this package; all others are named as `package.module:Class`."""
 
 
@@ -280,7 +280,9 @@ class RunConfig:
     never. In a serial run 100 environment steps are a second."""
     outputs: Annotated[Incidental[PerHost[Code[tuple[str, ...]]]], _WRITTEN] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
-    wandb, or your own as package.module:Class."""
+    wandb, mlflow, or your own as package.module:Class."""
+    metrics_port: Incidental[Annotated[int, Meta(ge=0, le=65535)]] = 0
+    """The port of this machine at which Prometheus reads the newest metrics; 0 for none."""
     save_every: Incidental[ZeroOrMore] = 120.0
     """Seconds between two checkpoints; 0 saves at the end only. The first one comes a minute after
     the first update, and the next ones after twice as long each."""

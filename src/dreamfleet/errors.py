@@ -6,6 +6,8 @@
     ├── MetricsError       scores that cannot be read, or videos that cannot be written
     ├── CheckpointError    in checkpoint.py
     ├── EvaluationError    in evaluation.py: every episode failed
+    ├── ExportError        in export.py: a policy that cannot be exported
+    ├── SweepError         in sweep.py: runs of a sweep have failed
     └── one subtree for each other package, shown in its own `errors.py` (`envs` in `base.py`)
 
 A program that shows a clean sentence instead of a traceback catches `DreamfleetError`. Its

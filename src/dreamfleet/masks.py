@@ -85,20 +85,23 @@ class ActionMask:
 
     def table(self, values: Any, missing: Any) -> Any:
         """Numbers of all choices, shaped (*batch, choices), as (*batch, *shape, widest), with
-        `missing` where an element has fewer choices than the widest."""
+        `missing` where an element has fewer choices than the widest (False among bools)."""
         shape = (*values.shape[:-1], *self._exists.shape)
         if self._exists.all():
             return values.reshape(shape)
         places = np.where(self._exists, np.cumsum(self._exists).reshape(self._exists.shape) - 1, 0)
         spread = values[..., places.ravel()].reshape(shape)
-        where = values.__array_namespace__().where
-        exists = np.broadcast_to(self._exists, shape)
-        return where(exists, spread, np.asarray(missing, values.dtype))
+        arrays = values.__array_namespace__()
+        exists = arrays.broadcast_to(self._exists, shape)
+        if values.dtype == bool:  # ONNX runtimes do not choose between bools
+            return spread & exists
+        return arrays.where(exists, spread, np.asarray(missing, values.dtype))
 
     def allowed(self, mask: Any) -> Any:
         """Which choices a mask allows, as a table; every element has at least one."""
         table = self.table(mask.astype(bool), False)
-        return table | (~table.any(-1, keepdims=True) & np.broadcast_to(self._exists, table.shape))
+        exists = table.__array_namespace__().broadcast_to(self._exists, table.shape)
+        return table | (~table.any(-1, keepdims=True) & exists)
 
     def empty(self, mask: Any) -> Any:
         """Where a mask, of shape (*batch, choices), forbids every choice of an element."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.config import RunConfig
+from dreamfleet.datasets import PREFIX, dataset_source, is_dataset
 from dreamfleet.errors import ConfigError
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
@@ -29,12 +30,19 @@ class Source:
     blueprint: Blueprint
 
 
-def find_source(path: Path | str) -> Source:
-    """The replay of a run's directory, or one of its replay directories.
+def find_source(path: Path | str, config: RunConfig | None = None) -> Source:
+    """The replay of a run's directory, or one of its replay directories, or a dataset.
+
+    Args:
+        path: The directory, or `minari:ID`.
+        config: The run that mixes these steps with its own.
 
     Raises:
         ConfigError: There is none, or no checkpoint says what its steps mean.
     """
+    if is_dataset(path):
+        converted, blueprint = dataset_source(path, config)
+        return Source((converted,), blueprint)
     given = Path(path)
     run = given.parent if _REPLAY.fullmatch(given.name) else given
     directories = replay_directories(run)
@@ -42,13 +50,19 @@ def find_source(path: Path | str) -> Source:
         directories = [each for each in directories if each.name == given.name]
     if not directories:
         raise ConfigError(f"{given} holds no replay: name a run's directory.")
-    blueprint = read_blueprint(run)
-    if blueprint is None:
+    known = read_blueprint(run)
+    if known is None:
         raise ConfigError(
             f"{run} has no checkpoint, which would say what its steps mean: name the directory of "
             "a run that has saved."
         )
-    return Source(tuple(directories), blueprint)
+    return Source(tuple(directories), known)
+
+
+def offline_logdir(source: str) -> Path:
+    """Where a run that learns from this source is kept, if nothing else is said."""
+    name = source.removeprefix(PREFIX)
+    return Path(f"{source}-offline") if name == source else Path("runs", f"{name}-offline")
 
 
 def replay_directories(run: Path) -> list[Path]:
@@ -72,7 +86,7 @@ def check_sources(config: RunConfig) -> None:
         )
     ours = first.config if first else config
     for path in (*config.offline, *config.prefill):
-        source = find_source(path)
+        source = find_source(path, None if config.offline else config)
         theirs = source.blueprint
         if source.directories[0].parent.resolve() == config.logdir.resolve():
             raise ConfigError(f"{path} is this run's own directory: choose another --logdir.")
@@ -99,7 +113,7 @@ def copy_steps(replay: Replay, config: RunConfig, shard: int = 0) -> None:
         ConfigError: There is nothing to learn from, and nothing will come.
     """
     for path in (*config.offline, *config.prefill):
-        for directory in find_source(path).directories:
+        for directory in find_source(path, None if config.offline else config).directories:
             replay.load_directory(directory, shard, config.replay_shards)
     if config.offline and config.replay_shards == 1 and not len(replay):
         raise nothing_to_learn_from(config)

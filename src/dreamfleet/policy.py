@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from dreamfleet.trust import Trust, admit, code_in
 
 if TYPE_CHECKING:
     from dreamfleet.envs.registry import Task
+    from dreamfleet.export import Format
 
 Arrays = dict[str, NDArray[Any]]
 Spaces = Mapping[str, Space]
@@ -317,6 +318,77 @@ class Policy:
         options = {name: trained[name] for name in shared if name in trained}
         return GymPlayer(self, self.obs_space, env, **options)
 
+    def export(
+        self,
+        out: Path | str,
+        *,
+        format: Format = "onnx",  # noqa: A002 - the word that users look for
+        latent: Literal["mode", "sample"] = "sample",
+        actions: Literal["mode", "sample"] | None = None,
+        env: Task | str | None = None,
+        trust: bool = False,
+    ) -> dict[str, Any]:
+        """Write the policy into a folder, as a graph that needs neither this package nor JAX.
+
+        The graph is compared with the policy before it is written. Continuous actions come out in
+        the environment's own units, so the environment is made once if there are some.
+
+        Args:
+            out: The folder.
+            format: `onnx`, or `stablehlo` for XLA and `jax.export`.
+            latent: Sample the latent state, as in training, or take its mode.
+            actions: Sample actions or take their mode; None for what the policy itself does.
+            env: The environment, if it is not the one that the checkpoint names.
+            trust: Import an environment of your own that the checkpoint names.
+
+        Returns:
+            What `policy.json` in the folder holds: names, shapes, bounds, versions, checksums,
+            and the comparison.
+
+        Raises:
+            ConfigError: The agent, or its environment, does not allow it.
+            MissingExtraError: The packages that write ONNX are not installed.
+            ExportError: The graph cannot be written, or does not compute what the policy does.
+        """
+        from dreamfleet.export import export
+
+        make_graph = getattr(self.agent, "policy_graph", None)
+        if make_graph is None:
+            raise ConfigError(
+                f"Only DreamerV3's policies can be exported, not those of "
+                f"{type(self.agent).__name__}: write your agent's own export."
+            )
+        chosen = actions or ("mode" if self.greedy else "sample")
+        about: dict[str, Any] = {"sampling": {"latent": latent, "actions": chosen}}
+        bounds: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        if self.blueprint is not None:
+            config = self.blueprint.config
+            options = dict(config.env_options)
+            about |= {"task": config.task, "trained_steps": self.step}
+        if env is not None or not all(space.discrete for space in self.act_space.values()):
+            found, bounds = self._units(env, options, trust=trust)
+            about |= found
+        about["action_repeat"] = options.get("repeat")
+        graph = make_graph(bounds, latent=latent, actions=chosen)
+        return export(graph, self.obs_space, Path(out), format=format, about=about)
+
+    def _units(
+        self, env: Task | str | None, options: dict[str, Any], *, trust: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is known of the environment's time, and the bounds of its actions."""
+        from dreamfleet.envs.registry import make_env
+
+        if self.blueprint is None and env is None:
+            raise ConfigError("The policy does not say what it was trained on: pass env=...")
+        config = self.blueprint.config if self.blueprint else RunConfig()
+        made: Any = make_env(maker_of_task(config, env, trust=trust), **options)
+        try:
+            rate = _control_rate(made)
+            return {"control_rate_hz": rate}, made.native_bounds
+        finally:
+            made.close()
+
     def _batch(self, obs: Mapping[str, Any]) -> tuple[Arrays, bool]:
         arrays: Arrays = {}
         sizes = set()  # None stands for a single observation
@@ -354,6 +426,18 @@ class Policy:
             return array
         bounded: NDArray[Any] = np.clip(array, space.low, space.high).astype(space.dtype)
         return bounded
+
+
+def _control_rate(env: Any) -> float | None:
+    """Actions a second that a simulation of dm_control or MuJoCo says it takes; None elsewhere."""
+    while env is not None:
+        for name in ("control_timestep", "dt"):
+            seconds = getattr(env, name, None)
+            seconds = seconds() if callable(seconds) else seconds
+            if isinstance(seconds, int | float) and seconds > 0:
+                return 1 / float(seconds)
+        env = next((vars(env)[name] for name in ("env", "_env") if name in vars(env)), None)
+    return None
 
 
 def find_checkpoint(

@@ -19,7 +19,7 @@ from dreamfleet.agents.registry import AgentType, find_agent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config, unknown_settings
 from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean, import_extra
-from dreamfleet.offline import find_source
+from dreamfleet.offline import find_source, offline_logdir
 from dreamfleet.presets import preset as find_preset
 from dreamfleet.settings import Mark, convert, flattened, is_under
 from dreamfleet.trust import CodeRef, Trust, admit, code_in
@@ -71,7 +71,7 @@ class Start:
             {
                 "task": theirs.task,
                 "env_options": theirs.env_options,
-                "logdir": Path(f"{sources[0]}-offline"),
+                "logdir": offline_logdir(sources[0]),
                 "eval_episodes": 0,
                 "offline": sources,
             }

@@ -18,12 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import agent_worlds as worlds
 import numpy as np
 import pytest
 from documents import ROOT, blocks, commands, python_blocks
 from fleet_parts import fixed_address
 
-from dreamfleet.agents import RandomAgent
+from dreamfleet.agents import Dreamer, RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
@@ -38,6 +39,14 @@ SHORT = {
     "--agent": "random", "--steps": "120", "--eval-episodes": "1", "--log-every": "1",
     "--train-ratio": "1", "--envs": "2", "--batch-size": "2", "--batch-length": "8",
 }  # fmt: skip
+
+
+NEEDS = {
+    "sweeps.md": ("optuna", "Optuna is not installed: pip install 'dreamfleet[sweep]'"),
+    "datasets.md": ("h5py", "Minari is not installed: pip install 'dreamfleet[datasets]'"),
+    "export.md": ("onnxruntime", "ONNX is not installed: pip install 'dreamfleet[export]'"),
+}
+"""Packages of extras without which a page's commands are refused."""
 
 
 def run(words: Sequence[str], where: Path) -> str:
@@ -70,10 +79,26 @@ def shortened(words: list[str]) -> list[str]:
     return words + [w for flag, value in SHORT.items() if flag not in given for w in (flag, value)]
 
 
+def short_sweep(words: list[str]) -> list[str]:
+    """A sweep of such trainings."""
+    given = {"--launcher": "serial", **SHORT}
+    flags = ("--agent", "--eval-episodes", "--train-ratio", "--envs", "--launcher")
+    words = [SHORT["--steps"] if word.isdecimal() and int(word) > 100 else word for word in words]
+    changed = ["batch_size=2", "batch_length=8", "report_length=8", "on_failure=stop"]
+    if "--set" in words:
+        words[words.index("--set") + 1 : words.index("--set") + 1] = changed
+    else:
+        words += ["--set", *changed]
+    return words + [word for flag in flags for word in (flag, given[flag])]
+
+
 @pytest.mark.parametrize("page", sorted({page for page, line in commands() if line}))
 def test_every_command_works(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if page in NEEDS:
+        package, reason = NEEDS[page]
+        pytest.importorskip(package, reason=reason)
     monkeypatch.chdir(tmp_path)
     for block in python_blocks("environments.md"):
         name = re.match(r"# (\w+\.py)\n", block)
@@ -84,7 +109,7 @@ def test_every_command_works(
     # Runs that the page takes for granted, unless it makes them itself.
     for name in ("gym-CartPole-v1", "seed-0", "seed-1", "seed-2"):
         if name != "gym-CartPole-v1" or "dreamfleet train" not in lines:
-            a_run(tmp_path / "runs" / name)
+            (a_policy if page == "export.md" else a_run)(tmp_path / "runs" / name)
     for line in lines:
         program, *words = shlex.split(line)
         if program == ".":
@@ -97,6 +122,8 @@ def test_every_command_works(
             serve(words, tmp_path)
         else:
             assert program == "dreamfleet", line
+            if words[0] == "sweep":
+                words = short_sweep(words)
             if words[0] in ("train", "resume"):
                 words = [*shortened(words), "--launcher", "serial"]  # one process instead of seven
             assert main(words) == 0, f"{line}\n{capfd.readouterr().err}"
@@ -114,6 +141,15 @@ def serve(words: Sequence[str], where: Path) -> None:
         server.send_signal(signal.SIGINT)
         server.communicate()  # it has more to say
     assert server.returncode == 130
+
+
+def a_policy(logdir: Path) -> None:
+    """A checkpoint of Dreamer that has learned nothing."""
+    config = RunConfig(logdir=logdir, agent_config=worlds.config())
+    env = make_env(config.task)
+    agent = Dreamer(env.obs_space, env.act_space, config.agent_config)
+    parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    Checkpoint(logdir / "ckpt" / "agent").save(parts, step=0)
 
 
 def a_run(logdir: Path) -> None:

@@ -23,9 +23,12 @@ from dreamfleet.errors import DreamfleetError
 COMMANDS = {
     "train": "train an agent",
     "resume": "resume a run with the settings that it was last with",
+    "sweep": "train several seeds or settings, or search for settings",
     "eval": "play episodes with a trained agent",
     "status": "say what a run is doing",
     "view": "show runs in a browser, live",
+    "export": "write a trained policy as ONNX or StableHLO",
+    "dataset": "write the steps of a run as a dataset",
     "plot": "draw learning curves, with published ones",
     "join": "join a run on another machine with environments of this one",
     "invite": "list, make or revoke the lines by which machines join a run",

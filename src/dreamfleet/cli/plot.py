@@ -12,6 +12,7 @@ from rich.table import Table
 from dreamfleet.cli.console import say
 from dreamfleet.formatting import readable
 from dreamfleet.plotting import Panel, aggregates, draw, final_score, read_panels
+from dreamfleet.sweep import runs_of
 
 
 def plot(
@@ -29,7 +30,7 @@ def plot(
     that is steps times the action repeat.
 
     Args:
-        logdirs: Directories of runs; they may be under way.
+        logdirs: Directories of runs or sweeps; they may be under way.
         out: Where to put the picture; .png, .svg or .pdf.
         bins: Points of a curve at most; each is the mean of the episodes that ended there.
         evaluations: Draw the means of evaluations, while training and at the end, instead of
@@ -38,7 +39,8 @@ def plot(
             normalised scores, and the probability of improvement over the first setting, with 95 %
             intervals.
     """
-    panels = read_panels(logdirs, bins, evaluations=evaluations)
+    runs = [run for logdir in logdirs for run in runs_of(logdir)]
+    panels = read_panels(runs, bins, evaluations=evaluations)
     draw(panels, out)
     say(_table(panels))
     if aggregate:

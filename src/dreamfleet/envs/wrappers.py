@@ -90,6 +90,12 @@ class NormalizeActions(Wrapper):
         }
 
     @property
+    def native_bounds(self) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+        """What -1 and 1 stand for, by continuous action."""
+        ones = {key: np.ones(self._act_space[key].shape) for key in self._native}
+        return {key: (to(-ones[key]), to(ones[key])) for key, to in self._native.items()}
+
+    @property
     def notes(self) -> list[str]:
         return [*super().notes, *self._assumed]
 

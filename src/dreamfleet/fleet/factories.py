@@ -23,8 +23,10 @@ from dreamfleet.imports import load_object
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
+    MlflowOutput,
     Output,
     Outputs,
+    PrometheusOutput,
     TensorBoardOutput,
     WandbOutput,
 )
@@ -148,6 +150,9 @@ def logger(config: RunConfig, more: Sequence[MakeOutput] = ()) -> Outputs:
         "tensorboard": lambda: TensorBoardOutput(
             config.logdir / "tensorboard", settings=json.loads(config.to_json())
         ),
+        "mlflow": lambda: MlflowOutput(
+            config.logdir, settings={each.path: each.value for each in config.settings()}
+        ),
         "wandb": lambda: WandbOutput(
             project="dreamfleet",
             name=config.logdir.name,
@@ -163,4 +168,6 @@ def logger(config: RunConfig, more: Sequence[MakeOutput] = ()) -> Outputs:
     names = [name for name in config.outputs if name not in made]
     own = [*(cast(MakeOutput, load_object(name)) for name in names), *more]
     ours = [made[name]() for name in config.outputs if name in made]
+    if config.metrics_port:
+        ours.append(PrometheusOutput(config.metrics_port, {"run": config.logdir.name}))
     return Outputs([*ours, *(make(config.logdir) for make in own)])

@@ -176,8 +176,8 @@ def run_notes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Iterat
 
 
 def check_outputs(config: RunConfig) -> None:
-    """Without the package of an output, the logger would fail."""
-    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+    """An output whose package is missing would end the logger."""
+    for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if name in config.outputs and importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"The output {name!r} needs a package that is not installed: "

@@ -6,6 +6,8 @@ from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.outputs.base import Output, Outputs, kind_of
 from dreamfleet.metrics.outputs.jsonl import JsonlOutput, ScoresFile, read_jsonl
 from dreamfleet.metrics.outputs.media import MediaOutput
+from dreamfleet.metrics.outputs.mlflow import MlflowOutput
+from dreamfleet.metrics.outputs.prometheus import PrometheusOutput
 from dreamfleet.metrics.outputs.tensorboard import TensorBoardOutput
 from dreamfleet.metrics.outputs.wandb import WandbOutput
 from dreamfleet.metrics.timing import Timer, Usage
@@ -17,8 +19,10 @@ __all__ = [
     "JsonlOutput",
     "MediaOutput",
     "MetricsError",
+    "MlflowOutput",
     "Output",
     "Outputs",
+    "PrometheusOutput",
     "ScoresFile",
     "TensorBoardOutput",
     "Timer",

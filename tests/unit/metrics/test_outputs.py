@@ -1,6 +1,9 @@
 import logging
 import sys
 import types
+import urllib.error
+import urllib.request
+import warnings
 from pathlib import Path
 
 import ml_dtypes
@@ -8,12 +11,14 @@ import numpy as np
 import pytest
 from event_files import events
 
-from dreamfleet.errors import MissingExtraError, install_command
+from dreamfleet.errors import ConfigError, MissingExtraError, install_command
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
+    MlflowOutput,
     Output,
     Outputs,
+    PrometheusOutput,
     TensorBoardOutput,
     WandbOutput,
     kind_of,
@@ -72,6 +77,7 @@ def test_tensorboard_files_hold_every_kind(tmp_path: Path) -> None:
     [
         ("tensorboardX", lambda path: TensorBoardOutput(path), "tensorboard"),
         ("wandb", lambda path: WandbOutput(), "wandb"),
+        ("mlflow", lambda path: MlflowOutput(path), "mlflow"),
     ],
 )
 def test_a_missing_package_is_one_sentence_with_the_command(
@@ -122,6 +128,112 @@ def test_wandb_draws_evaluations_over_their_own_step(wandb: FakeRun) -> None:
     assert [step for step, _ in wandb.rows] == [700, 700, 800]
     assert wandb.rows[1][1]["eval/step"] == 500
     assert wandb.axes == {"eval/*": "eval/step"}
+
+
+class FakeMlflow:
+    """Takes what a server of MLflow takes."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple] = []
+        self.params: list[tuple] = []
+        self.artifacts: list[tuple[str, str]] = []
+        self.runs = 0
+        self.states: list[str] = []
+        self.options: dict = {}
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        return name
+
+    def create_run(self, experiment: str, run_name: str):
+        self.runs += 1
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run-{self.runs}"))
+
+    def update_run(self, run: str, status: str) -> None:
+        self.states.append(f"{run} {status}")
+
+    def log_batch(self, run: str, metrics=(), params=()) -> None:
+        assert len(metrics) <= 1000
+        assert len(params) <= 100
+        self.metrics += [(run, key, value, step) for key, value, _, step in metrics]
+        self.params += params
+
+    def log_artifact(self, run: str, path: str, folder: str) -> None:
+        assert Path(path).stat().st_size > 0
+        self.artifacts.append((folder, Path(path).name))
+
+    def set_terminated(self, run: str) -> None:
+        self.states.append(f"{run} ended")
+
+
+@pytest.fixture
+def mlflow(monkeypatch) -> FakeMlflow:
+    server = FakeMlflow()
+    module = types.ModuleType("mlflow")
+    module.MlflowClient = lambda **options: vars(server).update(options=options) or server
+    module.entities = types.SimpleNamespace(Metric=lambda *row: row, Param=lambda *row: row)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return server
+
+
+def test_mlflow_gets_numbers_pictures_and_settings(mlflow: FakeMlflow, tmp_path: Path) -> None:
+    settings = {f"group.setting{n}": n for n in range(150)}
+    output = MlflowOutput(tmp_path, settings=settings)
+    output.write(7, EVERYTHING)
+    output.close()
+    assert ("run-1", "loss", 0.5, 7) in mlflow.metrics
+    assert len(mlflow.params) == 150
+    assert ("frame", "000000007.png") in mlflow.artifacts
+    assert ("openloop", "000000007.gif") in mlflow.artifacts
+    again = MlflowOutput(tmp_path, settings=settings)
+    again.write(9, {"loss": 0.1})
+    assert mlflow.metrics[-1] == ("run-1", "loss", 0.1, 9)
+    assert mlflow.states == ["run-1 ended", "run-1 RUNNING"]
+    assert mlflow.options["tracking_uri"] == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_mlflow_itself_keeps_a_run(tmp_path: Path, monkeypatch) -> None:
+    reason = f"MLflow is not installed: {install_command('mlflow')}"
+    package = pytest.importorskip("mlflow", reason=reason)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with warnings.catch_warnings():  # of the package's own packages
+        warnings.simplefilter("ignore")
+        for step in (1, 2):
+            output = MlflowOutput(tmp_path, settings={"seed": 3})
+            output.write(step, {"train/loss": 0.5 * step, "frame": EVERYTHING["frame"]})
+            output.close()
+        client = package.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+        run = (tmp_path / "mlflow_run").read_text().strip()
+        rows = client.get_metric_history(run, "train/loss")
+        assert [(row.step, row.value) for row in rows] == [(1, 0.5), (2, 1.0)]
+        assert client.get_run(run).data.params == {"seed": "3"}
+    assert len(list((tmp_path / "mlflow").rglob("*.png"))) == 2
+
+
+def test_prometheus_reads_the_newest_numbers() -> None:
+    output = PrometheusOutput(0, {"run": 'a "run"'})
+    address = f"http://127.0.0.1:{output.port}"
+    try:
+        output.write(5, {"train/loss": 0.5, "returns": [1.0, 2.0], "episode/score": float("nan")})
+        output.write(4, {"train/loss": 0.25})
+        with urllib.request.urlopen(f"{address}/metrics") as answer:
+            text = answer.read().decode()
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert "# TYPE dreamfleet_train_loss gauge\n" in text
+        assert 'dreamfleet_train_loss{run="a \\"run\\""} 0.25\n' in text
+        assert 'dreamfleet_step{run="a \\"run\\""} 5.0\n' in text
+        assert "NaN" in text
+        assert "returns" not in text
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+            urllib.request.urlopen(f"{address}/")
+        refused.value.close()
+        with pytest.raises(ConfigError, match="choose another"):
+            PrometheusOutput(output.port)
+    finally:
+        output.close()
 
 
 def test_tensorboard_gets_hyperparameters(tmp_path: Path) -> None:
@@ -201,8 +313,12 @@ def test_one_broken_output_does_not_stop_the_others(
     assert caplog.text.count("Broken failed") == 1, "reported once"
 
 
-@pytest.fixture(params=["media", "jsonl", "tensorboard", "wandb", "several"])
-def output(request: pytest.FixtureRequest, tmp_path: Path, wandb: FakeRun) -> Output:
+@pytest.fixture(
+    params=["media", "jsonl", "tensorboard", "wandb", "mlflow", "prometheus", "several"]
+)
+def output(
+    request: pytest.FixtureRequest, tmp_path: Path, wandb: FakeRun, mlflow: FakeMlflow
+) -> Output:
     if request.param == "tensorboard":
         pytest.importorskip("tensorboardX")
     makers = {
@@ -210,6 +326,8 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, wandb: FakeRun) -> Ou
         "jsonl": lambda: JsonlOutput(tmp_path / "metrics.jsonl"),
         "tensorboard": lambda: TensorBoardOutput(tmp_path),
         "wandb": WandbOutput,
+        "mlflow": lambda: MlflowOutput(tmp_path),
+        "prometheus": lambda: PrometheusOutput(0),
         "several": lambda: Outputs([JsonlOutput(tmp_path / "metrics.jsonl")]),
     }
     return makers[request.param]()

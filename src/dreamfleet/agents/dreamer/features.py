@@ -77,9 +77,8 @@ class Feature:
             return logits
         table = np.arange(self.classes) < np.reshape(self.choices, (*self.shape, 1))
         floor = np.asarray(IMPOSSIBLE, logits.dtype)
-        return logits.__array_namespace__().where(
-            np.broadcast_to(table, logits.shape), logits, floor
-        )
+        arrays = logits.__array_namespace__()
+        return arrays.where(arrays.broadcast_to(table, logits.shape), logits, floor)
 
     def one_hot(self, value: Any, dtype: Any) -> Any:
         """One-hot of a discrete value, flattened over the key's shape; out of range is zero."""

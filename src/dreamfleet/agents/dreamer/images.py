@@ -13,7 +13,9 @@ at their gradients, so there everything is a matrix product of patches (`patches
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import equinox as eqx
@@ -36,6 +38,19 @@ Model = TypeVar("Model")
 
 # Images whose patches fit a CPU's cache together.
 _ACTING_CHUNK = 8
+
+
+_PLAIN: ContextVar[bool] = ContextVar("plain convolutions of one step", default=False)
+
+
+@contextmanager
+def plain_convolutions() -> Iterator[None]:
+    """Trace policy calls for any device and any number of rows: one plain convolution a stage."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
 
 
 class DownConv(Normed):
@@ -92,6 +107,9 @@ def over_images(
     """function(model, images, patches) on a batch of sequences, in the form that suits the
     device."""
     batch, time = x.shape[:2]
+    if _PLAIN.get():
+        y: Array = function(model, x[:, 0], False)
+        return y[:, None]
 
     def whole(x: Array) -> Array:
         y: Array = function(model, x.reshape(batch * time, *x.shape[2:]), False)
@@ -100,8 +118,8 @@ def over_images(
     def by_step(x: Array) -> Array:
         if time == 1 and batch % _ACTING_CHUNK == 0:
             chunks = x.reshape(-1, _ACTING_CHUNK, *x.shape[2:])
-            y: Array = jax.lax.map(lambda images: function(model, images, True), chunks)
-            return y.reshape(batch, 1, *y.shape[2:])
+            z: Array = jax.lax.map(lambda images: function(model, images, True), chunks)
+            return z.reshape(batch, 1, *z.shape[2:])
         if time == 1:
             return function(model, x[:, 0], True)[:, None]
         # Time is the axis to split along: rows may be spread over devices.

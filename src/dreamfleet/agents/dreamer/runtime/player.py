@@ -16,11 +16,17 @@ from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, draw, policy
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.features import action_features, check_spaces
 from dreamfleet.agents.dreamer.interfaces import check_networks
-from dreamfleet.agents.dreamer.layers import Shapes
+from dreamfleet.agents.dreamer.layers import Shapes, cast
 from dreamfleet.agents.dreamer.networks import Networks
 from dreamfleet.agents.dreamer.runtime import nonfinite
 from dreamfleet.agents.dreamer.runtime.devices import Placement
 from dreamfleet.agents.dreamer.runtime.dreaming import DreamerWorldModel
+from dreamfleet.agents.dreamer.runtime.exporting import (
+    Bounds,
+    Choose,
+    PolicyGraph,
+    policy_graph,
+)
 from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor, use_one_blas_thread
 from dreamfleet.agents.dreamer.runtime.programs import Program, enable_cache
 from dreamfleet.agents.dreamer.runtime.publishing import Publisher, Snapshot
@@ -121,6 +127,20 @@ class ActingAgent:
     def policy_state(self) -> Flat:
         """The parameters that choose actions, in compute precision."""
         return dict(to_flat(self._publisher.newest()))
+
+    def policy_graph(self, bounds: Bounds, *, latent: Choose, actions: Choose) -> PolicyGraph:
+        """The policy call as a function of named arrays, to be exported."""
+        nets, act = self._publisher.newest(), self._publisher.latest()
+        return policy_graph(
+            cast(jax.tree.map(jnp.asarray, nets), jnp.dtype(jnp.float32)),
+            act if self.config.execution.compute_dtype == "float32" else None,
+            {key: space for key, space in self.obs_space.items() if key not in FLAGS},
+            self.act_space,
+            self.init_policy(1),
+            bounds,
+            latent=latent,
+            actions=actions,
+        )
 
     def load_policy(self, state: Mapping[str, Any]) -> None:
         """Act with these parameters from now on."""

@@ -1,0 +1,351 @@
+"""Several runs of one command: seeds, grids of values, and searches within ranges.
+
+Every run is an ordinary `dreamfleet train` in a directory of its own, and says in its `sweep.json`
+how it ended. The same sweep again goes on: complete runs are left alone, others are resumed. A
+search asks Optuna, whose journal lies in the sweep's directory, so that machines that share the
+directory share the search.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from dreamfleet.config import read_config
+from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, import_extra
+from dreamfleet.files import atomic_write
+from dreamfleet.fleet.tied import tied
+from dreamfleet.plotting import final_score, read_evaluations, read_scores
+
+PLAN = "sweep.json"
+_RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
+_POLL_SECONDS = 2.0
+_PARTS = 20
+"""Times at which a run may be pruned: parts of its steps."""
+_WARMUP = 4
+"""Parts, and trials, before which none is pruned."""
+
+
+class SweepError(DreamfleetError):
+    """Some runs of a sweep have failed."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values between two bounds, for a search."""
+
+    how: Literal["log", "uniform", "int"]
+    low: float
+    high: float
+
+    def distribution(self, optuna: Any) -> Any:
+        if self.how == "int":
+            return optuna.distributions.IntDistribution(int(self.low), int(self.high))
+        log = self.how == "log"
+        return optuna.distributions.FloatDistribution(self.low, self.high, log=log)
+
+
+Values = Range | tuple[str, ...]
+
+
+def read_values(path: str, value: Any) -> Values:
+    """What a setting is varied over: `log(1e-5,1e-3)`, `uniform(0,1)`, `int(1,8)`, or values with
+    commas between them. A single value is the same in every run.
+
+    Raises:
+        ConfigError: The bounds are no numbers in this order.
+    """
+    if not isinstance(value, str):
+        return (json.dumps(value),)
+    if found := _RANGE.fullmatch(value.replace(" ", "")):
+        with suppress(ValueError):
+            low, high = float(found[2]), float(found[3])
+            whole = found[1] != "int" or (low.is_integer() and high.is_integer())
+            if low < high and whole and (found[1] != "log" or low > 0):
+                return Range(found[1], low, high)  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{path}={value} is no range: write log(LOW,HIGH) with numbers above 0, "
+            "uniform(LOW,HIGH), or int(LOW,HIGH) with whole numbers."
+        )
+    return tuple(value.split(",")) if "(" not in value and "[" not in value else (value,)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep."""
+
+    name: str
+    """Of its directory."""
+    setting: Mapping[str, str]
+    seed: int
+
+
+@dataclass
+class Sweep:
+    """What is run, and where."""
+
+    folder: Path
+    words: Sequence[str]
+    """Options of `dreamfleet train` that all runs have."""
+    values: Mapping[str, Values]
+    seeds: Sequence[int]
+    trials: int = 20
+    """Settings that a search tries, in all sessions together."""
+    parallel: int = 1
+    """Runs at the same time."""
+    say: Callable[[str], None] = print
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _failed: list[str] = field(default_factory=list)
+
+    @property
+    def searches(self) -> bool:
+        """Whether there is a range."""
+        return any(isinstance(each, Range) for each in self.values.values())
+
+    def planned(self) -> list[Run]:
+        """The runs of a grid."""
+        grid = [[(path, value) for value in each] for path, each in self.values.items()]  # type: ignore[union-attr]
+        return [
+            Run(_name(setting, seed), dict(setting), seed)
+            for setting in itertools.product(*grid)
+            for seed in self.seeds
+        ]
+
+    def command(self, run: Run) -> list[str]:
+        """The words after `dreamfleet`."""
+        changes = [f"{path}={value}" for path, value in run.setting.items()]
+        words = [*self.words, "--seed", str(run.seed), "--logdir", str(self.folder / run.name)]
+        return ["train", *words, *(["--set", *changes] if changes else [])]
+
+    def example(self) -> Run:
+        """A run with the first value of everything."""
+        first = {
+            path: f"{each.low:g}" if isinstance(each, Range) else each[0]
+            for path, each in self.values.items()
+        }
+        return Run("example", first, self.seeds[0])
+
+    def start(self) -> None:
+        """Run what is missing.
+
+        Raises:
+            ConfigError: The directory holds another sweep.
+            MissingExtraError: A search needs Optuna.
+            SweepError: Runs have failed; all others are complete.
+        """
+        study = self._study() if self.searches else None
+        self._claim()
+        if study:
+            work = [lambda: self._search(study)] * self.parallel
+        else:
+            work = [lambda run=run: self._one(run) for run in self.planned()]  # type: ignore[misc]
+        with ThreadPoolExecutor(self.parallel) as pool:
+            futures = [pool.submit(each) for each in work]
+            try:
+                for future in futures:
+                    future.result()
+            finally:  # Ctrl-C: runs save and end, and the same command goes on later
+                self._stop.set()
+                for future in futures:
+                    future.cancel()
+        if self._failed:
+            raise SweepError(
+                f"{len(self._failed)} runs have failed: read {self.folder / self._failed[0]}.log, "
+                "correct it, and start the same sweep again."
+            )
+
+    def _claim(self) -> None:
+        """Write down what this sweep is, or compare it with what it was."""
+        plan = {"train": list(self.words), "values": {k: str(v) for k, v in self.values.items()}}
+        path = self.folder / PLAN
+        if not path.exists():
+            atomic_write(path, json.dumps(plan, indent=2) + "\n")
+        elif json.loads(path.read_text()) != plan:
+            raise ConfigError(
+                f"{self.folder} holds a sweep with other settings: choose another --logdir. Only "
+                "seeds, trials and parallel may change."
+            )
+
+    def _one(self, run: Run, watch: Callable[[float, float], bool] | None = None) -> float | None:
+        """Train, unless that is done; returns the score, or None if the run failed or was pruned.
+
+        Args:
+            run: The run.
+            watch: Called with the share of its steps and the newest score; true to prune it.
+        """
+        done = result_of(self.folder / run.name)
+        if done and done["state"] in ("complete", "pruned"):
+            return done["score"] if done["state"] == "complete" else None
+        if self._stop.is_set():
+            return None
+        state = self._train(run, watch)
+        if self._stop.is_set() and state != "complete":
+            return None
+        score = score_of(self.folder / run.name)
+        result = {"state": state, "score": score, "seed": run.seed, "setting": dict(run.setting)}
+        atomic_write(self.folder / run.name / PLAN, json.dumps(result) + "\n")
+        self.say(f"{run.name}: {state}" + ("" if score is None else f", score {score:.4g}"))
+        if state == "failed":
+            with self._lock:
+                self._failed.append(run.name)
+        return score if state == "complete" else None
+
+    def _train(self, run: Run, watch: Callable[[float, float], bool] | None) -> str:
+        """Complete, pruned or failed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = tied(["dreamfleet.cli", *self.command(run)])
+        pruned = False
+        with (self.folder / f"{run.name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_POLL_SECONDS)
+                    break
+                if watch and not pruned:
+                    pruned = self._is_hopeless(run, watch)
+                if pruned or self._stop.is_set():
+                    process.terminate()  # it saves
+                    code = process.wait()
+                    break
+        assert process.stdin is not None
+        process.stdin.close()
+        return "complete" if code == 0 else "pruned" if pruned else "failed"
+
+    def _is_hopeless(self, run: Run, watch: Callable[[float, float], bool]) -> bool:
+        logdir = self.folder / run.name
+        try:
+            scores, steps = read_scores(logdir), read_config(logdir).steps
+        except (DreamfleetError, OSError):
+            return False  # nothing to judge yet
+        return steps > 0 and watch(float(scores.at[-1]) / steps, float(scores.score[-10:].mean()))
+
+    # --- searches --------------------------------------------------------------------------------
+
+    def _study(self) -> Any:
+        optuna: Any = import_extra("optuna", "Ranges of a sweep", "sweep")
+        storages: Any = import_extra("optuna.storages.journal", "Ranges of a sweep", "sweep")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        backend = storages.JournalFileBackend(str(self.folder / "optuna.journal"))
+        return optuna.create_study(
+            study_name="sweep",
+            direction="maximize",
+            load_if_exists=True,
+            storage=optuna.storages.JournalStorage(backend),
+            sampler=optuna.samplers.TPESampler(constant_liar=self.parallel > 1),
+            pruner=optuna.pruners.MedianPruner(_WARMUP, _WARMUP),
+        )
+
+    def _search(self, study: Any) -> None:
+        """Try settings until there are enough."""
+        while not self._stop.is_set() and (trial := self._next(study)) is not None:
+            self._try(study, trial)
+
+    def _next(self, study: Any) -> Any:
+        """A trial that a session of this machine has left behind, or a new one."""
+        optuna: Any = import_extra("optuna", "Ranges of a sweep", "sweep")
+        states = optuna.trial.TrialState
+        me = {"host": socket.gethostname(), "pid": os.getpid()}
+        with self._lock:
+            known = study.get_trials(deepcopy=False)
+            for each in known:
+                mine = each.user_attrs.get("host") == me["host"]
+                left = mine and not psutil.pid_exists(each.user_attrs["pid"])
+                if each.state == states.RUNNING and left:
+                    trial = optuna.trial.Trial(study, each._trial_id)
+                    break
+            else:
+                if sum(each.state != states.FAIL for each in known) >= self.trials:
+                    return None
+                distributions = {
+                    path: each.distribution(optuna)
+                    if isinstance(each, Range)
+                    else optuna.distributions.CategoricalDistribution(each)
+                    for path, each in self.values.items()
+                }
+                trial = study.ask(fixed_distributions=distributions)
+            for name, value in me.items():
+                trial.set_user_attr(name, value)
+        return trial
+
+    def _try(self, study: Any, trial: Any) -> None:
+        """All seeds of a setting."""
+        optuna: Any = import_extra("optuna", "Ranges of a sweep", "sweep")
+        states = optuna.trial.TrialState
+        setting = {path: str(value) for path, value in trial.params.items()}
+        reported = -1
+
+        def watch(share: float, score: float) -> bool:
+            nonlocal reported
+            part = int(share * _PARTS)
+            for each in range(reported + 1, part + 1):  # trials are compared part by part
+                trial.report(score, each)
+            reported = max(reported, part)
+            return bool(trial.should_prune())
+
+        scores: list[float] = []
+        for seed in self.seeds:
+            run = Run(f"trial-{trial.number:04d}_seed-{seed}", setting, seed)
+            score = self._one(run, None if scores else watch)
+            if score is None:
+                state = (result_of(self.folder / run.name) or {}).get("state")
+                if not self._stop.is_set() or state in ("pruned", "failed"):
+                    study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)
+                return
+            scores.append(score)
+        study.tell(trial, sum(scores) / len(scores))
+
+
+def score_of(logdir: Path) -> float | None:
+    """What a run has reached: its last evaluation, or the mean of its last episodes."""
+    with suppress(MetricsError, OSError):
+        return float(read_evaluations(logdir).score[-1])
+    with suppress(MetricsError, OSError):
+        return final_score(read_scores(logdir))
+    return None
+
+
+def result_of(logdir: Path) -> dict[str, Any] | None:
+    """How a run of a sweep has ended; None if it has not."""
+    with suppress(OSError, ValueError):
+        result: dict[str, Any] = json.loads((logdir / PLAN).read_text())
+        return result
+    return None
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """How every run of a sweep that is over has ended."""
+    found = [result_of(each) for each in sorted(folder.iterdir()) if each.is_dir()]
+    return [each for each in found if each]
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """The runs of a sweep that have scores; the folder itself if it is no sweep."""
+    if not (folder / PLAN).is_file() or (folder / "config.json").is_file():
+        return [folder]
+    return [each for each in sorted(folder.iterdir()) if (each / "scores.jsonl").is_file()]
+
+
+def _name(setting: Sequence[tuple[str, str]], seed: int) -> str:
+    words = [f"{path.split('.')[-1]}={value}" for path, value in setting]
+    name = re.sub(r"[^\w=.,+-]", "_", ",".join([*words, f"seed={seed}"]))
+    if len(name) > 100 or len({path.split(".")[-1] for path, _ in setting}) < len(setting):
+        name = f"{name[:80]}-{hashlib.sha256(repr((setting, seed)).encode()).hexdigest()[:12]}"
+    return name
