@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import fsync
 from dreamfleet.replay import loading
+from dreamfleet.replay.episodes import Finished, Ledger
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
 from dreamfleet.replay.schema import (
     STEPID,
@@ -30,7 +31,7 @@ from dreamfleet.replay.schema import (
     update_values,
 )
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
-from dreamfleet.replay.storage.files import DirectoryLock, remove_partial, scan
+from dreamfleet.replay.storage.files import EPISODES, DirectoryLock, remove_partial, scan
 from dreamfleet.replay.storage.journal import Journal, LeftBy, Source
 from dreamfleet.replay.storage.seals import Block
 from dreamfleet.replay.table import SizeEstimate, Table
@@ -89,9 +90,9 @@ class Replay:
         selector: How sequences are chosen otherwise; uniformly if not given. See `make_selector`.
         seed: Seed of the samples.
         max_bytes: Bound on the chunks' bytes; the oldest sequences leave when it is reached.
-        mark_cut_short: Whether an episode that a new one follows before it has ended is stored as
-            one that was cut short: its last step gets `is_last`. `sample` sets it where it returns
-            both steps, in any case.
+        mark_cut_short: Whether the last step of a sequence gets `is_last` if a new episode begins
+            behind it although the one before had not ended. `sample` marks such a step where it
+            returns both, in any case.
     """
 
     def __init__(
@@ -128,13 +129,18 @@ class Replay:
         self._readers = _Readers()
         self._statistics = _Statistics()
         self._table: Table | None = None
+        self._ledger: Ledger | None = None
         self._streams_warned = 0
         self._closed = False
         self._directory_lock = DirectoryLock(self.directory) if self.directory else None
         try:
             self._journal = Journal(self.directory)
             if self.directory:
+                self._ledger = self._stored_ledger(self.directory)
                 self._open(self.directory)
+                dropped = self._journal.left_by in (LeftBy.POWER_CUT, LeftBy.UNKNOWN)
+                if self._ledger and (dropped or self._ledger.is_new):
+                    self._ledger.begin_epoch(self.tick)
                 # Before steps are added, the synced journal names this boot.
                 if self._journal.left_by is not LeftBy.KILL:
                     self._sync()
@@ -235,6 +241,7 @@ class Replay:
                 numbers = self._draw(table, batch, mode, split)
                 slots, indices = table.items.starts(numbers)
                 pieces = table.store.pieces(slots, indices, self.length)
+                cut = self._mark_cut_short and table.followed_by_first(slots, indices)
                 unchecked = table.seals.unchecked(pieces) if table.seals else []
                 self._statistics.sampled(table.items.high - numbers)
                 self._readers.enter()
@@ -249,7 +256,7 @@ class Replay:
             with self._lock:
                 if self._table is table:  # else another sample has found the same
                     self._set_aside(table, damaged)
-        _annotate(data)
+        _annotate(data, cut)
         return data
 
     def shares(self, mode: Mode = "train") -> Shares:
@@ -328,6 +335,44 @@ class Replay:
             added = loading.copy_in(self._table, other, shard, shards)
             self._warn()
             return added
+
+    def follow_episodes(self) -> None:
+        """From now on, keep the score of every finished episode until `finished` was asked for it.
+
+        Scores begin with the steps that come in after the first call for a directory.
+        """
+        if self._ledger is None and self.tick:
+            self.sync()  # a power cut must not drop steps that are not scored
+        with self._lock:
+            self._check_open()
+            if self._ledger is None:
+                self._ledger = Ledger(self.directory / EPISODES if self.directory else None)
+                self._ledger.begin_epoch(self.tick)
+                if self._table:
+                    self._table.ledger = self._ledger
+
+    def finished(self, epoch: str = "", tick: int = 0) -> tuple[str, list[Finished]]:
+        """The epoch, and the episodes that a reader does not have yet, in the order of their ticks.
+
+        Args:
+            epoch: The epoch of the newest episode that the reader has written; empty for none.
+            tick: Its tick. What came before it is never asked for again.
+        """
+        with self._lock:
+            self._check_open()
+            if self._ledger is None:
+                raise ReplayError("Call follow_episodes before you ask for finished episodes.")
+            since = self._ledger.since(epoch, tick)
+            self._ledger.mark_read(since)
+            return self._ledger.epoch, self._table.finished(since) if self._table else []
+
+    @property
+    def has_unread_episodes(self) -> bool:
+        """Whether episodes have finished that `finished` was not asked to go beyond."""
+        with self._lock:
+            if self._closed or self._ledger is None or self._table is None:
+                return False
+            return bool(self._table.finished(self._ledger.read))
 
     def save(self) -> dict[str, NDArray[Any]]:
         """Sync, and return what is not in the directory: random state, counts, online queue."""
@@ -490,7 +535,7 @@ class Replay:
             selector=self._selector,
             before_release=self._readers.wait_until_none,
             found=found,
-            mark_cut_short=self._mark_cut_short,
+            ledger=self._ledger,
         )
 
     def _open(self, path: Path) -> Table | None:
@@ -509,6 +554,10 @@ class Replay:
         if journal.is_new:
             journal.begin(0)
         return self._table
+
+    def _stored_ledger(self, directory: Path) -> Ledger | None:
+        path = directory / EPISODES
+        return Ledger(path) if path.exists() else None
 
     def _warn(self) -> None:
         if self._table is not None:
@@ -540,12 +589,13 @@ def _sync_regularly(find: weakref.ref[Replay], closing: threading.Event) -> None
         del replay
 
 
-def _annotate(data: dict[str, NDArray[Any]]) -> None:
+def _annotate(data: dict[str, NDArray[Any]], cut_short: NDArray[np.bool_] | bool) -> None:
     """A sequence begins with a first step, and an episode cut short ends where the next begins."""
     first, last = data.get("is_first"), data.get("is_last")
     if first is not None:
         if last is not None:
             last[:, :-1] |= first[:, 1:]
+            last[:, -1] |= cut_short
         first[:, 0] = True
 
 

@@ -305,7 +305,7 @@ def test_an_episode_that_is_cut_short_is_no_damage(tmp_path: Path) -> None:
     """Its last step is marked when the next episode begins, at the latest after a restart."""
 
     def opened() -> Replay:
-        return Replay(4, 100, tmp_path, chunk=16, selector=InOrder(), mark_cut_short=True)
+        return Replay(4, 100, tmp_path, chunk=16, selector=InOrder())
 
     for last in range(1, 40):
         with opened() as replay:
