@@ -96,17 +96,18 @@ class Job:
         self._said = "running"
         self._folder = tempfile.TemporaryDirectory(prefix="dreamfleet-")
         self._result = Path(self._folder.name) / "result.json"
-        self._process = subprocess.Popen(
-            tied([*words, "--json", str(self._result)]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            # Accelerators belong to training.
-            env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
-        )
+        with self._result.open("w") as result:
+            self._process = subprocess.Popen(
+                tied([*words, "--json"]),
+                stdin=subprocess.PIPE,
+                stdout=result,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                # Accelerators belong to training.
+                env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
+            )
         with suppress(psutil.Error):
             psutil.Process(self._process.pid).nice(_NICE)
         threading.Thread(target=self._follow, name=name, daemon=True).start()
@@ -127,8 +128,8 @@ class Job:
 
     def _follow(self) -> None:
         with self._process as process:
-            assert process.stdout is not None
-            for line in process.stdout:
+            assert process.stderr is not None
+            for line in process.stderr:
                 self._said = line.strip() or self._said
         if process.returncode:
             self._said = with_hint(self._said)
@@ -161,8 +162,8 @@ def evaluate(
     words += ["--trust"] if run.trust else []
     if video:
         words += ["--video", str(run.path / "media" / VIDEO_FOLDER / f"{step:012d}.mp4")]
-    elif not (run.path / EVALUATIONS_FILE).is_symlink():
-        words += ["--keep"]
+    if (run.path / EVALUATIONS_FILE).is_symlink():
+        words += ["--no-keep"]
     _jobs.append(Job(run, "video" if video else "evaluation", words, step))
     del _jobs[:-_MAX_KEPT]
 
