@@ -33,7 +33,6 @@ from dreamfleet.replay.schema import (
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.storage.files import EPISODES, DirectoryLock, remove_partial, scan
 from dreamfleet.replay.storage.journal import Journal, LeftBy, Source
-from dreamfleet.replay.storage.seals import Block
 from dreamfleet.replay.table import SizeEstimate, Table
 
 log = logging.getLogger(__name__)
@@ -229,33 +228,24 @@ class Replay:
         """
         if mode not in _MODES or batch < 1:
             raise ConfigError(f"Sample at least 1 in one of {_MODES}, not {batch} in {mode!r}.")
-        while True:
-            with self._lock:
-                self._check_open()
-                table = self._table
-                if table is None or not len(table.items):
-                    raise NotEnoughDataError(
-                        f"The replay holds no sequence of {self.length} steps of one stream yet: "
-                        "wait for the environments, or load recorded steps."
-                    )
-                numbers = self._draw(table, batch, mode, split)
-                slots, indices = table.items.starts(numbers)
-                pieces = table.store.pieces(slots, indices, self.length)
-                cut = self._mark_cut_short and table.followed_by_first(slots, indices)
-                unchecked = table.seals.unchecked(pieces) if table.seals else []
-                self._statistics.sampled(table.items.high - numbers)
-                self._readers.enter()
-            try:
-                # Without the lock: a first look at each block costs as much as copying it.
-                damaged = table.seals.check(unchecked) if table.seals and unchecked else []
-                if not damaged:
-                    data = table.store.gather(pieces, batch, self.length)
-                    break
-            finally:
-                self._readers.leave()
-            with self._lock:
-                if self._table is table:  # else another sample has found the same
-                    self._set_aside(table, damaged)
+        with self._lock:
+            self._check_open()
+            table = self._table
+            if table is None or not len(table.items):
+                raise NotEnoughDataError(
+                    f"The replay holds no sequence of {self.length} steps of one stream yet: "
+                    "wait for the environments, or load recorded steps."
+                )
+            numbers = self._draw(table, batch, mode, split)
+            slots, indices = table.items.starts(numbers)
+            pieces = table.store.pieces(slots, indices, self.length)
+            cut = self._mark_cut_short and table.followed_by_first(slots, indices)
+            self._statistics.sampled(table.items.high - numbers)
+            self._readers.enter()
+        try:
+            data = table.store.gather(pieces, batch, self.length)
+        finally:
+            self._readers.leave()
         _annotate(data, cut)
         return data
 
@@ -298,14 +288,6 @@ class Replay:
             runs = table.store.locate(flat)
             # Nobody copies a sequence out while its states change, so none is half old, half new.
             self._readers.wait_until_none()
-            while table.seals and (
-                damaged := table.seals.uncover([r.slot for r in runs if r.slot >= 0], values)
-            ):
-                left = self._set_aside(table, damaged)
-                if left is None:
-                    return 0
-                table = left
-                runs = table.store.locate(flat)
             here = sum(run.size for run in runs if run.slot >= 0)
             self._statistics.skipped_updates += count - here
             table.store.scatter(runs, values)
@@ -438,8 +420,6 @@ class Replay:
                 with self._lock:
                     self._check_open()
                     table, journal = self._table, self._journal.freeze()
-                    if table and table.seals and everything:
-                        table.seals.finish()
                     slots = table.store.take_changed(everything) if table else []
                 if self.directory is None:
                     return
@@ -474,22 +454,6 @@ class Replay:
                     self._table.store.close()
                     self._table = None
                 self._unlock()
-
-    def _set_aside(self, table: Table, damaged: list[Block]) -> Table | None:
-        """Open the directory again without these blocks, which have changed on the disk; returns
-        the table of what is left."""
-        assert self.directory is not None
-        self._readers.wait_until_none()
-        position = table.save_position()
-        reasons = loading.set_aside(table, damaged)
-        self._statistics.damaged_chunks += len(reasons)
-        self._table = None
-        table.store.close()
-        left = self._open(self.directory)
-        self.skipped_files |= reasons
-        if left is not None:
-            left.load_position(position)
-        return left
 
     def _draw(self, table: Table, batch: int, mode: Mode, split: Split | None) -> NDArray[np.int64]:
         train = mode == "train"
@@ -637,7 +601,6 @@ class _Statistics:
         self.samples = 0
         self.updates = 0
         self.skipped_updates = 0
-        self.damaged_chunks = 0
         self._ages = np.zeros(_RECENT, np.int64)
         self._aged = 0
 
@@ -664,7 +627,6 @@ class _Statistics:
         recent = self._ages[: min(self._aged, _RECENT)]
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
-            "damaged_chunks": self.damaged_chunks,
             "replay_ratio": self.samples * length / max(1, self.inserts),
             "sample_age_mean": float(recent.mean()) if len(recent) else 0.0,
             "sample_age_max": float(recent.max(initial=0)),

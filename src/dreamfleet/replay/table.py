@@ -24,7 +24,6 @@ from dreamfleet.replay.index import SLACK, Chains, Items, Places
 from dreamfleet.replay.schema import Schema, StreamId
 from dreamfleet.replay.selectors import Selector
 from dreamfleet.replay.storage.journal import Journal, Source
-from dreamfleet.replay.storage.seals import Seals
 from dreamfleet.replay.storage.store import MAX_SLOTS, Ints, Store
 
 SPARE_SLOTS = 4096
@@ -63,8 +62,6 @@ class Table:
         # streams. They are all looked at before the oldest leave.
         slots = max(2 * -(-capacity // steps), found) + SPARE_SLOTS
         self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
-        self.seals = Seals(self.store) if directory else None
-        """Checksums of the rows; None in memory."""
         self.chains = Chains(self.store, length)
         self.items = Items(capacity, steps)
         self.length = length
@@ -172,8 +169,6 @@ class Table:
         here already and has `grown` as its number, with the slots it got.
         """
         for slots in [*(slots for slots, _ in chains), *(grown or {}).values()]:
-            if self.seals:
-                self.seals.found(slots)
             for slot in slots if self.priorities else ():
                 self.priorities.created(slot)  # type: ignore[union-attr]  # it is there
         parts = [self.chains.restore(chain, stream) for chain, stream in chains]
@@ -190,8 +185,6 @@ class Table:
             for _, slot in places.links:
                 self.priorities.created(slot)
         slots, indices, online = self.chains.advance(places, last)
-        if self.seals:
-            self.seals.written(places.slots, places.indices)
         self._push(slots, indices, np.flatnonzero(online))
 
     def _push(self, slots: Ints, indices: Ints, online: Ints) -> None:
@@ -228,8 +221,6 @@ class Table:
             self.ledger.keep(each for slot in slots for each in self.scores.finished(slot, read))
         self._before_release()
         self.chains.forget(set(slots))
-        if self.seals:
-            self.seals.forget(slots)
         self.store.release(slots)
 
     def make_room(self, needed: Callable[[NDArray[np.bool_] | None], int]) -> None:

@@ -28,6 +28,7 @@ from dreamfleet.metrics import (
     ScoresFile,
     kind_of,
 )
+from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import CheckedLogger
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
 _UNKNOWN = -1
+_INTERLEAVED = "while training, with the newest parameters"
 _MOST_SOURCES = 1 << 10
 _NUMBERED = ("tran", "gone", "add", "evaluated")
 _POLL_SECONDS, _LAST_POLL_SECONDS = 0.5, 1.0
@@ -170,6 +172,8 @@ class Logger:
             "eval": ScoresFile(args.logdir / "eval_scores.jsonl", "eval", lazy=True),
         }
         self._steps: dict[int, int] = {}  # of each shard, when it was last asked
+        self._interleaved: list[tuple[float, int]] = []  # evaluation episodes since the last line
+        self._args = args
         self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
         self._aggregate = Aggregate()
         self._recent, self._recent_eval = (
@@ -272,10 +276,24 @@ class Logger:
                     if file.add(at, score, length, str(shard), episodes["epoch"], tick):
                         recent.append(score)
                         written += 1
+                        if name == "eval":
+                            self._interleaved.append((score, length))
+            if len(self._interleaved) >= RECENT_EPISODES:
+                self._keep_evaluation(steps)
         # Without the lock, and before the next question, with which the replay may forget them.
         for file in self._scores.values() if written else ():
             file.flush()
         return written
+
+    def _keep_evaluation(self, step: int) -> None:
+        """Add what environments that evaluate all the time have played to `evaluations.jsonl`."""
+        returns, lengths = map(list, zip(*self._interleaved, strict=True))
+        self._interleaved.clear()
+        result = Evaluation(self._args.task, step, _INTERLEAVED, self._args.seed, returns, lengths)
+        try:
+            append_evaluation(self._args.logdir, result, kind="interleaved")
+        except OSError as error:
+            log.warning("evaluations.jsonl cannot be written: %s", error)
 
     def _follow(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 from fleet_parts import rows, small_run
 
 from dreamfleet.metrics import JsonlOutput
+from dreamfleet.metrics.evaluations import evaluation_from
 from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger, ScoreReader
 
 
@@ -217,6 +218,9 @@ def test_the_target_is_judged_by_evaluation_episodes_where_there_are_any(tmp_pat
         answers.append(play(log, 1, [5.0], envid=9, is_eval=True))
     assert answers == [False] * (RECENT_EPISODES - 1) + [True]
     assert log.status()["eval_score"] == 5.0
+    (row,) = rows(tmp_path / "evaluations.jsonl")
+    assert (row["kind"], row["step"], row["mean"]) == ("interleaved", 100, 5.0)
+    assert evaluation_from(row).returns == [5.0] * RECENT_EPISODES
     log.close()
 
 

@@ -6,8 +6,8 @@ A chunk file:
     4 bytes   length of the description, little-endian
     4 bytes   CRC-32 of the description
     n bytes   the description, JSON: id, run, previous id, stream, steps, columns
-    padding   up to a multiple of 4096; its last 72 bytes are checksums of rows (see `seals`), and
-              the 24 before them the score of an episode so far (see `episodes`)
+    padding   up to a multiple of 4096; it ends with the score of an episode so far (see
+              `episodes`), and 72 bytes in which older versions kept checksums
     columns   ticks, then one column a key (see `schema`)
 
 The rest of the header never changes once the file has its name. The ticks of its steps
@@ -57,8 +57,8 @@ _PREFIX = struct.Struct("<8sII")
 _MAX_DESCRIPTION = 1 << 20
 _ROOM_FOR_THE_REST = 1024
 _HEADER_ALIGN = 4096
-SEAL_BYTES, BEFORE_BYTES = 72, 24
-"""At the end of the header: checksums of rows, and before them the score of an episode so far."""
+UNUSED_BYTES, BEFORE_BYTES = 72, 24
+"""At the end of the header: what older versions used, and before it an episode's score so far."""
 # Slots must start on a page on every machine that may read the file, also on those with big pages.
 _SLOT_ALIGN = 16384
 
@@ -96,7 +96,7 @@ class ChunkInfo:
             }
         ).encode()
         prefix = _PREFIX.pack(_MAGIC, len(description), zlib.crc32(description))
-        assert len(prefix) + len(description) + SEAL_BYTES + BEFORE_BYTES <= header_bytes(
+        assert len(prefix) + len(description) + UNUSED_BYTES + BEFORE_BYTES <= header_bytes(
             self.schema
         )
         return (prefix + description).ljust(header_bytes(self.schema), b"\0")

@@ -19,8 +19,8 @@ from dreamfleet.replay.errors import ReplayError, StorageFullError
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema, StreamId
 from dreamfleet.replay.storage.files import (
     BEFORE_BYTES,
-    SEAL_BYTES,
     SUFFIX,
+    UNUSED_BYTES,
     ChunkInfo,
     chunk_bytes,
     create_chunk,
@@ -70,7 +70,7 @@ class Store:
             for column in schema.columns
         }
         self.before = self.arena.column(
-            base - SEAL_BYTES - BEFORE_BYTES, np.dtype(np.uint64), BEFORE_BYTES // 8
+            base - UNUSED_BYTES - BEFORE_BYTES, np.dtype(np.uint64), BEFORE_BYTES // 8
         )
         """Of each chunk, what the episode under way scored before it; see `Scores`."""
         # Where each column starts in a slot, and the bytes of a step in it.
