@@ -1,7 +1,7 @@
-"""The replay: insert, sample, update, checksums, cost against size, memory, reopening.
+"""The replay: insert, sample, update, cost against size, memory, reopening.
 
-Everything is called as a run calls it: numbered batches, a `Stream` over `sample`, a selector made
-from the settings, and latent states (with priorities, if they are used) written back.
+Everything is called as a run calls it: numbered batches, samples, a selector made
+from the settings, and states (with priorities, if they are used) written back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from benchmarks.report import Row, compare, scratch, timed
-from dreamfleet.replay import Fractions, Replay, ReplayConfig, Stream, make_selector
+from dreamfleet.replay import Fractions, Replay, ReplayConfig, make_selector
 
 BATCH = 16
 LENGTH = 65
@@ -33,7 +33,6 @@ def run(quick: bool = False) -> Iterator[Row]:
     for kind in ("vector", "image"):
         for storage in ("disk", "memory"):
             yield from _speed(kind, storage, quick)
-        yield from _checksums(kind, quick)
     yield from _growth(quick, prioritized=False)
     yield from _growth(quick, prioritized=True)
     yield from _reopen(quick)
@@ -70,8 +69,7 @@ def _speed(kind: str, storage: str, quick: bool) -> list[Row]:
         while replay.stats()["online_queue"]:
             replay.sample(BATCH)
         repeats = 30 if quick else 300
-        batches = Stream(partial(replay.sample, BATCH), LENGTH - 1, context=1)
-        sampled = median(timed(partial(next, batches), repeats))
+        sampled = median(timed(partial(replay.sample, BATCH), repeats))
         data = replay.sample(BATCH)
         keys = ("stepid", "dyn/deter", "dyn/stoch")
         states = {key: np.ascontiguousarray(data[key][:, 1:]) for key in keys}
@@ -85,46 +83,6 @@ def _speed(kind: str, storage: str, quick: bool) -> list[Row]:
         Row(f"sample/{name}", 1e3 * sampled, "ms", note=read),
         Row(f"update/{name}", 1e3 * updated, "ms", note=written),
     ]
-
-
-def _checksums(kind: str, quick: bool) -> list[Row]:
-    """Cost of row checksums: inserts with and without them in turn; samples of a directory that was
-    just opened, whose blocks are checked when they are first sampled; and later samples."""
-    batch, streams = steps(kind), list(range(BATCH))
-    rounds, inserts = (2, 150) if quick else (10, 300)
-    rates: dict[str, list[float]] = defaultdict(list)
-    firsts: dict[str, list[float]] = {}
-    laters: dict[str, list[float]] = {}
-    with scratch() as folder:
-
-        def opened(name: str) -> Replay:
-            replay = Replay(LENGTH, 10**6, folder / name, online=False)
-            replay.add_batch(batch, streams)
-            if name == "without" and replay._table is not None:
-                replay._table.seals = None
-            return replay
-
-        replays = {name: opened(name) for name in ("with", "without")}
-        for _ in range(rounds):
-            for name, replay in replays.items():
-                insert = partial(replay.add_batch, batch, streams)
-                rates[name].append(BATCH * inserts / sum(timed(insert, inserts)))
-        for name, replay in replays.items():
-            replay.close()
-            with opened(name) as again:
-                times = timed(partial(again.sample, BATCH), 40 if quick else 400)
-                firsts[name], laters[name] = times[:10], times[-len(times) // 4 :]
-    note, peer = f"{rounds} x {inserts} inserts of {BATCH}, disk", "without checksums"
-    with_rate, without_rate = median(rates["with"]), median(rates["without"])
-    rows = [
-        compare(f"checksums/insert/{kind}", with_rate, "steps/s", peer, without_rate, note=note)
-    ]
-    for what, times_of in (("first samples", firsts), ("later samples", laters)):
-        mine, theirs = 1e3 * median(times_of["with"]), 1e3 * median(times_of["without"])
-        name = f"checksums/{what}/{kind}"
-        note = f"{BATCH} x {LENGTH} steps of a directory that was just opened"
-        rows.append(compare(name, mine, "ms", peer, theirs, note=note))
-    return rows
 
 
 def _growth(quick: bool, prioritized: bool) -> list[Row]:

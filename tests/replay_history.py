@@ -10,7 +10,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from replay_model import InOrder, batch, check_sequences, step
 
 from dreamfleet.replay import Replay
@@ -55,7 +54,7 @@ class History:
 
 
 def open_replay(directory: Path) -> Replay:
-    return Replay(LENGTH, CAPACITY, directory, chunk=CHUNK, selector=InOrder(), mark_cut_short=True)
+    return Replay(LENGTH, CAPACITY, directory, chunk=CHUNK, selector=InOrder())
 
 
 def add(replay: Replay, history: History, number: int) -> int:
@@ -80,7 +79,6 @@ def audit(replay: Replay, history: History, acknowledged: int) -> int:
     """
     before = len(replay)
     items = check_sequences(replay.sample(before, "report"), LENGTH) if before else []
-    check_ends(replay)
     options = [history.items(acknowledged), history.items(acknowledged + 1)]
     assert items in options, f"holds neither {acknowledged} nor {acknowledged + 1} batches"
     for held in (acknowledged, acknowledged + 1):
@@ -88,19 +86,4 @@ def audit(replay: Replay, history: History, acknowledged: int) -> int:
         assert rows in (0, len(streams_of(held)))
     items = check_sequences(replay.sample(len(replay), "report"), LENGTH) if len(replay) else []
     assert items == history.items(acknowledged + 2)
-    check_ends(replay)
     return acknowledged + 2
-
-
-def check_ends(replay: Replay) -> None:
-    """Check that no episode is stored without its end where the next one begins."""
-    table = replay._table
-    if table is None:
-        return
-    for head in table.chains.head_slot[table.chains.head_slot >= 0].tolist():
-        slots = list(table.store.preceding(head))[::-1]
-        first, last = (
-            np.concatenate([table.store.columns[key][s, : table.store.lengths[s]] for s in slots])
-            for key in ("is_first", "is_last")
-        )
-        assert last[:-1][first[1:]].all(), "two episodes are spliced"

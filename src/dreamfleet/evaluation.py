@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,11 +31,12 @@ from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, rende
 from dreamfleet.envs.registry import Task, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write, temporary_folder
-from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
+from dreamfleet.fleet.launchers import Launcher, Worker, find_launcher
+from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.fleet.workers import eval_workers
-from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
+from dreamfleet.metrics.evaluations import Evaluation, Played, append_evaluation, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
-from dreamfleet.policy import Policy, maker_of_task
+from dreamfleet.policy import Policy, maker_of_task, run_of
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
 from dreamfleet.roles.notes import Noted, notes_path, read_notes
 from dreamfleet.spaces import RESET
@@ -49,9 +50,7 @@ Say = Callable[[str], None]
 
 _SEEDS_FROM = 1_000_000
 _SAY_SECONDS = 10.0
-_STOP_SECONDS = 20.0
-_MOST_FAILURES = 3  # of a process, without an episode in between
-_RESTART_SECONDS = 0.5  # before a process is started again, times its failures in a row
+_MOST_FAILURES = 3  # of a process, without a step in between
 _HEADER = "Traceback (most recent call last):\n"
 _OUR_FILE = f'  File "{Path(__file__).parent}{os.sep}'
 
@@ -127,8 +126,8 @@ def evaluate(
         raise ConfigError("This policy is loaded: say agent and greedy when you load it.")
     return play(
         policy,
+        env,
         episodes,
-        env=env,
         envs=envs,
         max_steps=max_steps,
         seed=seed,
@@ -142,9 +141,9 @@ def evaluate(
 
 def play(
     policy: Policy,
+    env: Task | None,
     episodes: int,
     *,
-    env: Task | None = None,
     envs: int = 0,
     max_steps: int = 0,
     seed: int = 0,
@@ -152,9 +151,27 @@ def play(
     fps: float = 20.0,
     trust: Trust = False,
     logdir: Path | None = None,
+    kind: str = "asked",
+    start: float | None = None,
     say: Say = log.info,
 ) -> Result:
-    """What `evaluate` does, with every episode, and with logs in this directory of a run."""
+    """Play complete episodes of a policy, in this process, in environments of their own.
+
+    This is what `evaluate`, the command, the page and the end of a run do. The run may be under
+    way: it is not claimed, and may be read-only.
+
+    Args:
+        policy: Acts.
+        env: What makes the environments; None for the policy's task.
+        logdir: The run's directory, which gets the environments' output, and a line about the
+            result in `evaluations.jsonl`; None for none.
+        kind: Why it was played, for that line; empty for no line.
+        start: Since when its seconds count; None for now.
+        episodes, envs, max_steps, seed, video, fps, trust, say: As for `evaluate`.
+
+    Raises:
+        ConfigError, EvaluationError, EvaluationInterrupted: As `evaluate`.
+    """
     for name, value, least in (
         ("episodes", episodes, 1),
         ("envs", envs, 0),
@@ -168,7 +185,7 @@ def play(
         find_encoder()  # fails here and now if there is none
     if policy.blueprint is None:
         raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")
-    config = policy.blueprint.config
+    config, start = policy.blueprint.config, start or time.monotonic()
     maker = maker_of_task(config, env, trust=trust)
     task = config.task if env is None else name_of(env)
     max_steps = max_steps or config.eval_max_steps
@@ -201,6 +218,10 @@ def play(
         video_error=video_error,
         partial=interrupted,
     )
+    if found and kept and kind:
+        seconds = round(time.monotonic() - start, 1)
+        about = {"kind": kind, "seconds": seconds}
+        keep(say, "The result", partial(append_evaluation, folder, found, **about))
     if interrupted:
         raise EvaluationInterrupted(Result(found, played) if found else None)
     if found is None:
@@ -208,6 +229,16 @@ def play(
             f"All {episodes} episodes failed. The first error was:\n{played[0].error}"
         )
     return Result(found, played)
+
+
+def keep(say: Say, what: str, write: Callable[[], object]) -> None:
+    """Write what would not be worth an error, or say that it is not kept."""
+    try:
+        write()
+    except Exception as error:  # of an output it may be any
+        reason = error.strerror if isinstance(error, OSError) else None
+        say(f"{what} could not be written: {str(reason or error).rstrip('.')}.")
+        log.debug("%s could not be written", what, exc_info=error)
 
 
 # --- environments --------------------------------------------------------------------------------
@@ -234,21 +265,19 @@ def _environment(
 
 @contextmanager
 def _folder(logdir: Path | None) -> Iterator[tuple[Path, bool]]:
-    """Where logs go, and whether they stay there: into the run's directory, or nowhere if there is
-    none to write to."""
-    if logdir and (logdir / "ckpt" / "agent").is_dir() and os.access(logdir, os.W_OK):
-        yield logdir, True
+    """Where logs and the result go, and whether they stay there: into the run's directory, or
+    nowhere if there is none to write to."""
+    run = run_of(logdir) if logdir else None
+    if run and (run / "ckpt" / "agent").is_dir() and os.access(run, os.W_OK):
+        yield run, True
         return
     with temporary_folder("dreamfleet-eval-") as temporary:
         yield temporary, False
 
 
 class _Environments:
-    """The environment processes of an evaluation, and the server that they call.
-
-    A process that ends is started again; one that fails again and again without playing an episode
-    is given up.
-    """
+    """The environment processes of an evaluation under a supervisor of their own, and the server
+    that they call. One that fails again and again without a step in between is given up."""
 
     def __init__(
         self,
@@ -265,7 +294,7 @@ class _Environments:
         # In the directory of the evaluation, which is removed also if this process is killed.
         address = f"ipc://{config.logdir}/server" if name == "local" else "inproc://{auto}"
         self.server = EpisodeServer(address, self._groups, max_steps=max_steps, why=self._why)
-        run = replace(
+        self._run = replace(
             config,
             actor_addr=self.server.address,
             keys="",
@@ -274,97 +303,78 @@ class _Environments:
             on_failure="restart",
             max_restarts=_MOST_FAILURES - 1,
         )
-        self._run = run
-        self._workers = eval_workers(make, self._groups, run)
-        self._lock = threading.Lock()
-        self._running: dict[Group, RunningWorker] = {}
-        self._ended = threading.Event()
-        self._threads: list[threading.Thread] = []
+        workers = eval_workers(make, self._groups, self._run)
+        self._supervisor = _EmbeddedSupervisor(workers, self._launcher, self._on_failure)
+        self._thread = threading.Thread(target=self._supervise, name="eval-supervisor", daemon=True)
 
     def __enter__(self) -> Self:
         self._launcher.__enter__()
-        self._launcher.prepare(self._workers)
         self.server.__enter__()
-        for worker, group in zip(self._workers, self._groups, strict=True):
-            thread = threading.Thread(
-                target=self._watch, args=[worker, group], name=f"watch-{worker.name}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._ended.set()
-            running = list(self._running.values())
-        for each in running:
-            each.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for each in running:
-            if each.wait(max(0.0, deadline - time.monotonic())) is None:
-                each.kill()
-                each.wait()
+        self._supervisor.stop()
+        self._thread.join()
         self.server.__exit__()
-        for thread in self._threads:
-            thread.join()
         self._launcher.__exit__(*error)
 
-    def _watch(self, worker: Worker, group: Group) -> None:
-        """Run a process until the evaluation is over. Whatever happens, nobody waits for it in
-        vain."""
+    def _supervise(self) -> None:
         try:
-            self._run_again_and_again(worker, group)
-        except Exception as error:  # it cannot be started: no memory, a full disk
-            log.debug("%s", worker.name, exc_info=error)
-            text = f"{worker.name} cannot be run: {type(error).__name__}: {error}"
-            self.server.fail(group, text, for_good=True)
+            self._supervisor.run()  # in this thread, so it handles no signals
+        except Exception as error:
+            log.debug("The environments cannot be run.", exc_info=error)
+            for group in self._groups:
+                self.server.fail(group, f"It cannot be run: {error!r}", for_good=True)
 
-    def _run_again_and_again(self, worker: Worker, group: Group) -> None:
-        failures = before = 0
-        while True:
-            with self._lock:
-                if self._ended.is_set():
-                    return
-                running = self._running[group] = self._launcher.start(worker)
-            code = running.wait()
-            if self._ended.is_set():
-                return
-            finished = sum(each.episode is not None for each in self.server.played(group))
-            failures = 1 if finished > before else failures + 1
-            before = finished
-            for_good = failures >= _MOST_FAILURES
-            noted = self._noted(group)
-            error = noted.traceback if noted.final else _traceback(running.output())
-            error = _own_frames(error) or f"{worker.name} ended with code {code}."
-            self.server.fail(group, error, for_good=for_good)
-            if for_good or self._ended.wait(_RESTART_SECONDS * failures):
-                return
+    def _on_failure(self, name: str, output: str, for_good: bool) -> None:
+        """A process has ended: the episodes of its environments have failed."""
+        group = next(each for each in self._groups if name == f"eval-{each[0]}")
+        noted = self._noted(group)
+        error = _own_frames(noted.traceback if noted.final else output)
+        self.server.fail(group, error or f"{name} was killed.", for_good=for_good)
 
     def _why(self, group: Group) -> str:
         """Why an environment has failed whose process goes on."""
-        found = self._noted(group).traceback or _traceback(self._running[group].output())
-        return (
-            _own_frames(found) or "The environment was started again in the middle of an episode."
-        )
+        found = _own_frames(self._noted(group).traceback)
+        return found or "The environment was started again in the middle of an episode."
 
     def _noted(self, group: Group) -> Noted:
         return read_notes(notes_path(self._run, f"env-{group[0]}"))
 
 
-def _traceback(output: str) -> str:
-    """The last traceback that a process has written; empty if it has written none."""
-    lines = output.splitlines()
-    starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-    if not starts:
-        return ""
-    ends = (at for at in range(starts[-1] + 1, len(lines)) if lines[at][:1].strip())
-    return "\n".join(lines[starts[-1] : next(ends, len(lines)) + 1])
+class _EmbeddedSupervisor(Supervisor):
+    """A supervisor without a run: no record, no claim, and a worker that is given up ends nothing.
+
+    Args:
+        workers: The environment processes.
+        launcher: Starts them.
+        on_failure: Told of each that has ended: its name and output, and whether it is given up.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        launcher: Launcher,
+        on_failure: Callable[[str, str, bool], None],
+    ) -> None:
+        super().__init__(workers, launcher)
+        self._on_worker_failure = on_failure
+
+    def _on_exit(self, member: Any, code: int) -> None:
+        given_up, output = False, member.output()  # before it is started again
+        try:
+            super()._on_exit(member, code)
+        except FleetError:
+            given_up = True
+        self._on_worker_failure(member.name, output, given_up)
 
 
 def _own_frames(trace: str) -> str:
-    """A traceback without the frames of this package that are above the person's own."""
-    blocks = trace.split(_HEADER)
-    return _HEADER.join([blocks[0], *map(_from_the_first_foreign, blocks[1:])])
+    """The tracebacks in a text, without the frames of this package that are above the user's."""
+    before, *blocks = trace.split(_HEADER)
+    shown = [*([] if blocks else [before]), *map(_from_the_first_foreign, blocks)]
+    return (_HEADER if blocks else "") + _HEADER.join(shown)
 
 
 def _from_the_first_foreign(frames: str) -> str:

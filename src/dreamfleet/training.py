@@ -22,7 +22,7 @@ from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
 from dreamfleet.envs.registry import PROGRAM, Task, is_shared, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, play
+from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, keep, play
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger
 from dreamfleet.fleet.preflight import preflight
@@ -31,7 +31,6 @@ from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
 from dreamfleet.metrics.evaluations import (
     Played,
-    append_evaluation,
     evaluation_from,
     evaluation_metrics,
 )
@@ -351,14 +350,12 @@ def final_evaluation(
             return _final_evaluation(config, start, say, env, outputs)
     except KeyboardInterrupt as interrupt:
         found = interrupt.result if isinstance(interrupt, EvaluationInterrupted) else None
-        kind = "final" if found and found.evaluation.step == steps_made(config.logdir) else "round"
         if found is None:
             say("The evaluation was interrupted before an episode of it had ended.")
         else:
             result = found.evaluation
             total = f"{len(result.returns)} of {config.eval_episodes} episodes"
             say(f"The evaluation was interrupted after {total}: mean score {result.summary()}")
-            _keep(say, "The result", lambda: append_evaluation(config.logdir, result, kind=kind))
         command = "resume" if 0 < config.steps <= steps_made(config.logdir) else "eval"
         say(f"dreamfleet {command} {config.logdir} evaluates again.")
         raise
@@ -387,14 +384,15 @@ def _final_evaluation(
         max_steps = min(max_steps, max(1, policy.step))
     result, played = play(
         policy,
+        env,
         config.eval_episodes,
-        env=env,
         max_steps=max_steps,
         video=video,
         logdir=config.logdir,
+        kind="final",
+        start=start,
         say=say,
     )
-    # Said before it is written: a full disk must not take the result along.
     low, high = min(result.returns), max(result.returns)
     say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
     for note in result.notes():
@@ -403,17 +401,11 @@ def _final_evaluation(
         say(f"There is no video of it: {problem}")
     elif video:
         say(f"Video of its first episode: {path}")
-    seconds = round(time.monotonic() - start, 1)
-    _keep(
-        say,
-        "The result",
-        lambda: append_evaluation(config.logdir, result, kind="final", seconds=seconds),
-    )
     checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
     newest = checkpoints.latest()
     if config.eval_every and newest is not None:
-        _keep(say, "The score of the checkpoint", partial(checkpoints.rate, newest, result.mean))
-    _keep(say, "The metrics", partial(_write_metrics, config, policy.step, played, outputs))
+        keep(say, "The score of the checkpoint", partial(checkpoints.rate, newest, result.mean))
+    keep(say, "The metrics", partial(_write_metrics, config, policy.step, played, outputs))
     return result
 
 
@@ -431,14 +423,13 @@ def _finish_round(
         say(f"The round of evaluation that began at step {policy.step:,} is played to its end.")
         try:
             result, played = play(
-                policy, config.eval_episodes, env=env, logdir=config.logdir, say=say
+                policy, env, config.eval_episodes, logdir=config.logdir, kind="round", say=say
             )
             score = result.mean
-            _keep(say, "Its result", lambda: append_evaluation(config.logdir, result, kind="round"))
-            _keep(say, "Its metrics", partial(_write_metrics, config, policy.step, played, outputs))
+            keep(say, "Its metrics", partial(_write_metrics, config, policy.step, played, outputs))
         except EvaluationError as error:
             say(f"It failed: {error}")
-    _keep(say, "The score of its checkpoint", partial(checkpoints.rate, path, score))
+    keep(say, "The score of its checkpoint", partial(checkpoints.rate, path, score))
 
 
 def _write_metrics(
@@ -448,16 +439,6 @@ def _write_metrics(
     outputs = logger(config, more)
     outputs.write(step, evaluation_metrics(played, step))
     outputs.close()
-
-
-def _keep(say: Say, what: str, write: Callable[[], object]) -> None:
-    """Write something that was said already, or say that it is not kept."""
-    try:
-        write()
-    except Exception as error:  # of an output it may be any
-        reason = error.strerror if isinstance(error, OSError) else None
-        say(f"{what} could not be written: {str(reason or error).rstrip('.')}.")
-        log.debug("%s could not be written", what, exc_info=error)
 
 
 # --- callbacks -----------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def audit_steps(steps: dict[str, NDArray[Any]]) -> Findings:
     record = steps["record"].astype(np.int64)
     order = np.argsort(steps["chain"], kind="stable")
     record, chain = record[order], steps["chain"][order]
-    first, last, action = (steps[key][order] for key in ("is_first", "is_last", "action"))
+    first, action = (steps[key][order] for key in ("is_first", "action"))
     environment, life, episode, step, taken, before, _ = record.T
     damaged = sum(Audit.checksum(row[:-1]) != row[-1] for row in record.tolist())
 
@@ -110,8 +110,7 @@ def audit_steps(steps: dict[str, NDArray[Any]]) -> Findings:
     goes_on = same & (step[1:] == step[:-1] + 1) & ~first[1:].astype(bool)
     # The ids of a machine that has left may be another's, which begins an episode.
     begins = follows & (step[1:] == 0) & first[1:].astype(bool)
-    ended = last[:-1].astype(bool)  # the replay marks episodes that were cut short, too
-    spliced = np.sum(follows & ~(goes_on | (begins & ended)))
+    spliced = np.sum(follows & ~(goes_on | begins))
     spliced += np.sum(first.astype(bool) != (step == 0))
 
     # What is stored of each episode, and how long it was as the next one tells.

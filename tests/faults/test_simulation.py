@@ -12,14 +12,14 @@ import pytest
 import simulation
 from simulation import Failed, every_fault, every_truncation, history, watched
 
-from dreamfleet.metrics import ScoresFile
+from dreamfleet.metrics.outputs.jsonl import JsonlFile
 from dreamfleet.positions import Positions
 from dreamfleet.replay import loading
+from dreamfleet.replay.episodes import Scores
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.lead import Lead
 from dreamfleet.roles.logger import Logger
-from dreamfleet.roles.outbox import Outbox
 from dreamfleet.roles.replay import ReplayService
 
 
@@ -45,7 +45,7 @@ def test_a_fault_at_any_write_or_message(kind: str) -> None:
 
 
 def test_small_files_that_are_cut_off_anywhere() -> None:
-    assert every_truncation(1, stride=25) > 40
+    assert every_truncation(1, stride=20) > 40
 
 
 def test_a_history_is_the_same_each_time() -> None:
@@ -81,27 +81,12 @@ def names_every_actor_alike(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Actor, "__init__", alike)
 
 
-def notes_scores_after_the_commit(patch: pytest.MonkeyPatch) -> None:
-    note, settle = Outbox.note, Outbox.settle
-    later: list[Any] = []
-
-    def settle_late(self: Outbox, tick: int) -> None:
-        while later:
-            note(self, *later.pop())
-        settle(self, tick)
-
-    patch.setattr(Outbox, "note", lambda _, *args: later.append(args))
-    patch.setattr(Outbox, "settle", settle_late)
+def forgets_what_episodes_scored_before_a_chunk(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scores, "begin_chunk", lambda *_: None)
 
 
-def writes_every_score_that_is_sent(patch: pytest.MonkeyPatch) -> None:
-    add = ScoresFile.add
-
-    def always(self: ScoresFile, *args: Any, **more: Any) -> bool:
-        self._newest.clear()
-        return add(self, *args, **more)
-
-    patch.setattr(ScoresFile, "add", always)
+def reads_every_score_again_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(JsonlFile, "last_value", lambda *_: "")
 
 
 def fails_now_and_then(patch: pytest.MonkeyPatch) -> None:
@@ -133,8 +118,8 @@ def writes_metrics_that_are_sent_again(patch: pytest.MonkeyPatch) -> None:
         (believes_uncommitted_steps, "message|stored twice|spliced|never sent|acknowledged"),
         (counts_samples_in_memory, "samples went back"),
         (names_every_actor_alike, "acknowledged"),
-        (notes_scores_after_the_commit, "scores are missing"),
-        (writes_every_score_that_is_sent, "a score is there twice"),
+        (forgets_what_episodes_scored_before_a_chunk, "scores are missing"),
+        (reads_every_score_again_after_a_restart, "a score is there twice"),
         (counts_a_batch_that_is_asked_for_again, "samples were counted twice"),
         (writes_metrics_that_are_sent_again, "metrics were written twice"),
     ],

@@ -209,7 +209,7 @@ def test_a_process_that_cannot_be_started_is_no_silence(
 
     run = trained(folder, "Endless", launcher="serial")
     monkeypatch.setattr(SerialLauncher, "start", full)
-    with pytest.raises(EvaluationError, match="eval-0 cannot be run: OSError: cannot allocate"):
+    with pytest.raises(EvaluationError, match="OSError: cannot allocate memory"):
         evaluate(run, 2, envs=1, trust=True)
 
 
@@ -306,13 +306,13 @@ def test_a_full_disk_does_not_take_the_result_along(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     config = over(folder, "Endless", eval_episodes=1, eval_every=5, eval_max_steps=4)
-    monkeypatch.setattr("dreamfleet.training.append_evaluation", full)
+    monkeypatch.setattr("dreamfleet.evaluation.append_evaluation", full)
     monkeypatch.setattr("dreamfleet.training.logger", full)
     monkeypatch.setattr(Checkpoint, "rate", full)
     said: list[str] = []
     assert final_evaluation(config, 0.0, said.append, config.task).mean == 4
     assert "Evaluation: mean score 4, lowest 4, highest 4" in said
-    assert said[-3:] == [
+    assert [line for line in said if "could not be written" in line] == [
         f"{what} could not be written: No space left on device."
         for what in ("The result", "The score of the checkpoint", "The metrics")
     ]

@@ -23,7 +23,7 @@ from dreamfleet.agents import (
 )
 from dreamfleet.agents.api import Agent
 from dreamfleet.envs.base import Arrays, EpisodicEnv, Outcome, noop
-from dreamfleet.replay import Replay, Stream
+from dreamfleet.replay import Replay
 from dreamfleet.spaces import Space
 
 ENVS, BATCH, LENGTH = 8, 16, 16
@@ -84,7 +84,6 @@ def train(agent: Agent, steps: int, change: Callable[[Batch], Batch]) -> None:
     """The loop that the fleet spreads over processes, in a few lines."""
     envs = [Line(seed) for seed in range(ENVS)]
     replay = Replay(LENGTH + 1, 10_000)
-    stream = Stream(lambda: replay.sample(BATCH), LENGTH, context=1)
     carry, learning = agent.init_policy(ENVS), agent.init_train(BATCH)
     actions: list[Any] = [noop(env.act_space) for env in envs]
     updates = 0
@@ -96,7 +95,7 @@ def train(agent: Agent, steps: int, change: Callable[[Batch], Batch]) -> None:
         reply = {**chosen, "reset": obs["is_last"]}
         actions = [{key: value[row] for key, value in reply.items()} for row in range(ENVS)]
         while step >= BEFORE_TRAINING and updates * EVERY < step - BEFORE_TRAINING:
-            learning, outputs, _ = agent.train(learning, change(next(stream)))
+            learning, outputs, _ = agent.train(learning, change(replay.sample(BATCH)))
             replay.update({key: np.asarray(value) for key, value in outputs["replay"].items()})
             updates += 1
 

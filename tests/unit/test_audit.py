@@ -67,7 +67,6 @@ def changed(which: int, **change: Any) -> Callable[[list[Any]], list[Any]]:
         (lambda rows: rows[:8] + play(7, 1)[2:4] + rows[8:], {"lost": 2, "spliced": 2}),
         (changed(8, action=np.int32(4)), {"wrong_actions": 1}),
         (changed(8, is_first=np.array(True)), {"spliced": 2}),
-        (changed(11, is_last=np.array(False)), {"spliced": 1}),
         (changed(8, record=np.ones(7, np.float32)), {"damaged": 1}),
     ],
 )
@@ -84,7 +83,7 @@ def test_faults_are_found(change: Callable[[list[Any]], list[Any]], faults: dict
 
 def test_a_replays_directory_is_read(tmp_path: Path) -> None:
     for shard in range(2):
-        with Replay(3, 1000, tmp_path / str(shard), chunk=8, mark_cut_short=True) as replay:
+        with Replay(3, 1000, tmp_path / str(shard), chunk=8) as replay:
             lives = [play(2 * shard + env, 4) for env in range(2)]
             for pair in zip(*lives, strict=True):
                 rows = {key: np.stack([row[key] for row in pair]) for key in pair[0]}

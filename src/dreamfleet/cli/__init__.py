@@ -47,7 +47,7 @@ MOVED = {
 EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "eval": (
         ("eval runs/gym-CartPole-v1 --episodes 20", "twenty new episodes"),
-        ("eval runs/gym-CartPole-v1 --video play.mp4 --json result.json", "with video and file"),
+        ("eval runs/gym-CartPole-v1 --video play.mp4 --json", "with a video, as one JSON object"),
     ),
     "status": (("status runs/gym-CartPole-v1 --follow", "until Ctrl-C"),),
     "view": (

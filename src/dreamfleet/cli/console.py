@@ -38,6 +38,11 @@ def say(message: str | RenderableType) -> None:
     out.print(message, markup=False, soft_wrap=isinstance(message, str))
 
 
+def note(message: str) -> None:
+    """Print a line that is no result, on standard error."""
+    _err.print(message, markup=False, soft_wrap=True)
+
+
 def complain(message: str) -> None:
     """Print one sentence about what went wrong, on standard error."""
     _err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)

@@ -8,11 +8,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from dreamfleet.cli.console import say, write
+from dreamfleet.cli.console import note, say
 from dreamfleet.errors import ConfigError
 from dreamfleet.evaluation import Evaluation, EvaluationInterrupted, play
-from dreamfleet.metrics.evaluations import append_evaluation
-from dreamfleet.policy import Policy, run_of
+from dreamfleet.policy import Policy
 
 
 def eval(  # noqa: A001 - the command's name
@@ -21,8 +20,8 @@ def eval(  # noqa: A001 - the command's name
     episodes: Annotated[int, Meta(ge=1)] = 10,
     greedy: bool = False,
     video: Path | None = None,
-    json: Path | None = None,
-    keep: bool = False,
+    json: bool = False,
+    keep: bool = True,
     seed: Annotated[int, Meta(ge=0)] = 0,
     fps: Annotated[float, Meta(gt=0)] = 20.0,
     agent: str | None = None,
@@ -43,8 +42,9 @@ def eval(  # noqa: A001 - the command's name
         episodes: How many episodes to play.
         greedy: Take the mode of the policy instead of a sample.
         video: Record the first episode to this file, such as play.mp4.
-        json: Also write every return to this file.
-        keep: Also add the result to the run's evaluations.jsonl, which pages and plots show.
+        json: Print one JSON object in a line, with every return; all other lines go to standard
+            error.
+        keep: Add the result to the run's evaluations.jsonl, which pages and plots show.
         seed: Another seed plays other episodes.
         fps: Frames a second of the video.
         agent: An agent of your own, as package.module:name, which is imported then.
@@ -56,16 +56,17 @@ def eval(  # noqa: A001 - the command's name
             that had an environment of its own.
         trust: Import code of others that the run names: your own environment, agent or networks.
     """
+    tell = note if json else say
     policy = Policy.load(
         logdir, "best" if best else "latest", agent=agent, greedy=greedy, trust=trust
     )
     assert policy.blueprint is not None
-    say(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {policy.protocol}")
+    tell(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {policy.protocol}")
     try:
         result, _ = play(
             policy,
+            task,
             episodes,
-            env=task,
             envs=envs,
             max_steps=max_steps,
             seed=seed,
@@ -73,28 +74,27 @@ def eval(  # noqa: A001 - the command's name
             fps=fps,
             trust=trust,
             logdir=logdir,
-            say=say,
+            kind="asked" if keep else "",
+            say=tell,
         )
     except EvaluationInterrupted as interrupt:
         found = interrupt.result.evaluation if interrupt.result else None
-        say(f"Interrupted after {len(found.returns) if found else 0} of {episodes} episodes")
+        tell(f"Interrupted after {len(found.returns) if found else 0} of {episodes} episodes")
         if found:
-            _show(found)
+            _show(found, json)
         raise
-    _show(result)
+    _show(result, json)
     if video and not result.video_error:
-        say(f"video          {video}")
-    # Last: a file that cannot be written must not take the returns with it.
-    if keep:
-        append_evaluation(run_of(logdir), result, kind="asked")
-    if json:
-        write(json, dumps(result.record(), indent=2) + "\n")
+        tell(f"video          {video}")
     if result.video_error:
         raise ConfigError(f"There is no video of it: {result.video_error}")
 
 
-def _show(result: Evaluation) -> None:
+def _show(result: Evaluation, as_json: bool) -> None:
+    if as_json:
+        say(dumps(result.record()))
+        return
     say(f"returns        {'  '.join(f'{value:.4g}' for value in result.returns)}")
     say(f"mean return    {result.summary()}")
-    for note in result.notes():
-        say(note)
+    for line in result.notes():
+        say(line)

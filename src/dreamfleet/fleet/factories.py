@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Player
 from dreamfleet.config import RunConfig
@@ -32,7 +35,7 @@ from dreamfleet.metrics import (
 )
 from dreamfleet.offline import AdoptedReplay, find_source
 from dreamfleet.policy import Spaces
-from dreamfleet.replay import Replay, Stream, make_selector
+from dreamfleet.replay import Replay, make_selector
 
 MakeOutput = Callable[[Path], Output]
 """A class, or a function, that is given the directory of the run."""
@@ -135,11 +138,16 @@ def _share(config: RunConfig, name: str, shard: int) -> Fraction:
     return Fraction(mine, end - first)
 
 
-def stream(config: RunConfig, buffer: Replay, mode: Any) -> Stream:
-    """Batches of a buffer for training, reports or evaluation."""
+def stream(config: RunConfig, buffer: Replay, mode: Any) -> Iterator[dict[str, NDArray[Any]]]:
+    """Batches of a buffer for training, reports or evaluation; reports use the first part of the
+    sequences. It goes on after an error, such as that there are no sequences yet."""
     length = config.batch_length if mode == "train" else config.report_window
-    source = partial(buffer.sample, config.host_batch, mode)
-    return Stream(source, length, context=config.context)
+
+    def batch() -> dict[str, NDArray[Any]]:
+        window, steps = buffer.sample(config.host_batch, mode), config.context + length
+        return {key: np.ascontiguousarray(value[:, :steps]) for key, value in window.items()}
+
+    return iter(batch, None)  # which never comes
 
 
 def logger(config: RunConfig, more: Sequence[MakeOutput] = ()) -> Outputs:

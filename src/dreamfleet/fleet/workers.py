@@ -133,6 +133,8 @@ def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig
             "env",
             partial(parallel_env, make, ids, args, True, False),
             ONE_THREAD,
+            restart=RestartPolicy(args.on_failure, args.max_restarts),
+            notes=notes_path(args, f"env-{ids[0]}"),
         )
         for ids in groups
     ]

@@ -1,7 +1,7 @@
 """The replay: memory-mapped, larger than RAM, loses nothing it acknowledged, rate-limited.
 
 `Replay` stores steps and samples sequences; a selector chooses which; `SamplesPerInsert` keeps
-collecting and training in step; `Stream` cuts sequences into training batches.
+collecting and training in step.
 
 The larger parts are looked up on first use: every process reads `ReplayConfig`, few need a replay.
 """
@@ -36,7 +36,6 @@ if typing.TYPE_CHECKING:
         make_selector,
         used_fractions,
     )
-    from dreamfleet.replay.stream import Stream
     from dreamfleet.replay.table import SizeEstimate
 
 __all__ = [
@@ -61,7 +60,6 @@ __all__ = [
     "SizeEstimate",
     "Split",
     "StorageFullError",
-    "Stream",
     "Uniform",
     "make_selector",
     "used_fractions",
@@ -74,7 +72,6 @@ _MODULES = {
         *("Draw", "Selector", "Uniform", "Recency", "Prioritized", "Mixture"),
         *("make_selector", "used_fractions"),
     ),
-    "stream": ("Stream",),
     "table": ("SizeEstimate",),
 }
 _LATER = {name: module for module, names in _MODULES.items() for name in names}

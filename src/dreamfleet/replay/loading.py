@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.replay.errors import ReplayError, SchemaError, StorageFullError
 from dreamfleet.replay.schema import StreamId
-from dreamfleet.replay.storage.files import SUFFIX, ChunkInfo, Found, header_bytes, scan
+from dreamfleet.replay.storage.files import ChunkInfo, Found, header_bytes, scan
 from dreamfleet.replay.storage.journal import (
     Journal,
     LeftBy,
@@ -28,7 +28,6 @@ from dreamfleet.replay.storage.journal import (
     damaged_path,
     read_committed,
 )
-from dreamfleet.replay.storage.seals import Block
 from dreamfleet.replay.storage.store import Store
 from dreamfleet.replay.table import Table
 
@@ -76,8 +75,6 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
         ticks = store.ticks[slot]
         store.lengths[slot] = count = valid_ticks(ticks, journal.committed)
         rest = ticks[count:]
-        if power_cut and table.seals:
-            table.seals.end(Block(slot, 0))  # rows and seals may be of different times
         if not rest.any():
             continue
         if ((rest < 0) | ((rest > 0) & (rest <= journal.committed))).any():
@@ -163,24 +160,6 @@ def _keep_damaged(store: Store, name: str, *, whole: bool) -> tuple[Path, bool]:
         path.rename(aside)
     log.warning("The replay chunk %s is damaged; it is kept as %s.", path, aside)
     return aside, whole
-
-
-def set_aside(table: Table, damaged: Sequence[Block]) -> dict[str, str]:
-    """Leave out the rows of damaged blocks, and of those behind them in their chunks, when the
-    directory is opened next; the chunks are kept as they are. Returns them with the reason.
-    """
-    store, seals, reasons = table.store, table.seals, {}
-    assert store.directory is not None
-    assert seals is not None
-    for slot in {block.slot for block in damaged}:
-        block = min(block for block in damaged if block.slot == slot)
-        name, first = f"{store.ids[slot].tobytes().hex()}{SUFFIX}", block.number * seals.rows
-        path, copied = _keep_damaged(store, name, whole=first > 0)
-        reasons[name] = f"has changed on the disk after {first} steps, and is kept as {path}"
-        if copied:
-            store.ticks[slot, first:] = 0
-            seals.end(block)
-    return reasons
 
 
 class _Chunk(NamedTuple):
@@ -285,8 +264,6 @@ def _take_in(table: Table, copies: list[_Copy]) -> None:
     store = table.store
     for chunk, slot, _ in copies:
         store.lengths[slot] = len(chunk.ticks)
-    if table.seals:
-        table.seals.found([slot for _, slot, first in copies if first])
     new = {chunk.id: (chunk, slot) for chunk, slot, first in copies if not first}
     grown: dict[int, list[int]] = {
         table.chains.closed_at(slot): [] for _, slot, first in copies if first
@@ -332,14 +309,7 @@ def _copy(table: Table, chunk: _Chunk, copies: list[_Copy]) -> None:
         slot = store.copy(path, chunk.found.info, first, stop)
     except FileNotFoundError:
         return
-    good = table.seals.good_rows(path, slot, stop) if table.seals else stop
-    if good < stop:
-        log.warning("%s has changed on the disk: its steps from %d on are left out.", path, good)
-        chunk = chunk._replace(ticks=chunk.ticks[:good])
-    if good > first:
-        copies.append(_Copy(chunk, slot, first))
-    elif here is None:
-        store.release([slot])
+    copies.append(_Copy(chunk, slot, first))
 
 
 def _newest(other: OtherRun, length: int, capacity: int, shard: int, shards: int) -> list[_Chunk]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import fsync
 from dreamfleet.replay import loading
+from dreamfleet.replay.episodes import Finished, Ledger
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
 from dreamfleet.replay.schema import (
     STEPID,
@@ -30,9 +31,8 @@ from dreamfleet.replay.schema import (
     update_values,
 )
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
-from dreamfleet.replay.storage.files import DirectoryLock, remove_partial, scan
+from dreamfleet.replay.storage.files import EPISODES, DirectoryLock, remove_partial, scan
 from dreamfleet.replay.storage.journal import Journal, LeftBy, Source
-from dreamfleet.replay.storage.seals import Block
 from dreamfleet.replay.table import SizeEstimate, Table
 
 log = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class Replay:
         selector: How sequences are chosen otherwise; uniformly if not given. See `make_selector`.
         seed: Seed of the samples.
         max_bytes: Bound on the chunks' bytes; the oldest sequences leave when it is reached.
-        mark_cut_short: Whether an episode that a new one follows before it has ended is stored as
-            one that was cut short: its last step gets `is_last`. `sample` sets it where it returns
-            both steps, in any case.
+        mark_cut_short: Whether the last step of a sequence gets `is_last` if a new episode begins
+            behind it although the one before had not ended. `sample` marks such a step where it
+            returns both, in any case.
     """
 
     def __init__(
@@ -128,13 +128,18 @@ class Replay:
         self._readers = _Readers()
         self._statistics = _Statistics()
         self._table: Table | None = None
+        self._ledger: Ledger | None = None
         self._streams_warned = 0
         self._closed = False
         self._directory_lock = DirectoryLock(self.directory) if self.directory else None
         try:
             self._journal = Journal(self.directory)
             if self.directory:
+                self._ledger = self._stored_ledger(self.directory)
                 self._open(self.directory)
+                dropped = self._journal.left_by in (LeftBy.POWER_CUT, LeftBy.UNKNOWN)
+                if self._ledger and (dropped or self._ledger.is_new):
+                    self._ledger.begin_epoch(self.tick)
                 # Before steps are added, the synced journal names this boot.
                 if self._journal.left_by is not LeftBy.KILL:
                     self._sync()
@@ -223,33 +228,25 @@ class Replay:
         """
         if mode not in _MODES or batch < 1:
             raise ConfigError(f"Sample at least 1 in one of {_MODES}, not {batch} in {mode!r}.")
-        while True:
-            with self._lock:
-                self._check_open()
-                table = self._table
-                if table is None or not len(table.items):
-                    raise NotEnoughDataError(
-                        f"The replay holds no sequence of {self.length} steps of one stream yet: "
-                        "wait for the environments, or load recorded steps."
-                    )
-                numbers = self._draw(table, batch, mode, split)
-                slots, indices = table.items.starts(numbers)
-                pieces = table.store.pieces(slots, indices, self.length)
-                unchecked = table.seals.unchecked(pieces) if table.seals else []
-                self._statistics.sampled(table.items.high - numbers)
-                self._readers.enter()
-            try:
-                # Without the lock: a first look at each block costs as much as copying it.
-                damaged = table.seals.check(unchecked) if table.seals and unchecked else []
-                if not damaged:
-                    data = table.store.gather(pieces, batch, self.length)
-                    break
-            finally:
-                self._readers.leave()
-            with self._lock:
-                if self._table is table:  # else another sample has found the same
-                    self._set_aside(table, damaged)
-        _annotate(data)
+        with self._lock:
+            self._check_open()
+            table = self._table
+            if table is None or not len(table.items):
+                raise NotEnoughDataError(
+                    f"The replay holds no sequence of {self.length} steps of one stream yet: "
+                    "wait for the environments, or load recorded steps."
+                )
+            numbers = self._draw(table, batch, mode, split)
+            slots, indices = table.items.starts(numbers)
+            pieces = table.store.pieces(slots, indices, self.length)
+            cut = self._mark_cut_short and table.followed_by_first(slots, indices)
+            self._statistics.sampled(table.items.high - numbers)
+            self._readers.enter()
+        try:
+            data = table.store.gather(pieces, batch, self.length)
+        finally:
+            self._readers.leave()
+        _annotate(data, cut)
         return data
 
     def shares(self, mode: Mode = "train") -> Shares:
@@ -291,14 +288,6 @@ class Replay:
             runs = table.store.locate(flat)
             # Nobody copies a sequence out while its states change, so none is half old, half new.
             self._readers.wait_until_none()
-            while table.seals and (
-                damaged := table.seals.uncover([r.slot for r in runs if r.slot >= 0], values)
-            ):
-                left = self._set_aside(table, damaged)
-                if left is None:
-                    return 0
-                table = left
-                runs = table.store.locate(flat)
             here = sum(run.size for run in runs if run.slot >= 0)
             self._statistics.skipped_updates += count - here
             table.store.scatter(runs, values)
@@ -328,6 +317,44 @@ class Replay:
             added = loading.copy_in(self._table, other, shard, shards)
             self._warn()
             return added
+
+    def follow_episodes(self) -> None:
+        """From now on, keep the score of every finished episode until `finished` was asked for it.
+
+        Scores begin with the steps that come in after the first call for a directory.
+        """
+        if self._ledger is None and self.tick:
+            self.sync()  # a power cut must not drop steps that are not scored
+        with self._lock:
+            self._check_open()
+            if self._ledger is None:
+                self._ledger = Ledger(self.directory / EPISODES if self.directory else None)
+                self._ledger.begin_epoch(self.tick)
+                if self._table:
+                    self._table.ledger = self._ledger
+
+    def finished(self, epoch: str = "", tick: int = 0) -> tuple[str, list[Finished]]:
+        """The epoch, and the episodes that a reader does not have yet, in the order of their ticks.
+
+        Args:
+            epoch: The epoch of the newest episode that the reader has written; empty for none.
+            tick: Its tick. What came before it is never asked for again.
+        """
+        with self._lock:
+            self._check_open()
+            if self._ledger is None:
+                raise ReplayError("Call follow_episodes before you ask for finished episodes.")
+            since = self._ledger.since(epoch, tick)
+            self._ledger.mark_read(since)
+            return self._ledger.epoch, self._table.finished(since) if self._table else []
+
+    @property
+    def has_unread_episodes(self) -> bool:
+        """Whether episodes have finished that `finished` was not asked to go beyond."""
+        with self._lock:
+            if self._closed or self._ledger is None or self._table is None:
+                return False
+            return bool(self._table.finished(self._ledger.read))
 
     def save(self) -> dict[str, NDArray[Any]]:
         """Sync, and return what is not in the directory: random state, counts, online queue."""
@@ -393,8 +420,6 @@ class Replay:
                 with self._lock:
                     self._check_open()
                     table, journal = self._table, self._journal.freeze()
-                    if table and table.seals and everything:
-                        table.seals.finish()
                     slots = table.store.take_changed(everything) if table else []
                 if self.directory is None:
                     return
@@ -429,22 +454,6 @@ class Replay:
                     self._table.store.close()
                     self._table = None
                 self._unlock()
-
-    def _set_aside(self, table: Table, damaged: list[Block]) -> Table | None:
-        """Open the directory again without these blocks, which have changed on the disk; returns
-        the table of what is left."""
-        assert self.directory is not None
-        self._readers.wait_until_none()
-        position = table.save_position()
-        reasons = loading.set_aside(table, damaged)
-        self._statistics.damaged_chunks += len(reasons)
-        self._table = None
-        table.store.close()
-        left = self._open(self.directory)
-        self.skipped_files |= reasons
-        if left is not None:
-            left.load_position(position)
-        return left
 
     def _draw(self, table: Table, batch: int, mode: Mode, split: Split | None) -> NDArray[np.int64]:
         train = mode == "train"
@@ -490,7 +499,7 @@ class Replay:
             selector=self._selector,
             before_release=self._readers.wait_until_none,
             found=found,
-            mark_cut_short=self._mark_cut_short,
+            ledger=self._ledger,
         )
 
     def _open(self, path: Path) -> Table | None:
@@ -509,6 +518,10 @@ class Replay:
         if journal.is_new:
             journal.begin(0)
         return self._table
+
+    def _stored_ledger(self, directory: Path) -> Ledger | None:
+        path = directory / EPISODES
+        return Ledger(path) if path.exists() else None
 
     def _warn(self) -> None:
         if self._table is not None:
@@ -540,12 +553,13 @@ def _sync_regularly(find: weakref.ref[Replay], closing: threading.Event) -> None
         del replay
 
 
-def _annotate(data: dict[str, NDArray[Any]]) -> None:
+def _annotate(data: dict[str, NDArray[Any]], cut_short: NDArray[np.bool_] | bool) -> None:
     """A sequence begins with a first step, and an episode cut short ends where the next begins."""
     first, last = data.get("is_first"), data.get("is_last")
     if first is not None:
         if last is not None:
             last[:, :-1] |= first[:, 1:]
+            last[:, -1] |= cut_short
         first[:, 0] = True
 
 
@@ -587,7 +601,6 @@ class _Statistics:
         self.samples = 0
         self.updates = 0
         self.skipped_updates = 0
-        self.damaged_chunks = 0
         self._ages = np.zeros(_RECENT, np.int64)
         self._aged = 0
 
@@ -614,7 +627,6 @@ class _Statistics:
         recent = self._ages[: min(self._aged, _RECENT)]
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
-            "damaged_chunks": self.damaged_chunks,
             "replay_ratio": self.samples * length / max(1, self.inserts),
             "sample_age_mean": float(recent.mean()) if len(recent) else 0.0,
             "sample_age_max": float(recent.max(initial=0)),

@@ -18,12 +18,12 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from dreamfleet.replay.episodes import Finished, Ledger, Scores
 from dreamfleet.replay.errors import StorageFullError
 from dreamfleet.replay.index import SLACK, Chains, Items, Places
 from dreamfleet.replay.schema import Schema, StreamId
 from dreamfleet.replay.selectors import Selector
 from dreamfleet.replay.storage.journal import Journal, Source
-from dreamfleet.replay.storage.seals import Seals
 from dreamfleet.replay.storage.store import MAX_SLOTS, Ints, Store
 
 SPARE_SLOTS = 4096
@@ -56,14 +56,12 @@ class Table:
         selector: Selector,
         before_release: Callable[[], None],
         found: int = 0,
-        mark_cut_short: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
         # A directory may hold more chunks than the capacity needs: it was larger, or had more
         # streams. They are all looked at before the oldest leave.
         slots = max(2 * -(-capacity // steps), found) + SPARE_SLOTS
         self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
-        self.seals = Seals(self.store) if directory else None
-        """Checksums of the rows; None in memory."""
         self.chains = Chains(self.store, length)
         self.items = Items(capacity, steps)
         self.length = length
@@ -71,7 +69,8 @@ class Table:
         # How long a stream may pause, in steps of the others, before its last steps leave.
         self._patience = max(capacity, 4 * steps, _LEAST_PATIENCE)
         self._swept = 0
-        self._mark_cut_short = mark_cut_short
+        self.scores = Scores(self.store)
+        self.ledger = ledger
         self.journal = journal
         self._before_release = before_release
         selector.bind(self.store, self.items, length)
@@ -109,10 +108,10 @@ class Table:
         chains, ranks = self.chains.lookup(streams)
         places = self.chains.place(chains, ranks)
         last = self.journal.committed + len(streams)
-        arrays, cut_short = self._cut_short(arrays, places)
         try:
             self.store.write(places.slots, places.indices, arrays, last - len(streams) + 1)
-            self._mark_last(cut_short)
+            for before, slot in places.links:
+                self.scores.begin_chunk(slot, before)
             if source is not None and seq is not None:
                 self.journal.stage(source, seq, last)
             self.journal.commit(last)
@@ -125,36 +124,28 @@ class Table:
                 self.journal.forget_uncommitted()
                 self.store.release(slot for _, slot in places.links)
 
-    def _cut_short(
-        self, arrays: Mapping[str, NDArray[Any]], places: Places
-    ) -> tuple[Mapping[str, NDArray[Any]], list[tuple[int, int]]]:
-        """The steps with which episodes end that a first step follows although they had not ended:
-        those of this batch are marked as last in the arrays returned, and the places of stored
-        ones are returned, too."""
-        first, last = arrays.get("is_first"), arrays.get("is_last")
-        stored: list[tuple[int, int]] = []
-        if not self._mark_cut_short or first is None or last is None or not first.any():
-            return arrays, stored
-        chains, ranks = places.chains, places.ranks
-        for row in np.flatnonzero(first):
-            chain = chains[row]
-            slot, length = int(self.chains.head_slot[chain]), int(self.chains.head_len[chain])
-            if ranks[row]:
-                before = (chains == chain) & (ranks == ranks[row] - 1)
-                last = last | before
-            elif slot >= 0 and length > 0:
-                stored.append((slot, length - 1))
-        return {**arrays, "is_last": last}, stored
+    def followed_by_first(self, slots: Ints, indices: Ints) -> NDArray[np.bool_]:
+        """Whether a new episode begins right behind each of the sequences that start there."""
+        first, found = self.store.columns.get("is_first"), np.zeros(len(slots), bool)
+        if first is None:
+            return found
+        slots, indices = self.store.walk(slots, indices + self.length - 1)
+        over = indices + 1 >= self.store.steps
+        slots = np.where(over, self.store.next[slots], slots)
+        indices = np.where(over, 0, indices + 1)
+        there = (slots >= 0) & (indices < self.store.lengths[slots])
+        found[there] = first[slots[there], indices[there]]  # other slots may not be mapped
+        return found
 
-    def _mark_last(self, places: list[tuple[int, int]]) -> None:
-        """Mark stored steps as the last of their episodes.
-
-        This comes before the commit: an environment that sends a first step has left the episode
-        before, whether or not that step is stored.
-        """
-        for slot, index in places:
-            self.store.columns["is_last"][slot, index] = True
-            self.store.changed.add(slot)
+    def finished(self, since: int) -> list[Finished]:
+        """The episodes of this run that ended after a tick, in order."""
+        found = [] if self.ledger is None else [e for e in self.ledger.evicted if e.tick > since]
+        for chain in np.flatnonzero((self.chains.head_slot >= 0) & (self.chains.last_tick > since)):
+            for slot in self.store.preceding(int(self.chains.head_slot[chain])):
+                if self.store.ticks[slot, self.store.lengths[slot] - 1] <= since:
+                    break
+                found += self.scores.finished(slot, since)
+        return sorted(set(found))
 
     def completed_at(self, number: int) -> int:
         """The tick of the step that completed a living item."""
@@ -178,8 +169,6 @@ class Table:
         here already and has `grown` as its number, with the slots it got.
         """
         for slots in [*(slots for slots, _ in chains), *(grown or {}).values()]:
-            if self.seals:
-                self.seals.found(slots)
             for slot in slots if self.priorities else ():
                 self.priorities.created(slot)  # type: ignore[union-attr]  # it is there
         parts = [self.chains.restore(chain, stream) for chain, stream in chains]
@@ -196,8 +185,6 @@ class Table:
             for _, slot in places.links:
                 self.priorities.created(slot)
         slots, indices, online = self.chains.advance(places, last)
-        if self.seals:
-            self.seals.written(places.slots, places.indices)
         self._push(slots, indices, np.flatnonzero(online))
 
     def _push(self, slots: Ints, indices: Ints, online: Ints) -> None:
@@ -229,10 +216,11 @@ class Table:
                 self._release(idle)
 
     def _release(self, slots: list[int]) -> None:
+        if self.ledger:
+            read = self.ledger.read
+            self.ledger.keep(each for slot in slots for each in self.scores.finished(slot, read))
         self._before_release()
         self.chains.forget(set(slots))
-        if self.seals:
-            self.seals.forget(slots)
         self.store.release(slots)
 
     def make_room(self, needed: Callable[[NDArray[np.bool_] | None], int]) -> None:

@@ -28,7 +28,6 @@ from dreamfleet.agents.api import (
 )
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.metrics import EpisodeStats
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.invitations import hooks_of, invited
@@ -271,8 +270,6 @@ class Actor:
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
-        # Here, because episodes that are under way end with the actor, and with nobody else.
-        self._episodes = EpisodeStats()
         self.gone: Callable[[list[int]], list[int]] = lambda _: []
         """Those of some environments that have no connection any more."""
         self._forgotten: deque[int] = deque()  # carries that are, and episodes that are to be
@@ -344,7 +341,6 @@ class Actor:
         self._check_replies()
         self._progress.report()
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
-            self._episodes.forget(forgotten)
             self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
         for joined, frames in self._messages(batches):
             is_eval = joined.is_eval
@@ -375,22 +371,9 @@ class Actor:
 
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
-        ended = {} if is_eval else self._ended(part)
-        message = (part.steps, part.envids, is_eval, self.source, self._sequence, ended)
+        message = (part.steps, part.envids, is_eval, self.source, self._sequence)
         steps = 0 if is_eval else len(part)
         self._stored.append((self._replay.call("add_batch", *message), steps))
-
-    def _ended(self, part: Transitions) -> dict[str, NDArray[Any]]:
-        """The episodes that end with these steps, if any do."""
-        ended = self._episodes.add(part.envids, {key: part.logs[key] for key in FLAGS})
-        if not ended:
-            return {}
-        return {
-            "envid": np.array([episode.envid for episode in ended], np.int64),
-            "step": np.full(len(ended), self._progress.step, np.int64),
-            "score": np.array([episode.score for episode in ended], np.float64),
-            "length": np.array([episode.length for episode in ended], np.int64),
-        }
 
     def _check_replies(self) -> None:
         while self._stored and self._stored[0][0].done():

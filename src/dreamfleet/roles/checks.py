@@ -33,7 +33,6 @@ from dreamfleet.positions import POSITIONS_FILE, read_steps
 from dreamfleet.replay.schema import PRIORITY, STEPID, STEPID_BYTES
 from dreamfleet.roles.addresses import server_name
 from dreamfleet.roles.machines import Machines
-from dreamfleet.roles.outbox import EPISODE, MOST_SENT
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import (
     FLAGS,
@@ -64,7 +63,6 @@ _MOST_METRICS = 20_000
 _MOST_ROWS = 1 << 16  # in a message from the actor
 _MOST_STEPS = 10**11
 _MOST_FAILURES = 10**9  # of an environment
-_LATEST = 1e11  # Unix time, far in the future: clocks need not agree
 _FASTEST, _HEAD_START = 10**5, 10**6  # steps a second, and at once, where no step count is known
 _ROW_BYTES = 1 << 20  # of what is only logged
 _FOREVER = float("inf")
@@ -626,12 +624,8 @@ class ReplayChecks:
         self._bounds = {
             key: _float_bounds(space) for key, space in self._spaces.items() if not space.discrete
         }
-        self._most_reward = _most_reward(self._spaces)
         most = args.all_envs + MOST_IDS
         self._owners = Owners(connected, _FOREVER, most, most)
-        # Other shards and hosts store steps that are not counted here.
-        self._counts = args.replay_shards == args.hosts == 1
-        self._ahead = steps_ahead(args)
 
     def guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, which checks its arguments first; the parts of samples share a check."""
@@ -656,7 +650,6 @@ class ReplayChecks:
         is_eval: Any,
         source: Any,
         seq: Any,
-        ended: Any = None,
     ) -> None:
         require(type(is_eval) is bool, "Whether steps are of evaluation is a bool.")
         rows = _check_column_of_ids(self._args, envids, is_eval)
@@ -677,13 +670,6 @@ class ReplayChecks:
                 low, high = self._discrete[key].low, self._discrete[key].high
                 inside = bool(((value >= low) & (value < high)).all())
                 require(inside, f"{key!r} is outside of {low.tolist()} to {high.tolist()}.")
-        if ended:
-            most = _MOST_STEPS
-            if self._counts:
-                most = self._known.stored() + rows + self._ahead
-            _check_ended(ended, rows, ("envid", "step", "score", "length"), self._most_reward, most)
-            inside = bool(np.isin(ended["envid"], envids).all())
-            require(inside, "An episode ends in an environment that has no step here.")
         is_first = steps.get("is_first")
         require(_is_column(is_first, rows, "b"), "'is_first' is missing or wrong.")
         # Last, because nothing may be taken by a message that is refused.
@@ -692,6 +678,13 @@ class ReplayChecks:
         if rows and not self._owners.is_known(source.encode(), ids, marks):
             first = is_first[places]
             self._owners.claim(caller, ids, first, marks=marks, key=source.encode())
+
+    def finished(self, read: Any) -> None:
+        require(type(read) is dict and set(read) == {"train", "eval"}, "There are two buffers.")
+        for each in read.values():
+            require(type(each) in (list, tuple) and len(each) == 2, "An epoch has a tick.")
+            fits = type(each[0]) is str and _is_whole(each[1], 0, 2**62)
+            require(fits, "An epoch is a name, and a tick counts from 0.")
 
     def update(self, data: Any) -> None:
         require(type(data) is dict and len(data) <= _MOST_LOGS, "An update is a dict of arrays.")
@@ -807,8 +800,6 @@ class CheckedLogger:
         self._logger, self._args = logger, args
         self._names: set[str] = set()
         self._steps = StepBound(args, logger.step, clock)
-        spaces = read_spaces(args, args.logdir)
-        self._most_reward = _most_reward(spaces[0] if spaces else {})
         self.status = logger.status
 
     @np.errstate(all="ignore")
@@ -848,18 +839,6 @@ class CheckedLogger:
         _check_column_of_ids(self._args, envids)
         self._logger.gone(envids, source, number)
 
-    @np.errstate(all="ignore")
-    def ended(self, ids: Any, episodes: Any) -> None:
-        require(type(ids) is list and 0 < len(ids) <= MOST_SENT, "There are so many episodes.")
-        for name in ids:
-            parts = name.rsplit("/", 2) if type(name) is str and len(name) <= _LONGEST_KEY else ()
-            numbered = len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal()
-            require(numbered, "An episode has no id.")
-        _check_ended(episodes, len(ids), tuple(EPISODE), self._most_reward)
-        require(len(episodes["step"]) == len(ids), "Every episode has an id.")
-        self._steps.check(int(episodes["step"].max()))
-        self._logger.ended(ids, episodes)
-
     def add(self, step: Any, metrics: Any, source: Any = "", number: Any = 0) -> None:
         _check_number(source, number)
         self._check_metrics(metrics)
@@ -892,33 +871,6 @@ class CheckedLogger:
         require(all(len(name) <= _LONGEST_KEY for name in new), "The name of a metric is too long.")
         require(len(self._names) + len(new) <= _MOST_METRICS, "There are too many metrics.")
         self._names.update(new)
-
-
-def _most_reward(spaces: Mapping[str, Space]) -> float:
-    """The largest reward that is not absurd."""
-    return max(map(abs, _float_bounds(spaces["reward"]))) if "reward" in spaces else _MAGNITUDE
-
-
-def _check_ended(
-    ended: Any, rows: int, keys: tuple[str, ...], reward: float, most: int = _MOST_STEPS
-) -> None:
-    """Refuse what are no episodes that have ended: with more of them than rows, steps or lengths
-    beyond the run's, or scores beyond what a reward for each step adds up to."""
-    require(type(ended) is dict and set(ended) == set(keys), "Episodes have other keys.")
-    count = len(ended["step"]) if isinstance(ended["step"], np.ndarray) else -1
-    require(0 <= count <= rows, "There are more episodes than steps.")
-    for key in keys:
-        whole = key not in ("score", "time")
-        require(_is_column(ended[key], count, "i" if whole else "f"), f"{key!r} is no column.")
-        if whole:
-            high = 2 * JOINED if key == "envid" else most
-            fits = (ended[key] >= 0) & (ended[key] <= high)
-            require(bool(fits.all()), f"{key!r} is from 0 to {high}.")
-    largest = np.minimum(reward * (ended["length"] + 1.0), _MAGNITUDE)
-    require(bool((abs(ended["score"]) <= largest).all()), "A score is more than its rewards.")
-    if "time" in keys:
-        fits = (ended["time"] >= 0) & (ended["time"] <= _LATEST)
-        require(bool(fits.all()), "The time of an episode is none.")
 
 
 def _is_column(value: Any, rows: int, kind: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.checkpoint import above, below
+from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.metrics import (
     Aggregate,
@@ -25,19 +28,24 @@ from dreamfleet.metrics import (
     ScoresFile,
     kind_of,
 )
+from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
-from dreamfleet.roles.addresses import find_server, listen_address, publish_address
+from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import CheckedLogger
 from dreamfleet.roles.notes import Notes, notes_path
-from dreamfleet.roles.outbox import EPISODE
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
-from dreamfleet.transport import Client, Future, Server
+from dreamfleet.transport import Client, Future, Server, TransportError
+
+log = logging.getLogger(__name__)
 
 RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
 _UNKNOWN = -1
+_INTERLEAVED = "while training, with the newest parameters"
 _MOST_SOURCES = 1 << 10
 _NUMBERED = ("tran", "gone", "add", "evaluated")
+_POLL_SECONDS, _LAST_POLL_SECONDS = 0.5, 1.0
+_PATIENCE = float("inf")  # of clients: a replay may be away for as long as it takes
 
 
 def video_env(args: RunConfig) -> int:
@@ -57,10 +65,27 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     logger = Logger(unpack(make_logger)(), args)
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
     bind(server, logger, args)
-    with server:
+    should_write = LocalClock(args.log_every)
+    with ExitStack() as stack:
+        replays = {
+            shard: stack.enter_context(
+                Client(
+                    find_server(args, "replay", shard),
+                    f"logger-{server_name('replay', shard)}",
+                    keys=args.run_keys,
+                    patience=_PATIENCE,
+                )
+            )
+            for shard in range(args.replay_shards)
+        }
+        scores = ScoreReader(logger, replays)
+        stack.enter_context(server)
         publish_address(args, "logger", server.address)
-        while not stop.wait(args.log_every):
-            logger.write()
+        while not stop.wait(min(args.log_every, _POLL_SECONDS)):
+            scores.poll()
+            if should_write():
+                logger.write()
+        scores.poll(_LAST_POLL_SECONDS)
     logger.close()
 
 
@@ -69,7 +94,6 @@ def bind(server: Server, logger: Logger, args: RunConfig) -> None:
     checked = CheckedLogger(logger, args)
     server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
     server.bind("gone", checked.gone, repeatable=True, roles=("agent",))
-    server.bind("ended", checked.ended, repeatable=True, roles=("replay",))
     server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
     server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
     everybody_else = ("agent", "replay", "evaluator", "watcher")
@@ -99,6 +123,43 @@ class LoggerClient(Client):
             return super().call(method, *args, self._source, self._messages)
 
 
+class ScoreReader:
+    """Asks every replay for the episodes that have finished, and has the logger write them.
+
+    Args:
+        logger: Writes them, and knows what it has.
+        replays: A client of each shard.
+    """
+
+    def __init__(self, logger: Logger, replays: Mapping[int, Client]) -> None:
+        self._logger, self._replays = logger, replays
+        self._asked: dict[int, Future] = {}
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """Take the answers that are there, and ask again. With a timeout, wait for those of
+        replays that are connected, until they have nothing new."""
+        deadline = time.monotonic() + timeout
+        for shard, client in self._replays.items():
+            if timeout and not client.stats()["connected"]:
+                continue
+            while self._take(shard, client, deadline) and timeout:
+                pass
+
+    def _take(self, shard: int, client: Client, deadline: float) -> int:
+        """Write what a replay has answered; how many episodes that were."""
+        asked = self._asked.pop(shard, None)
+        if asked is None:
+            asked = client.call("finished", self._logger.read(shard))
+        try:
+            if not asked.wait(max(0.0, deadline - time.monotonic())):
+                self._asked[shard] = asked
+                return 0
+            return self._logger.scored(shard, asked.result())
+        except (TransportError, OSError) as error:  # it is away, or the disk is full
+            log.warning("The scores of shard %d are asked for again: %s", shard, error)
+            return 0
+
+
 class Logger:
     """The step counter, episodes and outputs, as methods that others call."""
 
@@ -106,11 +167,18 @@ class Logger:
         self._lock = threading.Lock()
         self._output = BackgroundOutput(output)
         self._video = video_env(args)
-        self._scores = ScoresFile(args.logdir / "scores.jsonl")
+        self._scores = {
+            "train": ScoresFile(args.logdir / "scores.jsonl"),
+            "eval": ScoresFile(args.logdir / "eval_scores.jsonl", "eval", lazy=True),
+        }
+        self._steps: dict[int, int] = {}  # of each shard, when it was last asked
+        self._interleaved: list[tuple[float, int]] = []  # evaluation episodes since the last line
+        self._args = args
         self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
         self._aggregate = Aggregate()
-        self._recent: deque[float] = deque(self._scores.last, maxlen=RECENT_EPISODES)
-        self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self._recent, self._recent_eval = (
+            deque(file.last, maxlen=RECENT_EPISODES) for file in self._scores.values()
+        )
         self._target = args.target_score
         self._by_evaluation = bool(args.eval_envs or args.eval_every)
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
@@ -182,15 +250,50 @@ class Logger:
                 self._train.forget(envids.tolist())
                 self._eval.forget(envids.tolist())
 
-    def ended(self, ids: list[str], episodes: dict[str, NDArray[Any]]) -> None:
-        """Take the scores of training episodes, each of which is written once, however often it is
-        sent. See `dreamfleet.roles.outbox`."""
+    def read(self, shard: int) -> dict[str, tuple[str, int]]:
+        """Of both buffers of a replay, the newest episode that is written: its epoch and tick."""
         with self._lock:
-            rows = zip(ids, *(episodes[key].tolist() for key in EPISODE), strict=True)
-            for name, step, score, length, ended in rows:
-                self._advance(step)
-                if self._scores.add(step, score, length, name, time=ended):
-                    self._recent.append(score)
+            return {name: file.cursor(str(shard)) for name, file in self._scores.items()}
+
+    def scored(self, shard: int, found: Mapping[str, Any]) -> int:
+        """Write the episodes that have finished in a replay, each once; returns how many are new.
+
+        Args:
+            shard: Which of the run's replays it is.
+            found: What it has answered; see `ReplayService.finished`.
+        """
+        with self._lock:
+            self._steps[shard] = int(found["steps"])
+            steps, written = sum(self._steps.values()), 0
+            self._advance(steps)
+            for name, file in self._scores.items():
+                recent = self._recent if name == "train" else self._recent_eval
+                episodes = found[name]
+                columns = (episodes[key].tolist() for key in ("tick", "score", "length"))
+                for tick, score, length in zip(*columns, strict=True):
+                    ago = found["tick"] - tick if name == "train" else 0  # training steps since
+                    at = max(0, steps - ago)
+                    if file.add(at, score, length, str(shard), episodes["epoch"], tick):
+                        recent.append(score)
+                        written += 1
+                        if name == "eval":
+                            self._interleaved.append((score, length))
+            if len(self._interleaved) >= RECENT_EPISODES:
+                self._keep_evaluation(steps)
+        # Without the lock, and before the next question, with which the replay may forget them.
+        for file in self._scores.values() if written else ():
+            file.flush()
+        return written
+
+    def _keep_evaluation(self, step: int) -> None:
+        """Add what environments that evaluate all the time have played to `evaluations.jsonl`."""
+        returns, lengths = map(list, zip(*self._interleaved, strict=True))
+        self._interleaved.clear()
+        result = Evaluation(self._args.task, step, _INTERLEAVED, self._args.seed, returns, lengths)
+        try:
+            append_evaluation(self._args.logdir, result, kind="interleaved")
+        except OSError as error:
+            log.warning("evaluations.jsonl cannot be written: %s", error)
 
     def _follow(
         self,
@@ -208,8 +311,6 @@ class Logger:
 
     def _finish(self, episode: Episode, prefix: str) -> None:
         self._aggregate.add(episode.metrics(), prefix=prefix)
-        if prefix == "eval":
-            self._recent_eval.append(episode.score)
         if episode.video:
             videos = {f"{prefix}/video/{key}": video for key, video in episode.video.items()}
             self._output.write(self._step, videos)
@@ -273,14 +374,12 @@ class Logger:
                     metrics |= {f"{name}/{key}": value for key, value in counts.items()}
             self._output.write(self._step, metrics)
             self._output.flush()
-            self._scores.flush()
             self._notes.progress()
 
     def save(self) -> dict[str, Any]:
         """What has come in and is not written yet: episodes under way, and means."""
         with self._lock:
             return {
-                "recent_eval": np.array(self._recent_eval, np.float64),
                 "aggregate": self._aggregate.save(),
                 **above("train", self._train.save()),
                 **above("eval", self._eval.save()),
@@ -289,7 +388,6 @@ class Logger:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what `save` returned."""
         with self._lock:
-            self._recent_eval.extend(state["recent_eval"].tolist())
             self._aggregate.load(state["aggregate"])
             self._train.load(below(state, "train"))
             self._eval.load(below(state, "eval"))
@@ -297,7 +395,8 @@ class Logger:
     def close(self) -> None:
         self.write()
         self._output.close()
-        self._scores.close()
+        for file in self._scores.values():
+            file.close()
 
 
 class BackgroundOutput:

@@ -12,11 +12,14 @@ import logging
 import operator
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import LocalClock
@@ -42,7 +45,6 @@ from dreamfleet.roles.checks import ReplayChecks
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.notes import Notes, notes_path
-from dreamfleet.roles.outbox import Outbox
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import (
     ArgumentError,
@@ -67,7 +69,7 @@ _ANSWERED = (
 """Errors that do not end the process: the caller's fault, or nobody's."""
 _MODES = ("train", "report", "eval")
 _LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
-_SCORES_SECONDS = 2.0  # for the last scores, at the end of a run
+_SCORES_SECONDS, _READ_SECONDS = 2.0, 0.02  # for the last scores, at the end of a run
 _FOREVER = float("inf")
 
 
@@ -126,8 +128,6 @@ def parallel_replay(
             for number in range(1, 1 if shard else args.replay_shards)
         }
         should_save = LocalClock(args.save_every)
-        # A client of their own, because nobody waits for scores when the logger is away.
-        service.logger = client(find_server(args, "logger"), f"{name}-scores", _FOREVER)
         stack.enter_context(server)
         publish_address(args, "replay", server.address, shard)
         service.attach(others)
@@ -138,10 +138,9 @@ def parallel_replay(
                     logger.add(-1, service.report(others))
             except TransportError as error:
                 log.warning("The replay's metrics are lost: %s", error)
-            service.outbox.send(service.logger)
             if should_save():
                 service.save()
-        service.outbox.flush(service.logger, _SCORES_SECONDS)
+        service.wait_for_reader(_SCORES_SECONDS)
     service.close()
 
 
@@ -179,6 +178,7 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
             part = functools.partial(service.sample_part, mode)
             offer("agent", 1, **{f"sample_part_{mode}": part})
     offer("replay", 0, stats=service.stats, holding=service.holding)
+    offer("logger", 1, finished=service.finished)
     if lead := service.lead:
         offer(
             *("agent", 0),
@@ -315,10 +315,8 @@ class ReplayService:
         self._checkpoint = Checkpoint(folder, keep=2)
         counted = 1 if shard else args.replay_shards
         self._positions = Positions(folder / POSITIONS_FILE, self._tick, counted)
-        self.outbox = Outbox(folder / "episodes", self._tick, shard)
-        """Scores on their way to the logger."""
-        self.logger: Client | None = None
-        """Who takes them; None keeps them."""
+        for buffer in self._buffers.values():
+            buffer.follow_episodes()
         if args.prefill or args.offline:
             self._positions.import_steps(self._copy_steps)
         snapshot = self._checkpoint.load()
@@ -398,22 +396,13 @@ class ReplayService:
         is_eval: bool,
         source: str,
         seq: int,
-        ended: dict[str, Any] | None = None,
     ) -> int:
-        """Store a step of each environment; then wait while samples are behind. `ended` are the
-        episodes of training that end with these steps; see `dreamfleet.roles.outbox`."""
+        """Store a step of each environment; then wait while samples are behind."""
         if is_eval:
             return self._eval.add_batch(steps, envids, source, seq)
         if not self.lead:
             self._wait_until_attached()  # or steps would be counted before those that were lost
-        try:
-            if ended:
-                self.outbox.note(self._tick + len(envids), source, seq, ended)
-            added = self._train.add_batch(steps, envids, source, seq)
-        finally:
-            self.outbox.settle(self._tick)
-        if self.logger:
-            self.outbox.send(self.logger)
+        added = self._train.add_batch(steps, envids, source, seq)
         if added:
             self._positions.stored(self._tick)
             self._notes.progress()
@@ -480,6 +469,30 @@ class ReplayService:
         """Write a trained batch's states, and priorities if it has any, back."""
         return self._train.update(data)
 
+    def finished(self, read: dict[str, Any]) -> dict[str, Any]:
+        """The episodes that the logger has not written yet, of both buffers.
+
+        Args:
+            read: Of each buffer, epoch and tick of the newest episode that it has written.
+        """
+        found: dict[str, Any] = {"steps": self._positions.own, "tick": self._tick}
+        for name, buffer in self._buffers.items():
+            epoch, episodes = buffer.finished(*read[name])
+            columns = zip(*episodes, strict=True) if episodes else ((), (), ())
+            tick, score, length = (np.array(column, np.float64) for column in columns)
+            whole = {"tick": tick.astype(np.int64), "length": length.astype(np.int64)}
+            found[name] = {"epoch": epoch, "score": score, **whole}
+        return found
+
+    def wait_for_reader(self, timeout: float) -> None:
+        """Wait until the logger has all finished episodes; it gets the others after a restart."""
+        deadline = time.monotonic() + timeout
+        while any(buffer.has_unread_episodes for buffer in self._buffers.values()):
+            if time.monotonic() > deadline:
+                log.warning("The newest scores are written when the run is resumed.")
+                return
+            time.sleep(_READ_SECONDS)
+
     def stats(self) -> dict[str, Any]:
         """Sizes and counts of both buffers."""
         return {
@@ -521,7 +534,6 @@ class ReplayService:
         with ExitStack() as stack:
             for buffer in self._buffers.values():
                 stack.callback(buffer.close)
-            stack.callback(self.outbox.close)
             self.save()
 
     @property

@@ -32,7 +32,7 @@ from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
-from dreamfleet.roles.logger import Logger
+from dreamfleet.roles.logger import Logger, ScoreReader
 from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
@@ -200,7 +200,7 @@ class SerialRunner:
         replay_role.bind(replay, service, args)
         logging_role.bind(logs, logger, args)
         self._replay, self._logs = replay, logs
-        service.logger = logs
+        self._scores = ScoreReader(logger, {0: replay})
         self._saver = Saver(agent, args, progress, replay, logs)
         self._saver.round_may_begin = lambda: True
         self._learner = Learner(agent, args, progress, self._saver, replay, replay, logs, ahead=0)
@@ -246,6 +246,7 @@ class SerialRunner:
             else:
                 self._act()
             if self._progress.step > before:
+                self._scores.poll()
                 self._follow(before)
             if self._should_save() or self._saver.asked():
                 self._saver.save()
@@ -318,7 +319,7 @@ class SerialRunner:
         """Make the updates that are left, and save."""
         while self._learner.updates_left() and not self._progress.stopped:
             self._learn()
-        self._service.outbox.send(self._logs)  # which has taken all of them
+        self._scores.poll()
         self._log()
         self._saver.save()
 

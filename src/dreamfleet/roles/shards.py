@@ -127,17 +127,14 @@ class ShardedReplay:
         is_eval: bool,
         source: str,
         seq: int,
-        ended: Mapping[str, NDArray[Any]] | None = None,
     ) -> Reply:
         """Store steps, each in the shard of its environment. A shard sees some of the numbers."""
-        count, ended = len(self._clients), ended or {}
-        shards = envids % count
+        shards = envids % len(self._clients)
         replies = []
         for shard in np.unique(shards).tolist():
             rows = shards == shard
             part = {key: value[rows] for key, value in steps.items()}
-            over = {key: value[ended["envid"] % count == shard] for key, value in ended.items()}
-            message = (part, envids[rows], is_eval, source, seq, over)
+            message = (part, envids[rows], is_eval, source, seq)
             replies.append(self._clients[shard].call("add_batch", *message))
         return AllOf(replies)
 

@@ -113,17 +113,18 @@ class Job:
         self._said = "running"
         self._resources = ExitStack()
         self._result = self._resources.enter_context(temporary_folder()) / "result.json"
-        self._process = subprocess.Popen(
-            tied([*words, "--json", str(self._result)]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            # Accelerators belong to training.
-            env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
-        )
+        with self._result.open("w") as result:
+            self._process = subprocess.Popen(
+                tied([*words, "--json"]),
+                stdin=subprocess.PIPE,
+                stdout=result,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                # Accelerators belong to training.
+                env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
+            )
         with suppress(psutil.Error):
             psutil.Process(self._process.pid).nice(_NICE)
         threading.Thread(target=self._follow, name=name, daemon=True).start()
@@ -145,8 +146,8 @@ class Job:
     def _follow(self) -> None:
         with self._resources:
             with self._process as process:
-                assert process.stdout is not None
-                for line in process.stdout:
+                assert process.stderr is not None
+                for line in process.stderr:
                     self._said = line.strip() or self._said
             if process.returncode:
                 self._said = with_hint(self._said)
@@ -178,8 +179,8 @@ def evaluate(
     words += ["--trust"] if run.trust else []
     if video:
         words += ["--video", str(run.path / "media" / VIDEO_FOLDER / f"{step:012d}.mp4")]
-    elif not (run.path / EVALUATIONS_FILE).is_symlink():
-        words += ["--keep"]
+    if (run.path / EVALUATIONS_FILE).is_symlink():
+        words += ["--no-keep"]
     _jobs.append(Job(run, "video" if video else "evaluation", words, step))
     del _jobs[:-_MAX_KEPT]
 

@@ -54,13 +54,24 @@ def _is_size(word: str) -> bool:
     return len(parts) == 2 and all(part.isdigit() and part != "0" for part in parts)
 
 
+def printed(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `eval --json` prints, which is one JSON object and nothing else."""
+    capsys.readouterr()
+    assert main(["eval", *arguments, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def kept(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+
+
 def test_every_return_and_their_mean_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "result.json"
-    run = trained(tmp_path / "run")
-    assert main(["eval", str(run), "--episodes", "11", "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
+    run = str(trained(tmp_path / "run"))
+    result = printed(run, "--episodes", "11", capsys=capsys)
     assert len(result["returns"]) == len(result["lengths"]) == 11
     assert result["returns"] == result["lengths"]  # CartPole rewards every step with one
     assert len(set(result["returns"])) > 3  # environments differ
@@ -68,37 +79,38 @@ def test_every_return_and_their_mean_are_told(
     spread = np.std(result["returns"], ddof=1) / np.sqrt(11)
     assert result["standard_error"] == pytest.approx(spread)
     assert (result["task"], result["step"]) == ("gym:CartPole-v1", 1234)
+    assert main(["eval", run, "--episodes", "11"]) == 0
     text = capsys.readouterr().out
     assert "sampled" in text
     assert f"{result['mean']:.4g} ± {spread:.2g}" in text
-    assert main(["eval", str(run), "--episodes", "11", "--json", str(path), "--seed", "1"]) == 0
-    assert json.loads(path.read_text())["returns"] != result["returns"]
+    other = printed(run, "--episodes", "11", "--seed", "1", capsys=capsys)
+    assert other["returns"] != result["returns"]
 
 
-def test_a_file_that_cannot_be_written_takes_no_result_along(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = str(trained(tmp_path / "run"))
-    new = tmp_path / "new" / "deep" / "result.json"
-    assert main(["eval", run, "--episodes", "1", "--json", str(new)]) == 0
-    assert new.exists()
-    capsys.readouterr()
-    assert main(["eval", run, "--episodes", "1", "--json", str(new.parent)]) == 2
-    said = capsys.readouterr()
-    assert "mean return" in said.out
-    assert "cannot be written: Is a directory." in said.err
-
-
-def test_a_result_is_kept_with_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_every_result_is_kept_with_the_run(tmp_path: Path) -> None:
     run = trained(tmp_path / "run")
     (checkpoint,) = (run / "ckpt" / "agent").iterdir()
-    file = run / "evaluations.jsonl"
-    assert main(["eval", str(run), "--episodes", "1"]) == 0
-    assert not file.exists()
+    assert main(["eval", str(run), "--episodes", "1", "--no-keep"]) == 0
+    assert not (run / "evaluations.jsonl").exists()
     for path in (run, checkpoint):
-        assert main(["eval", str(path), "--episodes", "2", "--keep"]) == 0
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["kind"], row["step"], row["episodes"]) for row in rows] == [("asked", 1234, 2)] * 2
+        assert main(["eval", str(path), "--episodes", "2"]) == 0
+    evaluate(run, 3)
+    found = [(row["kind"], row["step"], row["episodes"]) for row in kept(run)]
+    assert found == [("asked", 1234, count) for count in (2, 2, 3)]
+    assert "seconds" in kept(run)[0]
+
+
+def test_a_result_that_cannot_be_kept_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path / "run")
+    (run / "evaluations.jsonl").mkdir()
+    result = printed(str(run), "--episodes", "1", capsys=capsys)
+    assert len(result["returns"]) == 1
+    assert main(["eval", str(run), "--episodes", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "mean return" in said
+    assert "The result could not be written: Is a directory." in said
 
 
 def test_greedy_actions_are_the_mode(
@@ -116,10 +128,9 @@ def test_greedy_actions_are_the_mode(
     assert main(["eval", str(run), "--episodes", "1"]) == 0
     assert set(asked) == {"eval"}
     asked.clear()
-    path = tmp_path / "result.json"
-    assert main(["eval", str(run), "--episodes", "1", "--greedy", "--json", str(path)]) == 0
+    assert main(["eval", str(run), "--episodes", "1", "--greedy"]) == 0
     assert set(asked) == {"greedy"}
-    assert "greedy" in json.loads(path.read_text())["protocol"]
+    assert "greedy" in kept(run)[-1]["protocol"]
     assert "greedy" in capsys.readouterr().out
 
 
@@ -149,33 +160,30 @@ def test_every_episode_has_a_seed_of_its_own(
     (tmp_path / "seeded_envs.py").write_text(SEEDED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    path = tmp_path / "result.json"
     run = trained(tmp_path / "run", "seeded_envs:Seeded")
     found = []
     for seed in ("0", "0", "1"):
-        command = ["eval", str(run), "--episodes", "20", "--json", str(path), "--seed", seed]
-        command += ["--task", "seeded_envs:Seeded"]
-        assert main(command) == 0
-        found.append(json.loads(path.read_text())["returns"])
+        command = ["eval", str(run), "--episodes", "20", "--seed", seed]
+        assert main([*command, "--task", "seeded_envs:Seeded"]) == 0
+        found.append(kept(run)[-1]["returns"])
     assert len(set(found[0])) == 20
     assert found[1] == found[0]
     assert not set(found[2]) & set(found[0])
 
 
 def test_the_first_episode_is_recorded(tmp_path: Path) -> None:
-    video, path = tmp_path / "play.mp4", tmp_path / "result.json"
+    video = tmp_path / "play.mp4"
     run = trained(tmp_path / "run")
-    arguments = ["--episodes", "2", "--video", str(video), "--json", str(path)]
-    assert main(["eval", str(run), *arguments]) == 0
+    assert main(["eval", str(run), "--episodes", "2", "--video", str(video)]) == 0
     shown = frames(video)
-    assert len(shown) == json.loads(path.read_text())["lengths"][0] + 1
+    assert len(shown) == kept(run)[-1]["lengths"][0] + 1
     label = shown.shape[1] - 400  # rows above the environment's own frame
     assert label > 0
     assert shown.shape[2:] == (600, 3)
     assert (shown[0, :label] > 128).any()  # letters
     assert (shown[0, :label] != shown[-1, :label]).any()  # the return so far
     assert len({frame.tobytes() for frame in shown}) > 5
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["play.mp4", "result.json", "run"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["play.mp4", "run"]
 
 
 def test_small_images_are_enlarged(tmp_path: Path) -> None:
@@ -264,10 +272,12 @@ def test_without_an_encoder_the_fix_is_told(
     assert "pip install 'dreamfleet[video]'" in capsys.readouterr().err
 
 
-def test_python_evaluates_as_the_command_does(tmp_path: Path) -> None:
-    run, path = trained(tmp_path / "run"), tmp_path / "result.json"
-    assert main(["eval", str(run), "--episodes", "9", "--seed", "3", "--json", str(path)]) == 0
-    assert json.loads(path.read_text()) == evaluate(run, 9, seed=3).record()
+def test_python_evaluates_as_the_command_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path / "run")
+    result = printed(str(run), "--episodes", "9", "--seed", "3", capsys=capsys)
+    assert result == evaluate(run, 9, seed=3).record()
     assert evaluate(Policy.load(run), 9, seed=3) == evaluate(str(run), 9, seed=3)
     assert evaluate(run, 1, greedy=True).protocol != evaluate(run, 1).protocol
     with pytest.raises(ConfigError, match="episodes=0 is not valid"):

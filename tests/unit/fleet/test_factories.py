@@ -15,7 +15,7 @@ import pytest
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
 from dreamfleet.fleet.factories import logger, replay, stream
-from dreamfleet.replay import Fractions, Mixture, ReplayConfig, Uniform
+from dreamfleet.replay import Fractions, Mixture, NotEnoughDataError, ReplayConfig, Uniform
 from dreamfleet.spaces import FLAGS
 
 
@@ -55,7 +55,16 @@ def test_evaluation_data_is_for_reports(tmp_path: Path) -> None:
     with replay(config, "replay") as train, replay(config, "eval_replay") as evaluation:
         assert (train.length, train.capacity) == (65, 95)
         assert (evaluation.length, evaluation.capacity) == (33, 10)
-        assert stream(config, evaluation, "eval").window == 33
+        batches = stream(config, train, "report")
+        with pytest.raises(NotEnoughDataError):
+            next(batches)
+        for number in range(70):
+            train.add({"tag": np.int64(number), "is_first": np.bool_(number % 9 == 0)})
+        found = next(batches)  # it goes on after an error
+        assert found["tag"].shape == (config.host_batch, 33), "the first part of a sequence"
+        assert found["is_first"][:, 0].all(), "in the context"
+        assert all(array.flags.c_contiguous for array in found.values())
+        assert next(stream(config, train, "train"))["tag"].shape == (config.host_batch, 65)
 
 
 def test_the_guide_to_agents_names_every_key_of_a_batch(tmp_path: Path) -> None:

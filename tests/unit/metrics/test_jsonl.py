@@ -39,17 +39,32 @@ def test_rows_hold_the_step_scalars_and_text(tmp_path: Path) -> None:
 
 def test_scores_have_the_published_form(tmp_path: Path) -> None:
     scores = ScoresFile(tmp_path / "scores.jsonl")
-    scores.add(100, 21.5, 200, envid=3)
-    scores.add(200, -1.0)
+    assert scores.add(100, 21.5, 200, "0", "e1", 7)
     scores.close()
-    lines = (tmp_path / "scores.jsonl").read_text().splitlines()
-    assert json.loads(lines[0]) == {
-        "step": 100,
-        "episode/score": 21.5,
-        "episode/length": 200,
-        "envid": 3,
-    }
-    assert json.loads(lines[1]) == {"step": 200, "episode/score": -1.0}
+    row = json.loads((tmp_path / "scores.jsonl").read_text())
+    assert row.pop("time") > 1e9
+    assert row == {"step": 100, "episode/score": 21.5, "episode/length": 200, "id": "0/e1/7"}
+
+
+def test_a_score_is_written_once_also_by_a_process_that_opens_the_file_later(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "scores.jsonl"
+    path.write_text('{"step":1,"episode/score":1.0,"id":"actor-0/0/1/0"}\n')  # an older version
+    scores = ScoresFile(path)
+    assert scores.cursor("0") == ("", 0)
+    assert scores.add(100, 1.0, 2, "0", "e1", 7)
+    assert not scores.add(100, 1.0, 2, "0", "e1", 7)
+    assert scores.add(100, 2.0, 2, "1", "e2", 3), "another replay"
+    for _ in range(3):
+        again = ScoresFile(path)
+        assert (again.cursor("0"), again.cursor("1")) == (("e1", 7), ("e2", 3))
+        assert not again.add(100, 2.0, 2, "1", "e2", 3)
+    assert again.add(50, 3.0, 2, "1", "e3", 2), "after a power cut ticks are given out again"
+    assert ScoresFile(path).cursor("1") == ("e3", 2)
+    assert ScoresFile(path).last == [1.0, 1.0, 2.0, 3.0]
+    assert ScoresFile(tmp_path / "none", "eval", lazy=True).cursor("0") == ("", 0)
+    assert not (tmp_path / "none").exists()
 
 
 def test_opening_again_appends(tmp_path: Path) -> None:

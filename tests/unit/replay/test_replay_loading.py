@@ -18,7 +18,6 @@ from dreamfleet.replay import (
     SamplesPerInsert,
     SchemaError,
     StorageFullError,
-    Stream,
     loading,
 )
 from dreamfleet.replay.storage.journal import Journal
@@ -132,9 +131,8 @@ def test_training_on_the_steps_of_another_run_alone(directory: Path) -> None:
         limiter.sample(4, timeout=0)
         return replay.sample(4)
 
-    stream = Stream(batches, length=LENGTH)
     for _ in range(100):
-        data = next(stream)
+        data = batches()
         replay.update({"stepid": data["stepid"], "state": data["state"] + 1})
     assert replay.stats()["samples"] == 400
 

@@ -344,26 +344,6 @@ def test_a_batch_with_frames_of_a_video_goes_alone(tmp_path: Path) -> None:
     assert sent == [([1, 2], 0), ([0, 1], 1), ([0, 2], 1), ([3, 1, 0, 1], 0)]
 
 
-def test_the_message_that_stores_the_end_of_an_episode_tells_its_score(tmp_path: Path) -> None:
-    actor, replay, _ = make_actor(CountingAgent(), tmp_path, report_every=0.0)
-
-    def last(batch: Transitions) -> Transitions:
-        batch.logs["is_last"][:] = True
-        return batch
-
-    actor.send([transitions([0, 1], [0, 0], first=True), transitions([0, 1, 2], [1, 2, 3])])
-    actor.send([last(transitions([1, 2], [5, 5])), transitions([0], [1])])
-    actor.send([last(transitions([0, 7], [1, 9], is_eval=[False, True]))])
-    ended = [{key: list(value) for key, value in call[6].items()} for call in replay.calls]
-    assert ended == [
-        {},
-        # The beginning of the episode of environment 2 was not seen.
-        {"envid": [1], "step": [0], "score": [7.0], "length": [2]},
-        {"envid": [0], "step": [0], "score": [3.0], "length": [3]},
-        {},  # of evaluation
-    ]
-
-
 def frames(video: VideoFrames, ids: list[int], *, first: bool) -> list[int]:
     obs = {
         "image": np.repeat(np.array(ids, np.uint8) + 100, 48).reshape(-1, 4, 4, 3),
@@ -487,7 +467,3 @@ def test_an_episode_goes_on_however_long_it_was_held_up(
     assert "episode_timeout" in warning
     gone = [call for call in logger.calls if call[0] == "gone"]
     assert [call[1].tolist() for call in gone] == [[2]]
-    last = observations([1], [0.1])
-    last["is_last"][:] = True
-    step(actor, last)
-    assert replay.calls[-1][-1]["length"].tolist() == [3], "its score is that of all its steps"

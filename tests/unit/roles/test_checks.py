@@ -525,12 +525,6 @@ ACTOR = Caller("agent", "", "10.0.0.1", b"actor")
 GOOD_BATCH = (steps(), IDS, False, "actor", 1)
 
 
-def ended(count: int, **changes: Any) -> dict[str, Any]:
-    """Episodes that end with a batch."""
-    whole = {key: np.zeros(count, np.int64) for key in ("envid", "step", "length")}
-    return {**whole, "score": np.zeros(count), **changes}
-
-
 WRONG_BATCHES: dict[str, tuple[Any, ...]] = {
     "numbers": (5, 5, 5, 5, 5),
     "float ids": (steps(), np.array([0.0, 1.0]), False, "actor", 1),
@@ -553,10 +547,6 @@ WRONG_BATCHES: dict[str, tuple[Any, ...]] = {
     "another dtype": (steps(action=np.zeros((2, 2))), IDS, False, "actor", 1),
     "NaN": (steps(reward=np.array([0, np.nan], np.float32)), IDS, False, "actor", 1),
     "NaN in a state": (steps(state=np.full((2, 7), np.nan, np.float16)), IDS, False, "actor", 1),
-    "episodes of nowhere": (steps(), IDS, False, "actor", 1, {"score": np.ones(1)}),
-    "more episodes than steps": (steps(), IDS, False, "actor", 1, ended(3)),
-    "a score that is none": (steps(), IDS, False, "actor", 1, ended(1, score=np.array([np.nan]))),
-    "a negative length": (steps(), IDS, False, "actor", 1, ended(1, length=np.array([-1]))),
     "an absurd number": (steps(vector=np.full((2, 3), 1e38, "f4")), IDS, False, "actor", 1),
     "training that is evaluation": (steps(), IDS, True, "actor", 1),
     "evaluation that is training": (steps(), np.array([6, 7]), False, "actor", 1),
@@ -569,10 +559,6 @@ WRONG_BATCHES: dict[str, tuple[Any, ...]] = {
     "a button that there is not": (
         *(steps(buttons=np.array([[1, 4], [2, 4]], np.int32)), IDS, False, "actor", 1),
     ),
-    "a score of 1e300": (*GOOD_BATCH, ended(1, score=np.array([1e300]))),
-    "an episode of another environment": (*GOOD_BATCH, ended(1, envid=np.array([2]))),
-    "an episode at a step to come": (*GOOD_BATCH, ended(1, step=np.array([9_900_000]))),
-    "an episode longer than the run": (*GOOD_BATCH, ended(1, length=np.array([9_900_000]))),
 }
 
 
@@ -618,8 +604,7 @@ def test_spaces_that_another_task_left_are_not_checked_by(run: RunConfig) -> Non
 def test_what_actors_really_store_is_taken(run: RunConfig) -> None:
     service, checked = checked_replay(run)
     policy = np.full((2, 2), 1.5, np.float32)  # it leaves its bounds a little
-    late = ended(2, envid=IDS, step=np.full(2, 5100), length=np.full(2, 5000), score=np.ones(2))
-    checked.add_batch(steps(action=policy), IDS, False, "actor", 1, late)
+    checked.add_batch(steps(action=policy), IDS, False, "actor", 1)
     checked.add_batch(steps(), np.array([6, 7]), True, "actor", 2)
     checked.add_batch(steps(), np.array([JOINED, JOINED]), False, "actor", 3)
     checked.add_batch(steps(), np.array([JOINED_EVAL, 6]), True, "actor", 4)
@@ -730,24 +715,6 @@ def test_wrong_transitions_do_not_reach_the_logger(run: RunConfig, wrong: str) -
     with pytest.raises(ArgumentError):
         checked.tran(*WRONG_TRANSITIONS[wrong])
     assert service.calls == ["tran"]
-
-
-def test_wrong_scores_do_not_reach_the_logger(run: RunConfig) -> None:
-    service, checked = checked_logger(run)
-    good = {**ended(1), "time": np.ones(1)}
-    del good["envid"]
-    checked.ended(["actor/0/1/0"], good)
-    names = ["", "actor", "actor/0/1/-1", "actor/0/x/0", "a" * 300 + "/1/0", 5]
-    wrong: list[tuple[Any, Any]] = [([name], good) for name in names]
-    wrong += [("actor/0/1/0", good), ([], good), (["a/1/0"] * 10_000, good), (["a/1/0"], {})]
-    wrong += [(["a/1/0"], {**good, "score": np.full(1, each)}) for each in (np.inf, 1e300)]
-    wrong += [(["a/1/0"], {**good, "time": np.full(1, each)}) for each in (np.nan, -1.0, 1e300)]
-    wrong += [(["a/1/0"], {**good, "step": np.array([10**12])})]
-    wrong += [(["a/1/0", "a/2/0"], good), (["a/1/0"], {**good, "more": np.ones(1)})]
-    for names, episodes in wrong:
-        with pytest.raises(ArgumentError):
-            checked.ended(names, episodes)
-    assert service.calls == ["ended"]
 
 
 def test_wrong_metrics_do_not_reach_the_logger(run: RunConfig) -> None:

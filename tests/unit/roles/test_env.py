@@ -170,7 +170,7 @@ def test_an_exception_costs_its_own_episode_and_the_others_never_notice(
     assert "OSError('the port is busy')" in caplog.text, "an error in close is logged, and no more"
 
 
-def test_the_replay_stores_that_the_episode_was_cut_short(args: RunConfig, tmp_path: Path) -> None:
+def test_the_replay_knows_that_the_episode_was_cut_short(args: RunConfig, tmp_path: Path) -> None:
     agent, _ = run(args, [flaky({11: explode})], steps=20)
     for together in (False, True):  # a batch a step, and all steps in one batch
         path = tmp_path / f"replay-{together}"
@@ -181,10 +181,15 @@ def test_the_replay_stores_that_the_episode_was_cut_short(args: RunConfig, tmp_p
                 columns = [joined]
             for column in columns:
                 replay.add_batch(column, [0] * len(column["is_first"]))
+            replay.follow_episodes()
+            assert replay.finished()[1] == [], "only what arrives with is_last has a score"
             assert replay._table is not None
             stored = replay._table.store.columns
             slot = int(replay._table.chains.head_slot[0])
-            assert stored["is_last"][slot, :20].tolist() == [n == 9 for n in range(20)]
+            sampled = replay.sample(1000, "report")
+            places = sampled["stepid"][:, 0, 16:].copy().view(">u4")[:, 0]
+            assert set(places.tolist()) == set(range(len(replay)))
+            assert np.array_equal(sampled["is_last"][:, 0], places == 9)
             assert not stored["is_terminal"][slot, :20].any()
             assert np.array_equal(
                 stored["reward"][slot, :20], [row for c in agent.blocks for row in c["reward"]]

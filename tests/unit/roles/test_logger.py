@@ -12,7 +12,8 @@ import numpy as np
 from fleet_parts import rows, small_run
 
 from dreamfleet.metrics import JsonlOutput
-from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger
+from dreamfleet.metrics.evaluations import evaluation_from
+from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger, ScoreReader
 
 
 class Kept:
@@ -41,18 +42,18 @@ def keeper(tmp_path: Path, **changes: Any) -> tuple[Logger, Kept]:
     return Logger(output, small_run(tmp_path, **changes)), output
 
 
-def ended(log: Logger, step: int, *scores: float, name: str = "actor/0", first: int = 1) -> None:
-    """The replay tells of training episodes."""
-    count = len(scores)
-    log.ended(
-        [f"{name}/{first + number}/0" for number in range(count)],
-        {
-            "step": np.full(count, step),
-            "score": np.array(scores),
-            "length": np.full(count, 2),
-            "time": np.full(count, 1.5e9),
-        },
-    )
+def scored(
+    log: Logger, *scores: float, last: int, steps: int = 100, shard: int = 0, name: str = "train"
+) -> int:
+    """A replay that holds so many steps tells of episodes, the last of which ended at a tick."""
+
+    def episodes(scores: tuple[float, ...]) -> dict[str, Any]:
+        count = len(scores)
+        ticks = np.arange(last - count + 1, last + 1)
+        return {"epoch": "e1", "tick": ticks, "score": np.array(scores), "length": ticks * 0 + 2}
+
+    found = {"train": episodes(()), "eval": episodes(()), "steps": steps, "tick": steps}
+    return log.scored(shard, {**found, name: episodes(scores)})
 
 
 def play(
@@ -95,24 +96,74 @@ def test_episodes_are_scored_and_their_logs_averaged_summed_and_peaked(tmp_path:
     assert rows(tmp_path / "scores.jsonl") == [], "the replay tells which episodes were stored"
 
 
-def test_a_score_is_written_once_however_often_it_is_sent(tmp_path: Path) -> None:
-    """Also by the successor of a logger that was killed before it could answer."""
+def test_a_score_is_written_once_however_often_a_replay_tells_it(tmp_path: Path) -> None:
+    """Also by the successor of a logger that was killed after it had written it."""
     log, _ = keeper(tmp_path)
-    ended(log, 10, 1.0, 2.0)
-    ended(log, 11, 2.0, 3.0, first=2)
-    ended(log, 12, 7.0, name="actor/1")  # another shard stores other episodes of a message
+    assert scored(log, 1.0, 2.0, last=10) == 2
+    assert scored(log, 2.0, 3.0, last=11) == 1
+    assert scored(log, 7.0, last=5, steps=40, shard=1) == 1
+    assert log.read(0) == {"train": ("e1", 11), "eval": ("", 0)}
     again, _ = keeper(tmp_path)  # the first is not closed: it was killed
     assert again.status()["score"] == np.mean([1, 2, 3, 7])
-    ended(again, 9, 2.0, 3.0, 4.0, first=2)
-    ended(again, 9, 7.0, 8.0, name="actor/1")
-    ended(again, 9, 5.0, name="restarted/0")
+    assert [again.read(shard)["train"] for shard in range(2)] == [("e1", 11), ("e1", 5)]
+    assert scored(again, 3.0, 4.0, last=12) == 1
+    assert scored(again, 9.0, last=3, name="eval") == 1
     found = rows(tmp_path / "scores.jsonl")
-    assert [row["episode/score"] for row in found] == [1, 2, 3, 7, 4, 8, 5]
-    assert [row["step"] for row in found] == [10, 10, 11, 12, 9, 9, 9], "each with its own"
-    assert found[0] == {
-        "step": 10, "episode/score": 1.0, "episode/length": 2, "time": 1.5e9, "id": "actor/0/1/0",
-    }  # fmt: skip
+    assert [row["episode/score"] for row in found] == [1, 2, 3, 7, 4]
+    # At the steps of the whole run when their last step was stored.
+    assert [row["step"] for row in found] == [9, 10, 11, 105, 12]
+    assert [row["id"] for row in found[2:4]] == ["0/e1/11", "1/e1/5"]
+    (evaluated,) = rows(tmp_path / "eval_scores.jsonl")
+    assert (evaluated["eval/score"], evaluated["step"]) == (9.0, 100)
     again.close()
+    log.close()
+    final, _ = keeper(tmp_path)
+    assert final.status()["eval_score"] == 9.0, "a logger that is started again remembers it"
+    final.close()
+
+
+class Replay:
+    """A client of one; it may be away."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.there = True
+        self.episodes = 0
+
+    def call(self, method: str, read: Any) -> Replay:
+        assert method == "finished"
+        self.asked.append(read["train"])
+        return self
+
+    def wait(self, timeout: float) -> bool:
+        del timeout
+        return self.there
+
+    def stats(self) -> dict[str, float]:
+        return {"connected": float(self.there)}
+
+    def result(self) -> dict[str, Any]:
+        since = self.asked[-1][1]
+        ticks = np.arange(since + 1, self.episodes + 1)
+        none = {"epoch": "e", "tick": ticks[:0], "score": ticks[:0] * 1.0, "length": ticks[:0]}
+        train = {"epoch": "e", "tick": ticks, "score": ticks * 1.0, "length": ticks}
+        return {"train": train, "eval": none, "steps": 9, "tick": 9}
+
+
+def test_every_replay_is_asked_for_what_is_new_and_none_is_waited_for(tmp_path: Path) -> None:
+    log, _ = keeper(tmp_path)
+    one, other = Replay(), Replay()
+    replays: Any = {0: one, 1: other}
+    reader = ScoreReader(log, replays)
+    one.episodes, other.there = 2, False
+    reader.poll()
+    reader.poll()
+    assert one.asked == [("", 0), ("e", 2)]
+    assert other.asked == [("", 0)], "one question at a time"
+    one.episodes, other.episodes, other.there = 4, 1, True
+    reader.poll(60.0)
+    assert one.asked == [("", 0), ("e", 2), ("e", 2), ("e", 4)], "until it has nothing new"
+    assert log.read(1)["train"] == ("e", 1)
     log.close()
 
 
@@ -151,7 +202,7 @@ def test_the_target_is_reached_by_the_mean_of_enough_training_episodes(tmp_path:
     log, _ = keeper(tmp_path, target_score=2.0)
     reached = []
     for number, score in enumerate([1.0, 3.0] * (RECENT_EPISODES // 2) + [-50.0]):
-        ended(log, 1, score, first=number)
+        scored(log, score, last=number + 1)
         reached.append(play(log, 1, [0.0]))
     assert reached == [False] * (RECENT_EPISODES - 1) + [True, False]
     log.close()
@@ -159,11 +210,17 @@ def test_the_target_is_reached_by_the_mean_of_enough_training_episodes(tmp_path:
 
 def test_the_target_is_judged_by_evaluation_episodes_where_there_are_any(tmp_path: Path) -> None:
     log, _ = keeper(tmp_path, target_score=2.0, eval_envs=1)
-    ended(log, 1, *[5.0] * RECENT_EPISODES)
+    scored(log, *[5.0] * RECENT_EPISODES, last=RECENT_EPISODES)
     assert not play(log, 1, [5.0])
-    answers = [play(log, 1, [5.0], envid=9, is_eval=True) for _ in range(RECENT_EPISODES)]
+    answers = []
+    for number in range(RECENT_EPISODES):
+        scored(log, 5.0, last=number + 1, name="eval")
+        answers.append(play(log, 1, [5.0], envid=9, is_eval=True))
     assert answers == [False] * (RECENT_EPISODES - 1) + [True]
     assert log.status()["eval_score"] == 5.0
+    (row,) = rows(tmp_path / "evaluations.jsonl")
+    assert (row["kind"], row["step"], row["mean"]) == ("interleaved", 100, 5.0)
+    assert evaluation_from(row).returns == [5.0] * RECENT_EPISODES
     log.close()
 
 
@@ -180,7 +237,7 @@ def test_an_environment_that_is_gone_leaves_no_episode_behind(tmp_path: Path) ->
 
 def test_a_run_without_a_target_never_reaches_it(tmp_path: Path) -> None:
     log, _ = keeper(tmp_path)
-    ended(log, 1, *[1e9] * RECENT_EPISODES)
+    scored(log, *[1e9] * RECENT_EPISODES, last=RECENT_EPISODES)
     assert not play(log, 1, [1e9])
     log.close()
 

@@ -133,16 +133,15 @@ def test_the_result_of_an_evaluation_is_kept_but_not_through_a_link(
     actions.evaluate(run)
     (run.path / "evaluations.jsonl").symlink_to(run.path.parent / "elsewhere")
     actions.evaluate(run)
-    assert ["--keep" in each for each in commands] == [True, False]
+    assert ["--no-keep" in each for each in commands] == [False, True]
 
 
 def test_a_job_shows_its_result_or_its_error(run: Run, tmp_path: Path) -> None:
     said = "x.pt was trained with mine:Agent, which is not part of Dreamfleet: pass agent=..."
     assert with_hint("The run has no checkpoint yet.") == "The run has no checkpoint yet."
     (tmp_path / "fake_eval.py").write_text(
-        "import pathlib, sys\n"
-        f"if 'bad' in sys.argv: sys.exit({said!r})\n"
-        'pathlib.Path(sys.argv[-1]).write_text(\'{"mean": 2.5, "episodes": 10}\')\n'
+        f"import sys\nif 'bad' in sys.argv: sys.exit({said!r})\n"
+        'print(\'{"mean": 2.5, "episodes": 10}\')\n'
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

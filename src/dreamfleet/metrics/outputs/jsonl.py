@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -50,6 +52,17 @@ class JsonlFile:
         """The last rows, some thousands of them."""
         with self._path.open("rb") as file:
             return last_rows(file, _LONG_TAIL)
+
+    def last_value(self, key: str, start: str) -> str:
+        """The text of a key in the last row in which it starts like this; empty if there is none.
+        It is the last key of its row."""
+        size, wanted = os.fstat(self._fd).st_size, f'"{key}":"{start}'.encode()
+        if not size:
+            return ""
+        with mmap.mmap(self._fd, size, access=mmap.ACCESS_READ) as content:
+            at = content.rfind(wanted)
+            line = content[at : content.find(b"\n", at)] if at >= 0 else b""
+        return line.partition(b'":"')[2].partition(b'"')[0].decode(errors="replace")
 
     def flush(self) -> None:
         os.fsync(self._fd)
@@ -167,49 +180,52 @@ class JsonlOutput:
 
 
 class ScoresFile:
-    """`scores.jsonl`: one line for each episode, `{"step": ..., "episode/score": ...}`.
+    """A line for each finished episode, `{"step": ..., "episode/score": ..., "id": ...}`.
 
-    An episode may have an id, `SENDER/.../SEQ/INDEX`. The numbers of a sender rise, so an episode
-    that comes again is recognised, also by another process that has opened the file since.
+    The id is `REPLAY/EPOCH/TICK`. Ticks of a replay rise, so its last line says what to ask for
+    next, also to another process that opens the file.
+
+    Args:
+        path: The file.
+        prefix: How the names of score and length begin.
+        lazy: Whether the file is made with its first line.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self._file = JsonlFile(path)
-        self._newest: dict[str, tuple[int, int]] = {}
-        self.last: list[float] = []
+    def __init__(self, path: Path | str, prefix: str = "episode", *, lazy: bool = False) -> None:
+        self._path, self._prefix = Path(path), prefix
+        self._file = JsonlFile(path) if self._path.exists() or not lazy else None
+        self._cursors: dict[str, tuple[str, int]] = {}
+        rows = self._file.tail() if self._file else []
+        scores = (row.get(f"{prefix}/score") for row in rows)
+        self.last: list[float] = [score for score in scores if isinstance(score, float)]
         """Scores that were in the file when it was opened: the last ones."""
-        for row in self._file.tail():
-            if isinstance(name := row.get("id"), str):
-                self._newest |= dict([_numbered(name)])
-            if isinstance(score := row.get("episode/score"), float):
-                self.last.append(score)
 
-    def add(
-        self, step: int, score: float, length: int | None = None, name: str = "", **more: Any
-    ) -> bool:
+    def cursor(self, replay: str) -> tuple[str, int]:
+        """Epoch and tick of the newest episode of a replay; an empty name if there is none."""
+        if replay not in self._cursors:
+            last = self._file.last_value("id", f"{replay}/") if self._file else ""
+            _, epoch, tick = (last or "//0").rsplit("/", 2)
+            self._cursors[replay] = epoch, int(tick)
+        return self._cursors[replay]
+
+    def add(self, step: int, score: float, length: int, replay: str, epoch: str, tick: int) -> bool:
         """Write an episode; returns whether it was not there before."""
-        sender, number = _numbered(name)
-        if number <= self._newest.get(sender, (-1, -1)):
+        if (before := self.cursor(replay))[0] == epoch and tick <= before[1]:
             return False
-        row: dict[str, Any] = {"step": step, "episode/score": score}
-        if length is not None:
-            row["episode/length"] = length
-        self._file.append({**row, **more, **({"id": name} if name else {})})
-        if name:
-            self._newest[sender] = number
+        names = {f"{self._prefix}/score": score, f"{self._prefix}/length": length}
+        now = {"time": round(time.time(), 1), "id": f"{replay}/{epoch}/{tick}"}
+        self._file = self._file or JsonlFile(self._path)
+        self._file.append({"step": step, **names, **now})
+        self._cursors[replay] = epoch, tick
         return True
 
     def flush(self) -> None:
-        self._file.flush()
+        if self._file:
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
-
-
-def _numbered(name: str) -> tuple[str, tuple[int, int]]:
-    """The sender of an episode, and its numbers."""
-    sender, seq, index = (name or "/0/0").rsplit("/", 2)
-    return sender, (int(seq), int(index))
+        if self._file:
+            self._file.close()
 
 
 def _plain(value: Any) -> Any:

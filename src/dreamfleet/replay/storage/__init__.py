@@ -4,7 +4,6 @@
     journal   the one number that says which steps count: a kill at any moment loses no batch
     memory    mapping chunks, preparing pages and reusing buffers, with the measured gain of each
     store     chunks as columns: write rows, copy sequences out, write values back
-    seals     checksums of rows, so that a flipped bit is found and not trained on
 
 `store` knows chunks and steps, not streams or sequences; those are the index above it.
 """

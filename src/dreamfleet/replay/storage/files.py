@@ -6,10 +6,11 @@ A chunk file:
     4 bytes   length of the description, little-endian
     4 bytes   CRC-32 of the description
     n bytes   the description, JSON: id, run, previous id, stream, steps, columns
-    padding   up to a multiple of 4096; its last 72 bytes are checksums of rows (see `seals`)
+    padding   up to a multiple of 4096; it ends with the score of an episode so far (see
+              `episodes`), and 72 bytes in which older versions kept checksums
     columns   ticks, then one column a key (see `schema`)
 
-But for these checksums the header never changes once the file has its name. The ticks of its steps
+The rest of the header never changes once the file has its name. The ticks of its steps
 and the journal say which steps are valid, not the file.
 """
 
@@ -45,17 +46,19 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".chunk"
 LOCK = "lock"
+EPISODES = "episodes.json"
 _MAGIC = b"DFCHUNK\x01"
 _PARTIAL = ".partial"
 _PARTIAL_PATTERN = "[0-9a-f]" * 32 + _PARTIAL
 _CHUNK_PATTERN = "[0-9a-f]" * 32 + SUFFIX
+_PARTIAL_EPISODES = f".{EPISODES}.*"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
 _PREFIX = struct.Struct("<8sII")
 _MAX_DESCRIPTION = 1 << 20
 _ROOM_FOR_THE_REST = 1024
 _HEADER_ALIGN = 4096
-SEAL_BYTES = 72
-"""At the end of the header, for checksums of rows."""
+UNUSED_BYTES, BEFORE_BYTES = 72, 24
+"""At the end of the header: what older versions used, and before it an episode's score so far."""
 # Slots must start on a page on every machine that may read the file, also on those with big pages.
 _SLOT_ALIGN = 16384
 
@@ -93,7 +96,9 @@ class ChunkInfo:
             }
         ).encode()
         prefix = _PREFIX.pack(_MAGIC, len(description), zlib.crc32(description))
-        assert len(prefix) + len(description) + SEAL_BYTES <= header_bytes(self.schema)
+        assert len(prefix) + len(description) + UNUSED_BYTES + BEFORE_BYTES <= header_bytes(
+            self.schema
+        )
         return (prefix + description).ljust(header_bytes(self.schema), b"\0")
 
 
@@ -240,7 +245,9 @@ def scan(directory: Path, run: bytes | None) -> Contents:
     found: list[Found] = []
     skipped: dict[str, str] = {}
     for path in sorted(directory.iterdir()):
-        if path.name in (LOCK, JOURNAL, DAMAGED, *SYNCED) or path.match(_PARTIAL_PATTERN):
+        if path.name in (LOCK, JOURNAL, DAMAGED, EPISODES, *SYNCED):
+            continue
+        if path.match(_PARTIAL_PATTERN) or path.match(_PARTIAL_EPISODES):
             continue
         try:
             info = read_chunk(path)
@@ -274,7 +281,7 @@ def scan(directory: Path, run: bytes | None) -> Contents:
 def remove_partial(directory: Path, *, power_cut: bool = False) -> None:
     """Files that were being made when a writer died never had steps in them. A power cut may leave
     such a file under its final name, with zeros where its header was not written yet."""
-    for path in directory.glob(_PARTIAL_PATTERN):
+    for path in (*directory.glob(_PARTIAL_PATTERN), *directory.glob(_PARTIAL_EPISODES)):
         path.unlink(missing_ok=True)
     for path in directory.glob(_CHUNK_PATTERN) if power_cut else ():
         with path.open("rb") as file:

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from dreamfleet.replay.errors import ReplayError, StorageFullError
 from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema, StreamId
 from dreamfleet.replay.storage.files import (
+    BEFORE_BYTES,
     SUFFIX,
+    UNUSED_BYTES,
     ChunkInfo,
     chunk_bytes,
     create_chunk,
@@ -67,6 +69,10 @@ class Store:
             )
             for column in schema.columns
         }
+        self.before = self.arena.column(
+            base - UNUSED_BYTES - BEFORE_BYTES, np.dtype(np.uint64), BEFORE_BYTES // 8
+        )
+        """Of each chunk, what the episode under way scored before it; see `Scores`."""
         # Where each column starts in a slot, and the bytes of a step in it.
         self.places = tuple((base + starts[c.name], c.row_bytes) for c in schema.columns)
         self._bytes = self.arena.column(0, np.dtype(np.uint8), self.chunk_bytes).reshape(-1)
@@ -75,6 +81,8 @@ class Store:
         self.next = np.full(self.slots, _NONE, np.int64)
         self.previous = np.full(self.slots, _NONE, np.int64)
         self.lengths = np.zeros(self.slots, np.int64)
+        self.own = np.zeros(self.slots, bool)
+        """Whether a chunk holds steps of this run, not of another that were copied."""
         self.slot_of: dict[bytes, int] = {}
         self.changed: set[int] = set()
         """Slots with rows that were written, marked or erased since the last sync."""
@@ -118,7 +126,7 @@ class Store:
             )
         slot = self._free[-1]
         self._map(slot, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        self._occupy(slot, info.id)
+        self._occupy(slot, info)
         return slot
 
     def copy(self, path: Path, info: ChunkInfo, first: int, stop: int) -> int:
@@ -318,6 +326,7 @@ class Store:
     def close(self) -> None:
         """Unmap everything; the arrays must not be touched afterwards, so they go first."""
         self.columns, self.ticks = {}, np.zeros((0, 0), np.int64)
+        self.before = np.zeros((0, 0), np.uint64)
         self._bytes = np.zeros(0, np.uint8)
         self._prefault.stop()
         self.arena.close()
@@ -333,7 +342,7 @@ class Store:
             except BaseException:
                 (self.directory / info.filename).unlink(missing_ok=True)
                 raise
-        self._occupy(slot, info.id)
+        self._occupy(slot, info)
         return slot
 
     def _read_rows(self, fd: int, slot: int, first: int, stop: int, path: Path) -> None:
@@ -352,10 +361,11 @@ class Store:
         finally:
             os.close(fd)
 
-    def _occupy(self, slot: int, chunk: bytes) -> None:
+    def _occupy(self, slot: int, info: ChunkInfo) -> None:
         assert self._free.pop() == slot
-        self.ids[slot] = np.frombuffer(chunk, np.uint8)
-        self.slot_of[chunk] = slot
+        self.ids[slot] = np.frombuffer(info.id, np.uint8)
+        self.own[slot] = info.stream is not None
+        self.slot_of[info.id] = slot
 
 
 @lru_cache(maxsize=16)
