@@ -1,8 +1,8 @@
 """The command line: `dreamfleet COMMAND ...`.
 
 Each command is one module of this package with a function of its own name (`check-env` is
-`check_env`). The function's parameters are its options; those of `train` and `resume` are the
-settings of a run. A command is imported only when it is asked for, so that the others stay quick.
+`check_env`). The function's parameters are its options; those of `train`, `resume` and `sweep` are
+the settings of a run. A command is imported only when it is asked for, so that others stay quick.
 """
 
 from __future__ import annotations
@@ -170,7 +170,11 @@ def _about_machine(error: Exception) -> str:
 def _run(name: str, arguments: Sequence[str]) -> None:
     function = name.replace("-", "_")
     command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
-    if name in ("train", "resume"):  # they read their options themselves: the settings of a run
+    if name in (
+        "train",
+        "resume",
+        "sweep",
+    ):  # they read their options themselves: the settings of a run
         command(arguments)
     elif {"-h", "--help"} & set(arguments):
         say(function_help(name, command, EXAMPLES.get(name, ())))

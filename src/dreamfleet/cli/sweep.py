@@ -2,62 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.table import Table
 
-from dreamfleet.cli.arguments import SettingsNamed
+from dreamfleet.cli.arguments import Option, parse_known
 from dreamfleet.cli.console import say
-from dreamfleet.cli.train import config_of
+from dreamfleet.cli.train import config_of, options_of, show_help, wants_help
 from dreamfleet.errors import ConfigError
-from dreamfleet.settings import Count
+from dreamfleet.settings import Count, Section, convert
 from dreamfleet.statistics import mean_interval
 from dreamfleet.sweep import Sweep, read_values, results
 
-_NAMED = (
-    *("task", "agent", "steps", "duration", "target_score", "eval_every", "eval_episodes"),
-    *("train_ratio", "launcher", "envs"),
+SUMMARY = """\
+Train with several seeds, with every combination of values, or search within ranges.
+
+Each run is an ordinary one in a directory of its own. The same command again goes on with what is
+missing. Values with commas between them are a grid. A range, log(1e-5,1e-3), uniform(0,1) or
+int(1,8), is searched by Optuna, which stops runs that fall behind; a machine that sees the same
+directory helps with the same command. All other options are those of 'dreamfleet train'."""
+
+EXAMPLES = (
+    ("sweep --seeds 0,1,2 --task gym:Acrobot-v1", "three seeds"),
+    ("sweep --set train_ratio=32,64 --parallel 2", "two settings at the same time"),
+    ("sweep --set dreamer.optimizer.learning_rate='log(1e-4,1e-2)' --trials 20", "a search"),
+)
+
+_WHAT = frozenset({Section("what")})
+_OWN = (
+    Option("seeds", str, "0", "Seeds that every setting is trained with, such as 0,1,2.", _WHAT),
+    Option("set", dict, {}, "Settings by their path, with one value, values, or a range.", _WHAT),
+    Option("trials", Count, 20, "Settings that a search tries.", _WHAT),
+    Option("parallel", Count, 1, "Runs at the same time.", _WHAT),
+    Option("logdir", Path, Path("runs/sweep"), "The directory of all runs.", _WHAT),
 )
 
 
-def sweep(
-    seeds: str = "0",
-    set: dict[str, Any] | None = None,  # noqa: A002 - the option's name
-    trials: Count = 20,
-    parallel: Count = 1,
-    logdir: Path = Path("runs/sweep"),
-    preset: str = "default",
-    **settings: Annotated[Any, SettingsNamed(_NAMED)],
-) -> None:
-    """Train with several seeds, with every combination of values, or search within ranges.
-
-    Each run is an ordinary one in a directory of its own. The same command again goes on with what
-    is missing. Values with commas between them are a grid. A range, log(1e-5,1e-3), uniform(0,1) or
-    int(1,8), is searched by Optuna, which stops runs that fall behind; a machine that sees the same
-    directory helps with the same command.
-
-    Args:
-        seeds: Seeds that every setting is trained with, such as 0,1,2.
-        set: Settings by their path, with one value, values, or a range.
-        trials: Settings that a search tries.
-        parallel: Runs at the same time.
-        logdir: The directory of all runs.
-        preset: Settings to start from.
-        settings: Settings of every run.
-    """
+def sweep(arguments: Sequence[str]) -> None:
+    """Train all that is missing, and show what was found."""
+    names = {option.path for option in _OWN}
+    if wants_help(arguments):
+        theirs = [
+            o for o in options_of([]) if o.path not in {*names, "seed", "view", "print_config"}
+        ]
+        show_help("sweep", SUMMARY, [*_OWN, *theirs], EXAMPLES, arguments)
+        return
+    typed, words = parse_known(_OWN, arguments)
+    given: dict[str, Any] = {
+        option.path: convert(option.flag, typed.get(option.path, option.value), option.type)
+        for option in _OWN
+    }
     try:
-        numbers = [int(word) for word in seeds.split(",")]
+        seeds = [int(word) for word in given["seeds"].split(",")]
     except ValueError:
-        raise ConfigError(f"--seeds {seeds} is not valid: write whole numbers, 0,1,2.") from None
-    words = [] if preset == "default" else ["--preset", preset]
-    for name, value in settings.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    values = {path: read_values(path, value) for path, value in (set or {}).items()}
+        raise ConfigError(
+            f"--seeds {given['seeds']} is not valid: write whole numbers, 0,1,2."
+        ) from None
+    values = {path: read_values(path, value) for path, value in given["set"].items()}
     for name in sorted({"seed", "logdir"} & values.keys()):
         raise ConfigError(f"--set {name} is not possible: use --seeds and --logdir.")
-    made = Sweep(logdir, words, values, numbers, trials, parallel, say)
+    logdir = given["logdir"]
+    made = Sweep(logdir, words, values, seeds, given["trials"], given["parallel"], say)
     config_of(made.command(made.example())[1:])  # says what cannot work before anything is started
     try:
         made.start()
