@@ -283,9 +283,7 @@ def test_environments_of_the_old_gym_are_refused_with_the_way_out(task: Any, why
 
 def test_vector_and_multi_agent_environments_are_refused() -> None:
     for mode in ("sync", "vector_entry_point"):
-        with pytest.raises(
-            EnvError, match=r"is a vector environment.*makes envs=3 of them"
-        ):
+        with pytest.raises(EnvError, match=r"is a vector environment.*makes envs=3 of them"):
             make_env(lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode=mode))  # noqa: B023
     gymnasium.register("OnlyVectorTest-v0", vector_entry_point="nowhere:Env")
     with pytest.raises(EnvError, match="gym:OnlyVectorTest-v0 is a vector environment"):
