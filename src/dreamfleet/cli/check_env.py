@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -29,6 +30,8 @@ from dreamfleet.presets import PRESETS
 from dreamfleet.spaces import Space, spaces_from_json, spaces_to_json
 
 _LARGEST_FRAME = 160
+_STEPS_PER_SECOND = 1000.0
+"""What all environments of one process should reach together."""
 _IMAGE_MULTIPLE = 16
 """Both sides of an image have to be a multiple of it, for encoders of four stages."""
 
@@ -147,7 +150,8 @@ def _print(result: Diagnosis, frames: int, sheet: Path | None) -> None:
 
 def suggestion(task: str, options: Mapping[str, Any], result: Diagnosis) -> str:
     """A command to start with, by rule: `pixels` for images, resized to 64x64 if they are larger
-    or fit no encoder; `dmc_cpu` for dm_control; `default` for everything else."""
+    or fit no encoder; `dmc_cpu` for dm_control; `default` for everything else. Slow
+    environments are spread over the cores."""
     images = [space for space in observed(result.obs_space).values() if space.image]
     if images:
         preset, reason = "pixels", "the task has images"
@@ -163,7 +167,11 @@ def suggestion(task: str, options: Mapping[str, Any], result: Diagnosis) -> str:
     words = ["dreamfleet", "train", "--task", task]
     words += ["--preset", preset] if preset != "default" else []
     words += ["--env-options", *_pairs(own)] if own else []
-    words += ["--envs", "1"] if result.single else []
+    envs = PRESETS[preset].envs
+    if result.single:
+        words += ["--envs", "1"]
+    elif result.steps_per_second < _STEPS_PER_SECOND / envs:
+        words += ["--envs-per-process", str(-(-envs // cores()))]
     return f"Suggestion: preset {preset}, because {reason}:\n\n{shlex.join(words)}"
 
 
@@ -182,6 +190,12 @@ def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
         yield f"{name}={text}"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    has = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has else os.cpu_count() or 1
 
 
 def _small(frame: Any) -> Any:

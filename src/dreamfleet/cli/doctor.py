@@ -26,6 +26,7 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
+from dreamfleet.cli.check_env import cores
 from dreamfleet.cli.console import out, say
 from dreamfleet.envs import make_env, noop
 from dreamfleet.errors import DreamfleetError, install_command
@@ -107,11 +108,10 @@ def jax() -> Iterator[Check]:
 
 def hardware() -> Iterator[Check]:
     """CPU and memory, and whether they are enough."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0]
-    found = f"{cores} cores, load {load:.1f}"
+    found = f"{cores()} cores, load {load:.1f}"
     fix = "Other programs keep it busy; training will be slower."
-    yield _enough("CPU", load <= (cores or 1), found, fix)
+    yield _enough("CPU", load <= cores(), found, fix)
     memory = psutil.virtual_memory()
     found = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB free"
     fix = "Close other programs, or use few environments."

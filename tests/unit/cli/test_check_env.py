@@ -15,6 +15,7 @@ from dreamfleet.cli.train import config_of
 from dreamfleet.envs.diagnose import Diagnosis
 from dreamfleet.fleet import isolated
 from dreamfleet.fleet.isolated import user_frames
+from dreamfleet.presets import PRESETS
 from dreamfleet.spaces import Space
 
 MODULE = """
@@ -97,7 +98,7 @@ def image(height: int, width: int) -> Space:
     ],
 )
 def test_the_suggestion_follows_from_what_is_observed(task, space, preset, size) -> None:
-    text = suggestion(task, {"level": 3}, Diagnosis({"it": space}))
+    text = suggestion(task, {"level": 3}, Diagnosis({"it": space}, steps_per_second=1e6))
     assert text.startswith(f"Suggestion: preset {preset}, because the task ")
     words = shlex.split(text.splitlines()[-1])
     assert words[:2] == ["dreamfleet", "train"]
@@ -106,6 +107,13 @@ def test_the_suggestion_follows_from_what_is_observed(task, space, preset, size)
     given = {name for word in words for name in [word.partition("=")[0]]}
     assert ("size" in given) == (size is not None)
     assert size in (None, config.env_options.get("size"))
+
+
+def test_slow_environments_are_spread_over_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dreamfleet.cli.check_env.cores", lambda: 4)
+    envs = PRESETS["default"].envs
+    slow = Diagnosis({"it": Space(np.float32, (4,))}, steps_per_second=10)
+    assert suggestion("my:Env", {}, slow).endswith(f" --envs-per-process {envs // 4}")
 
 
 def test_what_was_assumed_about_spaces_is_told(here: Path, capsys: pytest.CaptureFixture) -> None:
