@@ -216,17 +216,17 @@ class RunConfig:
     machine), one of its names or addresses, or an interface such as eth0, each also with :PORT;
     empty for nowhere. The line to type on the other machine is printed at the start."""
     expect_envs: Incidental[PerHost[CountOrZero]] = 0
-    """Environments that have to be there before the run begins to act, those of joined machines
-    included; 0 begins with the first one."""
+    """Environments that must be connected before the run starts to act, those of joined machines
+    included; 0 starts with the first one."""
     env_lanes: PerHost[Joined[Annotated[int, Meta(ge=1, le=256)]]] = 1
     """Groups that the environments of a process are split into, with a message each: while the
     observations of one are on their way, the others are stepped. Two or more hide the delay of a
     network behind the time that steps take."""
     remote_envs: Incidental[PerHost[bool]] = False
-    """Leave the environments out; they are started elsewhere with `dreamfleet role env`, or, with
+    """Start no environments here: they are started elsewhere with `dreamfleet role env`, or, with
     `bind`, with `dreamfleet join`."""
     remote_replay: Incidental[bool] = False
-    """Leave the replay out; it is started elsewhere with `dreamfleet role replay`."""
+    """Start no replay here: it is started elsewhere with `dreamfleet role replay`."""
     replay_shards: Fixed[Annotated[int, Meta(ge=1, le=1024)]] = 1
     """Processes that the replay is spread over: steps of environment n are stored by process n %
     replay_shards, and batches are drawn from all of them as from one. A run keeps its number."""
