@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.settings import (
     AboveZero,
     Code,
-    Conflicts,
     Count,
     CountOrZero,
     Fixed,
@@ -37,7 +36,6 @@ from dreamfleet.settings import (
     changed,
     flattened,
     is_under,
-    refuse_conflicts,
     require,
     settings,
     switchable_groups,
@@ -337,7 +335,8 @@ class RunConfig:
                 f"There is no output {name!r}: choose from {', '.join(OUTPUTS)}, or write "
                 "package.module:Class for your own.",
             )
-        refuse_conflicts(self, _CONFLICTS)
+        for condition, sentence in _CONFLICTS:
+            require(not condition(self), sentence.format(c=self))
 
     @property
     def host_batch(self) -> int:
@@ -606,7 +605,7 @@ _ADDR = (
     "the run's directory"
 )
 _HOSTS, _ONE_HOST = "Several hosts cannot be used with ", ": leave it out, or set hosts=1."
-_CONFLICTS: Conflicts[RunConfig] = (
+_CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: "seed" in c.env_options,
      "env_options may not hold a seed: every environment gets its own; set the run's seed."),
     (lambda c: c.from_checkpoint_regex and not c.from_checkpoint,
@@ -647,7 +646,7 @@ _CONFLICTS: Conflicts[RunConfig] = (
     (lambda c: c.hosts > 1 and c.prefill, f"{_HOSTS}prefill{_ONE_HOST}"),
     (lambda c: c.hosts > 1 and c.remote_replay, f"{_HOSTS}remote_replay{_ONE_HOST}"),
 )  # fmt: skip
-"""Settings that cannot work together."""
+"""When settings cannot work together, and the sentence that says so of the configuration `c`."""
 
 _keys: Keys | RoleKey | None = None
 
