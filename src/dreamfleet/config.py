@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.settings import (
     AboveZero,
     Code,
-    Conflicts,
     Count,
     CountOrZero,
     Fixed,
@@ -37,7 +36,6 @@ from dreamfleet.settings import (
     changed,
     flattened,
     is_under,
-    refuse_conflicts,
     require,
     settings,
     switchable_groups,
@@ -216,17 +214,17 @@ class RunConfig:
     machine), one of its names or addresses, or an interface such as eth0, each also with :PORT;
     empty for nowhere. The line to type on the other machine is printed at the start."""
     expect_envs: Incidental[PerHost[CountOrZero]] = 0
-    """Environments that have to be there before the run begins to act, those of joined machines
-    included; 0 begins with the first one."""
+    """Environments that must be connected before the run starts to act, those of joined machines
+    included; 0 starts with the first one."""
     env_lanes: PerHost[Joined[Annotated[int, Meta(ge=1, le=256)]]] = 1
     """Groups that the environments of a process are split into, with a message each: while the
     observations of one are on their way, the others are stepped. Two or more hide the delay of a
     network behind the time that steps take."""
     remote_envs: Incidental[PerHost[bool]] = False
-    """Leave the environments out; they are started elsewhere with `dreamfleet role env`, or, with
+    """Start no environments here: they are started elsewhere with `dreamfleet role env`, or, with
     `bind`, with `dreamfleet join`."""
     remote_replay: Incidental[bool] = False
-    """Leave the replay out; it is started elsewhere with `dreamfleet role replay`."""
+    """Start no replay here: it is started elsewhere with `dreamfleet role replay`."""
     replay_shards: Fixed[Annotated[int, Meta(ge=1, le=1024)]] = 1
     """Processes that the replay is spread over: steps of environment n are stored by process n %
     replay_shards, and batches are drawn from all of them as from one. A run keeps its number."""
@@ -336,7 +334,8 @@ class RunConfig:
                 f"There is no output {name!r}: choose from {', '.join(OUTPUTS)}, or write "
                 "package.module:Class for your own.",
             )
-        refuse_conflicts(self, _CONFLICTS)
+        for condition, sentence in _CONFLICTS:
+            require(not condition(self), sentence.format(c=self))
 
     @property
     def host_batch(self) -> int:
@@ -605,7 +604,7 @@ _ADDR = (
     "the run's directory"
 )
 _HOSTS, _ONE_HOST = "Several hosts cannot be used with ", ": leave it out, or set hosts=1."
-_CONFLICTS: Conflicts[RunConfig] = (
+_CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: "seed" in c.env_options,
      "env_options may not hold a seed: every environment gets its own; set the run's seed."),
     (lambda c: c.from_checkpoint_regex and not c.from_checkpoint,
@@ -646,7 +645,7 @@ _CONFLICTS: Conflicts[RunConfig] = (
     (lambda c: c.hosts > 1 and c.prefill, f"{_HOSTS}prefill{_ONE_HOST}"),
     (lambda c: c.hosts > 1 and c.remote_replay, f"{_HOSTS}remote_replay{_ONE_HOST}"),
 )  # fmt: skip
-"""Settings that cannot work together."""
+"""When settings cannot work together, and the sentence that says so of the configuration `c`."""
 
 _keys: Keys | RoleKey | None = None
 

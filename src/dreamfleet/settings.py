@@ -99,21 +99,6 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-Conflicts = Sequence[tuple[Callable[[Config], object], str]]
-"""Conditions under which a configuration cannot work, and the sentence for each, in which `{c}` is
-the configuration."""
-
-
-def refuse_conflicts(config: Config, conflicts: Conflicts[Config]) -> None:
-    """Refuse a configuration for which one of the conditions holds.
-
-    Raises:
-        ConfigError: The sentence of the first one.
-    """
-    for condition, sentence in conflicts:
-        require(not condition(config), sentence.format(c=config))
-
-
 class SettingError(ConfigError):
     """A value that a setting cannot have."""
 
@@ -184,7 +169,7 @@ def settings(config: Any, prefix: str = "") -> Iterator[Setting]:
 def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
     """The classes inside a configuration that can be replaced by an instance with a name."""
     for each in _walk(config, prefix):
-        if dataclasses.is_dataclass(each.value) and (names := names_of(type(each.value))):
+        if dataclasses.is_dataclass(each.value) and (names := _instances(type(each.value))):
             text = f"{each.help} One of {', '.join(names)}."
             yield dataclasses.replace(each, help=text.strip())
 
@@ -437,7 +422,7 @@ def describe(kind: Any) -> str:
     if origin is dict or kind is dict:
         return "NAME=VALUE pairs"
     if dataclasses.is_dataclass(kind):
-        names = ", ".join(names_of(typing.cast(type, kind)))
+        names = ", ".join(_instances(typing.cast(type, kind)))
         return f"one of {names}" if names else "the settings inside it"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     words |= {Path: "a path"}
@@ -449,11 +434,6 @@ def describe(kind: Any) -> str:
         if getattr(each, name) is not None
     ]
     return words.get(kind, "any value") + (f", {' and '.join(limits)}" if limits else "")
-
-
-def names_of(kind: type) -> list[str]:
-    """The names of the instances that a configuration class offers; empty if it offers none."""
-    return list(_instances(kind))
 
 
 @_cached
@@ -473,6 +453,7 @@ def _without_marks(hint: Any) -> tuple[Any, frozenset[object]]:
 
 
 def _instances(kind: type) -> Mapping[str, Any]:
+    """The instances that a configuration class offers, by name; empty if it offers none."""
     named = getattr(kind, "named", None)
     found: Mapping[str, Any] = named() if callable(named) else {}
     return found

@@ -33,7 +33,8 @@ class AgentType(ABC, Generic[Config]):
     name: str
     """Prefix of its settings in flags and in JSON."""
     config: type[Config]
-    """A frozen dataclass that holds its settings; all of them have defaults."""
+    """A frozen dataclass that holds its settings; all of them have defaults. One that names code is
+    marked as `dreamfleet.settings.Code`, a folder of a machine as `Local`: no file chooses them."""
 
     def default(self) -> Config:
         """The settings of a run that states none."""

@@ -104,11 +104,6 @@ def run_options(config: RunConfig) -> list[Option]:
     return [each for each in setting_options(config) if not is_under(each.path, ["agent_config"])]
 
 
-def agent_options(config: RunConfig) -> list[Option]:
-    """The options of the settings of a run's agent."""
-    return setting_options(config.agent_config, f"{config.agent_type.name}.")
-
-
 def call(command: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Run a command's function with what was typed.
 

@@ -7,11 +7,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dreamfleet.cli.arguments import (
     Option,
-    agent_options,
     help_of,
     parse,
     parse_known,
@@ -80,17 +79,12 @@ def run_line(arguments: Sequence[str]) -> None:
         run(config, say=say, display=partial(live, console=out, say=say))
 
 
-class Line(NamedTuple):
-    """What a command line stands for."""
+def read_line(arguments: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration that a command line stands for, and its options that are no settings.
 
-    config: RunConfig
-    own: Mapping[str, Any]
-    """Options that are no settings of a run."""
-
-
-def read_line(arguments: Sequence[str]) -> Line:
-    """Parse a command line. Which settings the agent has follows from the others, so words that
-    belong to no setting of the run are left to the agent's."""
+    Which settings the agent has follows from the others, so words that belong to no setting of the
+    run are left to the agent's.
+    """
     options = [*_OWN, *run_options(RunConfig())]
     values, rest = parse_known(options, arguments)
     own = {option.path: values.pop(option.path) for option in _OWN if option.path in values}
@@ -105,12 +99,12 @@ def read_line(arguments: Sequence[str]) -> Line:
         agent = start.agent()
         of_agent = setting_options(agent.default(), f"{agent.name}.")
         theirs |= _typed(theirs, of_agent) | parse(of_agent, rest, options)
-    return Line(start.configure(theirs, say), own)
+    return start.configure(theirs, say), own
 
 
 def config_of(arguments: Sequence[str]) -> RunConfig:
     """The configuration that a command line stands for."""
-    return read_line(arguments).config
+    return read_line(arguments)[0]
 
 
 def options_of(arguments: Sequence[str]) -> list[Option]:
@@ -118,12 +112,10 @@ def options_of(arguments: Sequence[str]) -> list[Option]:
     its settings."""
     values, _ = parse_known([_OWN[0], Option("agent", str, None, "")], arguments)
     config = find_preset(values.pop("preset", "default")).changed(values)
-    found = [
-        # It follows from the task.
-        replace(option, value=None) if option.path == "logdir" else option
-        for option in [*run_options(config), *agent_options(config)]
-    ]
-    return [*_OWN, *found]
+    found = run_options(config)
+    found += setting_options(config.agent_config, f"{config.agent_type.name}.")
+    # The directory follows from the task.
+    return [*_OWN, *(replace(o, value=None) if o.path == "logdir" else o for o in found)]
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
