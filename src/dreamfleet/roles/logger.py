@@ -266,6 +266,8 @@ class Logger:
             self._steps[shard] = int(found["steps"])
             steps, written = sum(self._steps.values()), 0
             self._advance(steps)
+            if self._args.hosts > 1 or len(self._steps) < self._args.replay_shards:
+                steps = self._step  # there are others, which are not heard of here
             for name, file in self._scores.items():
                 recent = self._recent if name == "train" else self._recent_eval
                 episodes = found[name]
@@ -332,7 +334,7 @@ class Logger:
             self._advance(step)
             self._reported |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
-            if self._step != _UNKNOWN:  # nobody has said yet how far the run is
+            if self._step != _UNKNOWN:  # else it is not known yet how far the run is
                 self._output.write(self._step, metrics)
 
     def evaluated(
