@@ -176,9 +176,10 @@ class Logger:
         self._args = args
         self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
         self._aggregate = Aggregate()
-        self._recent, self._recent_eval = (
-            deque(file.last, maxlen=RECENT_EPISODES) for file in self._scores.values()
-        )
+        self._recent: deque[float] = deque(self._scores["train"].last, RECENT_EPISODES)
+        self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
+        if args.eval_envs and not args.eval_every:  # else those in the file are of another time
+            self._recent_eval.extend(self._scores["eval"].last)
         self._target = args.target_score
         self._by_evaluation = bool(args.eval_envs or args.eval_every)
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
