@@ -22,7 +22,7 @@ from dreamfleet.roles.runtime import stop_event
 
 _STOPS: list[int] = []
 # What depends on the machine: seconds, rates, and what the process takes of it.
-_CLOCKS = re.compile(r"second|usage|timer|ram_bytes|^time$|learner/st")
+_CLOCKS = re.compile(r"second|usage|timer|ram_bytes|^time$|^id$|learner/st")
 
 
 class Stopping:

@@ -126,15 +126,17 @@ class Table:
 
     def followed_by_first(self, slots: Ints, indices: Ints) -> NDArray[np.bool_]:
         """Whether a new episode begins right behind each of the sequences that start there."""
-        first, found = self.store.columns.get("is_first"), np.zeros(len(slots), bool)
+        first, behind = self.store.columns.get("is_first"), indices + self.length
+        found = np.zeros(len(slots), bool)
         if first is None:
             return found
-        slots, indices = self.store.walk(slots, indices + self.length - 1)
-        over = indices + 1 >= self.store.steps
-        slots = np.where(over, self.store.next[slots], slots)
-        indices = np.where(over, 0, indices + 1)
-        there = (slots >= 0) & (indices < self.store.lengths[slots])
-        found[there] = first[slots[there], indices[there]]  # other slots may not be mapped
+        inside = behind < self.store.lengths[slots]
+        found[inside] = first[slots[inside], behind[inside]]
+        for row in np.flatnonzero(~inside).tolist():  # few: it is in another chunk, or not there
+            slot, index = int(slots[row]), int(behind[row])
+            while slot >= 0 and index >= self.store.steps:
+                slot, index = int(self.store.next[slot]), index - self.store.steps
+            found[row] = slot >= 0 and index < self.store.lengths[slot] and first[slot, index]
         return found
 
     def finished(self, since: int) -> list[Finished]:

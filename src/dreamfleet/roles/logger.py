@@ -176,9 +176,10 @@ class Logger:
         self._args = args
         self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
         self._aggregate = Aggregate()
-        self._recent, self._recent_eval = (
-            deque(file.last, maxlen=RECENT_EPISODES) for file in self._scores.values()
-        )
+        self._recent: deque[float] = deque(self._scores["train"].last, RECENT_EPISODES)
+        self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
+        if args.eval_envs and not args.eval_every:  # else those in the file are of another time
+            self._recent_eval.extend(self._scores["eval"].last)
         self._target = args.target_score
         self._by_evaluation = bool(args.eval_envs or args.eval_every)
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
@@ -266,6 +267,8 @@ class Logger:
             self._steps[shard] = int(found["steps"])
             steps, written = sum(self._steps.values()), 0
             self._advance(steps)
+            if self._args.hosts > 1 or len(self._steps) < self._args.replay_shards:
+                steps = self._step  # there are others, which are not heard of here
             for name, file in self._scores.items():
                 recent = self._recent if name == "train" else self._recent_eval
                 episodes = found[name]
@@ -332,7 +335,7 @@ class Logger:
             self._advance(step)
             self._reported |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
-            if self._step != _UNKNOWN:  # nobody has said yet how far the run is
+            if self._step != _UNKNOWN:  # else it is not known yet how far the run is
                 self._output.write(self._step, metrics)
 
     def evaluated(

@@ -117,9 +117,10 @@ def test_a_score_is_written_once_however_often_a_replay_tells_it(tmp_path: Path)
     assert (evaluated["eval/score"], evaluated["step"]) == (9.0, 100)
     again.close()
     log.close()
-    final, _ = keeper(tmp_path)
-    assert final.status()["eval_score"] == 9.0, "a logger that is started again remembers it"
-    final.close()
+    for settings, score in (({"eval_envs": 1}, 9.0), ({}, None)):
+        final, _ = keeper(tmp_path, **settings)
+        assert final.status()["eval_score"] == score, "of a run that still evaluates all the time"
+        final.close()
 
 
 class Replay:
