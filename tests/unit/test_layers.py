@@ -18,7 +18,7 @@ LAYERS = [
     ["benchmarks"],
     ["view"],
     ["training"],
-    ["display", "sweep"],
+    ["display", "hub", "sweep"],
     ["evaluation"],
     ["parallel"],
     ["fleet"],
