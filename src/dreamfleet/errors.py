@@ -7,6 +7,7 @@
     ├── CheckpointError    in checkpoint.py
     ├── EvaluationError    in evaluation.py: every episode failed
     ├── ExportError        in export.py: a policy that cannot be exported
+    ├── HubError           in hub.py: the Hub refuses something, or cannot be reached
     ├── SweepError         in sweep.py: runs of a sweep have failed
     └── one subtree for each other package, shown in its own `errors.py` (`envs` in `base.py`)
 

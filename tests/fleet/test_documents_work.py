@@ -203,6 +203,17 @@ def test_an_agent_of_your_own_is_trained_and_used(
         assert "bandit" in capsys.readouterr().out
 
 
+def test_the_program_for_users_of_other_libraries_runs(tmp_path: Path) -> None:
+    (program,) = python_blocks("from_sb3.md")
+    short = 'steps=120, agent="random", launcher="serial", envs=2, train_ratio=1, batch_size=2, '
+    short += "batch_length=8, report_length=8, eval_episodes=1"
+    changed = program.replace(" steps=30_000", f" {short}").replace("steps=50_000", "steps=200")
+    assert changed.count("steps=120") == changed.count("steps=200") == 1
+    (tmp_path / "from_sb3.py").write_text(changed)
+    run([sys.executable, "from_sb3.py"], tmp_path)
+    assert json.loads((tmp_path / "runs/cart/config.json").read_text())["steps"] == 200
+
+
 def runs_of_several_machines() -> list[list[list[str]]]:
     """The commands of each run that the page shows, without `dreamfleet`: the training, then roles
     of other machines."""

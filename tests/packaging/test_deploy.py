@@ -256,3 +256,25 @@ def test_scripts_are_shell(path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for command in re.findall(r"dreamfleet (?:train|join) [^&\n]*--\w[^&\n]*", path.read_text()):
         understood(re.sub(r'"?\$\w+"?', "1", command.replace('"$@"', "")))
+
+
+def test_workflows_are_valid_and_name_what_exists() -> None:
+    """They run at GitHub only; here their schema, their targets and their Pythons are checked."""
+    pytest.importorskip("check_jsonschema")
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert [each.name for each in workflows] == ["ci.yml", "release.yml"]
+    words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema"]
+    done = subprocess.run(
+        [*words, "vendor.github-workflows", *map(str, workflows)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [each.split("::")[-1].strip() for each in project["classifiers"] if "3." in each]
+    ci = workflows[0].read_text()
+    assert f"python: {json.dumps(named)}" in ci
+    assert "macos-latest" in ci
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"run: make ([a-z-]+)", ci):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    assert f"dist/{project['name']}-" in workflows[1].read_text()

@@ -270,6 +270,7 @@ RUN_BY_TESTS = {
     "dream.md": "test_dream.py",
     "environments.md": "test_documents_work.py",
     "evaluation.md": "test_documents_work.py",
+    "from_sb3.md": "test_documents_work.py",
     "machines.md": "test_documents_work.py",
     "python.md": "test_from_python.py",
     "security.md": "test_documents.py",

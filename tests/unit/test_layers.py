@@ -16,7 +16,7 @@ LAYERS = [
     ["cli"],
     ["view"],
     ["training"],
-    ["display", "sweep"],
+    ["display", "hub", "sweep"],
     ["evaluation"],
     ["parallel"],
     ["fleet"],

@@ -28,6 +28,8 @@ COMMANDS = {
     "status": "say what a run is doing",
     "view": "show runs in a browser, live",
     "export": "write a trained policy as ONNX or StableHLO",
+    "push": "upload a trained policy to the Hugging Face Hub",
+    "pull": "download a trained policy from the Hugging Face Hub",
     "dataset": "write the steps of a run as a dataset",
     "plot": "draw learning curves, with published ones",
     "join": "join a run on another machine with environments of this one",
