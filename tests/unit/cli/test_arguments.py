@@ -24,7 +24,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
 from dreamfleet.settings import Section, convert, describe
 
-OTHERS = [name for name in COMMANDS if name not in ("train", "resume")]
+OTHERS = [name for name in COMMANDS if name not in ("train", "resume", "sweep")]
 
 
 def function_of(command: str) -> Callable[..., Any]:
