@@ -37,7 +37,7 @@ from dreamfleet.metrics.evaluations import Evaluation, Played, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy, maker_of_task
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
-from dreamfleet.roles.notes import Noted, notes_path, read_notes
+from dreamfleet.roles.health import HealthRecord, health_path, read_health
 from dreamfleet.spaces import RESET
 
 __all__ = ["Evaluation", "EvaluationError", "EvaluationInterrupted", "evaluate", "play"]
@@ -332,8 +332,8 @@ class _Environments:
             failures = 1 if finished > before else failures + 1
             before = finished
             for_good = failures >= _MOST_FAILURES
-            noted = self._noted(group)
-            error = noted.traceback if noted.final else _traceback(running.output())
+            health = self._health(group)
+            error = health.traceback if health.final else _traceback(running.output())
             error = _own_frames(error) or f"{worker.name} ended with code {code}."
             self.server.fail(group, error, for_good=for_good)
             if for_good or self._ended.wait(_RESTART_SECONDS * failures):
@@ -341,13 +341,13 @@ class _Environments:
 
     def _why(self, group: Group) -> str:
         """Why an environment has failed whose process goes on."""
-        found = self._noted(group).traceback or _traceback(self._running[group].output())
+        found = self._health(group).traceback or _traceback(self._running[group].output())
         return (
             _own_frames(found) or "The environment was started again in the middle of an episode."
         )
 
-    def _noted(self, group: Group) -> Noted:
-        return read_notes(notes_path(self._run, f"env-{group[0]}"))
+    def _health(self, group: Group) -> HealthRecord:
+        return read_health(health_path(self._run, f"env-{group[0]}"))
 
 
 def _traceback(output: str) -> str:

@@ -43,6 +43,7 @@ from dreamfleet.roles.addresses import (
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.hosts import How, joined
 from dreamfleet.roles.invitations import (
     Place,
@@ -54,7 +55,6 @@ from dreamfleet.roles.invitations import (
 )
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factory, sigterm_interrupts
@@ -302,7 +302,7 @@ def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | 
     in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
-    notes_path(args, BEGAN).unlink(missing_ok=True)
+    health_path(args, BEGAN).unlink(missing_ok=True)
     fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default
     changes: dict[str, Any] = {

@@ -21,7 +21,7 @@ from network_parts import Machine, Network, machines
 
 from dreamfleet.chaos.accounts import audit
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.roles.notes import read_notes
+from dreamfleet.roles.health import read_health
 
 __all__ = ["machines"]
 
@@ -69,7 +69,7 @@ class Fleet:
         self.until(lambda: self.step >= step, f"steps {what}")
 
     def episodes(self, worker: str) -> int:
-        return read_notes(self.logdir / "workers" / worker).progress
+        return read_health(self.logdir / "workers" / worker).progress
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

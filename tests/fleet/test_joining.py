@@ -20,7 +20,8 @@ from fleet_parts import fixed_address, rows
 
 from dreamfleet.chaos.accounts import audit
 from dreamfleet.config import read_config
-from dreamfleet.fleet.status import MachineStatus, RunStatus, Watcher
+from dreamfleet.fleet.record import MachineStatus
+from dreamfleet.fleet.status import RunStatus, Watcher
 from dreamfleet.roles.addresses import published_address
 from dreamfleet.roles.invitations import read_place, read_url
 from dreamfleet.transport import Client, Disconnected, RemoteError, RoleKey, Timeout

@@ -29,13 +29,13 @@ from dreamfleet.files import atomic_write
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers import Launcher, RunningWorker, Worker, find_launcher
-from dreamfleet.fleet.record import WorkerRecord, read_record
+from dreamfleet.fleet.record import WorkerStatus, read_record
 from dreamfleet.fleet.tied import tied
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.metrics import read_jsonl
 from dreamfleet.parallel import combined
 from dreamfleet.roles.addresses import AddressBook, book_in_use, use_book
-from dreamfleet.roles.notes import notes_path, read_notes
+from dreamfleet.roles.health import health_path, read_health
 from dreamfleet.roles.spaces_file import write_spaces
 
 SUPERVISOR = "supervisor"
@@ -122,12 +122,12 @@ class Fleet:
 
     # --- seen from outside -----------------------------------------------------------------------
 
-    def workers(self) -> dict[str, WorkerRecord]:
+    def workers(self) -> dict[str, WorkerStatus]:
         """Those that run, by name, and the supervisor."""
         record = read_record(self.config.logdir)
         if record is None or self._process is None or record.pid != self._process.pid:
             return {}
-        mine = WorkerRecord(
+        mine = WorkerStatus(
             SUPERVISOR, SUPERVISOR, "running", record.pid, record.host, record.started
         )
         running = [worker for worker in record.workers if worker.state == "running"]
@@ -161,7 +161,7 @@ class Fleet:
             newest = deque(read_jsonl(path) if path.exists() else (), maxlen=1)
             return int(newest[0]["step"]) if newest else 0
         names = [worker] if worker else self._trainers
-        return sum(read_notes(notes_path(self.config, name)).steps for name in names)
+        return sum(read_health(health_path(self.config, name)).steps for name in names)
 
 
 # --- the process of the supervisor ---------------------------------------------------------------

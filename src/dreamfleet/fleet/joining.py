@@ -41,8 +41,8 @@ from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
 from dreamfleet.fleet.workers import joined_workers
 from dreamfleet.formatting import readable
 from dreamfleet.roles.addresses import DirectoryBook
+from dreamfleet.roles.health import read_health
 from dreamfleet.roles.invitations import read_url
-from dreamfleet.roles.notes import read_notes
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.spaces import Space, spaces_from_json, without_logs, without_reset
 from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
@@ -322,7 +322,7 @@ class _Machine:
                 say=self._say,
                 on_signal=_LEAVING,
             )
-            notes = [worker.notes for worker in workers if worker.notes]
+            notes = [worker.health for worker in workers if worker.health]
             link = _Link(self, client, lease, notes, config.env_timeout, supervisor.stop)
             try:
                 with link:
@@ -331,7 +331,7 @@ class _Machine:
                 # The log that it names next is on this machine.
                 sentence = str(failure).splitlines()[0].partition(". The end of ")[0]
                 error = " ".join(sentence.split())[:1000]
-                nan = any(read_notes(path).not_finite for path in notes)
+                nan = any(read_health(path).not_finite for path in notes)
                 raise
             except KeyboardInterrupt:
                 done = True
@@ -427,7 +427,7 @@ class _Link:
         """What keeps the environments here from making steps; empty if nothing does."""
         if problems := closed_ports(self._machine.servers(told), _PORT_SECONDS):
             return self._machine.ports_text(told, problems)[:1000]
-        return hanging(map(read_notes, self._notes), self._env_timeout, time.time())
+        return hanging(map(read_health, self._notes), self._env_timeout, time.time())
 
     def _is_over_after(self, error: DreamfleetError, seconds: float) -> bool:
         """Whether the ids are lost without an answer for so many seconds."""
@@ -464,7 +464,7 @@ class _Link:
 
 def _report(notes: Sequence[Path]) -> dict[str, Any]:
     """What the environment workers have noted, together."""
-    noted = [read_notes(path) for path in notes]
+    noted = [read_health(path) for path in notes]
     failed = max(noted, key=lambda each: each.failures, default=None)
     return {
         "steps": sum(each.steps for each in noted),

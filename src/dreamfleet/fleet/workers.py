@@ -18,8 +18,8 @@ from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.evaluator import parallel_evaluator
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.profiling import profiled
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
@@ -89,7 +89,7 @@ def _worker(
         variables,
         getattr(args.resources, role),
         RestartPolicy(args.on_failure, args.max_restarts),
-        notes=notes_path(args, name),
+        health=health_path(args, name),
         **more,
     )
 

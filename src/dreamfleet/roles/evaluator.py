@@ -21,10 +21,10 @@ from dreamfleet.metrics.outputs.jsonl import append_row
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
+from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import invited
 from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.machines import MachineRecord, Machines
-from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.roles.runtime import stop_event
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.transport import Client, Closed, TransportError
@@ -46,8 +46,8 @@ def parallel_evaluator(args: RunConfig) -> None:
 
     def why(group: Group) -> str:
         name = f"env-{group[0]}"
-        noted = read_notes(notes_path(args, name))
-        return noted.traceback or f"{name} was started again in the middle of an episode."
+        health = read_health(health_path(args, name))
+        return health.traceback or f"{name} was started again in the middle of an episode."
 
     spaces = read_spaces(args, args.logdir)
     server = EpisodeServer(
@@ -62,7 +62,7 @@ def parallel_evaluator(args: RunConfig) -> None:
     )
     stop = stop_event(on_stop=server.stop)
     checkpoints = Checkpoint(args.logdir / "ckpt" / "agent")
-    notes = Notes(notes_path(args, "evaluator"))
+    health = Health(health_path(args, "evaluator"))
     policy: Policy | None = None
     rated: Path | None = None
     with server, LoggerClient(args, "evaluator-logger") as logger:
@@ -91,7 +91,7 @@ def parallel_evaluator(args: RunConfig) -> None:
                 checkpoints.rate(path, score)
             except (OSError, CheckpointError) as error:
                 log.warning("%s does not get its score: %s", path, error)
-            notes.progress()
+            health.progress()
 
 
 class JoinedGroups:

@@ -28,7 +28,7 @@ from dreamfleet.metrics import (
 from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address
 from dreamfleet.roles.checks import CheckedLogger
-from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.outbox import EPISODE
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server
@@ -123,7 +123,7 @@ class Logger:
         self._written = Numbers(np.frombuffer(self._map, "<u8"))
         step = self._written.values[0]
         self._step = _UNKNOWN if step is None else step
-        self._notes = Notes(notes_path(args, "logger"))
+        self._health = Health(health_path(args, "logger"))
 
     @property
     def step(self) -> int:
@@ -274,7 +274,7 @@ class Logger:
             self._output.write(self._step, metrics)
             self._output.flush()
             self._scores.flush()
-            self._notes.progress()
+            self._health.progress()
 
     def save(self) -> dict[str, Any]:
         """What has come in and is not written yet: episodes under way, and means."""

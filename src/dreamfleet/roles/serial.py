@@ -42,9 +42,9 @@ from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
 from dreamfleet.roles.logger import Logger
-from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
 from dreamfleet.roles.runtime import ActorFailed, Factory, stop_event, takes, unpack
@@ -224,7 +224,7 @@ class Turns:
         self._learner = Learner(agent, args, progress, self._saver, replay, replay, logs, ahead=0)
         self._actor = Actor(agent, args, progress, replay, logs, clock=clock)
         self._acting.bind("act", self._reply)
-        self._notes = Notes(notes_path(args, "agent"))
+        self._health = Health(health_path(args, "agent"))
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._lanes: list[Lane] = []
         self._envs: dict[int, RetracedEnv] = {}
@@ -263,7 +263,7 @@ class Turns:
             self._envs[envid] = RetracedEnv(make(envid, **again), attempt)
             return self._envs[envid]
 
-        envs = [RestartedEnv(made, each, self._args, self._notes, watchdog) for each in ids]
+        envs = [RestartedEnv(made, each, self._args, self._health, watchdog) for each in ids]
         for env in envs:
             env.build()
         return Lane(envs, ids, is_eval)
@@ -307,8 +307,8 @@ class Turns:
                 env.build()
         if self._learned:
             settle(self._agent)
-        self._notes.stepped(lane.step(self._acting))  # type: ignore[arg-type]  # as a client
-        self._notes.now("waiting")
+        self._health.stepped(lane.step(self._acting))  # type: ignore[arg-type]  # as a client
+        self._health.now("waiting")
         if lane.reply is not None:
             lane.take()
         self._turn = (self._turn + 1) % len(self._lanes)

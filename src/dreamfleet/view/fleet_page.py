@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from nicegui import ui
 
-from dreamfleet.fleet.status import RunStatus, WorkerStatus
+from dreamfleet.fleet.record import Event, WorkerStatus
+from dreamfleet.fleet.status import RunStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.charts import COLORS, GREY, base, line
 from dreamfleet.view.frame import RunPage, card, dot_cell, draw, table
-from dreamfleet.view.runs import Event, Run, Sample
+from dreamfleet.view.runs import Run, Sample
 
 _DRAW_SECONDS = 3.0
 _TRAFFIC_SECONDS = 40.0

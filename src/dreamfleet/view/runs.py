@@ -23,7 +23,7 @@ import numpy as np
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, FleetRecord, read_record
+from dreamfleet.fleet.record import FILE_NAME, Event, FleetRecord, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.presets import PRESETS
@@ -32,7 +32,6 @@ from dreamfleet.view.reading import (
     Floats,
     MetricsFile,
     ScoresFile,
-    Tail,
     decode_lines,
     finite,
     read_tail,
@@ -123,18 +122,6 @@ class Sample:
     """Bytes so far between the agent and each role."""
 
 
-class Event(msgspec.Struct, frozen=True):
-    """A worker failed or was started."""
-
-    time: float
-    worker: str
-    event: str
-    error: str = ""
-
-
-_EVENTS = msgspec.json.Decoder(Event)
-
-
 class Run:
     """One run: its row in the table, and what its pages show."""
 
@@ -144,7 +131,7 @@ class Run:
         self.config: RunConfig | None = None
         self.status: RunStatus | None = None
         self.samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
-        self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self.events: tuple[Event, ...] = ()
         self.lock = threading.Lock()
         """Held while files are read."""
         self._signature: object = None
@@ -157,8 +144,7 @@ class Run:
 
     def _open_files(self) -> None:
         self.scores, self.metrics = ScoresFile(self.path), MetricsFile(self.path)
-        self._event_lines = Tail(self.path, EVENTS_FILE)
-        self.events.clear()
+        self.events = ()
 
     def refresh(self) -> None:
         """Update the row if a file has changed."""
@@ -256,11 +242,12 @@ class Run:
             self.scores.read()
             if metrics:
                 self.metrics.read()
-                new = decode_lines(_EVENTS, self._event_lines.read())
-                self.events.extend(new)
-                for event in new:
+                record = read_record(self.path)
+                self.events = record.events if record else ()
+                for event in self.events:
                     if event.event == "failed" and event.time > self._since:
                         self._recent[event.worker] = self._used + _RECENT_SECONDS
+                        self._since = event.time
             return self.scores.behind or (metrics and self.metrics.behind)
 
     @property

@@ -276,12 +276,12 @@ def test_the_directory_of_a_run_is_not_written_to(tmp_path: Path) -> None:
     coordinator, line = listening(tmp_path / "run")
     old = tmp_path / "old"
     old.mkdir()
-    for name in ("config.json", "keys", "fleet.json"):
+    for name in ("config.json", "keys", "status.json"):
         (old / name).write_text(name)
     with coordinator, pytest.raises(ConfigError, match="is the directory of a run: choose another"):
         joined(line, logdir=old)
     assert {path.name: path.read_text() for path in old.iterdir()} == {
-        name: name for name in ("config.json", "keys", "fleet.json")
+        name: name for name in ("config.json", "keys", "status.json")
     }
 
 

@@ -24,10 +24,19 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
-from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
-from dreamfleet.fleet.status import RunStatus, Scores, StatusLines, Watcher, _Progress, _time_left
+from dreamfleet.fleet import status as status_module
+from dreamfleet.fleet.claim import BEAT_NAME
+from dreamfleet.fleet.record import FleetRecord, Scores, WorkerStatus, read_record, write_record
+from dreamfleet.fleet.status import (
+    RunStatus,
+    StatusLines,
+    StatusWriter,
+    Watcher,
+    _Progress,
+    _time_left,
+)
+from dreamfleet.roles.health import Health
 from dreamfleet.roles.machines import MachineRecord, write_machines
-from dreamfleet.roles.notes import Notes
 from dreamfleet.transport import Server, resolve
 
 HOST = socket.gethostname()
@@ -57,8 +66,8 @@ class Run:
         (logdir / "config.json").write_text(self.config.to_json())
         self.write()
 
-    def worker(self, name: str, **changes: Any) -> WorkerRecord:
-        made = WorkerRecord(name, name.split("-")[0], "running", os.getpid(), HOST, 0.0)
+    def worker(self, name: str, **changes: Any) -> WorkerStatus:
+        made = WorkerStatus(name, name.split("-")[0], "running", os.getpid(), HOST, 0.0)
         return replace(made, **changes)
 
     def write(self, **changes: Any) -> None:
@@ -364,6 +373,84 @@ def test_a_process_that_is_gone_is_not_measured(run: Run) -> None:
     assert run.look().workers[0].usage is None
 
 
+# --- the file that the supervisor writes ----------------------------------------------------------
+
+
+@contextmanager
+def written_by(run: Run) -> Iterator[None]:
+    """The run's supervisor writes `status.json` with what the logger told it."""
+    with run.logger(), StatusWriter(run.logdir, lambda: run.record):
+        while (record := read_record(run.logdir)) is None or record.run is None:
+            time.sleep(0.01)
+        yield
+
+
+def test_a_look_takes_what_the_supervisor_wrote_and_asks_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    with written_by(run), Watcher(run.logdir) as watcher:
+        written = read_record(run.logdir)
+        assert written is not None
+        found = seen(watcher, 0.0)
+        assert watcher._logger is None
+    assert written.run is not None
+    assert (found.step, found.score, found.responding) == (300, 12.5, True)
+    assert json.loads(found.to_json())["metrics"] == run.metrics
+    assert [worker.name for worker in found.workers] == ["agent"]
+
+
+@pytest.mark.parametrize("change", ["killed", "stuck", "ended"])
+def test_what_a_supervisor_wrote_that_is_gone_or_stuck_is_not_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The claim alone says whether the file still holds."""
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    with written_by(run):
+        record = read_record(run.logdir)
+    assert record is not None
+    changes: dict[str, dict[str, Any]] = {
+        "killed": {"created": record.created - 100},
+        "stuck": {"written": record.written - 100},
+        "ended": {"state": "ended"},
+    }
+    write_record(run.logdir, replace(record, **changes[change]))
+    found = run.look()
+    assert found.state == {"stuck": "running"}.get(change, change)
+    assert (found.step, found.responding) == (0, False), "derived from the directory"
+
+
+def test_a_run_on_another_machine_is_followed_by_its_beat(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    with written_by(run):
+        record = read_record(run.logdir)
+    assert record is not None
+    write_record(run.logdir, replace(record, host="elsewhere", written=5.0))
+    beat = run.logdir / BEAT_NAME
+    with Watcher(run.logdir) as watcher:
+        assert seen(watcher, 0.0).state == "unknown"
+        for count in range(3):
+            beat.write_text(f"name {count} 7.0")
+            found = seen(watcher, 0.0)
+        assert (found.state, found.step) == ("running", 300)
+
+
+def test_a_run_of_the_version_before_is_shown(run: Run) -> None:
+    fields = ("pid", "created", "host", "launcher", "started", "state")
+    worker = {
+        name: getattr(run.record.workers[0], name)
+        for name in ("name", "role", "state", "pid", "host", "started", "restarts", "error")
+    }
+    old = {**{name: getattr(run.record, name) for name in fields}, "workers": [worker]}
+    (run.logdir / "status.json").unlink()
+    (run.logdir / "fleet.json").write_text(json.dumps(old))
+    found = run.look()
+    assert found.state == "running"
+    assert [each.name for each in found.workers] == ["agent"]
+
+
 # --- the run's directory --------------------------------------------------------------------------
 
 
@@ -489,9 +576,9 @@ def test_a_run_without_progress_is_never_silent(run: Run) -> None:
 def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) -> None:
     run.write(workers=(run.worker("agent"), run.worker("env-0"), run.worker("env-8")))
     for name, seconds in (("env-0", 42.0), ("env-8", 3.0)):
-        notes = Notes(run.logdir / "workers" / name)
-        notes.now("stepping", 3)
-        notes._floats[5] = time.time() - seconds
+        health = Health(run.logdir / "workers" / name)
+        health.now("stepping", 3)
+        health._floats[5] = time.time() - seconds
     run.metrics |= {"env/failures": 4.0, "env/failures_per_1000_steps": 13.3}
     lines: list[str] = []
     with run.logger(), Watcher(run.logdir) as watcher:

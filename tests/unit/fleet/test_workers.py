@@ -75,7 +75,7 @@ def test_the_restart_policy_is_the_runs(tmp_path: Path) -> None:
     for worker in workers_of(config):
         policy = worker.restart
         assert (policy.on_failure, policy.max_restarts) == ("restart", 3)
-        assert worker.notes == tmp_path / "workers" / worker.name
+        assert worker.health == tmp_path / "workers" / worker.name
 
 
 def test_only_the_agent_keeps_its_memory_pages(

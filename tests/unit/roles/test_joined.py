@@ -27,10 +27,10 @@ from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.env import Lane
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
 from dreamfleet.roles.evaluator import JoinedGroups
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.invitations import write_place
 from dreamfleet.roles.logger import video_env
 from dreamfleet.roles.machines import MachineRecord, read_machines, write_machines
-from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
 from dreamfleet.spaces import RESET
@@ -175,7 +175,7 @@ def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not
         first.result(LONG)
         second.result(LONG)
         assert acted == [JOINED, JOINED + 1, JOINED + 2]  # nothing of the one that has left
-    assert notes_path(run, BEGAN).exists()
+    assert health_path(run, BEGAN).exists()
     successor, again = acting(run, progress := Progress())[:2]
     assert (successor.closed, progress.begun) == (False, True)
     again.close()

@@ -58,8 +58,8 @@ class Worker:
     while the run ends."""
     apart: bool = False
     """Whether it goes to another machine than its like, where a launcher has several."""
-    notes: Path | None = None
-    """Where it notes its progress and its failures; None if it does not."""
+    health: Path | None = None
+    """Its health record; None if it keeps none."""
 
 
 class RunningWorker(Protocol):
