@@ -57,7 +57,7 @@ from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.roles.runtime import Factory, sigterm_interrupts
+from dreamfleet.roles.runtime import Factories, Factory, sigterm_interrupts
 from dreamfleet.transport import Keys
 
 __all__ = [
@@ -108,14 +108,26 @@ def combined(
         FleetError: A worker failed, and the run ended because of it.
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP ended the run; everything is saved.
     """
+    buffers, envs = (make_replay_train, make_replay_eval), (make_env_train, make_env_eval)
+    made = Factories(make_agent, *buffers, *envs, make_stream, make_logger)
+    run_fleet(lambda _: made, args, say, progress, tick, make_launcher)
+
+
+def run_fleet(
+    make: Callable[[RunConfig], Factories],
+    args: RunConfig,
+    say: Say = silent,
+    progress: Say | None = None,
+    tick: Callable[[], None] | None = None,
+    make_launcher: Callable[..., Launcher] | None = None,
+) -> None:
+    """The same as `combined` with factories that are made from the run as its workers see it: with
+    its addresses and its key."""
     say, progress = unless_full(say), unless_full(progress or say)
     launcher = (make_launcher or find_launcher(args.launcher))(args.logdir, args)
     run, place = _prepared(args, launcher)
-    buffers = make_replay_train, make_replay_eval
-    envs = make_env_train, make_env_eval
-    workers = fleet_workers(make_agent, *buffers, *envs, make_stream, make_logger, run)
     supervisor = Supervisor(
-        workers,
+        fleet_workers(make(run), run),
         launcher,
         logdir=run.logdir,
         launcher_name=run.launcher,

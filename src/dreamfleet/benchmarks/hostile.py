@@ -129,7 +129,7 @@ def measure(logdir: Path, plan: Plan) -> Result:
     )
     battle = _Battle(config, keys, plan)
     with closing(battle), suppress(StopTraining):
-        combined(**factories(config), args=config, say=lambda _: None, tick=battle.tick)
+        combined(**vars(factories(config)), args=config, say=lambda _: None, tick=battle.tick)
     return battle.result
 
 

@@ -182,7 +182,7 @@ def _supervise(logdir: Path, addresses: Mapping[str, str]) -> None:
     with claim_directory(logdir, _say):
         write_spaces(config, *spaces)
         parts = factories(config, spaces=spaces)
-        combined(**parts, args=config, say=_say, make_launcher=launcher)
+        combined(**vars(parts), args=config, say=_say, make_launcher=launcher)
 
 
 def _say(line: str) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,24 @@ class ActorFailed(DreamfleetError):
 
 Factory = Callable[..., Any] | bytes
 """Makes a part in the process that needs it; as a callable, or that pickled by cloudpickle."""
+
+
+@dataclass(frozen=True)
+class Factories:
+    """What makes the parts of a run, each in the process that needs it."""
+
+    make_agent: Factory
+    """Returns the agent."""
+    make_replay_train: Factory
+    make_replay_eval: Factory
+    """Return the buffers."""
+    make_env_train: Factory
+    make_env_eval: Factory
+    """Called with an environment's id."""
+    make_stream: Factory
+    """Called with a buffer and a mode, returns an iterator of batches."""
+    make_logger: Factory
+    """Returns the output of metrics."""
 
 
 def unpack(factory: Factory) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
 from dreamfleet.roles.logger import Logger
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
-from dreamfleet.roles.runtime import ActorFailed, Factory, stop_event, takes, unpack
+from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, takes, unpack
 from dreamfleet.spaces import RESET, without_logs
 from dreamfleet.transport import Caller, Server
 from dreamfleet.transport.security import RUN
@@ -66,25 +66,12 @@ def takes_turns(args: RunConfig) -> bool:
     return args.launcher == "serial" and here and args.actors == args.replay_shards == 1
 
 
-def serial_fleet(
-    make_agent: Factory,
-    make_replay_train: Factory,
-    make_replay_eval: Factory,
-    make_env_train: Factory,
-    make_env_eval: Factory,
-    make_stream: Factory,
-    make_logger: Factory,
-    args: RunConfig,
-) -> None:
+def serial_fleet(make: Factories, args: RunConfig) -> None:
     """Run everything but rounds of evaluation, until there were enough steps or until asked to
     stop.
 
     Args:
-        make_agent: Returns the agent.
-        make_replay_train, make_replay_eval: Return the buffers.
-        make_env_train, make_env_eval: Called with an environment's id.
-        make_stream: Called with a buffer and a mode, returns an iterator of batches.
-        make_logger: Returns the output of metrics.
+        make: Makes its parts.
         args: The run.
     """
     progress = Progress(args.steps)
@@ -95,7 +82,7 @@ def serial_fleet(
         return progress.step / STEPS_PER_SECOND
 
     with ExitStack() as stack:
-        logger = _Logger(unpack(make_logger)(), args)
+        logger = _Logger(unpack(make.make_logger)(), args)
         stack.callback(logger.close)
         server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
         logging_role.bind(server, logger, args)
@@ -103,14 +90,16 @@ def serial_fleet(
         publish_address(args, "logger", server.address)
         limiter = limiter_for(args)
         # Closed whatever happens: the next attempt is made by the same process.
-        train = stack.enter_context(unpack(make_replay_train)())
-        evaluation = stack.enter_context(unpack(make_replay_eval)())
-        service = ReplayService(train, evaluation, unpack(make_stream), limiter, args, stop)
+        train = stack.enter_context(unpack(make.make_replay_train)())
+        evaluation = stack.enter_context(unpack(make.make_replay_eval)())
+        service = ReplayService(train, evaluation, unpack(make.make_stream), limiter, args, stop)
         stack.callback(service.close)
-        turns = Turns(unpack(make_agent)(), args, progress, service, limiter, train, logger, clock)
+        turns = Turns(
+            unpack(make.make_agent)(), args, progress, service, limiter, train, logger, clock
+        )
         stack.callback(turns.close)
         try:
-            if turns.begin(unpack(make_env_train), unpack(make_env_eval)):
+            if turns.begin(unpack(make.make_env_train), unpack(make.make_env_eval)):
                 turns.run()
                 turns.end()
         except ActorFailed:  # which is for environments of other processes

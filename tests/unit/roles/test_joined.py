@@ -220,8 +220,8 @@ def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path)
     """So many have joined that there are enough steps in all, and in none of them."""
     run = small_run(tmp_path, envs=1, batch_size=1, train_ratio=0.0)
     parts, stop = factories(run), threading.Event()
-    buffers = parts["make_replay_train"](), parts["make_replay_eval"]()
-    service = ReplayService(*buffers, parts["make_stream"], limiter_for(run), run, stop)
+    buffers = parts.make_replay_train(), parts.make_replay_eval()
+    service = ReplayService(*buffers, parts.make_stream, limiter_for(run), run, stop)
     ids = np.arange(JOINED, JOINED + 2 * run.window)
 
     def add(number: int, rows: NDArray[np.int64]) -> None:

@@ -13,6 +13,7 @@ from fleet_parts import small_run
 from dreamfleet.fleet.workers import fleet_workers
 from dreamfleet.roles import profiling
 from dreamfleet.roles.profiling import how_to_look, profile_folder, profiled
+from dreamfleet.roles.runtime import Factories
 
 
 class Looked:
@@ -73,8 +74,10 @@ def test_a_role_that_fails_leaves_its_profile_and_its_error(tmp_path: Path) -> N
 def test_every_worker_of_a_run_is_profiled_if_that_is_wanted(tmp_path: Path) -> None:
     def make(*_: Any) -> None: ...
 
-    plain = fleet_workers(*(make,) * 7, small_run(tmp_path, eval_every=10))
-    wanted = fleet_workers(*(make,) * 7, small_run(tmp_path, eval_every=10, profile=True))
+    plain = fleet_workers(Factories(*(make,) * 7), small_run(tmp_path, eval_every=10))
+    wanted = fleet_workers(
+        Factories(*(make,) * 7), small_run(tmp_path, eval_every=10, profile=True)
+    )
     assert [worker.name for worker in wanted] == [worker.name for worker in plain]
     for worker in wanted:
         assert isinstance(worker.function, partial)
