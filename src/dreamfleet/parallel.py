@@ -26,9 +26,9 @@ from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.fleet.binding import COORDINATOR_PORT, choose_port, understand
-from dreamfleet.fleet.coordinator import Coordinator
+from dreamfleet.fleet.binding import JOIN_PORT, choose_port, understand
 from dreamfleet.fleet.launchers import Launcher, find_launcher
+from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
@@ -136,17 +136,11 @@ def run_fleet(
     )
     raised: list[Exception] = []
 
-    def on_machine_failure(sentence: str) -> None:
-        if supervisor.ending:
-            return
-        raised.append(FleetError(sentence))
-        supervisor.stop("machine")
-
     try:
         with (
             launcher,
             _one_of_several(run, supervisor, say),
-            _joinable(run, place, on_machine_failure, say),
+            _joinable(run, place, supervisor, say),
             Watcher(run.logdir) as watcher,
         ):
             lines = StatusLines(watcher, progress, say)
@@ -253,14 +247,15 @@ def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterato
 
 @contextmanager
 def _joinable(
-    run: RunConfig, place: _Place | None, on_failure: Callable[[str], None], say: Say
+    run: RunConfig, place: _Place | None, supervisor: Supervisor, say: Say
 ) -> Iterator[None]:
     """Let machines join while the block runs, and say how."""
     keys = run.server_keys
     if place is None or keys is None:
         yield
         return
-    with Coordinator(run, f"tcp://{place.listen}:{place.shown.port}", on_failure) as coordinator:
+    with JoinedNodes(run, f"tcp://{place.listen}:{place.shown.port}", supervisor) as nodes:
+        supervisor.machines = nodes.machines
         write_place(run.logdir, place.shown)
         line = join_line(place.shown, first_invitation(run.logdir, keys))
         say(f"To join with environments of another machine, type there:\n  {line} --envs 4")
@@ -273,7 +268,7 @@ def _joinable(
             how = "The run was ended by its owner."
             raise
         finally:
-            coordinator.end(how)
+            nodes.end(how)
 
 
 class _Place(NamedTuple):
@@ -288,7 +283,7 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
     that lines that somebody has copied stay true."""
     listen, shown, port = understand(run.bind)
     before = read_place(run.logdir)
-    wanted = port or (before.port if before else COORDINATOR_PORT)
+    wanted = port or (before.port if before else JOIN_PORT)
     port = choose_port(listen, wanted, only=bool(port))
     ports: dict[str, int] = {}
     changes: dict[str, Any] = {}

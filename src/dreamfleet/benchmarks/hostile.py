@@ -137,7 +137,7 @@ def servers(logdir: Path) -> dict[str, str]:
     """Where the servers of a run listen that others can reach, as far as they do yet."""
     found = {role: published_address(logdir, role) for role in ("actor", "replay", "logger")}
     if place := read_place(logdir):
-        found["coordinator"] = f"tcp://127.0.0.1:{place.port}"
+        found["nodes"] = f"tcp://127.0.0.1:{place.port}"
         if not found["actor"] and "actor" in place.ports:
             found["actor"] = f"tcp://127.0.0.1:{place.ports['actor']}"
     return {name: address for name, address in found.items() if address}

@@ -11,7 +11,7 @@ import psutil
 
 from dreamfleet.errors import ConfigError
 
-COORDINATOR_PORT = 5550
+JOIN_PORT = 5550
 """Where machines join, if nothing else is asked for; the other servers follow it."""
 _PORTS_TRIED = 200
 _EVERYWHERE = ("0.0.0.0", "*", "::")

@@ -19,7 +19,6 @@ import msgspec
 import psutil
 
 from dreamfleet.files import atomic_write
-from dreamfleet.roles.machines import MachineState
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +27,7 @@ _OLD_FILE_NAME = "fleet.json"  # of the version before, with the same first fiel
 MAX_EVENTS = 100
 
 WorkerState = Literal["starting", "running", "restarting", "ended"]
+MachineState = Literal["joined", "away", "left"]
 FleetState = Literal["running", "ending", "evaluating", "ended", "failed"]
 
 
@@ -188,7 +188,7 @@ def record_evaluation(logdir: Path) -> None:
     """Record that training is over, and that this process evaluates the run."""
     try:
         if (record := read_record(logdir)) is not None:
-            write_record(logdir, replace(record, state="evaluating", run=None))
+            write_record(logdir, replace(record, state="evaluating", written=0.0))
     except OSError as error:  # a full disk must not end the evaluation
         log.warning("The status of the run cannot be written: %s", error)
 

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,7 +46,6 @@ from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.health import read_health
 from dreamfleet.roles.logger import RECENT_EPISODES
-from dreamfleet.roles.machines import MachineRecord, read_machines
 from dreamfleet.transport import Client, Future, TransportError
 from dreamfleet.transport.address import parse
 
@@ -334,8 +333,14 @@ class Watcher:
         fresh = abs(time.time() - record.written) < _STALE_SECONDS
         return fresh and supervisor_process(record) is not None
 
-    def derive(self, record: FleetRecord | None, patience: float) -> RunStatus | None:
-        """The same from the run's directory, its logger and its processes."""
+    def derive(
+        self,
+        record: FleetRecord | None,
+        patience: float,
+        machines: tuple[MachineStatus, ...] | None = None,
+    ) -> RunStatus | None:
+        """The same from the run's directory, its logger and its processes. Machines that have
+        joined are only known to the supervisor."""
         config, changed = self._config.read()
         if config is None:
             return None
@@ -367,7 +372,7 @@ class Watcher:
             checkpoint_age=None if saved is None else max(0.0, now - saved),
             workers=self._workers(record, running, now),
             supervisor=self._processes.usage(record) if record and running else None,
-            machines=_machines(read_machines(self._logdir), running, now) if config.bind else (),
+            machines=_left(record) if machines is None else machines,
             events=record.events if record else (),
         )
         if record is None or state != "running":
@@ -446,10 +451,17 @@ class StatusWriter:
     Args:
         logdir: The run's directory.
         record: Returns the supervisor and its workers as they are now; None to write nothing.
+        machines: Returns the machines that have joined.
     """
 
-    def __init__(self, logdir: Path, record: Callable[[], FleetRecord | None]) -> None:
-        self._logdir, self._record = logdir, record
+    def __init__(
+        self,
+        logdir: Path,
+        record: Callable[[], FleetRecord | None],
+        machines: Callable[[], tuple[MachineStatus, ...]] = tuple,
+    ) -> None:
+        self._logdir, self._record, self._machines = logdir, record, machines
+        self._numbers: RunNumbers | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
@@ -463,7 +475,7 @@ class StatusWriter:
 
     def _run(self) -> None:
         with Watcher(self._logdir, sample_seconds=_SAMPLE_SECONDS) as watcher:
-            self._write(None)  # who the workers are, before the logger is asked
+            self._write(None)  # the workers, before the logger is asked
             while not self._over.wait(_WRITE_SECONDS):
                 self._write(watcher)
         self._write(None)
@@ -471,15 +483,16 @@ class StatusWriter:
     def _write(self, watcher: Watcher | None) -> None:
         try:
             record = self._record()
-            status = watcher.derive(record, _ANSWER_SECONDS) if watcher and record else None
             if record is None:
                 return
-            record = replace(record, written=time.time())
+            status = None
+            if watcher is not None:
+                status = watcher.derive(record, _ANSWER_SECONDS, self._machines())
             if status is not None:
                 names = RunNumbers.__dataclass_fields__
-                run = RunNumbers(**{name: getattr(status, name) for name in names})
-                record = replace(record, workers=status.workers, run=run)
-            write_record(self._logdir, record)
+                self._numbers = RunNumbers(**{name: getattr(status, name) for name in names})
+                record = replace(record, workers=status.workers)
+            write_record(self._logdir, replace(record, written=time.time(), run=self._numbers))
         except Exception as error:  # such as a full disk, which must not end the run
             log.warning("The status of the run cannot be written: %s", error)
 
@@ -510,25 +523,10 @@ class _Processes:
             return None
 
 
-def _machines(
-    machines: Sequence[MachineRecord], running: bool, now: float
-) -> tuple[MachineStatus, ...]:
-    """Machines that have joined; a killed coordinator has not recorded that all have left."""
-    return tuple(
-        MachineStatus(
-            name=each.name,
-            state=each.state if running else "left",
-            envs=len(each.envs),
-            eval_envs=len(each.eval_envs),
-            seconds=max(0.0, now - (each.heard if each.state == "left" else each.joined)),
-            silence=max(0.0, now - each.heard),
-            steps=each.steps,
-            steps_per_second=each.steps_per_second if running else 0.0,
-            failures=each.failures,
-            error=each.error,
-        )
-        for each in machines
-    )
+def _left(record: FleetRecord | None) -> tuple[MachineStatus, ...]:
+    """The machines of a run whose supervisor does not answer for them any more."""
+    known = record.run.machines if record and record.run else ()
+    return tuple(replace(each, state="left", steps_per_second=0.0) for each in known)
 
 
 def run_state(record: FleetRecord | None, responding: bool = False) -> RunState:

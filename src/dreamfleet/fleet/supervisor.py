@@ -15,15 +15,23 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.fleet.launchers import Launcher, RestartPolicy, RunningWorker, Worker
+from dreamfleet.fleet.launchers import (
+    JoinedNode,
+    Launcher,
+    Node,
+    RestartPolicy,
+    RunningWorker,
+    Worker,
+)
 from dreamfleet.fleet.record import (
     MAX_EVENTS,
     Event,
     FleetRecord,
     FleetState,
+    MachineStatus,
     WorkerState,
     WorkerStatus,
     read_record,
@@ -101,6 +109,8 @@ class Supervisor:
         on_signal: str = "Saving and ending; once more ends at once.",
     ) -> None:
         self._on_signal = on_signal
+        self.machines: Callable[[], tuple[MachineStatus, ...]] = tuple
+        """Machines that have joined, for `status.json`."""
         self.on_failure: Say = silent
         """Told of the failure that ends the run, before all workers are stopped."""
         self._members = [_Member(worker, launcher) for worker in workers]
@@ -108,7 +118,7 @@ class Supervisor:
         self._failures = Failures()
         self._told_of_envs = False
         self._duration, self._say = duration, say
-        self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._logdir = logdir
         self._inode = logdir.stat().st_ino if logdir is not None else None
         before = read_record(logdir) if logdir is not None else None
@@ -128,7 +138,11 @@ class Supervisor:
         """
         failed = True
         self._launcher.prepare([member.worker for member in self._members])
-        status = StatusWriter(self._logdir, self._status) if self._logdir else nullcontext()
+        status = (
+            StatusWriter(self._logdir, self._status, self.machines)
+            if self._logdir
+            else nullcontext()
+        )
         with self._signals(), status:
             try:
                 for member in reversed(self._members):
@@ -159,6 +173,15 @@ class Supervisor:
             if member.worker.role == role:
                 member.kill()
 
+    def add(self, node: JoinedNode, workers: Sequence[Worker]) -> None:
+        """Start workers on a machine that has joined, and restart them from then on; from any
+        thread."""
+        self._events.put(_Joined(node, workers))
+
+    def remove(self, node: JoinedNode) -> None:
+        """Forget the workers of a machine that has left; from any thread."""
+        self._events.put(_Left(node))
+
     def _watch(self, tick: Callable[[], None], every: float) -> str:
         """Handle events until the run is over; returns why it is."""
         end = time.monotonic() + self._duration if self._duration else float("inf")
@@ -182,7 +205,16 @@ class Supervisor:
                     # Not by the handler: it may interrupt a line that is just being written.
                     self._say(self._on_signal)
                 return event.reason
-            if isinstance(event, _Restart):
+            if isinstance(event, _Joined):
+                members = [_Member(worker, event.node) for worker in event.workers]
+                self._members = [*self._members, *members]
+                for member in members:
+                    self._start(member)
+            elif isinstance(event, _Left):
+                self._forget(event.node)
+            elif event.member not in self._members:
+                continue  # its machine has left
+            elif isinstance(event, _Restart):
                 self._start(event.member)
             elif event.member.worker.ends_run and event.code == 0:
                 return "done"
@@ -201,8 +233,28 @@ class Supervisor:
 
         threading.Thread(target=wait, name=f"wait-{member.name}", daemon=True).start()
 
+    def _forget(self, node: Node) -> None:
+        self._members = [each for each in self._members if each.node is not node]
+
     def _on_exit(self, member: _Member, code: int) -> None:
-        """Decide what follows the end of a worker that nobody here has asked to stop."""
+        """Decide what follows the end of a worker that was not asked to stop.
+
+        Raises:
+            FleetError: The run ends because of it.
+        """
+        try:
+            self._restart(member, code)
+        except FleetError as error:
+            if not member.worker.node:
+                raise
+            why = " ".join(str(error).partition(". The end of ")[0].split())
+            cast(JoinedNode, member.node).dismiss(why)
+            if member.worker.restart.on_failure == "stop" or member.health().not_finite:
+                raise FleetError(f"The joined machine {member.worker.node} failed: {why}") from None
+            self._say(f"The joined machine {member.worker.node} is dismissed: {why}")
+            self._forget(member.node)
+
+    def _restart(self, member: _Member, code: int) -> None:
         self._check_directory()
         how = member.describe_exit(code)
         self._add_event(member, "failed")
@@ -210,7 +262,9 @@ class Supervisor:
         policy, health = member.worker.restart, member.health()
         if policy.on_failure == "stop" or health.final:
             raise FleetError(error) from member.error
-        delay = self._failures.add(member.name, error, policy, health.progress)
+        same = [each for each in self._members if each.budget == member.budget]
+        progress = sum(each.health().progress for each in same)
+        delay = self._failures.add(member.budget, error, policy, progress)
         when = f"in {delay:g} s" if delay else "at once"
         self._say(f"{member.name} {how} and is started again {when}; see {member.log_file}")
         member.restarts += 1
@@ -303,8 +357,8 @@ class Supervisor:
             elif not self._at_once and (how := member.failed_to_end()):
                 self._say(f"{member.name} {how} when it was to stop; see {member.log_file}")
 
-    def _on_event_at_end(self, event: _Exited | _Restart | _Stop, later: list[_Member]) -> None:
-        if isinstance(event, _Stop) or self._at_once:
+    def _on_event_at_end(self, event: _Event, later: list[_Member]) -> None:
+        if not isinstance(event, _Exited | _Restart) or self._at_once:
             return
         if event.member not in later or event.member.alive:
             return
@@ -369,12 +423,12 @@ def is_full(folder: Path) -> bool:
 class _Member:
     """A worker, and what became of it so far."""
 
-    def __init__(self, worker: Worker, launcher: Launcher) -> None:
-        self.worker, self.name = worker, worker.name
+    def __init__(self, worker: Worker, node: Node) -> None:
+        self.worker, self.name, self.node = worker, worker.name, node
+        self.budget = worker.node or worker.name
         self.restarts = 0
         self.failure = ""
         self.env_failures = self.health().failures  # those before this supervisor are known
-        self._launcher = launcher
         self._running: RunningWorker | None = None
         self._killed = False  # because it cannot end in order
         self._started = 0.0
@@ -390,20 +444,23 @@ class _Member:
 
     @property
     def log_file(self) -> Path:
-        return self._launcher.log_file(self.worker)
+        return self.node.log_file(self.worker)
 
     @property
     def error(self) -> BaseException | None:
         return self._running.error if self._running else None
 
     def health(self) -> HealthRecord:
-        return read_health(self.worker.health) if self.worker.health else HealthRecord()
+        record = self.worker.health
+        if record is None:
+            return HealthRecord()
+        return read_health(record) if isinstance(record, Path) else record()
 
     def start(self) -> RunningWorker:
         try:
-            if self.worker.health:
+            if isinstance(self.worker.health, Path):
                 Health(self.worker.health)  # clears what its predecessor was doing
-            self._running = self._launcher.start(self.worker)
+            self._running = self.node.start(self.worker)
         except OSError as error:  # no memory, no more processes, a full disk
             self._running = _NotStarted(error)
         self._started = time.time()
@@ -534,8 +591,8 @@ class Failures:
         self._failures.append(_Failure(name, error))
         if count >= policy.max_restarts:
             raise FleetError(
-                f"{name} failed again after {count} restarts without progress in between; the run "
-                f"ends (max_restarts is {policy.max_restarts}). The first error was: "
+                f"{name} failed again after {count} restarts without progress in between "
+                f"(max_restarts is {policy.max_restarts}). The first error was: "
                 f"{self._failures[0].error}"
             )
         return min(FIRST_DELAY * 2.0 ** (count - 1), LONGEST_DELAY) if count else 0.0
@@ -555,3 +612,17 @@ class _Restart:
 @dataclass(frozen=True)
 class _Stop:
     reason: str
+
+
+@dataclass(frozen=True)
+class _Joined:
+    node: Node
+    workers: Sequence[Worker]
+
+
+@dataclass(frozen=True)
+class _Left:
+    node: Node
+
+
+_Event = _Exited | _Restart | _Stop | _Joined | _Left

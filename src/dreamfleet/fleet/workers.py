@@ -104,17 +104,6 @@ def env_workers(
     wanted = range(args.all_envs) if only is None else only
     train = [n for n in range(args.envs) if n in wanted]
     evaluation = [n for n in range(args.envs, args.all_envs) if n in wanted]
-    return joined_workers(make_train, make_eval, train, evaluation, args)
-
-
-def joined_workers(
-    make_train: Factory,
-    make_eval: Factory,
-    train: Sequence[int],
-    evaluation: Sequence[int],
-    args: RunConfig,
-) -> list[Worker]:
-    """Workers for environments of these ids, for training and for evaluation."""
     groups = [(make_train, train, False), (make_eval, evaluation, True)]
     workers = []
     for make, ids, is_eval in groups:

@@ -33,6 +33,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.metrics import EpisodeStats
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_acting, observed
+from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.health import health_path
 from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger import LoggerClient, video_env
@@ -315,7 +316,7 @@ class Actor:
 
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         inputs = without_logs(obs)
-        envids, is_eval = inputs.pop("envid"), inputs.pop("is_eval")
+        envids, is_eval = ids_of(inputs.pop("envid")), inputs.pop("is_eval")
         self._failures.note(envids, inputs.pop("failures"))
         evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         with self._policy_lock:

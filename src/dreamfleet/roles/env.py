@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dreamfleet.config import PROGRESS_STEPS, RunConfig
 from dreamfleet.envs.base import EnvCrashedError, NotFiniteError, UnknownTaskError, noop
 from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.fences import fenced
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.runtime import (
     FIRST_DELAY,
@@ -45,6 +46,7 @@ def parallel_env(
     args: RunConfig,
     is_eval: bool = False,
     in_run: bool = True,
+    incarnation: int = 0,
 ) -> None:
     """Run one environment, or several together, until the process is asked to stop.
 
@@ -67,6 +69,7 @@ def parallel_env(
         args: The run; tells where the actions come from.
         is_eval: Whether the data is for evaluation.
         in_run: Whether it is a part of a run, whose settings a person may change.
+        incarnation: On a joined machine: the number of this start, see `roles.fences`.
 
     Raises:
         EnvCrashedError: An environment failed more often than `max_restarts`, without progress, or
@@ -89,7 +92,8 @@ def parallel_env(
         server = find_server(args, "actor", ids[0] % args.actors)
     # Rounds of evaluation step all environments together.
     in_rounds = is_eval and bool(args.eval_every or not in_run)
-    lanes = split_lanes(envs, ids, is_eval, 1 if in_rounds else args.env_lanes)
+    sent = fenced(ids, incarnation)
+    lanes = split_lanes(envs, sent, is_eval, 1 if in_rounds else args.env_lanes)
     with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
         close_when_stopped(client)
         try:

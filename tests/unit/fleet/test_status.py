@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,14 @@ from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
 from dreamfleet.fleet import status as status_module
 from dreamfleet.fleet.claim import BEAT_NAME
-from dreamfleet.fleet.record import FleetRecord, Scores, WorkerStatus, read_record, write_record
+from dreamfleet.fleet.record import (
+    FleetRecord,
+    MachineStatus,
+    Scores,
+    WorkerStatus,
+    read_record,
+    write_record,
+)
 from dreamfleet.fleet.status import (
     RunStatus,
     StatusLines,
@@ -36,7 +43,6 @@ from dreamfleet.fleet.status import (
     _time_left,
 )
 from dreamfleet.roles.health import Health
-from dreamfleet.roles.machines import MachineRecord, write_machines
 from dreamfleet.transport import Server, resolve
 
 HOST = socket.gethostname()
@@ -140,39 +146,43 @@ def test_lines_display_and_json_agree(run: Run) -> None:
     assert plain["metrics"] == run.metrics
 
 
-def test_machines_are_those_that_the_coordinator_has_written(tmp_path: Path) -> None:
+def box(name: str = "box", **changes: Any) -> MachineStatus:
+    return replace(MachineStatus(name, "joined", 2, 1, 100.0, 1.0, 50, 7.5, 0, ""), **changes)
+
+
+def test_machines_are_those_that_the_supervisor_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
     run = Run(tmp_path, bind="127.0.0.1", remote_envs=True)
     run.metrics["actor/steps_per_second"] = 0.0
-    with run.logger(), Watcher(tmp_path) as watcher:
+    machines: list[MachineStatus] = []
+    with written_by(run, lambda: tuple(machines)), Watcher(tmp_path) as watcher:
         assert "no machine has joined: 'dreamfleet invite" in seen(watcher).message
-        now = time.time()
-        box = MachineRecord("box", "joined", (1, 2), (3,), 4, now - 100, now - 1, 50, 7.5)
-        write_machines(tmp_path, [box, replace(box, name="gone", state="left", error="so")])
-        status = seen(watcher)
+        machines += [box(), box("gone", state="left", error="so")]
+        while not (status := seen(watcher)).machines:
+            time.sleep(0.01)
         assert "no machine has joined" not in status.message
     box_now, gone = json.loads(status.to_json())["machines"]
-    assert 100 <= box_now.pop("seconds") < 200
-    assert 1 <= box_now.pop("silence") < 100
     assert box_now == {
-        "name": "box", "state": "joined", "envs": 2, "eval_envs": 1, "steps": 50,
-        "steps_per_second": 7.5, "failures": 0, "error": "",
+        "name": "box", "state": "joined", "envs": 2, "eval_envs": 1, "seconds": 100.0,
+        "silence": 1.0, "steps": 50, "steps_per_second": 7.5, "failures": 0, "error": "",
     }  # fmt: skip
     assert (gone["name"], gone["state"], gone["error"]) == ("gone", "left", "so")
-    assert 1 <= gone["seconds"] < 100  # since it left
-    run.write(state="ended")
+    record = read_record(tmp_path)
+    assert record is not None
+    write_record(tmp_path, replace(record, state="ended"))
     assert {each.state for each in run.look().machines} == {"left"}
-    (tmp_path / "machines.json").write_text("{")
-    assert run.look().machines == ()
 
 
 def test_a_joined_machine_that_makes_no_steps_is_named_with_why_also_while_others_go_on(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, now = Run(tmp_path, bind="127.0.0.1"), time.time()
-    idle = MachineRecord("idle", "joined", (1,), (), 4, now - 100, now, error="its port is closed.")
-    busy = replace(idle, name="busy", steps=50, steps_per_second=7.5, error="a failure")
-    write_machines(tmp_path, [idle, busy, replace(idle, name="gone", state="left")])
-    with run.logger(), Watcher(tmp_path) as watcher:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    idle = box("idle", steps=0, steps_per_second=0.0, error="its port is closed.")
+    machines = (idle, box("busy", error="a failure"), replace(idle, name="gone", state="left"))
+    run = Run(tmp_path, bind="127.0.0.1")
+    with written_by(run, lambda: machines), Watcher(tmp_path) as watcher:
         status = seen(watcher)
     assert status.waiting == ""
     assert status.message == "idle makes no steps: its port is closed."
@@ -377,9 +387,11 @@ def test_a_process_that_is_gone_is_not_measured(run: Run) -> None:
 
 
 @contextmanager
-def written_by(run: Run) -> Iterator[None]:
+def written_by(
+    run: Run, machines: Callable[[], tuple[MachineStatus, ...]] = tuple
+) -> Iterator[None]:
     """The run's supervisor writes `status.json` with what the logger told it."""
-    with run.logger(), StatusWriter(run.logdir, lambda: run.record):
+    with run.logger(), StatusWriter(run.logdir, lambda: run.record, machines):
         while (record := read_record(run.logdir)) is None or record.run is None:
             time.sleep(0.01)
         yield

@@ -15,7 +15,7 @@ import pytest
 from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.coordinator import addresses
+from dreamfleet.fleet.nodes import addresses
 from dreamfleet.roles import parameters as module
 from dreamfleet.roles.actor import policy_sizes, waits_for
 from dreamfleet.roles.addresses import find_server
