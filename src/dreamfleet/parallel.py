@@ -26,7 +26,7 @@ from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.fleet.binding import JOIN_PORT, choose_port, understand
+from dreamfleet.fleet.binding import JOIN_PORT, choose_port, parse_bind
 from dreamfleet.fleet.launchers import Launcher, find_launcher
 from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.status import StatusLines, Watcher
@@ -97,7 +97,7 @@ def combined(
         make_stream: Called with a buffer and a mode, returns an iterator of batches.
         make_logger: Returns the output of metrics.
         args: The run.
-        say: Takes lines for the person.
+        say: Takes lines to show.
         progress: Takes the lines that tell now and then how far the run is; None for `say`.
         tick: Called every `log_every` seconds. What it raises ends the run in order, and is raised
             then.
@@ -190,7 +190,7 @@ def parallel_envs(
     Args:
         make_env_train, make_env_eval: Called with an environment's id.
         args: The run.
-        say: Takes lines for the person.
+        say: Takes lines to show.
         ids: Which of the run's environments; None for all.
     """
     workers = env_workers(make_env_train, make_env_eval, args, ids)
@@ -280,8 +280,8 @@ class _Place(NamedTuple):
 
 def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
     """The run with addresses that other machines reach. Ports are those that it had before, so
-    that lines that somebody has copied stay true."""
-    listen, shown, port = understand(run.bind)
+    that lines that were copied stay true."""
+    listen, shown, port = parse_bind(run.bind)
     before = read_place(run.logdir)
     wanted = port or (before.port if before else JOIN_PORT)
     port = choose_port(listen, wanted, only=bool(port))

@@ -243,7 +243,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("dreamfleet://127.0.0.1:{free}/#{key}", "nobody listens at its port"),
+        ("dreamfleet://127.0.0.1:{free}/#{key}", "nothing listens there: the run has ended"),
         ("dreamfleet://no-such-host.invalid:5550/#{key}", "does not know the name"),
         ("dreamfleet://127.0.0.1:{free}/", "has no key"),
     ],

@@ -8,14 +8,10 @@ environments here find the actor as they do everywhere.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import re
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +27,7 @@ from dreamfleet import __version__
 from dreamfleet.config import CONFIG_FILE, JOINED, RunConfig
 from dreamfleet.envs import env_seed, is_bundled
 from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import ONE_THREAD, Worker
@@ -63,7 +60,6 @@ _PORTS_AT_ONCE = 16
 _REFUSED = "nothing listens there: the agent is starting, or a firewall refuses the connection"
 _NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it waits for"
 _PLACE_PREFIX = "dreamfleet-join-"
-_LOCK = "lock"
 _KEY = "join.key"  # not the name under which a run keeps its own
 _LOOKED_UP = "tcp://127.0.0.1:{auto}"
 _ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
@@ -91,7 +87,7 @@ class Offer:
     envs_per_process: int | None = None
     """None for the run's."""
     task: str | None = None
-    """Code of the person's own that the run names, named again."""
+    """Code of the user's own that the run names, named again."""
     trust: bool = False
     """Import whatever code the run names."""
 
@@ -155,7 +151,6 @@ class _Machine:
     ) -> None:
         self._address, self._offer, self._place = address, offer, place
         self._patience, self._say = patience, say
-        self._book = DirectoryBook()
         self._looked = ""  # the description whose environment was made here once
 
     def serve(self, client: Client) -> None:
@@ -201,7 +196,7 @@ class _Machine:
                     raise JoinError(_unreachable(self._address, error)) from None
 
     def _try_ports(self, told: Mapping[str, str]) -> None:
-        """Refuse to join a run whose servers cannot be reached from here. One at whose port nobody
+        """Refuse to join a run whose servers cannot be reached from here. One at whose port nothing
         listens may start later."""
         problems = closed_ports(self.servers(told), _PROBE_SECONDS)
         if any(problem != _REFUSED for problem in problems.values()):
@@ -314,7 +309,7 @@ class _Machine:
     def _run(self, client: Client, described: _Described, joined: _Joined) -> bool:
         """Run what the run's supervisor says; returns whether this machine's part is done."""
         config = self._config(described)
-        publish_addresses(self._book, self._place, self._address, joined.addresses)
+        publish_addresses(self._place, self._address, joined.addresses)
         self._say(
             f"Joined {config.task} as {joined.name} with {_counted(self._offer)}; logs are in "
             f"{self._place / 'logs'}. Ctrl-C leaves."
@@ -368,7 +363,8 @@ class _Machine:
                 return answer
             if answer.digest != joined.digest:
                 return answer
-            self._publish(answer.addresses)
+            with suppress(OSError):  # a full disk; those of before may still be right
+                publish_addresses(self._place, self._address, answer.addresses)
             workers.follow(answer.workers)
             if sent - shown > _SAY_SECONDS:
                 rate = (made - steps) / (sent - shown)
@@ -395,12 +391,6 @@ class _Machine:
         if problems := closed_ports(self.servers(told), _PORT_SECONDS):
             return self.ports_text(told, problems)[:1000]
         return workers.hanging()
-
-    def _publish(self, addresses: Mapping[str, str]) -> None:
-        try:
-            publish_addresses(self._book, self._place, self._address, addresses)
-        except OSError as error:
-            log.warning("The addresses of the run cannot be kept: %s", error)
 
 
 class _Started(NamedTuple):
@@ -502,10 +492,9 @@ def _counted(offer: Offer) -> str:
     return " and ".join(words)
 
 
-def publish_addresses(
-    book: DirectoryBook, place: Path, joined_at: Address, addresses: Mapping[str, str]
-) -> None:
+def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, str]) -> None:
     """Keep where the servers of the run listen that a machine may call."""
+    book = DirectoryBook()
     for name, address in called_servers(joined_at, addresses).items():
         if book.find(place, name) != address.text:
             book.publish(place, name, address.text)
@@ -526,21 +515,28 @@ def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Add
 
 def closed_ports(servers: Mapping[str, Address], seconds: float) -> dict[str, str]:
     """The servers that cannot be reached from here, and why."""
-
-    def problem(address: Address) -> str:
-        try:
-            socket.create_connection((address.host, address.port), timeout=seconds).close()
-        except ConnectionRefusedError:
-            return _REFUSED
-        except TimeoutError:
-            return f"there is no answer within {seconds:g} s, mostly because of a firewall"
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
+    try_port = partial(_port_problem, seconds=seconds)
     with ThreadPoolExecutor(_PORTS_AT_ONCE) as threads:
-        found = dict(zip(servers, threads.map(problem, servers.values()), strict=True))
+        found = dict(zip(servers, threads.map(try_port, servers.values()), strict=True))
     return {name: text for name, text in found.items() if text}
+
+
+def _port_problem(address: Address, seconds: float) -> str:
+    """Why nothing is reached at an address, which the transport only knows as silence."""
+    try:
+        socket.create_connection((address.host, address.port), timeout=seconds).close()
+    except socket.gaierror:
+        return (
+            f"this machine does not know the name {address.host}: write its number, or fix its "
+            "entry in DNS or /etc/hosts"
+        )
+    except ConnectionRefusedError:
+        return _REFUSED
+    except TimeoutError:
+        return f"there is no answer within {seconds:g} s, mostly because of a firewall"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _check_spaces(
@@ -572,33 +568,20 @@ def _check_spaces(
 
 
 def _probe(address: Address) -> None:
-    """Say why nothing is reached at an address, which the transport only knows as silence."""
-    there = f"{address.host}:{address.port}"
-    try:
-        socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS).close()
-    except socket.gaierror:
-        raise JoinError(
-            f"This machine does not know the name {address.host}: write the number of that machine "
-            "in its place, or fix its entry in DNS or /etc/hosts."
-        ) from None
-    except TimeoutError:
-        raise JoinError(
-            f"No answer from {there} within {_PROBE_SECONDS:g} s: the packets get lost on the way, "
-            "mostly in a firewall. Open TCP port "
-            f"{address.port} and the others that stand below the run's line on {address.host} "
-            "for this machine, and check that it is the right address."
-        ) from None
-    except ConnectionRefusedError:
-        raise JoinError(
-            f"{address.host} is there, but nobody listens at its port {address.port}: the run has "
-            "ended or was started without --bind, or the port is another one. 'dreamfleet resume' "
-            "starts it again."
-        ) from None
-    except OSError as error:
-        raise JoinError(
-            f"{there} cannot be reached: {error.strerror or error}. Check the address, and that "
-            "both machines are in one network."
-        ) from None
+    """Say why the run cannot be reached."""
+    problem = _port_problem(address, _PROBE_SECONDS)
+    if not problem:
+        return
+    if problem == _REFUSED:
+        problem = (
+            "nothing listens there: the run has ended or was started without --bind, or the port "
+            "is another one. 'dreamfleet resume' starts it again"
+        )
+    raise JoinError(
+        f"{address.host}:{address.port} cannot be reached: {problem}. Check the address, and that "
+        f"TCP port {address.port} and the others that stand below the run's line are open for this "
+        "machine."
+    )
 
 
 def _unreachable(address: Address, error: TransportError) -> str:
@@ -641,29 +624,13 @@ def _place(logdir: Path | None) -> Iterator[Path]:
     Raises:
         ConfigError: It is the directory of a run.
     """
-    if logdir is not None:
-        if (logdir / CONFIG_FILE).exists():
-            raise ConfigError(
-                f"{logdir} is the directory of a run: choose another --logdir for this machine."
-            )
-        with claim_directory(logdir):
-            yield logdir.absolute()
-        return
-    _remove_stale()
-    place = Path(tempfile.mkdtemp(prefix=f"{_PLACE_PREFIX}{os.getpid()}-"))
-    with (place / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+    if logdir is None:
+        with temporary_folder(_PLACE_PREFIX) as place:
             yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def _remove_stale() -> None:
-    """Remove what machines have left behind that were killed; it holds their keys. Whoever is alive
-    holds a lock: a process id says nothing about another container, or about another machine with
-    the same temporary directory."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PLACE_PREFIX}*"):
-        with suppress(OSError), (path / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+        return
+    if (logdir / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{logdir} is the directory of a run: choose another --logdir for this machine."
+        )
+    with claim_directory(logdir):
+        yield logdir.absolute()

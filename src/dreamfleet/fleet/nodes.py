@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -111,9 +112,11 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     envid: Number = 0
     error: Line = ""
 
-    def health(self) -> HealthRecord:
-        names = ("progress", "failures", "steps", "final", "not_finite", "doing", "envid", "error")
-        return HealthRecord(**{name: getattr(self, name) for name in names})
+    def health(self, on_nan: str) -> HealthRecord:
+        """For the supervisor, which ends the run at NaN only if it is set to."""
+        names = ("progress", "failures", "steps", "final", "doing", "envid", "error")
+        found = {name: getattr(self, name) for name in names}
+        return HealthRecord(**found, not_finite=self.not_finite and on_nan == "stop")
 
 
 class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,11 +132,9 @@ class MachineWorker:
 
     error: BaseException | None = None
 
-    def __init__(self, node: Machine, name: str, incarnation: int) -> None:
-        self._node, self.name, self.incarnation = node, name, incarnation
-        self.host, self.pid = node.name, 0
-        self._output = ""
-        self._code = 0
+    def __init__(self, host: str, incarnation: int) -> None:
+        self.host, self.incarnation, self.pid = host, incarnation, 0
+        self._output, self._code = "", 0
         self._ended = threading.Event()
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -190,7 +191,7 @@ class Machine:
     # --- as a node -------------------------------------------------------------------------------
 
     def start(self, worker: Worker) -> MachineWorker:
-        running = MachineWorker(self, worker.name, self.allocate(self, worker.name))
+        running = MachineWorker(self.name, self.allocate(self, worker.name))
         self.running[worker.name] = running
         return running
 
@@ -206,15 +207,14 @@ class Machine:
 
     def workers(self, run: RunConfig) -> list[Worker]:
         """Its workers, for the supervisor."""
+
+        def health(name: str) -> HealthRecord:
+            report = self.reports.get(name)
+            return report.health(run.on_nan) if report else HealthRecord()
+
         policy = RestartPolicy(run.on_failure, run.max_restarts)
-
-        def health(name: str) -> Callable[[], HealthRecord]:
-            return lambda: report.health() if (report := self.reports.get(name)) else HealthRecord()
-
-        return [
-            Worker(name, "env", int, restart=policy, health=health(name), node=self.name)
-            for name in self.groups
-        ]
+        kind = partial(Worker, role="env", function=int, restart=policy, node=self.name)
+        return [kind(name, health=partial(health, name)) for name in self.groups]
 
     def orders(self) -> dict[str, dict[str, Any]]:
         """What is to run there, as plain data."""
@@ -297,7 +297,11 @@ class JoinedNodes:
         self._lock = threading.RLock()
         self._nodes: dict[str, Machine] = {}  # by a digest of what a machine proves itself with
         self._left: deque[MachineStatus] = deque(maxlen=_KEPT_MACHINES)
-        self._newest = read_fences(run.logdir).newest
+        try:
+            self._newest = read_fences(run.logdir).newest
+        except ValueError as error:
+            self._newest = int(time.time())  # above all that count starts
+            log.warning("%s", error)
         self._chunk_bytes = _chunk_bytes(run)
         most_eval = MOST_JOINED if run.eval_every else MAX_ENVS
         self._room = {JOINED: _room(run, self._chunk_bytes), JOINED_EVAL: most_eval}
@@ -474,8 +478,8 @@ class JoinedNodes:
 
     def _drop(self, proof: str, why: str) -> None:
         node = self._nodes.pop(proof)
+        self._supervisor.remove(node)  # first: so the end of its workers is no failure
         node.end()
-        self._supervisor.remove(node)
         self._left.append(node.status(self._clock(), left=why))
         with suppress(OSError):  # what it may act in is decided when its ids are given to another
             self._write()

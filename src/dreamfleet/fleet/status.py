@@ -715,7 +715,7 @@ def _last_logged_step(path: Path) -> int:
 
 
 def _time_left(config: RunConfig, step: int, rate: float, seconds: float) -> float | None:
-    if 0 < config.steps <= step:  # the last updates are made, and nobody knows how long they take
+    if 0 < config.steps <= step:  # the last updates are made; their time is unknown
         return None
     ends = []
     if config.duration:

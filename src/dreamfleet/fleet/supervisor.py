@@ -38,7 +38,7 @@ from dreamfleet.fleet.record import (
 )
 from dreamfleet.fleet.status import StatusWriter
 from dreamfleet.roles.health import Health, HealthRecord, read_health
-from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, ORDER, STOPPED, end_signals
+from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, STOP_SIGNAL, STOPPED, end_signals
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _FAILED_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _MOST_WAITS = 4
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-_ASKED = (-ORDER, -signal.SIGTERM, -signal.SIGHUP)
+_ASKED = (-STOP_SIGNAL, -signal.SIGTERM, -signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # a signal that another thread took does not wake this one
 _REASON_LENGTH = 200
 _FULL = (
@@ -93,7 +93,7 @@ class Supervisor:
         logdir: Where `status.json` is written; None for nowhere.
         launcher_name: For that file.
         duration: Seconds after which the run is stopped; 0 for never.
-        say: Takes lines for the person.
+        say: Takes lines to show.
         on_signal: What is said when a signal ends the run.
     """
 
@@ -316,8 +316,8 @@ class Supervisor:
     def _stop_all(self, failed: bool) -> None:
         """Stop role after role, so that the agent sends and saves while the others still serve.
 
-        Whom it needs for that is brought back, if it does not run, and also meanwhile. Not after a
-        failure: then somebody may be gone for good, and the agent saves without, in less time.
+        Workers needed for shutdown are restarted during shutdown. Not after a
+        failure: then a worker may be gone for good, and the agent saves without it, in less time.
         """
         later = [] if failed else [m for m in self._members if m.worker.needed_at_end]
         seconds = _FAILED_SECONDS if failed else _SAVE_SECONDS

@@ -1,6 +1,6 @@
 """A run as data: the list of its workers.
 
-Whoever starts them (`dreamfleet.fleet.launchers`) needs nothing else, and they do not know who did.
+Launchers (`dreamfleet.fleet.launchers`) need nothing else.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from dreamfleet.roles.runtime import (
     end_process_after,
     stop_event,
     takes,
-    their_code,
     unpack,
+    user_code,
 )
 from dreamfleet.spaces import RESET, without_reset
 from dreamfleet.transport import Block, Client, Closed, Disconnected, Future, Occupied, RemoteError
@@ -79,7 +79,7 @@ def parallel_env(
     ids = [envid] if isinstance(envid, int) else list(envid)
     stop = stop_event(exit_process=True)
     health = Health(health_path(args, f"env-{ids[0]}"))
-    with their_code:
+    with user_code:
         make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
     envs = [RestartedEnv(make, each, args, health, watchdog, in_run) for each in ids]
@@ -281,7 +281,7 @@ class RestartedEnv:
         self._watchdog.reset(now=True)
         self._health.now("building", self._envid)
         try:
-            with their_code:
+            with user_code:
                 env = self._make(self._envid, **again)
             self._reset_action = noop(without_reset(env.act_space))
             self._env = env
@@ -306,7 +306,7 @@ class RestartedEnv:
         self._health.now("resetting" if reset else "stepping", self._envid)
         self._episode_steps = 0 if reset else self._episode_steps + 1
         try:
-            with their_code:
+            with user_code:
                 obs = self._env.step(self._reset_action if action is None else action)
             last = bool(obs["is_last"])
         except NotFiniteError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import subprocess
@@ -115,7 +114,7 @@ def test_only_servers_that_a_machine_may_call_are_looked_up(tmp_path: Path) -> N
         "actor-2": "ipc:///tmp/somewhere",
         "actor-3": "nonsense",
     }
-    publish_addresses(book, tmp_path / "here", Address("tcp", "gpu-box", 5550), told)
+    publish_addresses(tmp_path / "here", Address("tcp", "gpu-box", 5550), told)
     found = {name: book.find(tmp_path / "here", name) for name in book.names(tmp_path / "here")}
     assert found == {
         "actor": "tcp://gpu-box:5551",
@@ -134,7 +133,7 @@ def test_a_firewall_is_named_with_how_long_was_waited_and_which_port(
     monkeypatch.setattr(socket, "create_connection", nothing)
     line = f"dreamfleet://10.0.0.5:5550/#{Keys.generate().invite('env').text}"
     with pytest.raises(
-        JoinError, match=r"10\.0\.0\.5:5550 within 10 s.*firewall.*port 5550 and the others"
+        JoinError, match=r"10\.0\.0\.5:5550 .*within 10 s.*firewall.*port 5550 and the others"
     ):
         joined(line)
 
@@ -387,24 +386,3 @@ def test_environments_that_fail_here_send_the_machine_away_with_the_error(tmp_pa
     assert left.state == "left"
     assert "/env-0 ended with code 1 (RuntimeError: the pole is broken)" in left.error
     assert "The end of" not in left.error  # which is in a file of that machine
-
-
-def test_what_killed_machines_left_behind_is_removed_by_the_next_one() -> None:
-    """One that lives in another container, whose process ids are others, is left alone."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    stale, other = (Path(tempfile.mkdtemp(prefix=f"dreamfleet-join-{gone.pid}-")) for _ in range(2))
-    for each in (stale, other):
-        (each / "keys").write_text("secret")
-        (each / "lock").touch()
-    with (other / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with joining._place(None) as place:
-            assert not stale.exists()
-            assert other.exists()
-            assert place.stat().st_mode & 0o077 == 0
-            with joining._place(None):  # another one on this machine
-                assert place.exists()
-    assert not place.exists()
-    with joining._place(None):
-        assert not other.exists()

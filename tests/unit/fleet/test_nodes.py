@@ -17,7 +17,7 @@ from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
 from dreamfleet.fleet.launchers import Worker, find_launcher
 from dreamfleet.fleet.nodes import LOST_SECONDS, JoinedNodes, Machine, Refused, addresses, metrics
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
-from dreamfleet.roles.fences import read_fences
+from dreamfleet.roles.fences import FenceReader, read_fences
 from dreamfleet.transport import Caller, Keys
 
 CALLER = Caller("env", "first", "127.0.0.1", b"1")
@@ -127,6 +127,16 @@ def test_nothing_of_a_run_before_acts_after_a_resume_and_no_incarnation_returns(
     new = after.join(CALLER, request(envs=2))["token"]
     (again,) = after.poll(new, {})["workers"].values()
     assert again["ids"] == order["ids"]
+    assert again["incarnation"] > order["incarnation"]
+
+
+def test_a_damaged_file_lets_nothing_old_act_and_no_incarnation_returns(tmp_path: Path) -> None:
+    before = nodes(tmp_path)
+    (order,) = before.poll(before.join(CALLER, request())["token"], {})["workers"].values()
+    (tmp_path / "nodes.json").write_text("{")
+    assert FenceReader(tmp_path).of(JOINED) is None
+    after = nodes(tmp_path)
+    (again,) = after.poll(after.join(CALLER, request())["token"], {})["workers"].values()
     assert again["incarnation"] > order["incarnation"]
 
 
@@ -355,11 +365,19 @@ def test_a_machine_that_fails_too_often_is_dismissed_and_the_run_goes_on(tmp_pat
     assert machine.error is None
 
 
+def test_a_machine_cannot_end_a_run_that_goes_on_at_nan(tmp_path: Path) -> None:
+    with supervised(tmp_path, on_failure="restart", on_nan="end") as machine:
+        machine.fails(next(iter(machine.poll()["workers"])), final=True, not_finite=True)
+        machine.until(lambda answer: answer.get("dismissed"))
+        assert not machine.supervisor.ending
+    assert machine.error is None
+
+
 @pytest.mark.parametrize(
     ("settings", "more"),
     [
         ({"on_failure": "stop"}, {}),
-        ({"on_failure": "restart"}, {"final": True, "not_finite": True}),
+        ({"on_failure": "restart", "on_nan": "stop"}, {"final": True, "not_finite": True}),
     ],
 )
 def test_a_failure_elsewhere_ends_a_run_that_stops_at_failures(

@@ -30,7 +30,7 @@ Role = Literal["agent", "actor", "evaluator", "env", "replay", "logger"]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What happens when a worker ends although nobody asked it to."""
+    """What happens when a worker ends without having been asked to."""
 
     on_failure: Literal["restart", "stop"] = "restart"
     """Start it again after a delay that doubles each time, or end the run."""
@@ -84,7 +84,7 @@ class RunningWorker(Protocol):
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit code, or None if it still runs after `timeout` seconds. 0 if its function has
         returned, negative for the signal that killed it, `roles.runtime.STOPPED` if it stopped
-        because somebody asked it to."""
+        because it was asked to."""
 
     def terminate(self) -> None:
         """Ask it to stop; it may save first."""
