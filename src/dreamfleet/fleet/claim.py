@@ -149,15 +149,6 @@ class BeatWatch:
             time.sleep(min(_LOOK_SECONDS, max(0.0, deadline - now)))
 
 
-def supervisor_time(logdir: Path, record: FleetRecord | None) -> float:
-    """Unix time on the machine of the supervisor, whose clock may differ from ours: that of its
-    newest beat if it is another machine."""
-    if record is not None and record.host != socket.gethostname():
-        with suppress(ValueError, IndexError):
-            return float(_read_beat(logdir).split()[2])
-    return time.time()
-
-
 class _Beat:
     """Counts in the directory's file, and ends this process when another one does."""
 
@@ -194,7 +185,7 @@ class _Beat:
             self._logdir / BEAT_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
         )
         try:
-            os.write(descriptor, b"%s %020d %020.3f\n" % (self._name, self._count, time.time()))
+            os.write(descriptor, b"%s %020d\n" % (self._name, self._count))
         finally:
             os.close(descriptor)  # which is when NFS writes it
 

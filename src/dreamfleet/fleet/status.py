@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,7 +28,7 @@ import psutil
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.claim import BeatWatch, supervisor_time
+from dreamfleet.fleet.claim import BeatWatch
 from dreamfleet.fleet.record import (
     Event,
     FleetRecord,
@@ -164,17 +165,15 @@ class RunStatus(RunNumbers):
         fields = [f"step {readable(self.step)}"]
         if self.config.steps:
             fields[0] += f" of {readable(self.config.steps)}"
-        if self.score is not None:
-            fields.append(f"score {readable(self.score)}")
-        if self.eval_score is not None:
-            fields.append(f"evaluation {readable(self.eval_score)}")
-        if self.updates is not None:
-            fields.append(f"updates {readable(self.updates)}")
-        if self.updates_per_second is not None:
-            fields.append(f"{readable(self.updates_per_second)} updates/s")
-        fields.append(f"{readable(self.steps_per_second)} steps/s")
-        if self.replay_ratio is not None:
-            fields.append(f"replay ratio {readable(self.replay_ratio)}")
+        numbers = (
+            ("score {}", self.score),
+            ("evaluation {}", self.eval_score),
+            ("updates {}", self.updates),
+            ("{} updates/s", self.updates_per_second),
+            ("{} steps/s", self.steps_per_second),
+            ("replay ratio {}", self.replay_ratio),
+        )
+        fields += [text.format(readable(each)) for text, each in numbers if each is not None]
         if there := [each for each in self.machines if each.state == "joined"]:
             envs = sum(each.envs + each.eval_envs for each in there)
             fields.append(f"{_count(len(there), 'machine')} joined ({_count(envs, 'environment')})")
@@ -352,7 +351,7 @@ class Watcher:
         step = int(metrics.get("step", 0)) or max(
             self._scores.last_step, _last_logged_step(self._logdir / "metrics.jsonl")
         )
-        now = supervisor_time(self._logdir, record)
+        now = time.time()
         self._progress.add(time.monotonic(), step, metrics)
         rate = self._progress.rate
         seconds = now - record.started if record and running else 0.0
@@ -510,13 +509,13 @@ class _Processes:
         if pid is None or of.host != socket.gethostname():
             return None
         try:
-            found = self._found.get(pid)
-            # The same object as before: the share of a CPU is that since its last sample.
-            process = found[0] if found and found[0].is_running() else psutil.Process(pid)
-            if found and process is found[0] and now - found[1] < self._seconds:
-                return found[2]
-            used = ProcessUsage(process.cpu_percent() / 100, process.memory_info().rss)
-            self._found[pid] = process, now, used
+            process, sampled, used = self._found.get(pid) or (psutil.Process(pid), -inf, None)
+            if not process.is_running():
+                process, sampled = psutil.Process(pid), -inf
+            if used is None or now - sampled >= self._seconds:
+                # Kept from sample to sample: the share of a CPU is that since the last one.
+                used = ProcessUsage(process.cpu_percent() / 100, process.memory_info().rss)
+                self._found[pid] = process, now, used
             return used
         except (psutil.Error, ValueError, OverflowError):
             self._found.pop(pid, None)
