@@ -470,7 +470,7 @@ class StatusWriter:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_STALE_SECONDS)  # a shared directory may hang
 
     def _run(self) -> None:
         with Watcher(self._logdir, sample_seconds=_SAMPLE_SECONDS) as watcher:

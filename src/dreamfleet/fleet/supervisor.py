@@ -206,10 +206,7 @@ class Supervisor:
                     self._say(self._on_signal)
                 return event.reason
             if isinstance(event, _Joined):
-                members = [_Member(worker, event.node) for worker in event.workers]
-                self._members = [*self._members, *members]
-                for member in members:
-                    self._start(member)
+                self._add_members([_Member(worker, event.node) for worker in event.workers])
             elif isinstance(event, _Left):
                 self._forget(event.node)
             elif event.member not in self._members:
@@ -232,6 +229,14 @@ class Supervisor:
             self._events.put(_Exited(member, code))
 
         threading.Thread(target=wait, name=f"wait-{member.name}", daemon=True).start()
+
+    def _add_members(self, members: list[_Member]) -> None:
+        """Start environments of a machine that has joined; they are stopped after the run's own."""
+        needed = [n for n, each in enumerate(self._members) if each.worker.needed_at_end]
+        place = min(needed, default=len(self._members))
+        self._members = [*self._members[:place], *members, *self._members[place:]]
+        for member in members:
+            self._start(member)
 
     def _forget(self, node: Node) -> None:
         self._members = [each for each in self._members if each.node is not node]
