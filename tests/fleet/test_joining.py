@@ -186,7 +186,14 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
             with pytest.raises(RemoteError, match=r"and this machine 0\.0\.1"):
                 client.call("describe", "0.0.1").result(LONG)
 
-        # Rounds of evaluation are played by whoever has joined for them.
+        # The run's supervisor starts a process of a joined machine again that was killed.
+        children = psutil.Process(stays.process.pid).children()
+        (killed, *_) = [each for each in children if each.name().startswith("dreamfleet env")]
+        killed.kill()
+        events = eventually(lambda: [e for e in run.status().events if e.event == "started"], "it")
+        assert events[-1].worker.endswith("/env-0")
+
+        # Rounds of evaluation are played by machines that have joined for them.
         eventually(lambda: len(rows(logdir / "evaluations.jsonl")) >= 2, "two rounds")
 
         # One leaves in order: its ids are free at once. One vanishes without a word.
