@@ -122,7 +122,7 @@ class Roles:
     def __init__(self, config: RunConfig, *names: str) -> None:
         self._launcher = LocalLauncher(config.logdir)
         parts = factories.factories(config)
-        workers = fleet_workers(**parts, args=config)
+        workers = fleet_workers(parts, config)
         self._workers = [
             replace(worker, function=partial(_act, config, worker.name))
             if worker.role in ("agent", "actor")

@@ -190,6 +190,6 @@ def test_a_run_whose_directory_is_gone_ends_with_a_sentence(tmp_path: Path, how:
         "ended without saving: resume it from where the directory is now."
     )
     assert left_behind() == []
-    assert not (logdir / "fleet.json").exists()
+    assert not (logdir / "status.json").exists()
     if how == "moved":
         combined(**parts(small_run(elsewhere)), args=small_run(elsewhere))

@@ -48,7 +48,7 @@ MAY: dict[str, dict[str, set[str]]] = {
         "evaluated": {"evaluator"},
         "status": {"agent", "replay", "evaluator", "watcher"},
     },
-    "coordinator": {name: {"env"} for name in ("describe", "join", "beat", "leave")},
+    "nodes": {name: {"env"} for name in ("describe", "join", "poll", "leave")},
 }
 """Whose keys open what, of every method of every server."""
 
@@ -124,7 +124,7 @@ class Attack:
 
     def _address(self, name: str) -> str:
         logdir = self._config.logdir
-        if name == "coordinator":
+        if name == "nodes":
             place = read_place(logdir)
             return f"tcp://127.0.0.1:{place.port}" if place else ""
         if name == "actor":
@@ -183,13 +183,13 @@ class Attack:
             ("actor", "act", ({**good, "envid": -1 - ids},), 2),
             ("actor", "act", ({**good, "is_eval": ~no},), 2),
             ("actor", "act", (self._observation(range(100_000)),), 100_000),
-            ("coordinator", "join", (7,), 0),
+            ("nodes", "join", (7,), 0),
         ]
         for name, method, args, rows in deadly:
             with self._client(name, self._keys) as client, pytest.raises(RemoteError) as refused:
                 client._call(method, rows, args).result(120)
             assert refused.value.kind in ("ArgumentError", "MessageError", "Refused"), method
-            assert "\n" not in str(refused.value) or name == "coordinator", method
+            assert "\n" not in str(refused.value) or name == "nodes", method
 
     def a_second_process_is_refused(self) -> None:
         """To act in an environment, and to store its steps."""

@@ -2,8 +2,8 @@
 
 A server publishes its address under its name once it listens; clients look it up at every attempt
 to connect, because a role that was restarted may listen elsewhere. Addresses lie in the run's
-directory, so this works between machines that share it. A launcher whose machines share no
-directory gives its workers another `AddressBook` with `use_book`.
+directory, so this works between machines that share it. A joined machine shares none: the run's
+supervisor tells it the addresses, and it keeps them in a directory of its own.
 
 A role may have several servers. The first one has the role's name, the others are numbered:
 `replay`, `replay-1`, and so on.
@@ -143,7 +143,7 @@ def published_address(logdir: Path, role: RoleName, index: int = 0) -> str:
 
 def remove_addresses(logdir: Path, *, elsewhere: Collection[RoleName] = ()) -> None:
     """Forget where the servers of a run listened, and remove the socket files of killed ones. Roles
-    that somebody else starts `elsewhere` are left alone: they may serve on."""
+    that are started `elsewhere` are left alone: they may serve on."""
     for name in _book.names(logdir):
         if name.startswith(tuple(elsewhere)):
             continue
@@ -153,7 +153,7 @@ def remove_addresses(logdir: Path, *, elsewhere: Collection[RoleName] = ()) -> N
 
 
 def _remove_socket(address: str) -> None:
-    """Remove a socket file that nobody listens at any more."""
+    """Remove the socket file of a server that is gone."""
     if not address:
         return
     parsed = parse(address)

@@ -21,6 +21,7 @@ from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
 from dreamfleet.roles.actor import Carries
 from dreamfleet.roles.checks import ObservationCheck, Owners, require
+from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.invitations import Invited, hooks_of
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.spaces import RESET, Space, without_logs
@@ -116,7 +117,7 @@ class EpisodeServer:
         return self._server.address
 
     def _check_envs(self, envids: NDArray[np.int64], *_: Any) -> None:
-        ids = envids.tolist()
+        ids = ids_of(envids).tolist()
         try:
             group = self._group_of(ids[0])
         except UnknownEnvironment as problem:
@@ -259,7 +260,7 @@ class EpisodeServer:
 
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, None]:
         """What an environment process calls; returns when it is its turn to step."""
-        ids = obs.pop("envid").tolist()
+        ids = ids_of(obs.pop("envid")).tolist()
         del obs["is_eval"]
         obs.pop("failures", None)
         group = self._group_of(ids[0])

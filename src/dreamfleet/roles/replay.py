@@ -42,9 +42,9 @@ from dreamfleet.replay import (
 )
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ReplayChecks
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.logger import LoggerClient
-from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import (
     ArgumentError,
@@ -310,7 +310,7 @@ class ReplayService:
         self._shard, self._stop = shard, stop
         self._usage = Usage()
         self._name = server_name("replay", shard)
-        self._notes = Notes(notes_path(args, self._name))
+        self._health = Health(health_path(args, self._name))
         folder = args.logdir / "ckpt" / self._name
         self._checkpoint = Checkpoint(folder, keep=2)
         counted = 1 if shard else args.replay_shards
@@ -405,7 +405,7 @@ class ReplayService:
         added = self._train.add_batch(steps, envids, source, seq)
         if added:
             self._positions.stored(self._tick)
-            self._notes.progress()
+            self._health.progress()
         # Also if it was added before: perhaps by a predecessor that was killed before it could say.
         self._lead.inserted(self._shard, self._positions.own)
         return added
