@@ -365,7 +365,7 @@ def test_a_machine_that_fails_too_often_is_dismissed_and_the_run_goes_on(tmp_pat
         assert read_fences(tmp_path).workers == ()
         (gone,) = machine.server.machines()
         assert (gone.state, gone.error) == ("left", answer["dismissed"])
-        assert not machine.supervisor.ending
+        assert machine.supervisor._state == "running"
     assert machine.error is None
 
 
@@ -375,7 +375,7 @@ def test_a_machine_cannot_end_a_run_that_goes_on_at_nan(tmp_path: Path) -> None:
             next(iter(machine.poll()["workers"])), health={"final": True, "not_finite": True}
         )
         machine.until(lambda answer: answer.get("dismissed"))
-        assert not machine.supervisor.ending
+        assert machine.supervisor._state == "running"
     assert machine.error is None
 
 
