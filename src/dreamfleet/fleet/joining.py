@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -444,21 +444,15 @@ class _Workers:
         found, self.steps = {}, 0
         for name, (order, process, path) in self._started.items():
             health, before, code = read_health(path), self._before[path], process.wait(0)
-            steps = health.steps - before.steps
+            steps, failures = health.steps - before.steps, health.failures - before.failures
+            told = replace(health, steps=steps, failures=failures, traceback="")
             self.steps += steps
             found[name] = {
                 "incarnation": order.incarnation,
                 "pid": process.pid,
                 "code": code,
                 "output": "" if code is None else process.output()[-_OUTPUT_LENGTH:],
-                "progress": health.progress,
-                "steps": steps,
-                "failures": health.failures - before.failures,
-                "final": health.final,
-                "not_finite": health.not_finite,
-                "doing": health.doing,
-                "envid": health.envid,
-                "error": health.error if health.failures > before.failures else "",
+                "health": asdict(told if failures else replace(told, error="")),
             }
         return found
 

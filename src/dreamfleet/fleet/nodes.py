@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -46,7 +46,7 @@ from dreamfleet.roles.addresses import (
 )
 from dreamfleet.roles.episodes import MOST_JOINED, groups_of
 from dreamfleet.roles.fences import Fence, Fences, read_fences, write_fences
-from dreamfleet.roles.health import Doing, HealthRecord
+from dreamfleet.roles.health import HealthRecord, Number
 from dreamfleet.roles.invitations import ROLE, hooks_of, invited
 from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.runtime import STOPPED
@@ -70,7 +70,6 @@ _KEPT_MACHINES = 16  # of those that have left
 _GOODBYE_SECONDS = 3.0
 _LOST = -9
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
-Number = Annotated[int, Meta(ge=0, le=1 << 60)]
 Line = Annotated[str, Meta(max_length=1000)]
 
 
@@ -97,20 +96,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How it ended; None if it runs."""
     output: Annotated[str, Meta(max_length=8000)] = ""
     """The end of its log, if it ended."""
-    progress: Number = 0
-    failures: Number = 0
-    steps: Number = 0
-    final: bool = False
-    not_finite: bool = False
-    doing: Doing = "waiting"
-    envid: Number = 0
-    error: Line = ""
-
-    def health(self, on_nan: str) -> HealthRecord:
-        """For the supervisor, which ends the run at NaN only if it is set to."""
-        names = ("progress", "failures", "steps", "final", "doing", "envid", "error")
-        found = {name: getattr(self, name) for name in names}
-        return HealthRecord(**found, not_finite=self.not_finite and on_nan == "stop")
+    health: HealthRecord = HealthRecord()
 
 
 class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,7 +165,7 @@ class Machine:
     incarnations: dict[str, int] = field(default_factory=dict)
     """Of the newest start of each worker."""
     running: dict[str, MachineWorker] = field(default_factory=dict)
-    reports: dict[str, WorkerReport] = field(default_factory=dict)
+    reports: dict[str, HealthRecord] = field(default_factory=dict)
     rates: deque[tuple[float, int]] = field(default_factory=deque)
 
     # --- as a node -------------------------------------------------------------------------------
@@ -203,8 +189,9 @@ class Machine:
         """Its workers, for the supervisor."""
 
         def health(name: str) -> HealthRecord:
-            report = self.reports.get(name)
-            return report.health(run.on_nan) if report else HealthRecord()
+            found = self.reports.get(name, HealthRecord())
+            # NaN elsewhere ends the run only if it is set to.
+            return replace(found, not_finite=found.not_finite and run.on_nan == "stop")
 
         policy = RestartPolicy(run.on_failure, run.max_restarts)
         kind = partial(Worker, role="env", function=int, restart=policy, node=self.name)
@@ -228,7 +215,7 @@ class Machine:
         for name, worker in list(self.running.items()):
             told = report.workers.get(_local(name))
             if told is not None and told.incarnation == worker.incarnation:
-                self.reports[name] = told
+                self.reports[name] = told.health
                 worker.take(told)
         steps = self.steps
         if self.rates and steps < self.rates[-1][1]:  # a resumed run counts from 0

@@ -52,9 +52,7 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _ASKED = (-STOP_SIGNAL, -signal.SIGTERM, -signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # a signal that another thread took does not wake this one
 _REASON_LENGTH = 200
-_FULL = (
-    1 << 20
-)  # bytes that are left on a full disk: the system and others keep some for themselves
+_FULL = 1 << 20  # bytes that are left on a full disk, which the system keeps for itself
 _HUNG = "Timeout ("  # what faulthandler writes before it ends a process that took too long
 
 
@@ -94,7 +92,6 @@ class Supervisor:
         launcher_name: For that file.
         duration: Seconds after which the run is stopped; 0 for never.
         say: Takes lines to show.
-        on_signal: What is said when a signal ends the run.
     """
 
     def __init__(
@@ -106,9 +103,7 @@ class Supervisor:
         launcher_name: str = "",
         duration: float = 0.0,
         say: Say = silent,
-        on_signal: str = "Saving and ending; once more ends at once.",
     ) -> None:
-        self._on_signal = on_signal
         self.machines: Callable[[], tuple[MachineStatus, ...]] = tuple
         """Machines that have joined, for `status.json`."""
         self.on_failure: Say = silent
@@ -125,8 +120,6 @@ class Supervisor:
         self._events_seen = deque(before.events if before else (), MAX_EVENTS)
         self._record = FleetRecord.of_this_process(launcher_name)
         self._state: FleetState = "running"
-        self.ending = False
-        """Whether the end has begun: what fails from here on is part of it."""
         self._at_once = False
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
@@ -154,7 +147,6 @@ class Supervisor:
                 self.on_failure(str(error))
                 raise
             finally:
-                self.ending = True
                 self._state = "ending"
                 self._stop_all(failed)
                 self._state = "failed" if failed else "ended"
@@ -203,7 +195,7 @@ class Supervisor:
             if isinstance(event, _Stop):
                 if event.reason in _SIGNALS:
                     # Not by the handler: it may interrupt a line that is just being written.
-                    self._say(self._on_signal)
+                    self._say("Saving and ending; once more ends at once.")
                 return event.reason
             if isinstance(event, _Joined):
                 self._add_members([_Member(worker, event.node) for worker in event.workers])

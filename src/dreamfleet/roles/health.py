@@ -13,9 +13,10 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from msgspec import Meta
 
 from dreamfleet.config import RunConfig
 
@@ -29,16 +30,18 @@ _TEXT_BYTES = 8192
 _LINE_LENGTH = 1000
 _BYTES = 8 * _WORDS + _TEXT_BYTES
 
+Number = Annotated[int, Meta(ge=0, le=1 << 60)]
+
 
 @dataclass(frozen=True)
 class HealthRecord:
-    """What a health record holds."""
+    """What a health record holds. Bounds are for those that come from joined machines."""
 
-    progress: int = 0
+    progress: Number = 0
     """Rises with every sign of progress; the role decides what counts as one."""
-    failures: int = 0
+    failures: Number = 0
     """Environments that failed and were built or reset again, in the life of the run."""
-    steps: int = 0
+    steps: Number = 0
     """Environment steps, in the life of the run."""
     final: bool = False
     """Whether the worker ended because another start would not help."""
@@ -46,13 +49,13 @@ class HealthRecord:
     """Whether that was NaN or infinity, at which the run ends."""
     doing: Doing = "waiting"
     """What it does with an environment right now."""
-    envid: int = 0
+    envid: Number = 0
     """With which environment."""
     since: float = 0.0
     """Unix time since when."""
-    error: str = ""
+    error: Annotated[str, Meta(max_length=_LINE_LENGTH)] = ""
     """The last failure, one line."""
-    traceback: str = ""
+    traceback: Annotated[str, Meta(max_length=_TEXT_BYTES)] = ""
     """Its traceback; only the end of a long one."""
 
 

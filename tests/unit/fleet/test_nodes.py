@@ -101,7 +101,7 @@ def test_steps_a_second_are_those_of_the_last_while(tmp_path: Path) -> None:
     ((name, order),) = server.poll(token, {})["workers"].items()
 
     def report(steps: int) -> None:
-        told = {"incarnation": order["incarnation"], "pid": 7, "steps": steps}
+        told = {"incarnation": order["incarnation"], "pid": 7, "health": {"steps": steps}}
         server.poll(token, {"workers": {name: told}})
 
     for second in range(60):
@@ -246,10 +246,14 @@ BAD: list[tuple[str, tuple[Any, ...]]] = [
     ("poll", (5, {})),
     ("poll", ("token", {"workers": 5})),
     ("poll", ("token", {"workers": {"env-0": {}}})),
-    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "steps": -1}}})),
+    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"steps": -1}}}})),
     ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "code": 1 << 70}}})),
-    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "doing": "nothing"}}})),
+    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"doing": "nothing"}}}})),
     ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "output": "x" * 10_000}}})),
+    (
+        "poll",
+        ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"error": "x" * 2000}}}}),
+    ),
     ("poll", ("token", {"why": "x" * 10_000})),
     ("poll", ("token", {"other": 1})),
     ("leave", (None,)),
@@ -361,15 +365,17 @@ def test_a_machine_that_fails_too_often_is_dismissed_and_the_run_goes_on(tmp_pat
         assert read_fences(tmp_path).workers == ()
         (gone,) = machine.server.machines()
         assert (gone.state, gone.error) == ("left", answer["dismissed"])
-        assert not machine.supervisor.ending
+        assert machine.supervisor._state == "running"
     assert machine.error is None
 
 
 def test_a_machine_cannot_end_a_run_that_goes_on_at_nan(tmp_path: Path) -> None:
     with supervised(tmp_path, on_failure="restart", on_nan="end") as machine:
-        machine.fails(next(iter(machine.poll()["workers"])), final=True, not_finite=True)
+        machine.fails(
+            next(iter(machine.poll()["workers"])), health={"final": True, "not_finite": True}
+        )
         machine.until(lambda answer: answer.get("dismissed"))
-        assert not machine.supervisor.ending
+        assert machine.supervisor._state == "running"
     assert machine.error is None
 
 
@@ -377,7 +383,10 @@ def test_a_machine_cannot_end_a_run_that_goes_on_at_nan(tmp_path: Path) -> None:
     ("settings", "more"),
     [
         ({"on_failure": "stop"}, {}),
-        ({"on_failure": "restart", "on_nan": "stop"}, {"final": True, "not_finite": True}),
+        (
+            {"on_failure": "restart", "on_nan": "stop"},
+            {"health": {"final": True, "not_finite": True}},
+        ),
     ],
 )
 def test_a_failure_elsewhere_ends_a_run_that_stops_at_failures(

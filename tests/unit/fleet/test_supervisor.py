@@ -37,21 +37,6 @@ def test_a_run_ends_after_its_duration(tmp_path: Path) -> None:
     assert time.monotonic() - begin >= 0.5
 
 
-def test_it_says_that_the_end_has_begun_before_a_worker_is_stopped(tmp_path: Path) -> None:
-    """What other machines say from then on does not fail the run."""
-    seen: list[bool] = []
-
-    def agent() -> None:
-        until_stopped()
-        seen.append(supervisor.ending)
-
-    with find_launcher("serial")(tmp_path) as launcher:
-        supervisor = Supervisor([Worker("agent", "agent", agent)], launcher, duration=0.5)
-        assert not supervisor.ending
-        supervisor.run()
-    assert seen == [True]
-
-
 def test_a_signal_in_the_middle_of_a_line_ends_the_run_in_order(tmp_path: Path) -> None:
     """What writes lines cannot be called again while it writes one."""
     lines: list[str] = []
