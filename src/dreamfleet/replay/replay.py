@@ -44,7 +44,7 @@ SYNC_SECONDS = 10.0
 
 
 class Shares(NamedTuple):
-    """What there is to draw from, for somebody who draws from several replays."""
+    """What there is to draw from, for a caller that draws from several replays."""
 
     items: int
     """Sequences that can be sampled."""
@@ -566,8 +566,8 @@ def _annotate(data: dict[str, NDArray[Any]], cut_short: NDArray[np.bool_] | bool
 class _Readers:
     """Lets samples copy without the replay's lock, while changes to stored bytes wait for them.
 
-    `enter` and `wait_until_none` are called with the replay's lock held, so nobody can enter while
-    somebody waits, and the wait is as long as one copy.
+    `enter` and `wait_until_none` are called with the replay's lock held, so none enters while
+    another waits, and the wait is as long as one copy.
     """
 
     def __init__(self) -> None:
