@@ -344,7 +344,7 @@ class Replay:
             self._check_open()
             if self._ledger is None:
                 raise ReplayError("Call follow_episodes before you ask for finished episodes.")
-            since = self._ledger.since(epoch, tick)
+            since = min(self._ledger.since(epoch, tick), self.tick)
             self._ledger.mark_read(since)
             return self._ledger.epoch, self._table.finished(since) if self._table else []
 
