@@ -67,7 +67,7 @@ class Result(NamedTuple):
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """The person ended an evaluation."""
+    """The user ended an evaluation."""
 
     def __init__(self, result: Result | None) -> None:
         super().__init__()

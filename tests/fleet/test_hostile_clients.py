@@ -26,7 +26,7 @@ from dreamfleet.roles.invitations import read_place
 from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.transport import Client, Disconnected, Keys, RemoteError
 
-ROLES = ("env", "agent", "replay", "evaluator", "watcher")
+ROLES = ("env", "agent", "replay", "logger", "evaluator", "watcher")
 MAY: dict[str, dict[str, set[str]]] = {
     "actor": {"act": {"env"}},
     "replay": {
@@ -39,11 +39,11 @@ MAY: dict[str, dict[str, set[str]]] = {
         },
         "stats": {"replay"},
         "holding": {"replay"},
+        "finished": {"logger"},
     },
     "logger": {
         "tran": {"agent"},
         "gone": {"agent"},
-        "ended": {"replay"},
         "add": {"agent", "replay"},
         "evaluated": {"evaluator"},
         "status": {"agent", "replay", "evaluator", "watcher"},
@@ -169,7 +169,7 @@ class Attack:
             ("logger", "tran", (10**12, ids, no, {}, {}), 0),
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
             ("logger", "gone", (-1 - ids,), 0),
-            ("logger", "ended", (["me/1/0"], {"score": np.ones(1)}), 0),
+            ("replay", "finished", ({"train": ("me", -1), "eval": 5},), 0),
             ("actor", "act", (5,), 0),
             ("actor", "act", ({},), 2),
             ("actor", "act", ({k: v for k, v in good.items() if k != "is_first"},), 2),

@@ -156,7 +156,7 @@ class EpisodeServer:
         others of its process have not plays on, which does not count.
 
         Args:
-            agent: Who acts; nobody else may use it meanwhile.
+            agent: Acts; it must not be used elsewhere meanwhile.
             mode: How it acts.
             episodes: How many there are, with those that fail.
             tick: Called now and then, also while nothing happens.
@@ -183,7 +183,7 @@ class EpisodeServer:
                 for place in current.interrupted(obs, there):
                     current.fail(place, self._why(self._group_at(place)))
                 reply = current.step(obs, there)
-                if current.over():  # nobody is replied to until the next round begins
+                if current.over():  # the replies wait until the next round begins
                     return current.result()
                 self._reply(requests, reply)
 
@@ -294,7 +294,7 @@ class EpisodeServer:
 
     def _stacked(self, requests: dict[Group, _Request]) -> tuple[Arrays, NDArray[np.bool_]]:
         """A row for each environment, and which of them have sent one. The others, which have
-        failed, get somebody else's, so that the policy is compiled for one size only."""
+        failed, get another's, so that the policy is compiled for one size only."""
         parts = list(requests.values())
         places = np.concatenate([self._places_of(part) for part in parts])
         source = np.zeros(len(self._places), np.intp)

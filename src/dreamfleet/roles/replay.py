@@ -66,7 +66,7 @@ _ANSWERED = (
     *(SchemaError, BatchOrderError, ConfigError, ReplayClosedError),
     *(ArgumentError, Unanswered),
 )
-"""Errors that do not end the process: the caller's fault, or nobody's."""
+"""Errors that do not end the process: they are not its fault."""
 _MODES = ("train", "report", "eval")
 _LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
 _SCORES_SECONDS, _READ_SECONDS = 2.0, 0.02  # for the last scores, at the end of a run
@@ -198,7 +198,7 @@ def _or_end(method: Callable[..., Any], suspect: Path) -> Callable[..., Any]:
     """The method, which ends the process when it fails and that is not its caller's fault.
 
     The call is left to the replay's successor. If that fails of the same call, what the call holds
-    is to blame: the caller is told, and nobody sends it a second time.
+    is to blame: the caller is told, and it is not sent a second time.
 
     In a thread of a larger process the caller is told instead, and nothing ends.
 
