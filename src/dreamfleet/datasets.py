@@ -38,6 +38,8 @@ Spaces = dict[str, Space]
 PREFIX = "minari:"
 _OURS = "dreamfleet"
 """The entry of the metadata that says which run a dataset is of."""
+_STREAMS = 8
+"""Episodes follow each other in so many streams, as those of environments do."""
 _METADATA = "metadata.json"
 _FLAG_SPACES = {name: Space(np.float32 if name == "reward" else bool) for name in FLAGS}
 
@@ -105,7 +107,7 @@ def _convert(reader: _Reader, stored: Mapping[str, Space], chunk: int, target: P
             for number, rows in enumerate(reader.episodes()):
                 count = len(rows["reward"])
                 zeros = {k: np.zeros((count, *s.shape), s.dtype) for k, s in stored.items()}
-                replay.add_batch({**rows, **zeros}, [number] * count)
+                replay.add_batch({**rows, **zeros}, [number % _STREAMS] * count)
         fsync(made)
         try:
             (made / "replay").rename(target)

@@ -180,7 +180,9 @@ def test_a_policy_says_its_units_and_its_time(tmp_path: Path) -> None:
     assert action["low"] == [-3.0, 0.0]
     assert action["high"] == [1.0, 10.0]
     assert contract["action_repeat"] == 2
-    assert contract["control_rate_hz"] == pytest.approx(20.0)
+    assert contract["control_rate_hz"] == pytest.approx(
+        10.0
+    )  # of the policy: each action is repeated
     assert contract["sampling"] == {"latent": "sample", "actions": "mode"}
     assert contract["trained_steps"] == 70
 
