@@ -1,4 +1,4 @@
-"""What every transport promises: ipc, tcp, tcp with keys, and inside one process."""
+"""What every transport promises: local, local without shared memory, tcp, and tcp with keys."""
 
 import gc
 import sys
@@ -25,19 +25,24 @@ from dreamfleet.transport import (
     Server,
     Timeout,
     TransportError,
+    local,
 )
+from dreamfleet.transport.address import parse
 
 KEYS = Keys.generate()
 TRANSPORTS = {
-    "ipc": ("ipc://{auto}", None),
+    "local": ("ipc://{auto}", None),
+    "local without shared memory": ("ipc://{auto}", None),
     "tcp": ("tcp://127.0.0.1:{auto}", None),
     "tcp with keys": ("127.0.0.1:{auto}", KEYS),
-    "inproc": ("inproc://{auto}", None),
 }
 
 
 @pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> tuple[str, Keys | None]:
+def transport(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Keys | None]:
+    monkeypatch.setattr(local, "SHARING", request.param != "local without shared memory")
     return TRANSPORTS[request.param]
 
 
@@ -779,7 +784,7 @@ def test_nothing_is_left_behind(transport: tuple[str, Keys | None]) -> None:
     before = set(threading.enumerate())
     server = Server(address, keys=keys, workers=3)
     server.bind("echo", lambda value: value)
-    path = server._loop._address.path
+    path = parse(server.address).path
     with server:
         assert path == Path() or path.is_socket()
         with Client(server.address, keys=keys) as client:

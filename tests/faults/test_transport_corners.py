@@ -163,7 +163,7 @@ def test_an_idle_client_finds_the_successor_with_its_first_call() -> None:
         server.close()
         server = serve()
         poller = select.poll()
-        poller.register(client._connection._monitor_descriptor, select.POLLIN)
+        poller.register(client._connection._link.fileno(), select.POLLIN)
         assert poller.poll(20_000)
         assert client.ping().result() == "pong"  # not repeatable, and yet not lost
     server.close()
@@ -213,12 +213,12 @@ def test_a_closing_server_leaves_its_successors_file_alone(tmp_path: Path) -> No
     path = tmp_path / "socket"
     old = Server(f"ipc://{path}")
     old.start(block=False)
-    identity = old._loop._file
+    identity = old._loop._local.file
     path.unlink()
     new = Server(f"ipc://{path}")
     new.bind("ping", lambda: "pong")
     with new, Client(new.address, timeout=20) as client:
-        assert identity != new._loop._file
+        assert identity != new._loop._local.file
         old.close()
         assert path.is_socket()
         assert client.ping().result() == "pong"

@@ -2,23 +2,23 @@
 
 For measurements and tests on one machine: clients are given `Proxy.address`, and the server stays
 where it is, at a port or at a socket file. Bytes are passed on as they are, so encrypted
-connections work as well; and so are the packets that go around libzmq (`transport.shortcut`), if it
-listens at a socket file.
+connections work as well; and so are the packets of socket files (`transport.local`), with the
+descriptors of shared memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 from dreamfleet.transport.address import Address, parse
-from dreamfleet.transport.shortcut import shortcut_path
 
 Way = Literal["up", "down"]
 """From the clients to the server, and from the server to the clients."""
@@ -33,7 +33,7 @@ MakeTap = Callable[[Callable[[], None], bool], Tap]
 _T = TypeVar("_T")
 _CHUNK = 1 << 16
 _PACKET = 1 << 20  # bytes; more than any has
-_PACKET_ROOM = 212_992  # bytes, as at both ends of a shortcut
+_PACKET_ROOM = 212_992  # bytes, as at both ends
 _BACKLOG = 1024
 _QUEUED = 256  # chunks of one connection and way that are in the proxy; then it stops reading
 
@@ -75,16 +75,16 @@ class Proxy:
         self._flow = {way: asyncio.Event() for way in BOTH}
         self.resume()
         self._packets: socket.socket | None = None
+        self._server: asyncio.Server | None = None
         if isinstance(listen, Path):
-            self._server = self._call(asyncio.start_unix_server(self._accept, listen))
             self.address = f"ipc://{listen}"
             self._packets = _packet_socket()
-            self._packets.bind(str(shortcut_path(listen)))
+            self._packets.bind(str(listen))
             self._packets.listen(_BACKLOG)
             asyncio.run_coroutine_threadsafe(self._accept_packets(self._packets), self._loop)
         else:
-            self._server = self._call(asyncio.start_server(self._accept, listen, 0))
-            self.address = f"tcp://{listen}:{self._server.sockets[0].getsockname()[1]}"
+            server = self._server = self._call(asyncio.start_server(self._accept, listen, 0))
+            self.address = f"tcp://{listen}:{server.sockets[0].getsockname()[1]}"
 
     # --- what the network does -------------------------------------------------------------------
 
@@ -139,13 +139,15 @@ class Proxy:
 
     async def _close(self) -> None:
         self._refusing = True  # connections that were accepted and have not begun: they end then
-        for listener in self._server.sockets:  # closing them now would leave such a one open
+        # Closing them now would leave such a one open.
+        for listener in self._server.sockets if self._server else ():
             self._loop.remove_reader(listener.fileno())
         while asyncio.all_tasks() - {asyncio.current_task()}:
             while self._begun:
                 self._begun.pop().cancel()
             await asyncio.sleep(0)
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         if self._packets is not None:
             self._packets.close()
         await asyncio.sleep(0)  # in which sockets are closed
@@ -249,9 +251,7 @@ class _Stream:
         self._reader, self._writer = reader, writer
 
     async def connect(self, server: Address) -> _Stream:
-        if server.kind == "tcp":
-            return _Stream(*await asyncio.open_connection(server.host, server.port))
-        return _Stream(*await asyncio.open_unix_connection(server.path))
+        return _Stream(*await asyncio.open_connection(server.host, server.port))
 
     async def read(self) -> bytes:
         return await self._reader.read(_CHUNK)
@@ -270,8 +270,21 @@ class _Stream:
     close = abort
 
 
+class _Packet(bytes):
+    """A packet, and the descriptors that came with it."""
+
+    descriptors: Sequence[int] = ()
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = ()
+
+    __del__ = close
+
+
 class _PacketStream:
-    """A connection around libzmq. Packets stay whole."""
+    """A connection of socket files. Packets stay whole."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self._loop = connected, asyncio.get_running_loop()
@@ -279,17 +292,35 @@ class _PacketStream:
     async def connect(self, server: Address) -> _PacketStream:
         made = _packet_socket()
         try:
-            await self._loop.sock_connect(made, str(shortcut_path(server.path)))
+            await self._loop.sock_connect(made, str(server.path))
         except OSError:
             made.close()
             raise
         return _PacketStream(made)
 
     async def read(self) -> bytes:
-        return await self._loop.sock_recv(self._socket, _PACKET)
+        await self._ready(self._loop.add_reader, self._loop.remove_reader)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET, 1)
+        packet = _Packet(data)
+        packet.descriptors = descriptors
+        return packet
 
     async def write(self, data: bytes) -> None:
-        await self._loop.sock_sendall(self._socket, data)
+        if not (isinstance(data, _Packet) and data.descriptors):
+            await self._loop.sock_sendall(self._socket, data)
+            return
+        await self._ready(self._loop.add_writer, self._loop.remove_writer)
+        socket.send_fds(self._socket, [data], data.descriptors)
+        data.close()
+
+    async def _ready(self, add: Callable[..., Any], remove: Callable[[int], Any]) -> None:
+        """Wait until the socket can be read, or written."""
+        descriptor, ready = self._socket.fileno(), self._loop.create_future()
+        add(descriptor, lambda: None if ready.done() else ready.set_result(None))
+        try:
+            await ready
+        finally:
+            remove(descriptor)
 
     def end(self) -> None:
         with suppress(OSError):  # the other end has gone

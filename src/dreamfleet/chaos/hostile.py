@@ -15,7 +15,6 @@ import numpy as np
 
 from dreamfleet.transport import Client, Disconnected, Keys, RemoteError, Timeout
 from dreamfleet.transport.address import parse
-from dreamfleet.transport.shortcut import shortcut_path
 from dreamfleet.transport.wire import CALL, HELLO, MAX_FRAMES, REPLY
 
 _SECONDS = 5.0
@@ -73,28 +72,20 @@ NONSENSE: tuple[Any, ...] = (
 
 
 def _send_bytes(address: str, data: bytes) -> int:
-    """Send bytes over a connection of their own, and hang up; also as a packet around libzmq.
-    Returns how often."""
+    """Send bytes over a connection of their own, and hang up. Returns how often."""
     place = parse(address)
     with suppress(OSError):
         if place.kind == "tcp":
             connection = socket.create_connection((place.host, place.port), _SECONDS)
         else:
-            connection = socket.socket(socket.AF_UNIX)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(_SECONDS)
             connection.connect(str(place.path))
         with connection:
-            connection.sendall(data)
+            connection.sendall(data if place.kind == "tcp" else data[:_PACKET])
             connection.settimeout(0.05)
             connection.recv(1 << 16)
-    if place.kind == "tcp":
-        return 1
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as packets:
-        packets.settimeout(0.05)
-        packets.connect(str(shortcut_path(place.path)))
-        packets.send(data[:_PACKET])
-        packets.recv(1 << 16)
-    return 2
+    return 1
 
 
 def _frame(data: bytes, flags: int = 0) -> bytes:

@@ -4,13 +4,11 @@ What travels is ZMTP (rfc.zeromq.org/spec/23): a greeting, then frames with a le
 encryption the first frame of a message is one of `dreamfleet.transport.wire`, whose beginning names
 the method. With it only lengths are seen, which is enough where a server has a single method.
 
-Between socket files most messages go around libzmq, as packets with the same frames
-(`transport.shortcut`). A client then has two connections, and loses both.
+Between socket files messages are packets with the same frames (`transport.local`).
 """
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import Counter
@@ -25,8 +23,8 @@ from weakref import WeakSet
 from dreamfleet.benchmarks.proxy import Proxy, Way
 from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.transport.codec import Buffer
-from dreamfleet.transport.shortcut import split_packet
-from dreamfleet.transport.wire import CALL, ERROR, REPLY, WELCOME, Header
+from dreamfleet.transport.local import split_packet
+from dreamfleet.transport.wire import CALL, ERROR, REPLY, Header
 
 Part = Literal["request", "reply", "server"]
 """What is lost with a connection: a request before it arrives, or its reply after the server has
@@ -35,7 +33,6 @@ PARTS: tuple[Part, ...] = ("reply", "request", "server")
 
 _GREETING, _MECHANISM = 64, slice(12, 32)
 _HEAD = 1024  # bytes of a frame that name the call, or all of a greeting
-_TOKEN = re.compile(rb"[0-9a-f]{32}")  # that a greeting offers for the way around libzmq
 _MORE, _LONG, _COMMAND = 1, 2, 4
 # Bytes of an encrypted call, and of a reply; a greeting has 46, a heartbeat 38 or 40.
 _LEAST: dict[Way, int] = {"up": 52, "down": 44}
@@ -57,7 +54,7 @@ class Loss:
     method: str
     part: Part
     kill: Callable[[], object]
-    claim: tuple[_Messages | bytes, int] | None = None
+    claim: tuple[_Messages, int] | None = None
     """The call whose reply is to be lost: its client and its number."""
     at: float = 0.0
     """When it was, on the monotonic clock."""
@@ -112,9 +109,9 @@ class Line:
             if loss and loss.method == message.method:
                 if loss.part == "request":
                     self._lost(loss, connection)
-                loss.claim = connection.client, message.number
+                loss.claim = connection, message.number
         elif way == "down" and message.kind in (REPLY, ERROR):
-            if loss and loss.claim == (connection.client, message.number):
+            if loss and loss.claim == (connection, message.number):
                 if loss.part == "server":
                     loss.kill()
                 self._lost(loss, connection)
@@ -126,9 +123,7 @@ class Line:
     def _lost(self, loss: Loss, connection: _Messages) -> None:
         self._loss = None
         loss.at = time.monotonic()
-        for each in list(self._connections):
-            if each.client == connection.client:
-                each.reset()
+        connection.reset()
         loss.happened.set()
         raise ConnectionResetError
 
@@ -142,22 +137,16 @@ class _Messages:
         self._welcomed = False
         self.opened = time.monotonic()
         self.answered = False
-        self.client: _Messages | bytes = self
-        """Whose it is: connections of one client have the same token, if it has several."""
         line.open(self)
 
     def __call__(self, way: Way, data: bytes) -> None:
         if self.packets:
-            if self.client is self:
-                self.client = data  # the first one is the token
-            elif (parts := split_packet(data)) and (message := read_header(parts[0])):
+            if (parts := split_packet(data)) and (message := read_header(parts[0])):
                 self._line.see(self, way, message)
             return
         frames = self._frames[way]
         for head, size in frames.feed(data):
             if message := self._encrypted(way, size) if frames.encrypted else read_header(head):
-                if message.kind == WELCOME and (token := _TOKEN.search(head)):
-                    self.client = token[0]
                 self._line.see(self, way, message)
 
     def _encrypted(self, way: Way, size: int) -> Message | None:

@@ -35,9 +35,11 @@ from dreamfleet.transport.codec import (
     parse_schema,
 )
 from dreamfleet.transport.errors import MessageError, RemoteError, Timeout, TransportError
+from dreamfleet.transport.listening import Origin
+from dreamfleet.transport.loop import WorkQueue
 from dreamfleet.transport.posting import PostFn, PostQueue
 from dreamfleet.transport.security import Identify, Keys, Revoked
-from dreamfleet.transport.server import BaseServer, Origin, WorkQueue, error_frames
+from dreamfleet.transport.server import BaseServer, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
 _FOREVER = float("inf")
@@ -58,7 +60,7 @@ class Request:
     schema: Schema
     plain: list[Plain]
     blob: bytes
-    frames: list[Buffer]
+    frames: Sequence[Buffer]
     signature: Signature  # the same object for requests that are alike
     arrived: float
 
@@ -128,6 +130,7 @@ class BatchServer(BaseServer):
         insecure: Listen on the network without keys, for everyone.
         identify: See `Server`.
         revoked: See `Server`.
+        local: See `Server`.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class BatchServer(BaseServer):
         keys: Keys | None = None,
         *,
         insecure: bool = False,
+        local: str = "",
         identify: Identify | None = None,
         revoked: Revoked | None = None,
     ) -> None:
@@ -145,6 +149,7 @@ class BatchServer(BaseServer):
             name,
             keys,
             insecure,
+            local,
             identify=identify,
             revoked=revoked,
             deadline=self._next_deadline,
@@ -327,7 +332,7 @@ class BatchServer(BaseServer):
         for batcher in self._methods.values():
             self._dispatch(batcher)
 
-    def _on_call(self, origin: Origin, header: wire.Header, frames: list[Any]) -> None:
+    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
         batcher: _Batcher = self._method(header.method, origin.identity.role)
         schema = parse_schema(header.schema)
         check_data(schema, header.plain, header.blob, frames)
