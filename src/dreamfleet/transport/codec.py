@@ -252,6 +252,8 @@ class Schema:
     frame_sizes: tuple[int, ...]
     flat: tuple[tuple[str, Leaf], ...]
     """The leaves by key, if the value is a dict of small arrays: the usual answer."""
+    images: frozenset[int]
+    """The numbers of frames that are arrays of uint8."""
     bools: tuple[Leaf, ...]
     never_set: int
     """The bits of the blob, as one number, that are 0 because a bool is 0 or 1; 0 if the blob is
@@ -294,6 +296,7 @@ def _parse(data: bytes) -> Schema:
         parser.blob_size,
         tuple(parser.frame_sizes),
         _flat(node, parser),
+        frozenset(x.frame for x in parser.leaves if x.kind == ARRAY and x.dtype is _UINT8),
         *_find_bools(parser),
     )
 
@@ -420,7 +423,7 @@ def own_frames(schema: Schema, frames: Sequence[Buffer]) -> Sequence[Buffer]:
     stay in shared memory, because every value of theirs is valid."""
     if not any(isinstance(f, memoryview) and isinstance(f.obj, np.ndarray) for f in frames):
         return frames
-    images = {leaf.frame for leaf in schema.leaves if leaf.kind == ARRAY and leaf.dtype is _UINT8}
+    images = schema.images
     return [frame if index in images else bytes(frame) for index, frame in enumerate(frames)]
 
 

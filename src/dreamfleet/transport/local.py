@@ -36,7 +36,14 @@ from dreamfleet.transport.codec import Buffer
 from dreamfleet.transport.errors import AddressError, MessageError
 from dreamfleet.transport.listening import FOREVER, Listener, Origin, Poller
 from dreamfleet.transport.security import RUN, Identity
-from dreamfleet.transport.slab import MAX_SLAB, SHARED_FROM, Slab, SlabView, aligned_total
+from dreamfleet.transport.slab import (
+    LEAST_SHARED,
+    MAX_SLAB,
+    SHARED_FROM,
+    Slab,
+    SlabView,
+    aligned_total,
+)
 
 AVAILABLE = sys.platform == "linux"
 SHARING = True
@@ -111,15 +118,12 @@ class LocalSocket:
             frames, sizes, slot = self._share(frames, sizes)
         first = _MESSAGE << _KIND_SHIFT | len(sizes)
         head = _HEAD.pack(first, self._slab_number, slot & _NO_SLOT, 0)
-        parts: list[Buffer] = [head, _packed_sizes(tuple(sizes))]
-        total = len(parts[1]) + _HEAD.size
+        packed, total = _packed_sizes(tuple(sizes))
+        parts: list[Buffer] = [head, packed]
         for frame in frames:
-            size = len(frame)
-            padding = -size % _ALIGN
             parts.append(frame)
-            if padding:
+            if padding := -len(frame) % _ALIGN:
                 parts.append(_PADDING[:padding])
-            total += size + padding
         if total > self._largest:
             return self._send_parts(b"".join(parts))
         if len(parts) > _MOST_BUFFERS:
@@ -130,7 +134,7 @@ class LocalSocket:
         """Copies of frames that `send` will not have to copy, if there is shared memory for them.
         They last as long as the caller holds them."""
         slab = self._slab
-        if slab is None or not self._slab_ready:
+        if slab is None or not self._slab_ready or sum(map(len, frames)) < LEAST_SHARED:
             return None
         return slab.fill(frames)
 
@@ -148,10 +152,10 @@ class LocalSocket:
         slab = self._slab
         if slab is not None and self._slab_ready and slab.is_own(frames[large[-1]]):
             large = [index for index in large if slab.is_own(frames[index])]
-            slot = slab.send(frames[large[-1]])
+            slot = slab.send()
         else:
             total = aligned_total([sizes[index] for index in large])
-            if total > self._slab_limit:
+            if not LEAST_SHARED <= total <= self._slab_limit:
                 return frames, sizes, -1
             if slab is None or slab.slot_bytes < total:
                 self._offer(total)
@@ -159,7 +163,7 @@ class LocalSocket:
             copies = slab.fill([frames[index] for index in large]) if self._slab_ready else None
             if copies is None:
                 return frames, sizes, -1
-            slot = slab.send(copies[-1])
+            slot = slab.send()
         for index in large:
             sizes[index] |= _SHARED
         rest = [f for f, size in zip(frames, sizes, strict=True) if not size & _SHARED]
@@ -228,7 +232,7 @@ class LocalSocket:
             self.ended = True
             return None
         packet = bytes(memoryview(self._buffer)[:size])
-        descriptors = list(_descriptors(ancillary))
+        descriptors = list(_descriptors(ancillary)) if ancillary else []
         try:
             return self._take(packet, descriptors)
         except (MessageError, struct.error):
@@ -289,9 +293,12 @@ class LocalSocket:
 
 
 @lru_cache(maxsize=256)
-def _packed_sizes(sizes: tuple[int, ...]) -> bytes:
+def _packed_sizes(sizes: tuple[int, ...]) -> tuple[bytes, int]:
+    """The sizes of frames as they stand in a packet, and the bytes of the packet."""
     words = struct.pack(f"<{len(sizes)}I", *sizes)
-    return words + _PADDING[: -len(words) % _ALIGN]
+    words += _PADDING[: -len(words) % _ALIGN]
+    inside = sum(size + -size % _ALIGN for size in sizes if not size & _SHARED)
+    return words, _HEAD.size + len(words) + inside
 
 
 def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, int]]:

@@ -24,6 +24,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ from numpy.typing import NDArray
 from dreamfleet.transport.codec import Buffer
 from dreamfleet.transport.errors import MessageError
 
-SHARED_FROM = 4096  # bytes; smaller frames cost less in the packet
+SHARED_FROM = 4096  # bytes of a frame; smaller ones stay in the packet
+LEAST_SHARED = 1 << 15  # bytes of all these frames; fewer cost less in the packet
 MAX_SLOTS = 64
 MAX_SLAB = 1 << 28  # bytes of a slab, of which only the slots that were used are reserved
 MAX_RESERVED = 1 << 30  # bytes that a process has reserved in all its slabs
@@ -39,6 +41,7 @@ MAX_RESERVED = 1 << 30  # bytes that a process has reserved in all its slabs
 _PAGE = mmap.PAGESIZE
 _ALIGN = 64
 _BUSY, _FREE = 1, 0
+_LONG = 1 << 20  # bytes whose copy lets other threads run
 
 
 def aligned_total(sizes: Sequence[int]) -> int:
@@ -91,8 +94,9 @@ class Slab:
         self.descriptor = os.memfd_create("dreamfleet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._sizes = [0] * slots  # bytes that are reserved, by slot
         self._held = bytearray(slots)
-        self._own: dict[int, int] = {}  # slots that were filled and not sent, by their array's id
-        self._watched: list[weakref.ref[NDArray[np.uint8]] | None] = [None] * slots
+        self._release = [_Release(self._held, slot) for slot in range(slots)]
+        self._arrays: list[weakref.ref[NDArray[np.uint8]] | None] = [None] * slots
+        self._filled = -1  # the slot that was filled last, until it is sent
         try:
             os.ftruncate(self.descriptor, _PAGE + slots * self.slot_bytes)
             os.posix_fallocate(self.descriptor, 0, _PAGE)
@@ -114,26 +118,31 @@ class Slab:
         start = _PAGE + slot * self.slot_bytes
         array = np.ndarray((total,), np.uint8, self._memory, start)
         self._held[slot] = _BUSY
-        self._watched[slot] = weakref.ref(array, self._release(slot, id(array)))
-        self._own[id(array)] = slot
+        self._arrays[slot] = weakref.ref(array, self._release[slot])
+        self._filled = slot
         view, copies, place = array.data, list[Buffer](), 0
         for frame, size in zip(frames, sizes, strict=True):
-            # By numpy, which lets other threads run meanwhile.
-            array[place : place + size] = np.frombuffer(frame, np.uint8)
-            copies.append(view[place : place + size])
+            copy = view[place : place + size]
+            if size < _LONG:
+                copy[:] = frame
+            else:
+                np.copyto(array[place : place + size], np.frombuffer(frame, np.uint8))
+            copies.append(copy)
             place += size + -size % _ALIGN
         return copies
 
-    def send(self, frame: Buffer) -> int:
-        """The slot of a frame that `fill` made, which belongs to the receiver from now on as well;
-        -1 for any other frame, and for one that was sent before."""
-        slot = self._own.pop(id(frame.obj), -1) if type(frame) is memoryview else -1
-        if slot >= 0:
-            self._memory[slot] = _BUSY
+    def send(self) -> int:
+        """The slot that was filled last, which belongs to the receiver from now on as well."""
+        slot, self._filled = self._filled, -1
+        self._memory[slot] = _BUSY
         return slot
 
     def is_own(self, frame: Buffer) -> bool:
-        return type(frame) is memoryview and id(frame.obj) in self._own
+        """Whether `fill` made this frame last, and it was not sent."""
+        if self._filled < 0 or not isinstance(frame, memoryview):
+            return False
+        array, memory = self._arrays[self._filled], cast(object, frame.obj)
+        return array is not None and memory is array()
 
     def _free_slot(self) -> int:
         slot, slots = -1, len(self._held)
@@ -158,28 +167,17 @@ class Slab:
         self._sizes[slot] += more
         return True
 
-    def _release(self, slot: int, key: int) -> _Release:
-        return _Release(self._held, slot, self._own, key)
-
 
 class _Release:
     """Called when the last view of a slot has gone."""
 
-    __slots__ = ("_bytes", "_key", "_own", "_slot")
+    __slots__ = ("_owners", "_slot")
 
-    def __init__(
-        self,
-        owners: bytearray | mmap.mmap,
-        slot: int,
-        own: dict[int, int] | None = None,
-        key: int = 0,
-    ) -> None:
-        self._bytes, self._slot, self._own, self._key = owners, slot, own, key
+    def __init__(self, owners: bytearray | mmap.mmap, slot: int) -> None:
+        self._owners, self._slot = owners, slot
 
     def __call__(self, _: object) -> None:
-        if self._own is not None:
-            self._own.pop(self._key, None)
-        self._bytes[self._slot] = _FREE
+        self._owners[self._slot] = _FREE
 
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
@@ -211,7 +209,8 @@ class SlabView:
             raise MessageError("Shared memory has another size than it should, or may shrink.")
         self._owners = mmap.mmap(descriptor, _PAGE)
         self._memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._watched: list[weakref.ref[NDArray[np.uint8]] | None] = [None] * self._slots
+        self._release = [_Release(self._owners, slot) for slot in range(self._slots)]
+        self._arrays: list[weakref.ref[NDArray[np.uint8]] | None] = [None] * self._slots
 
     def frames(self, slot: int, sizes: Sequence[int]) -> list[memoryview]:
         """Views of the frames in a slot, which is free again when they are gone.
@@ -223,7 +222,7 @@ class SlabView:
         if not 0 <= slot < self._slots or total > self._slot_bytes:
             raise MessageError("A message refers to memory outside of a slot.")
         array = np.ndarray((total,), np.uint8, self._memory, _PAGE + slot * self._slot_bytes)
-        self._watched[slot] = weakref.ref(array, _Release(self._owners, slot))
+        self._arrays[slot] = weakref.ref(array, self._release[slot])
         view, frames, place = array.data, list[memoryview](), 0
         for size in sizes:
             frames.append(view[place : place + size])
