@@ -49,8 +49,9 @@ class GoodClient:
             self.wrong.append(answer)
 
     def _act(self, number: int) -> None:
-        answer = self._client.act({"x": np.full(3, number, np.float32)}).result()
-        if answer["action"].tolist() != [2 * number] * 3:
+        obs = {"x": np.full((1, 3), number, np.float32)}
+        answer = self._client.call_block("act", obs).result()
+        if answer["action"].tolist() != [[2 * number] * 3]:
             self.wrong.append(answer)
 
     @property

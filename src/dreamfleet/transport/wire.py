@@ -54,7 +54,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fal
     id: int
     to: int = 0
     method: str = ""
-    rows: int = 0  # 0: one item; k: a block of k items along a leading axis
+    rows: int = 0  # items of a block along a leading axis; 0 for calls without one
     schema: bytes = b""
     plain: list[Plain] = []
     blob: bytes = b""

@@ -166,11 +166,11 @@ def test_a_batch_server_refuses_a_role_before_its_call_joins_a_batch() -> None:
         Client(server.address, keys=KEYS.for_role("env")) as env,
         Client(server.address, keys=KEYS) as run,
     ):
-        waiting = run.own(np.int64(1))
+        waiting = run.call_block("own", np.array([1]))
         until(lambda: server.stats()["own/waiting"] == 1)
         with pytest.raises(RemoteError, match="'env' may not call 'own'"):
-            env.own(np.int64(2)).result(60)
-        second = run.own(np.int64(3))
+            env.call_block("own", np.array([2])).result(60)
+        second = run.call_block("own", np.array([3]))
         assert (waiting.result(60), second.result(60)) == (1, 3)
         assert batches == [[1, 3]]
 
