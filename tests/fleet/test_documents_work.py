@@ -18,13 +18,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import agent_worlds as worlds
 import numpy as np
 import pytest
 from documents import ROOT, blocks, commands, python_blocks
 from fleet_parts import fixed_address
 
-from dreamfleet.agents import Dreamer, RandomAgent
+from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
@@ -145,6 +144,11 @@ def serve(words: Sequence[str], where: Path) -> None:
 
 def a_policy(logdir: Path) -> None:
     """A checkpoint of Dreamer that has learned nothing."""
+    # Here: tests of the agent check its shapes from its first import on.
+    import agent_worlds as worlds
+
+    from dreamfleet.agents import Dreamer
+
     config = RunConfig(logdir=logdir, agent_config=worlds.config())
     env = make_env(config.task)
     agent = Dreamer(env.obs_space, env.act_space, config.agent_config)
