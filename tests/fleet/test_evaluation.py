@@ -24,7 +24,6 @@ from fleet_parts import (
 )
 
 from dreamfleet.agents import RandomAgent
-from dreamfleet.agents.random import RandomType
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
@@ -385,7 +384,7 @@ def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
 def test_rounds_trust_the_networks_that_the_run_itself_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(RandomType, "named_code", lambda self, config: ("nets:Own",))
+    monkeypatch.setattr(RunConfig, "named_code", property(lambda _: ["nets:Own"]))
     config = small_run(
         tmp_path, launcher="serial", steps=0, target_score=1.0, eval_every=20, eval_episodes=1
     )
