@@ -85,7 +85,8 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --for
 	--generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 # What `make train` makes: videos and, with `dreamfleet plot`, curves.
 FOR_USERS := --extra classic --extra plot --extra video
-EXTRAS := $(FOR_USERS) --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra ray --extra tensorboard --extra web
+EXTRAS := $(FOR_USERS) --extra dev --extra bench --extra dmc --extra atari --extra crafter --extra minigrid --extra ray --extra tensorboard --extra web \
+	--extra datasets --extra export --extra hub --extra mlflow --extra sweep
 
 lock: setup-dev ## refresh the lock files
 	@$(COMPILE) pyproject.toml locks/build.in $(EXTRAS) -o locks/dev.txt $(LOCKFLAGS)

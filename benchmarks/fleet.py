@@ -121,7 +121,7 @@ def _fleet(logdir: Path, layout: Layout, every: float) -> tuple[float, float | N
         if not line.startswith("step 0") and line.startswith("step"):
             seen.append(time.monotonic() - begin)
 
-    combined(**factories(config), args=config, say=say)
+    combined(**vars(factories(config)), args=config, say=say)
     key = "actor/steps_per_second"
     rates = [float(row[key]) for row in read_jsonl(logdir / "metrics.jsonl") if key in row]
     # Until the environments have come up there are no steps, and the next interval is not full.

@@ -135,7 +135,7 @@ def measure(logdir: Path, plan: Plan) -> Result:
             if next(phases, None) is None:
                 raise StopTraining
 
-        combined(**factories(config), args=config, say=lambda _: None, tick=tick)
+        combined(**vars(factories(config)), args=config, say=lambda _: None, tick=tick)
     return result
 
 
@@ -143,7 +143,7 @@ def servers(logdir: Path) -> dict[str, str]:
     """Addresses of the run's servers that listen already."""
     found = {role: published_address(logdir, role) for role in ("actor", "replay", "logger")}
     if place := read_place(logdir):
-        found["coordinator"] = f"tcp://127.0.0.1:{place.port}"
+        found["nodes"] = f"tcp://127.0.0.1:{place.port}"
         if not found["actor"] and "actor" in place.ports:
             found["actor"] = f"tcp://127.0.0.1:{place.ports['actor']}"
     return {name: address for name, address in found.items() if address}

@@ -82,6 +82,6 @@ def measure(delay: float, lanes: int, seconds: float) -> float:
             env_lanes=lanes,
             actor_addr=proxy.address,
         )
-        make = factories(config)["make_env_train"]
+        make = factories(config).make_env_train
         process = helper(parallel_env, make, list(range(_ENVS)), config)
         return rate_of(lambda: counter.steps, [process], _WARM_UP * _ENVS, seconds)

@@ -200,7 +200,8 @@ def compose(root: Root, entry: list[str]) -> None:
                 sys.exit(f"The container {name} ended with code {process.returncode}.")
     finally:
         running.stop()
-    machines = json.loads((running.volumes / "runs" / "run" / "machines.json").read_text())
+    status = json.loads((running.volumes / "runs" / "run" / "status.json").read_text())
+    machines = status["run"]["machines"]
     for each in machines:
         say(f"{each['name']} made {each['steps']} steps")
     if len(machines) != 2 or not all(each["steps"] for each in machines):

@@ -14,12 +14,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the site needs no accelerator t
 
 ROOT = Path(__file__).parents[1]
 NAVIGATION = {
-    "Start": ["quickstart", "presets", "learning", "gallery"],
+    "Start": ["quickstart", "from_sb3", "presets", "learning", "gallery"],
     "Environments": [
         "environments", "suites/gym", "suites/dmc", "suites/atari", "suites/crafter",
         "suites/minigrid", "suites/bundled",
     ],
-    "Train and use": ["python", "evaluation", "view", "dream", "algorithm", "agents", "examples"],
+    "Train and use": [
+        *("python", "evaluation", "sweeps", "datasets", "export", "sharing", "view", "dream"),
+        *("algorithm", "agents", "examples"),
+    ],
     "Run it": [
         "operations", "machines", "scaling", "accelerators", "security", "reliability", "chaos",
     ],

@@ -39,7 +39,7 @@ from dreamfleet.cli import main as dreamfleet_main
 from dreamfleet.cli.console import say
 from dreamfleet.fleet.record import read_record
 from dreamfleet.resuming import steps_made
-from dreamfleet.roles.notes import read_notes
+from dreamfleet.roles.health import read_health
 from dreamfleet.transport.address import remove_socket_files
 
 MOMENTS = (
@@ -142,14 +142,14 @@ def start(plan: Plan, folder: Path) -> int:
 def wait_for(plan: Plan, run: psutil.Process, logdir: Path, before: int) -> None:
     """Wait until the moment has come, or the run has ended by itself."""
     notes = logdir / "workers" / "env-0"
-    steps = read_notes(notes).steps
+    steps = read_health(notes).steps
 
     def come() -> bool:
         if plan.moment == "start" or run.status() == psutil.STATUS_ZOMBIE:
             return True
         if plan.moment == "compile":
             return "The agent is" in read(logdir / "logs" / "agent.log")[before:]
-        if read_notes(notes).steps <= steps:
+        if read_health(notes).steps <= steps:
             return False
         return plan.moment != "save" or any((logdir / "ckpt").glob("*/.writing-*"))
 

@@ -76,7 +76,7 @@ def small_run(logdir: Path, **changes: Any) -> RunConfig:
 
 
 def parts(config: RunConfig, **changes: Any) -> dict[str, Any]:
-    return {**factories(config), **changes}
+    return {**vars(factories(config)), **changes}
 
 
 def dummy_with_its_id(envid: int) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
-from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
+from dreamfleet.fleet.record import FleetRecord, WorkerStatus, write_record
 
 
 def made_up_run(
@@ -22,7 +22,7 @@ def made_up_run(
     logdir.mkdir(parents=True)
     config = RunConfig(logdir=logdir, **settings)
     (logdir / "config.json").write_text(config.to_json())
-    worker = WorkerRecord("agent", "agent", "ended", None, "", 1000.0)
+    worker = WorkerStatus("agent", "agent", "ended", None, "", 1000.0)
     write_record(logdir, FleetRecord(1, 1.0, host, "local", 1000.0, (worker,), "ended"))
     with (logdir / "scores.jsonl").open("w") as file:
         for number in range(episodes):

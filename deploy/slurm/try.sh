@@ -114,8 +114,9 @@ is() { [ "$(state "$1")" = "$2" ]; }
 idle() { [ -z "$(squeue --noheader)" ]; }
 machines() {
   python3 -c 'import json, sys
-for each in json.load(open(sys.argv[1])): print(each["name"], each["state"], each["steps"], "steps")' \
-    "$run/machines.json"
+run = json.load(open(sys.argv[1]))["run"] or {}
+for each in run.get("machines", []): print(each["name"], each["state"], each["steps"], "steps")' \
+    "$run/status.json"
 }
 # joined NODE: environments there have made steps
 joined() { machines | grep -q "^$1 joined [1-9]"; }

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.gym import GymTranslation
 from dreamfleet.envs.wrappers import affine_actions
-from dreamfleet.errors import ConfigError, import_extra
+from dreamfleet.errors import ConfigError, first_line, import_extra
 from dreamfleet.files import fsync
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
@@ -38,6 +38,8 @@ Spaces = dict[str, Space]
 PREFIX = "minari:"
 _OURS = "dreamfleet"
 """The entry of the metadata that says which run a dataset is of."""
+_STREAMS = 8
+"""Episodes follow each other in so many streams, as those of environments do."""
 _METADATA = "metadata.json"
 _FLAG_SPACES = {name: Space(np.float32 if name == "reward" else bool) for name in FLAGS}
 
@@ -105,7 +107,7 @@ def _convert(reader: _Reader, stored: Mapping[str, Space], chunk: int, target: P
             for number, rows in enumerate(reader.episodes()):
                 count = len(rows["reward"])
                 zeros = {k: np.zeros((count, *s.shape), s.dtype) for k, s in stored.items()}
-                replay.add_batch({**rows, **zeros}, [number] * count)
+                replay.add_batch({**rows, **zeros}, [number % _STREAMS] * count)
         fsync(made)
         try:
             (made / "replay").rename(target)
@@ -131,8 +133,8 @@ def _found(path: str) -> Path:
             _minari("minari").download_dataset(name)
         except Exception as error:  # of the network, or of any package that takes part
             raise ConfigError(
-                f"{path} is not on this machine and cannot be downloaded ({error}): check its name "
-                "in 'minari list remote', or name a local folder."
+                f"{path} is not on this machine and cannot be downloaded ({first_line(error)}): "
+                "check its name in 'minari list remote', or name a local folder."
             ) from error
     return folder
 

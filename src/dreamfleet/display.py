@@ -22,12 +22,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dreamfleet.fleet.record import WorkerState
+from dreamfleet.fleet.record import (
+    MachineState,
+    MachineStatus,
+    ProcessUsage,
+    WorkerState,
+    WorkerStatus,
+)
 from dreamfleet.fleet.stall import some_of
-from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, Watcher, WorkerStatus
+from dreamfleet.fleet.status import RunStatus, Watcher
 from dreamfleet.fleet.supervisor import Say, silent
 from dreamfleet.formatting import clock, readable
-from dreamfleet.roles.machines import MachineState
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SECONDS_BETWEEN_LOOKS = 1.0

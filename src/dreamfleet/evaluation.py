@@ -38,7 +38,7 @@ from dreamfleet.metrics.evaluations import Evaluation, Played, append_evaluation
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy, maker_of_task, run_of
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
-from dreamfleet.roles.notes import Noted, notes_path, read_notes
+from dreamfleet.roles.health import HealthRecord, health_path, read_health
 from dreamfleet.spaces import RESET
 from dreamfleet.trust import Trust
 
@@ -67,7 +67,7 @@ class Result(NamedTuple):
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """The person ended an evaluation."""
+    """The user ended an evaluation."""
 
     def __init__(self, result: Result | None) -> None:
         super().__init__()
@@ -330,17 +330,17 @@ class _Environments:
     def _on_failure(self, name: str, output: str, for_good: bool) -> None:
         """A process has ended: the episodes of its environments have failed."""
         group = next(each for each in self._groups if name == f"eval-{each[0]}")
-        noted = self._noted(group)
-        error = _own_frames(noted.traceback if noted.final else output)
+        health = self._health(group)
+        error = _own_frames(health.traceback if health.final else output)
         self.server.fail(group, error or f"{name} was killed.", for_good=for_good)
 
     def _why(self, group: Group) -> str:
         """Why an environment has failed whose process goes on."""
-        found = _own_frames(self._noted(group).traceback)
+        found = _own_frames(self._health(group).traceback)
         return found or "The environment was started again in the middle of an episode."
 
-    def _noted(self, group: Group) -> Noted:
-        return read_notes(notes_path(self._run, f"env-{group[0]}"))
+    def _health(self, group: Group) -> HealthRecord:
+        return read_health(health_path(self._run, f"env-{group[0]}"))
 
 
 class _EmbeddedSupervisor(Supervisor):

@@ -26,9 +26,9 @@ from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.fleet.binding import COORDINATOR_PORT, choose_port, understand
-from dreamfleet.fleet.coordinator import Coordinator
+from dreamfleet.fleet.binding import JOIN_PORT, choose_port, parse_bind
 from dreamfleet.fleet.launchers import Launcher, find_launcher
+from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
@@ -43,6 +43,7 @@ from dreamfleet.roles.addresses import (
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.hosts import How, joined
 from dreamfleet.roles.invitations import (
     Place,
@@ -54,10 +55,9 @@ from dreamfleet.roles.invitations import (
 )
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.roles.runtime import Factory, sigterm_interrupts
+from dreamfleet.roles.runtime import Factories, Factory, sigterm_interrupts
 from dreamfleet.transport import Keys
 
 __all__ = [
@@ -97,7 +97,7 @@ def combined(
         make_stream: Called with a buffer and a mode, returns an iterator of batches.
         make_logger: Returns the output of metrics.
         args: The run.
-        say: Takes lines for the person.
+        say: Takes lines to show.
         progress: Takes the lines that tell now and then how far the run is; None for `say`.
         tick: Called every `log_every` seconds. What it raises ends the run in order, and is raised
             then.
@@ -108,14 +108,26 @@ def combined(
         FleetError: A worker failed, and the run ended because of it.
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP ended the run; everything is saved.
     """
+    buffers, envs = (make_replay_train, make_replay_eval), (make_env_train, make_env_eval)
+    made = Factories(make_agent, *buffers, *envs, make_stream, make_logger)
+    run_fleet(lambda _: made, args, say, progress, tick, make_launcher)
+
+
+def run_fleet(
+    make: Callable[[RunConfig], Factories],
+    args: RunConfig,
+    say: Say = silent,
+    progress: Say | None = None,
+    tick: Callable[[], None] | None = None,
+    make_launcher: Callable[..., Launcher] | None = None,
+) -> None:
+    """The same as `combined` with factories that are made from the run as its workers see it: with
+    its addresses and its key."""
     say, progress = unless_full(say), unless_full(progress or say)
     launcher = (make_launcher or find_launcher(args.launcher))(args.logdir, args)
     run, place = _prepared(args, launcher)
-    buffers = make_replay_train, make_replay_eval
-    envs = make_env_train, make_env_eval
-    workers = fleet_workers(make_agent, *buffers, *envs, make_stream, make_logger, run)
     supervisor = Supervisor(
-        workers,
+        fleet_workers(make(run), run),
         launcher,
         logdir=run.logdir,
         launcher_name=run.launcher,
@@ -124,17 +136,11 @@ def combined(
     )
     raised: list[Exception] = []
 
-    def on_machine_failure(sentence: str) -> None:
-        if supervisor.ending:
-            return
-        raised.append(FleetError(sentence))
-        supervisor.stop("machine")
-
     try:
         with (
             launcher,
             _one_of_several(run, supervisor, say),
-            _joinable(run, place, on_machine_failure, say),
+            _joinable(run, place, supervisor, say),
             Watcher(run.logdir) as watcher,
         ):
             lines = StatusLines(watcher, progress, say)
@@ -184,7 +190,7 @@ def parallel_envs(
     Args:
         make_env_train, make_env_eval: Called with an environment's id.
         args: The run.
-        say: Takes lines for the person.
+        say: Takes lines to show.
         ids: Which of the run's environments; None for all.
     """
     workers = env_workers(make_env_train, make_env_eval, args, ids)
@@ -241,14 +247,15 @@ def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterato
 
 @contextmanager
 def _joinable(
-    run: RunConfig, place: _Place | None, on_failure: Callable[[str], None], say: Say
+    run: RunConfig, place: _Place | None, supervisor: Supervisor, say: Say
 ) -> Iterator[None]:
     """Let machines join while the block runs, and say how."""
     keys = run.server_keys
     if place is None or keys is None:
         yield
         return
-    with Coordinator(run, f"tcp://{place.listen}:{place.shown.port}", on_failure) as coordinator:
+    with JoinedNodes(run, f"tcp://{place.listen}:{place.shown.port}", supervisor) as nodes:
+        supervisor.machines = nodes.machines
         write_place(run.logdir, place.shown)
         line = join_line(place.shown, first_invitation(run.logdir, keys))
         say(f"To join with environments of another machine, type there:\n  {line} --envs 4")
@@ -261,7 +268,7 @@ def _joinable(
             how = "The run was ended by its owner."
             raise
         finally:
-            coordinator.end(how)
+            nodes.end(how)
 
 
 class _Place(NamedTuple):
@@ -273,10 +280,10 @@ class _Place(NamedTuple):
 
 def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
     """The run with addresses that other machines reach. Ports are those that it had before, so
-    that lines that somebody has copied stay true."""
-    listen, shown, port = understand(run.bind)
+    that lines that were copied stay true."""
+    listen, shown, port = parse_bind(run.bind)
     before = read_place(run.logdir)
-    wanted = port or (before.port if before else COORDINATOR_PORT)
+    wanted = port or (before.port if before else JOIN_PORT)
     port = choose_port(listen, wanted, only=bool(port))
     ports: dict[str, int] = {}
     changes: dict[str, Any] = {}
@@ -302,7 +309,7 @@ def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | 
     in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
-    notes_path(args, BEGAN).unlink(missing_ok=True)
+    health_path(args, BEGAN).unlink(missing_ok=True)
     fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default
     changes: dict[str, Any] = {

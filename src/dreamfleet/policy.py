@@ -385,7 +385,8 @@ class Policy:
         made: Any = make_env(maker_of_task(config, env, trust=trust), **options)
         try:
             rate = _control_rate(made)
-            return {"control_rate_hz": rate}, made.native_bounds
+            calls = rate / (options.get("repeat") or 1) if rate else None
+            return {"control_rate_hz": calls}, made.native_bounds
         finally:
             made.close()
 
@@ -436,7 +437,8 @@ def _control_rate(env: Any) -> float | None:
             seconds = seconds() if callable(seconds) else seconds
             if isinstance(seconds, int | float) and seconds > 0:
                 return 1 / float(seconds)
-        env = next((vars(env)[name] for name in ("env", "_env") if name in vars(env)), None)
+        inner = getattr(env, "__dict__", {})
+        env = inner.get("env", inner.get("_env"))
     return None
 
 

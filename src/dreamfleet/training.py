@@ -36,7 +36,7 @@ from dreamfleet.metrics.evaluations import (
 )
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
-from dreamfleet.parallel import combined
+from dreamfleet.parallel import run_fleet
 from dreamfleet.policy import Policy
 from dreamfleet.resuming import Start, differences, holds_run, steps_made, unknown
 from dreamfleet.roles.hosts import this_host
@@ -160,12 +160,12 @@ def train(
     with claim_directory(config.logdir, say):
         follower = Follower(callbacks, config.logdir)
         if not _is_over(config, say):
-            parts = factories(config, maker, outputs, found.spaces)
+            make = partial(factories, env=maker, outputs=outputs, spaces=found.spaces)
             write_spaces(config, *found.spaces)
             _keep_output(config, found.output)
             try:
                 with display(config.logdir) if display else nullcontext(say) as progress:
-                    combined(**parts, args=config, say=say, progress=progress, tick=follower.look)
+                    run_fleet(make, config, say, progress, follower.look)
                     follower.look()
             except StopTraining as reason:
                 say(f"The run was ended by a callback. {reason}".strip())

@@ -20,11 +20,11 @@ import psutil
 from chaos.env import TASK
 from chaos.schedule import SUPERVISOR
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
-from dreamfleet.fleet.record import WorkerRecord, read_record
+from dreamfleet.fleet.record import WorkerStatus, read_record
 from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics import read_jsonl
 from dreamfleet.roles.addresses import published_address
-from dreamfleet.roles.notes import notes_path, read_notes
+from dreamfleet.roles.health import health_path, read_health
 from dreamfleet.transport import Keys
 from dreamfleet.transport.address import Address, parse
 
@@ -141,12 +141,12 @@ class Fleet:
 
     # --- from outside ----------------------------------------------------------------------------
 
-    def workers(self) -> dict[str, WorkerRecord]:
+    def workers(self) -> dict[str, WorkerStatus]:
         """Running workers by name, and the supervisor."""
         record = read_record(self.logdir)
         if record is None or self._process is None or record.pid != self._process.pid:
             return {}
-        mine = WorkerRecord(
+        mine = WorkerStatus(
             SUPERVISOR, SUPERVISOR, "running", record.pid, record.host, record.started
         )
         running = [worker for worker in record.workers if worker.state == "running"]
@@ -182,7 +182,7 @@ class Fleet:
         envs = [name for name in self.names() if name.startswith("env-")]
         training = [name for name in envs if int(name.removeprefix("env-")) < self.config.envs]
         names = [worker] if worker else training
-        return sum(read_notes(notes_path(self.config, name)).steps for name in names)
+        return sum(read_health(health_path(self.config, name)).steps for name in names)
 
     def address(self, worker: str) -> str:
         """Where a worker serves; empty if it does not."""

@@ -17,7 +17,7 @@ from ray_parts import Nodes, ray_processes, tell
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import Resources, RunConfig
 from dreamfleet.fleet.launchers import Worker, find_launcher
-from dreamfleet.fleet.record import WorkerRecord, read_record
+from dreamfleet.fleet.record import WorkerStatus, read_record
 from dreamfleet.parallel import combined
 
 # Ray starts its processes by forking, of which JAX warns if it was imported before.
@@ -57,7 +57,7 @@ class Removals:
         self._thinker = cluster.add(agent=1)
         self.lines: list[str] = []
         self.updates: list[int] = []
-        self.seen: list[dict[str, WorkerRecord]] = []
+        self.seen: list[dict[str, WorkerStatus]] = []
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
@@ -79,7 +79,7 @@ class Removals:
         elif len(self.seen) == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def _workers(self) -> dict[str, WorkerRecord]:
+    def _workers(self) -> dict[str, WorkerStatus]:
         record = read_record(self._logdir)
         assert record is not None
         return {worker.name: worker for worker in record.workers}

@@ -22,7 +22,7 @@ from fleet_parts import rows
 from network_parts import Machine, Network, machines
 
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.roles.notes import read_notes
+from dreamfleet.roles.health import read_health
 
 __all__ = ["machines"]
 
@@ -70,7 +70,7 @@ class Fleet:
         self.until(lambda: self.step >= step, f"steps {what}")
 
     def episodes(self, worker: str) -> int:
-        return read_notes(self.logdir / "workers" / worker).progress
+        return read_health(self.logdir / "workers" / worker).progress
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -168,7 +168,7 @@ def a_run(logdir: Path) -> None:
             obs = env.step(action)
             score = float(obs["reward"]) + (0.0 if obs["is_first"] else score)
             if obs["is_last"]:
-                scores.add(step, score)
+                scores.add(step, score, 9, "0", "epoch", step)
             _, chosen, _ = agent.policy({}, {key: value[None] for key, value in obs.items()})
             stored = {**{key: value[None] for key, value in obs.items()}, **chosen}
             replay.add_batch(stored, np.array([0]))

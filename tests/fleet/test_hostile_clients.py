@@ -26,7 +26,7 @@ from dreamfleet.roles.invitations import read_place
 from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.transport import Client, Disconnected, Keys, RemoteError
 
-ROLES = ("env", "agent", "replay", "evaluator", "watcher")
+ROLES = ("env", "agent", "replay", "logger", "evaluator", "watcher")
 MAY: dict[str, dict[str, set[str]]] = {
     "actor": {"act": {"env"}},
     "replay": {
@@ -39,16 +39,16 @@ MAY: dict[str, dict[str, set[str]]] = {
         },
         "stats": {"replay"},
         "holding": {"replay"},
+        "finished": {"logger"},
     },
     "logger": {
         "tran": {"agent"},
         "gone": {"agent"},
-        "ended": {"replay"},
         "add": {"agent", "replay"},
         "evaluated": {"evaluator"},
         "status": {"agent", "replay", "evaluator", "watcher"},
     },
-    "coordinator": {name: {"env"} for name in ("describe", "join", "beat", "leave")},
+    "nodes": {name: {"env"} for name in ("describe", "join", "poll", "leave")},
 }
 """Whose keys open what, of every method of every server."""
 
@@ -124,7 +124,7 @@ class Attack:
 
     def _address(self, name: str) -> str:
         logdir = self._config.logdir
-        if name == "coordinator":
+        if name == "nodes":
             place = read_place(logdir)
             return f"tcp://127.0.0.1:{place.port}" if place else ""
         if name == "actor":
@@ -169,7 +169,7 @@ class Attack:
             ("logger", "tran", (10**12, ids, no, {}, {}), 0),
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
             ("logger", "gone", (-1 - ids,), 0),
-            ("logger", "ended", (["me/1/0"], {"score": np.ones(1)}), 0),
+            ("replay", "finished", ({"train": ("me", -1), "eval": 5},), 0),
             ("actor", "act", (5,), 0),
             ("actor", "act", ({},), 2),
             ("actor", "act", ({k: v for k, v in good.items() if k != "is_first"},), 2),
@@ -183,13 +183,13 @@ class Attack:
             ("actor", "act", ({**good, "envid": -1 - ids},), 2),
             ("actor", "act", ({**good, "is_eval": ~no},), 2),
             ("actor", "act", (self._observation(range(100_000)),), 100_000),
-            ("coordinator", "join", (7,), 0),
+            ("nodes", "join", (7,), 0),
         ]
         for name, method, args, rows in deadly:
             with self._client(name, self._keys) as client, pytest.raises(RemoteError) as refused:
                 client._call(method, rows, args).result(120)
             assert refused.value.kind in ("ArgumentError", "MessageError", "Refused"), method
-            assert "\n" not in str(refused.value) or name == "coordinator", method
+            assert "\n" not in str(refused.value) or name == "nodes", method
 
     def a_second_process_is_refused(self) -> None:
         """To act in an environment, and to store its steps."""

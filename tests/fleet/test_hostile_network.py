@@ -23,7 +23,7 @@ def test_a_fleet_goes_on_under_attack(tmp_path: Path) -> None:
     result = measure(tmp_path, plan)
     assert left_behind() == []
     assert result.restarts == 0
-    for name in ("actor", "replay", "logger", "coordinator"):
+    for name in ("actor", "replay", "logger", "nodes"):
         assert result.sent[f"malformed messages, to the {name}"] >= plan.messages
         assert result.sent[f"recorded connections, to the {name}"] >= 1
         assert result.sent[f"messages that stop in the middle, to the {name}"] >= 1

@@ -21,7 +21,8 @@ from chaos.env import TASK
 from fleet_parts import fixed_address, rows
 
 from dreamfleet.config import read_config
-from dreamfleet.fleet.status import MachineStatus, RunStatus, Watcher
+from dreamfleet.fleet.record import MachineStatus
+from dreamfleet.fleet.status import RunStatus, Watcher
 from dreamfleet.roles.addresses import published_address
 from dreamfleet.roles.invitations import read_place, read_url
 from dreamfleet.transport import Client, Disconnected, RemoteError, RoleKey, Timeout
@@ -187,7 +188,14 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
             with pytest.raises(RemoteError, match=r"and this machine 0\.0\.1"):
                 client.call("describe", "0.0.1").result(LONG)
 
-        # Rounds of evaluation are played by whoever has joined for them.
+        # The run's supervisor starts a process of a joined machine again that was killed.
+        children = psutil.Process(stays.process.pid).children()
+        (killed, *_) = [each for each in children if each.name().startswith("dreamfleet env")]
+        killed.kill()
+        events = eventually(lambda: [e for e in run.status().events if e.event == "started"], "it")
+        assert events[-1].worker.endswith("/env-0")
+
+        # Rounds of evaluation are played by machines that have joined for them.
         eventually(lambda: len(rows(logdir / "evaluations.jsonl")) >= 2, "two rounds")
 
         # One leaves in order: its ids are free at once. One vanishes without a word.
@@ -244,7 +252,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("dreamfleet://127.0.0.1:{free}/#{key}", "nobody listens at its port"),
+        ("dreamfleet://127.0.0.1:{free}/#{key}", "nothing listens there: the run has ended"),
         ("dreamfleet://no-such-host.invalid:5550/#{key}", "does not know the name"),
         ("dreamfleet://127.0.0.1:{free}/", "has no key"),
     ],

@@ -20,8 +20,8 @@ import pytest
 from dreamfleet.cli import main
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.claim import claim_directory
-from dreamfleet.fleet.record import read_record
-from dreamfleet.fleet.status import Watcher, WorkerStatus
+from dreamfleet.fleet.record import WorkerStatus, read_record
+from dreamfleet.fleet.status import Watcher
 from dreamfleet.transport import resolve
 
 COMMAND = [str(Path(sys.executable).with_name("dreamfleet")), "train"]

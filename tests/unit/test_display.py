@@ -22,13 +22,14 @@ from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
-from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, Scores, WorkerStatus
+from dreamfleet.fleet.record import MachineStatus, ProcessUsage, Scores, WorkerStatus
+from dreamfleet.fleet.status import RunStatus
 from dreamfleet.fleet.supervisor import silent
 
 
 def worker(name: str, memory: int = 41_000_000, cpu: float = 0.1, **changes: Any) -> WorkerStatus:
     usage = ProcessUsage(cpu, memory)
-    made = WorkerStatus(name, name.split("-")[0], "running", 7, "here", 131, 0, "", usage)
+    made = WorkerStatus(name, name.split("-")[0], "running", 7, "here", 0.0, 0, "", usage, 131)
     return replace(made, **changes)
 
 

@@ -28,19 +28,19 @@ def invite(
     Args:
         logdir: The run's directory.
         name: Make another line, with a key of its own, and call it so.
-        revoke: Let nobody in any more with the line of this name. Machines that have joined with it
+        revoke: Make the line of this name invalid. Machines that have joined with it
             are sent away within seconds.
     """
     config = read_config(logdir)
     place = read_place(logdir)
     if place is None:
         raise ConfigError(
-            f"Nobody can join the run in {logdir}: start it with --bind 0.0.0.0, such as "
+            f"The run in {logdir} cannot be joined: start it with --bind 0.0.0.0, such as "
             f"'dreamfleet resume {logdir} --bind 0.0.0.0'."
         )
     if revoke is not None:
         revoke_invitation(logdir, revoke)
-        say(f"Revoked {revoke}: nobody joins with it any more, and those who have are sent away.")
+        say(f"Revoked {revoke}: machines that have joined with it are sent away.")
     if name is not None:
         # The directory may have been moved, and its key with it.
         own = logdir / "keys"

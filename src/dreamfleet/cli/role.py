@@ -70,24 +70,24 @@ def role(
         say(line)
     if name == "env":
         ids = range(first, args.all_envs if count is None else first + count)
-        parallel_envs(parts["make_env_train"], parts["make_env_eval"], args, say, ids)
+        parallel_envs(parts.make_env_train, parts.make_env_eval, args, say, ids)
         return
     # Ctrl-C and a closed terminal end a role as it is ended in a fleet: it saves first.
     for each in set(end_signals()) - {signal.SIGTERM}:
         signal.signal(each, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if name == "replay":
-        buffers = parts["make_replay_train"], parts["make_replay_eval"]
-        parallel_replay(*buffers, parts["make_stream"], args, shard)
+        buffers = parts.make_replay_train, parts.make_replay_eval
+        parallel_replay(*buffers, parts.make_stream, args, shard)
     elif name == "logger":
-        parallel_logger(parts["make_logger"], args)
+        parallel_logger(parts.make_logger, args)
     elif name == "evaluator":
         parallel_evaluator(args)
     elif name == "actor":
         if number >= args.actors:
             raise ConfigError(f"The run has actors={args.actors}, numbered from 0: not {number}.")
-        parallel_remote_actor(parts["make_agent"], number, args)
+        parallel_remote_actor(parts.make_agent, number, args)
     else:
-        parallel_agent(parts["make_agent"], args)
+        parallel_agent(parts.make_agent, args)
 
 
 def _read(config: Path | None, logdir: Path | None) -> tuple[RunConfig, Path]:

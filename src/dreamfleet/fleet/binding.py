@@ -11,11 +11,11 @@ import psutil
 
 from dreamfleet.errors import ConfigError
 
-COORDINATOR_PORT = 5550
+JOIN_PORT = 5550
 """Where machines join, if nothing else is asked for; the other servers follow it."""
 _PORTS_TRIED = 200
 _EVERYWHERE = ("0.0.0.0", "*", "::")
-_NOWHERE = "192.0.2.1"  # an address for examples, which nobody has
+_NOWHERE = "192.0.2.1"  # an address for examples, which is never in use
 
 
 class Binding(NamedTuple):
@@ -33,8 +33,8 @@ Addresses = Mapping[str, Collection[str]]
 """The addresses of each network interface."""
 
 
-def understand(text: str, here: Addresses | None = None) -> Binding:
-    """What a person has written as `bind`.
+def parse_bind(text: str, here: Addresses | None = None) -> Binding:
+    """Where to listen, as the setting `bind` says.
 
     Args:
         text: 0.0.0.0, a name or an address of this machine, or an interface; each also with :PORT.

@@ -1,10 +1,10 @@
 """One supervisor in a directory at a time, also where several machines share it.
 
 A lock keeps others out: the kernel releases that of a dead process, and NFS passes locks on to
-other machines. Some file systems have no locks, or keep them to one machine, and nobody can ask for
-that. So the supervisor also beats: a thread of it counts in a small file. Whoever finds a record of
-a run on another machine watches that file, and takes the directory only if the count stands still.
-That is judged by change alone, because clocks of machines differ.
+other machines. Some file systems have no locks, or keep them to one machine, and there is no way to
+ask. So the supervisor also beats: a thread of it counts in a small file. A process that finds a
+record of a run on another machine watches that file, and takes the directory only if the count
+stands still. Liveness is judged by change alone, because clocks of machines differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
         _refuse_second(logdir, _locked(logdir, lock), say)
         try:
             beat = _Beat(logdir, say)
-            write_record(logdir, FleetRecord.of_this_process())
+            before = read_record(logdir)
+            events = before.events if before else ()
+            write_record(logdir, FleetRecord.of_this_process(events=events))
         except OSError as error:
             raise _not_writable(logdir, error) from None
         with beat.beating(), recorded_end(logdir):
@@ -68,7 +70,7 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
 def _not_writable(logdir: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{logdir} cannot be written to ({error.strerror}), so the run was not started: make room "
-        "or let yourself write there, or choose another --logdir."
+        "or fix its permissions, or choose another --logdir."
     )
 
 
@@ -85,7 +87,7 @@ def _locked(logdir: Path, lock: IO[str]) -> bool:
 
 
 def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> None:
-    """Refuse a directory in which somebody is whom the lock did not keep out."""
+    """Refuse a directory in use by a supervisor that the lock did not keep out."""
     record = read_record(logdir)
     if record is None or record.state in ("ended", "failed"):
         return
@@ -120,17 +122,35 @@ def _read_beat(logdir: Path) -> bytes:
         return b""
 
 
-def supervisor_time(logdir: Path, record: FleetRecord | None) -> float:
-    """Unix time on the machine of the supervisor, whose clock may differ from ours: that of its
-    newest beat if it is another machine."""
-    if record is not None and record.host != socket.gethostname():
-        with suppress(ValueError, IndexError):
-            return float(_read_beat(logdir).split()[2])
-    return time.time()
+class BeatWatch:
+    """Whether the supervisor on another machine is alive.
+
+    Args:
+        logdir: The run's directory.
+    """
+
+    def __init__(self, logdir: Path) -> None:
+        self._logdir = logdir
+        self._last = b""
+        self._changed = float("-inf")
+
+    def beats(self, patience: float) -> bool:
+        """Whether it has beaten in the last seconds; waits so long for the first change."""
+        deadline = time.monotonic() + patience
+        while True:
+            now, beat = time.monotonic(), _read_beat(self._logdir)
+            if self._last and beat != self._last:
+                self._changed = now
+            self._last = beat
+            if now - self._changed < _SILENT_SECONDS:
+                return True
+            if now >= deadline:
+                return False
+            time.sleep(min(_LOOK_SECONDS, max(0.0, deadline - now)))
 
 
 class _Beat:
-    """Counts in the directory's file, and ends this process when somebody else does."""
+    """Counts in the directory's file, and ends this process when another one does."""
 
     def __init__(self, logdir: Path, say: Callable[[str], None]) -> None:
         self._logdir, self._say = logdir, say
@@ -165,12 +185,12 @@ class _Beat:
             self._logdir / BEAT_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
         )
         try:
-            os.write(descriptor, b"%s %020d %020.3f\n" % (self._name, self._count, time.time()))
+            os.write(descriptor, b"%s %020d\n" % (self._name, self._count))
         finally:
             os.close(descriptor)  # which is when NFS writes it
 
     def _lost(self) -> None:
-        """Both saw nobody else when they started, or this machine was cut off for long."""
+        """Two started at the same moment, or this machine was cut off for long."""
         record = read_record(self._logdir)
         who = f"process {record.pid} on {record.host}" if record else "another process"
         self._say(f"{who} has taken {self._logdir} over, so this run ends without saving.")
@@ -178,7 +198,7 @@ class _Beat:
 
 
 def end_at_once() -> None:
-    """As a person does who presses Ctrl-C twice."""
+    """As Ctrl-C does that is pressed twice."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_KILL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)

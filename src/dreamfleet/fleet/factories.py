@@ -36,6 +36,7 @@ from dreamfleet.metrics import (
 from dreamfleet.offline import AdoptedReplay, find_source
 from dreamfleet.policy import Spaces
 from dreamfleet.replay import Replay, make_selector
+from dreamfleet.roles.runtime import Factories
 
 MakeOutput = Callable[[Path], Output]
 """A class, or a function, that is given the directory of the run."""
@@ -46,8 +47,8 @@ def factories(
     env: Task | None = None,
     outputs: Sequence[MakeOutput] = (),
     spaces: tuple[Spaces, Spaces] | None = None,
-) -> dict[str, Callable[..., Any]]:
-    """The arguments of `combined` for a configuration.
+) -> Factories:
+    """What makes the parts of a run.
 
     Args:
         config: The run.
@@ -55,15 +56,15 @@ def factories(
         outputs: Make outputs of metrics in addition to those of the configuration.
         spaces: Observations and actions, for the agent; None lets it make an environment.
     """
-    return {
-        "make_agent": partial(agent, config, env, spaces),
-        "make_replay_train": partial(replay, config, "replay"),
-        "make_replay_eval": partial(replay, config, "eval_replay"),
-        "make_env_train": partial(environment, config, env),
-        "make_env_eval": partial(environment, config, env),
-        "make_stream": partial(stream, config),
-        "make_logger": partial(logger, config, outputs),
-    }
+    return Factories(
+        make_agent=partial(agent, config, env, spaces),
+        make_replay_train=partial(replay, config, "replay"),
+        make_replay_eval=partial(replay, config, "eval_replay"),
+        make_env_train=partial(environment, config, env),
+        make_env_eval=partial(environment, config, env),
+        make_stream=partial(stream, config),
+        make_logger=partial(logger, config, outputs),
+    )
 
 
 def environment(config: RunConfig, env: Task | None, envid: int, attempt: int = 0) -> Any:

@@ -1,29 +1,25 @@
 """A machine that joins a run with its environments: what `dreamfleet join` does.
 
-It talks to the run's coordinator, actor and evaluator only. What the coordinator says about their
-addresses goes into an address book of this machine's own, so that environments here find the actor
-as they do everywhere.
+It asks the run's supervisor every second what to run (`dreamfleet.fleet.nodes`), and starts and
+ends processes accordingly. It calls the supervisor, the actor and the evaluator only. What the
+supervisor says about addresses goes into an address book of this machine's own, so that
+environments here find the actor as they do everywhere.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import re
-import shutil
 import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -31,18 +27,20 @@ from dreamfleet import __version__
 from dreamfleet.config import CONFIG_FILE, JOINED, RunConfig
 from dreamfleet.envs import env_seed, is_bundled
 from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.claim import claim_directory
-from dreamfleet.fleet.coordinator import BEAT_SECONDS, HOLD_SECONDS
 from dreamfleet.fleet.env_probe import probe_in_subprocess
 from dreamfleet.fleet.factories import environment
-from dreamfleet.fleet.launchers.local import LocalLauncher
+from dreamfleet.fleet.launchers import ONE_THREAD, Worker
+from dreamfleet.fleet.launchers.local import LocalLauncher, LocalWorker
+from dreamfleet.fleet.nodes import POLL_SECONDS
 from dreamfleet.fleet.stall import hanging
-from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
-from dreamfleet.fleet.workers import joined_workers
+from dreamfleet.fleet.supervisor import Say
 from dreamfleet.formatting import readable
 from dreamfleet.roles.addresses import DirectoryBook
+from dreamfleet.roles.env import parallel_env
+from dreamfleet.roles.health import Health, HealthRecord, health_path, read_health
 from dreamfleet.roles.invitations import read_url
-from dreamfleet.roles.notes import read_notes
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.spaces import Space, spaces_from_json, without_logs, without_reset
 from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
@@ -54,7 +52,7 @@ log = logging.getLogger(__name__)
 _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _CALL_SECONDS = 10.0
-_BEAT_SECONDS = 3.0
+_POLL_TIMEOUT = 3.0
 _TRY_SECONDS = 0.5
 _SAY_SECONDS = 60.0
 _STILL_SECONDS = 10.0  # without a step, after which this machine says why
@@ -63,13 +61,14 @@ _PORTS_AT_ONCE = 16
 _REFUSED = "nothing listens there: the agent is starting, or a firewall refuses the connection"
 _NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it waits for"
 _PLACE_PREFIX = "dreamfleet-join-"
-_LOCK = "lock"
 _KEY = "join.key"  # not the name under which a run keeps its own
 _LOOKED_UP = "tcp://127.0.0.1:{auto}"
 _ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
 _OTHER_KEY = "handshake failed"
 _LEAVING = "Leaving the run; once more ends at once."
+_END_SECONDS = 20.0
+_OUTPUT_LENGTH = 8000
 
 
 class JoinError(DreamfleetError):
@@ -77,7 +76,7 @@ class JoinError(DreamfleetError):
 
 
 class _PortsClosed(JoinError):
-    """The coordinator answers, and another server of the run cannot be reached."""
+    """The supervisor answers, and another server of the run cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,28 @@ class Offer:
     envs_per_process: int | None = None
     """None for the run's."""
     task: str | None = None
-    """Code of the person's own that the run names, named again."""
+    """Code of the user's own that the run names, named again."""
     trust: bool = False
     """Import whatever code the run names."""
 
 
+class _Order(msgspec.Struct, frozen=True):
+    """A worker that is to run here."""
+
+    ids: list[int]
+    is_eval: bool
+    incarnation: int
+
+
 class _Answer(msgspec.Struct, frozen=True):
-    """What the coordinator says each time."""
+    """What the run says each time."""
 
     addresses: dict[str, str]
     over: str
     digest: str
     known: bool = True
+    dismissed: str = ""
+    workers: dict[str, _Order] = {}
 
 
 class _Described(_Answer, frozen=True, kw_only=True):
@@ -109,12 +118,9 @@ class _Described(_Answer, frozen=True, kw_only=True):
     spaces: str
 
 
-class _Lease(_Answer, frozen=True, kw_only=True):
+class _Joined(_Answer, frozen=True, kw_only=True):
     token: str
     name: str
-    envs: list[int]
-    eval_envs: list[int]
-    generation: int
 
 
 def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: Say) -> None:
@@ -123,7 +129,6 @@ def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: S
     Raises:
         ConfigError: What was typed cannot work.
         JoinError: The run cannot be reached, or does not want this machine.
-        FleetError: The environments fail here.
     """
     address, keys = read_url(url)
     with sigterm_interrupts(), _place(logdir) as place:
@@ -147,25 +152,24 @@ class _Machine:
     ) -> None:
         self._address, self._offer, self._place = address, offer, place
         self._patience, self._say = patience, say
-        self._book = DirectoryBook()
         self._looked = ""  # the description whose environment was made here once
 
     def serve(self, client: Client) -> None:
-        """Join, run the environments, and do so again if the ids were lost."""
+        """Join, run the environments, and do so again if the run does not know this machine."""
         first = True
         while True:
-            described, lease = self._enter(client, wait=not first)
-            if described.over or lease is None:
+            described, joined = self._enter(client, wait=not first)
+            if described.over or joined is None:
                 self._say(f"{described.over} This machine's part is done.")
                 return
             first = False
-            if self._run(client, described, lease):
+            if self._run(client, described, joined):
                 return
 
     # --- joining ---------------------------------------------------------------------------------
 
-    def _enter(self, client: Client, *, wait: bool) -> tuple[_Described, _Lease | None]:
-        """Ask what the run is, make sure that it works here, and take ids."""
+    def _enter(self, client: Client, *, wait: bool) -> tuple[_Described, _Joined | None]:
+        """Ask what the run is, make sure that it works here, and join."""
         deadline = time.monotonic() + (self._patience if wait else 0.0)
         while True:
             try:
@@ -183,7 +187,7 @@ class _Machine:
                     "eval_envs": self._offer.eval_envs,
                     "envs_per_process": config.envs_per_process,
                 }
-                return described, self._ask(client, _Lease, "join", asked)
+                return described, self._ask(client, _Joined, "join", asked)
             except _PortsClosed:
                 if time.monotonic() >= deadline:
                     raise
@@ -193,7 +197,7 @@ class _Machine:
                     raise JoinError(_unreachable(self._address, error)) from None
 
     def _try_ports(self, told: Mapping[str, str]) -> None:
-        """Refuse to join a run whose servers cannot be reached from here. One at whose port nobody
+        """Refuse to join a run whose servers cannot be reached from here. One at whose port nothing
         listens may start later."""
         problems = closed_ports(self.servers(told), _PROBE_SECONDS)
         if any(problem != _REFUSED for problem in problems.values()):
@@ -301,224 +305,231 @@ class _Machine:
 
     # --- serving ---------------------------------------------------------------------------------
 
-    def _run(self, client: Client, described: _Described, lease: _Lease) -> bool:
-        """Run the environments; returns whether this machine's part is done."""
+    def _run(self, client: Client, described: _Described, joined: _Joined) -> bool:
+        """Run what the run's supervisor says; returns whether this machine's part is done."""
         config = self._config(described)
-        # Ids are used again, by other machines too: their environments play other episodes.
-        config = replace(config, seed=env_seed(config.seed, JOINED + lease.generation))
-        make = partial(environment, config, None)
-        workers = joined_workers(make, make, lease.envs, lease.eval_envs, config)
-        publish_addresses(self._book, self._place, self._address, lease.addresses)
+        publish_addresses(self._place, self._address, joined.addresses)
         self._say(
-            f"Joined {config.task} as {lease.name} with {_counted(lease)}; logs are in "
+            f"Joined {config.task} as {joined.name} with {_counted(self._offer)}; logs are in "
             f"{self._place / 'logs'}. Ctrl-C leaves."
         )
-        error, nan, done = "", False, False
-        with LocalLauncher(self._place) as launcher:
-            supervisor = Supervisor(
-                workers,
-                launcher,
-                say=self._say,
-                on_signal=_LEAVING,
-            )
-            notes = [worker.notes for worker in workers if worker.notes]
-            link = _Link(self, client, lease, notes, config.env_timeout, supervisor.stop)
+        with LocalLauncher(self._place) as launcher, _Workers(launcher, config) as workers:
             try:
-                with link:
-                    supervisor.run()
-            except FleetError as failure:
-                # The log that it names next is on this machine.
-                sentence = str(failure).splitlines()[0].partition(". The end of ")[0]
-                error = " ".join(sentence.split())[:1000]
-                nan = any(read_notes(path).not_finite for path in notes)
-                raise
+                answer = self._follow(client, joined, workers)
             except KeyboardInterrupt:
-                done = True
+                self._say(_LEAVING)
+                workers.end()
+                with suppress(TransportError):  # it is noticed after a while
+                    client.call("leave", joined.token).result(_CALL_SECONDS)
                 raise
-            finally:
-                if error or done or not link.lost:
-                    with suppress(TransportError):  # its lease ends by itself
-                        client.call("leave", lease.token, error, nan).result(_CALL_SECONDS)
-        if link.over:
-            self._say(f"{link.over} This machine's part is done.")
+        if answer.dismissed:
+            raise JoinError(f"The run has dismissed this machine: {answer.dismissed}")
+        if answer.over:
+            self._say(f"{answer.over} This machine's part is done.")
             return True
-        if link.refused:
-            raise JoinError(link.refused)
-        self._say(f"{link.lost} The environments have ended, and join again.")
+        lost = "The run was resumed with other settings."
+        if not answer.known:
+            lost = "The run does not know this machine any more."
+        self._say(f"{lost} The environments have ended, and join again.")
         return False
 
-
-class _Link:
-    """Tells the coordinator every second that this machine is there, on a thread of its own."""
-
-    def __init__(
-        self,
-        machine: _Machine,
-        client: Client,
-        lease: _Lease,
-        notes: Sequence[Path],
-        env_timeout: float,
-        stop: Callable[[str], None],
-    ) -> None:
-        self._machine, self._client, self._lease = machine, client, lease
-        self._notes, self._stop, self._say = notes, stop, machine._say
-        self._env_timeout = env_timeout
-        self._before = _report(notes)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="beat", daemon=True)
-        self.over = ""
-        """Why the run is over; empty if it is not."""
-        self.lost = ""
-        """Why the ids are lost; empty if they are not."""
-        self.refused = ""
-        """Why the run does not let this machine in any more."""
-
-    def __enter__(self) -> _Link:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        heard = shown = looked = time.monotonic()
-        steps, silent, made, why, told = 0, False, 0, "", False
-        while not self._ended.wait(BEAT_SECONDS):
-            report, sent = self._report(), time.monotonic()
-            if report["steps"] != made:
-                made, looked, why, told = report["steps"], sent, "", False
-            report["error"] = why or report["error"]
-            call = ("beat", self._lease.token, report)
+    def _follow(self, client: Client, joined: _Joined, workers: _Workers) -> _Answer:
+        """Do what each answer says, until one says that this machine's part is over."""
+        heard = shown = moved = time.monotonic()
+        steps, made, why, silent, told = 0, 0, "", False, False
+        while True:
+            report = {"workers": workers.report(), "why": why}
+            sent = time.monotonic()
+            if workers.steps != made:
+                made, moved, why, told = workers.steps, sent, "", False
             try:
-                answer = self._machine._ask(self._client, _Answer, *call, timeout=_BEAT_SECONDS)
+                call = ("poll", joined.token, report)
+                answer: _Answer = self._ask(client, _Answer, *call, timeout=_POLL_TIMEOUT)
             except (TransportError, JoinError) as error:
-                if self._is_over_after(error, time.monotonic() - heard):
-                    self._stop("lost")
-                    return
+                self._check_silence(error, time.monotonic() - heard)
                 if not silent:
                     self._say(
                         "The run does not answer; the environments wait for it "
                         f"({str(error).rstrip('.')})."
                     )
                 silent = True
+                time.sleep(POLL_SECONDS)
                 continue
             if silent:
                 self._say("The run answers again.")
             heard, silent = sent, False
-            if self._is_over_with(answer):
-                self._stop("lost")
-                return
-            self._publish(answer.addresses)
+            if answer.over or answer.dismissed or not answer.known:
+                return answer
+            if answer.digest != joined.digest:
+                return answer
+            with suppress(OSError):  # a full disk; those of before may still be right
+                publish_addresses(self._place, self._address, answer.addresses)
+            workers.follow(answer.workers)
             if sent - shown > _SAY_SECONDS:
-                rate = (report["steps"] - steps) / (sent - shown)
-                shown, steps = sent, report["steps"]
+                rate = (made - steps) / (sent - shown)
+                shown, steps = sent, made
                 self._say(f"{readable(steps)} steps, {readable(round(rate, 1))} steps/s")
                 told = False
-            if sent - looked > _STILL_SECONDS:
-                looked, why = sent, self._why_still(answer.addresses)
+            if sent - moved > _STILL_SECONDS:
+                moved, why = sent, self._why_still(answer.addresses, workers)
                 # Between two rounds of evaluation there is nothing to do.
-                if not told and (why or self._lease.envs):
+                if not told and (why or self._offer.envs):
                     self._say(f"This machine makes no steps: {why or _NO_ACTIONS}.")
                     told = True
+            time.sleep(POLL_SECONDS)
 
-    def _why_still(self, told: Mapping[str, str]) -> str:
-        """What keeps the environments here from making steps; empty if nothing does."""
-        if problems := closed_ports(self._machine.servers(told), _PORT_SECONDS):
-            return self._machine.ports_text(told, problems)[:1000]
-        return hanging(map(read_notes, self._notes), self._env_timeout, time.time())
-
-    def _is_over_after(self, error: DreamfleetError, seconds: float) -> bool:
-        """Whether the ids are lost without an answer for so many seconds."""
+    def _check_silence(self, error: DreamfleetError, seconds: float) -> None:
+        """Give up on a run that refuses this machine, or that does not answer for too long."""
         if isinstance(error, JoinError) or _REFUSED_KEY in str(error):
-            self.refused = self.lost = _turned_away(error)
-        elif seconds > HOLD_SECONDS:
-            self.lost = f"The run did not answer for {HOLD_SECONDS:g} s."
-        return bool(self.lost)
+            raise JoinError(_turned_away(error)) from None
+        if seconds > self._patience:
+            raise JoinError(_unreachable(self._address, cast(TransportError, error))) from None
 
-    def _is_over_with(self, answer: _Answer) -> bool:
-        """Whether an answer says that the run is over, or that the ids are lost."""
-        self.over = answer.over
-        if not answer.known:
-            self.lost = "The run has given this machine's environment numbers away."
-        elif answer.digest != self._lease.digest:
-            self.lost = "The run was resumed with other settings."
-        return bool(self.over or self.lost)
+    def _why_still(self, told: Mapping[str, str], workers: _Workers) -> str:
+        """What keeps the environments here from making steps; empty if nothing does."""
+        if problems := closed_ports(self.servers(told), _PORT_SECONDS):
+            return self.ports_text(told, problems)[:1000]
+        return workers.hanging()
 
-    def _publish(self, addresses: Mapping[str, str]) -> None:
-        machine = self._machine
+
+class _Started(NamedTuple):
+    order: _Order
+    process: LocalWorker
+    health: Path
+
+
+class _Workers:
+    """The processes of this machine. Which ones there are is decided by the run's supervisor."""
+
+    def __init__(self, launcher: LocalLauncher, config: RunConfig) -> None:
+        self._launcher, self._config = launcher, config
+        self._started: dict[str, _Started] = {}
+        self._before: dict[Path, HealthRecord] = {}  # when this machine joined
+        self.steps = 0
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def follow(self, orders: Mapping[str, _Order]) -> None:
+        """Start what is new, and end what is no longer wanted."""
+        for name, started in list(self._started.items()):
+            if orders.get(name) != started.order:
+                started.process.kill()
+                started.process.wait()
+                del self._started[name]
+        for name, order in orders.items():
+            if name not in self._started:
+                self._started[name] = self._start(name, order)
+
+    def _start(self, name: str, order: _Order) -> _Started:
+        # Ids are used again, by other machines too: their environments play other episodes.
+        seed = env_seed(self._config.seed, JOINED + order.incarnation)
+        config = replace(self._config, seed=seed)
+        make, ids = partial(environment, config, None), order.ids
+        health = health_path(config, f"env-{ids[0]}")
+        self._before.setdefault(health, read_health(health))
+        Health(health)  # clears what its predecessor was doing
+        function = partial(
+            parallel_env, make, ids, config, order.is_eval, incarnation=order.incarnation
+        )
+        worker = Worker(name, "env", function, ONE_THREAD)
+        self._launcher.prepare([worker])
+        return _Started(order, self._launcher.start(worker), health)
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """How the workers are doing, as plain data."""
+        found, self.steps = {}, 0
+        for name, (order, process, path) in self._started.items():
+            health, before, code = read_health(path), self._before[path], process.wait(0)
+            steps, failures = health.steps - before.steps, health.failures - before.failures
+            told = replace(health, steps=steps, failures=failures, traceback="")
+            self.steps += steps
+            found[name] = {
+                "incarnation": order.incarnation,
+                "pid": process.pid,
+                "code": code,
+                "output": "" if code is None else process.output()[-_OUTPUT_LENGTH:],
+                "health": asdict(told if failures else replace(told, error="")),
+            }
+        return found
+
+    def hanging(self) -> str:
+        """Environments that take long right now."""
+        records = [read_health(each.health) for each in self._started.values()]
+        return hanging(records, self._config.env_timeout, time.time())
+
+    def end(self) -> None:
+        """End all of them. Ctrl-C once more does so at once."""
+        running = [each.process for each in self._started.values()]
         try:
-            publish_addresses(machine._book, machine._place, machine._address, addresses)
-        except OSError as error:
-            log.warning("The addresses of the run cannot be kept: %s", error)
-
-    def _report(self) -> dict[str, Any]:
-        now = _report(self._notes)
-        return {
-            "steps": now["steps"] - self._before["steps"],
-            "failures": now["failures"] - self._before["failures"],
-            "error": now["error"] if now["failures"] > self._before["failures"] else "",
-        }
-
-
-def _report(notes: Sequence[Path]) -> dict[str, Any]:
-    """What the environment workers have noted, together."""
-    noted = [read_notes(path) for path in notes]
-    failed = max(noted, key=lambda each: each.failures, default=None)
-    return {
-        "steps": sum(each.steps for each in noted),
-        "failures": sum(each.failures for each in noted),
-        "error": failed.error[:1000] if failed else "",
-    }
+            for process in running:
+                process.terminate()
+            deadline = time.monotonic() + _END_SECONDS
+            for process in running:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        self._started.clear()
 
 
-def _counted(lease: _Lease) -> str:
+def _counted(offer: Offer) -> str:
     words = []
-    for ids, kind in ((lease.envs, "training"), (lease.eval_envs, "evaluation")):
-        if ids:
-            words.append(f"{len(ids)} {kind} environment{'s' if len(ids) > 1 else ''}")
+    for number, kind in ((offer.envs, "training"), (offer.eval_envs, "evaluation")):
+        if number:
+            words.append(f"{number} {kind} environment{'s' if number > 1 else ''}")
     return " and ".join(words)
 
 
-def publish_addresses(
-    book: DirectoryBook, place: Path, coordinator: Address, addresses: Mapping[str, str]
-) -> None:
+def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, str]) -> None:
     """Keep where the servers of the run listen that a machine may call."""
-    for name, address in called_servers(coordinator, addresses).items():
+    book = DirectoryBook()
+    for name, address in called_servers(joined_at, addresses).items():
         if book.find(place, name) != address.text:
             book.publish(place, name, address.text)
 
 
-def called_servers(coordinator: Address, told: Mapping[str, str]) -> dict[str, Address]:
-    """The servers that a machine may call, of those that the coordinator has told of, whose host
-    stands in for the host `*`."""
+def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Address]:
+    """The servers that a machine may call, of those that the run has told of. The host `*` is
+    the one at which this machine has joined."""
     servers = {}
     for name, text in told.items():
         with suppress(TransportError):
             address = parse(text)
             if _ROLE.fullmatch(name) and address.kind == "tcp":
-                host = coordinator.host if address.host == "*" else address.host
+                host = joined_at.host if address.host == "*" else address.host
                 servers[name] = replace(address, host=host)
     return servers
 
 
 def closed_ports(servers: Mapping[str, Address], seconds: float) -> dict[str, str]:
     """The servers that cannot be reached from here, and why."""
-
-    def problem(address: Address) -> str:
-        try:
-            socket.create_connection((address.host, address.port), timeout=seconds).close()
-        except ConnectionRefusedError:
-            return _REFUSED
-        except TimeoutError:
-            return f"there is no answer within {seconds:g} s, mostly because of a firewall"
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
+    try_port = partial(_port_problem, seconds=seconds)
     with ThreadPoolExecutor(_PORTS_AT_ONCE) as threads:
-        found = dict(zip(servers, threads.map(problem, servers.values()), strict=True))
+        found = dict(zip(servers, threads.map(try_port, servers.values()), strict=True))
     return {name: text for name, text in found.items() if text}
+
+
+def _port_problem(address: Address, seconds: float) -> str:
+    """Why nothing is reached at an address, which the transport only knows as silence."""
+    try:
+        socket.create_connection((address.host, address.port), timeout=seconds).close()
+    except socket.gaierror:
+        return (
+            f"this machine does not know the name {address.host}: write its number, or fix its "
+            "entry in DNS or /etc/hosts"
+        )
+    except ConnectionRefusedError:
+        return _REFUSED
+    except TimeoutError:
+        return f"there is no answer within {seconds:g} s, mostly because of a firewall"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _check_spaces(
@@ -550,33 +561,20 @@ def _check_spaces(
 
 
 def _probe(address: Address) -> None:
-    """Say why nothing is reached at an address, which the transport only knows as silence."""
-    there = f"{address.host}:{address.port}"
-    try:
-        socket.create_connection((address.host, address.port), timeout=_PROBE_SECONDS).close()
-    except socket.gaierror:
-        raise JoinError(
-            f"This machine does not know the name {address.host}: write the number of that machine "
-            "in its place, or fix its entry in DNS or /etc/hosts."
-        ) from None
-    except TimeoutError:
-        raise JoinError(
-            f"No answer from {there} within {_PROBE_SECONDS:g} s: the packets get lost on the way, "
-            "mostly in a firewall. Open TCP port "
-            f"{address.port} and the others that stand below the run's line on {address.host} "
-            "for this machine, and check that it is the right address."
-        ) from None
-    except ConnectionRefusedError:
-        raise JoinError(
-            f"{address.host} is there, but nobody listens at its port {address.port}: the run has "
-            "ended or was started without --bind, or the port is another one. 'dreamfleet resume' "
-            "starts it again."
-        ) from None
-    except OSError as error:
-        raise JoinError(
-            f"{there} cannot be reached: {error.strerror or error}. Check the address, and that "
-            "both machines are in one network."
-        ) from None
+    """Say why the run cannot be reached."""
+    problem = _port_problem(address, _PROBE_SECONDS)
+    if not problem:
+        return
+    if problem == _REFUSED:
+        problem = (
+            "nothing listens there: the run has ended or was started without --bind, or the port "
+            "is another one. 'dreamfleet resume' starts it again"
+        )
+    raise JoinError(
+        f"{address.host}:{address.port} cannot be reached: {problem}. Check the address, and that "
+        f"TCP port {address.port} and the others that stand below the run's line are open for this "
+        "machine."
+    )
 
 
 def _unreachable(address: Address, error: TransportError) -> str:
@@ -604,7 +602,7 @@ def _turned_away(error: DreamfleetError) -> str:
 
 
 def _sentence(error: RemoteError) -> str:
-    """What the coordinator said, without where it stood in its program."""
+    """What the run said, without where it stood in its program."""
     text = error.args[0]
     return str(text).partition(f"{error.kind}: ")[2] or str(text)
 
@@ -619,29 +617,13 @@ def _place(logdir: Path | None) -> Iterator[Path]:
     Raises:
         ConfigError: It is the directory of a run.
     """
-    if logdir is not None:
-        if (logdir / CONFIG_FILE).exists():
-            raise ConfigError(
-                f"{logdir} is the directory of a run: choose another --logdir for this machine."
-            )
-        with claim_directory(logdir):
-            yield logdir.absolute()
-        return
-    _remove_stale()
-    place = Path(tempfile.mkdtemp(prefix=f"{_PLACE_PREFIX}{os.getpid()}-"))
-    with (place / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+    if logdir is None:
+        with temporary_folder(_PLACE_PREFIX) as place:
             yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def _remove_stale() -> None:
-    """Remove what machines have left behind that were killed; it holds their keys. Whoever is alive
-    holds a lock: a process id says nothing about another container, or about another machine with
-    the same temporary directory."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PLACE_PREFIX}*"):
-        with suppress(OSError), (path / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+        return
+    if (logdir / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{logdir} is the directory of a run: choose another --logdir for this machine."
+        )
+    with claim_directory(logdir):
+        yield logdir.absolute()

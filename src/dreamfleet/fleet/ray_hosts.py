@@ -1,7 +1,7 @@
 """Several hosts that learn together, on the nodes of a Ray cluster, started by one command.
 
-The process of the command is a supervisor whose workers are the hosts: each is what a person would
-have typed on that node. They find each other in the run's directory, as ever.
+The process of the command is a supervisor whose workers are the hosts: each is what would be
+typed on that node. They find each other in the run's directory, as ever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
 from dreamfleet.fleet.launchers.ray import RayLauncher, connect, fitting, nodes
 from dreamfleet.fleet.supervisor import Say, Supervisor
-from dreamfleet.roles.addresses import DirectoryBook, use_book
 from dreamfleet.roles.runtime import stop_event
 
 Run = Callable[[RunConfig], object]
@@ -28,11 +27,11 @@ def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
     Args:
         run: Runs a host, with the configuration as that host is given it.
         config: The run. With `hosts=0` every node that has what a host asks for is one.
-        say: Takes lines for the person.
+        say: Takes lines to show.
 
     Raises:
         FleetError: A host has failed or is lost.
-        KeyboardInterrupt: The person ended the run; everything is saved.
+        KeyboardInterrupt: The run was stopped; everything is saved.
     """
     logdir = config.logdir.absolute()
     asks = config.resources.agent.amounts()
@@ -64,7 +63,6 @@ def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
 
 def _host(run: Run, config: RunConfig) -> None:
     """What the process of a host runs. One that ends before host 0, which evaluates, waits."""
-    use_book(DirectoryBook())  # that of its own workers, in place of the line to the command
     over = stop_event(on_stop=lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         run(config)

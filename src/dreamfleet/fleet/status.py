@@ -1,15 +1,9 @@
 """What a run is doing: one description, which every display draws.
 
-The lines of a run without a terminal, its live display, `dreamfleet status` and `status --json` all
-show a `RunStatus`. It is found out from the run's directory alone, so another terminal sees the
-same as the one that started the run:
-
-    config.json     the settings
-    addresses/      where the logger listens
-    fleet.json      the supervisor and its workers
-    machines.json   machines that have joined
-    the logger      steps, scores, the newest metrics
-    the system      what each process uses
+The lines of a run without a terminal, its live display, `dreamfleet status`, `status --json` and
+the web page show a `RunStatus`. While the run is under way it is what its supervisor wrote to
+`status.json` (`StatusWriter`). Of a run by hand, of an older version, or that has ended, the same
+is derived from the run's directory and its logger (`Watcher`).
 """
 
 from __future__ import annotations
@@ -18,11 +12,13 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,21 +28,25 @@ import psutil
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.claim import supervisor_time
+from dreamfleet.fleet.claim import BeatWatch
 from dreamfleet.fleet.record import (
+    Event,
     FleetRecord,
-    WorkerRecord,
-    WorkerState,
+    MachineStatus,
+    ProcessUsage,
+    RunNumbers,
+    Scores,
+    WorkerStatus,
     read_record,
     supervisor_process,
+    write_record,
 )
-from dreamfleet.fleet.stall import hanging, late_after, restarting, why_waiting
+from dreamfleet.fleet.stall import Evidence, hanging, idle_machines, late_after, why_still
 from dreamfleet.formatting import clock, readable
 from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
 from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.health import read_health
 from dreamfleet.roles.logger import RECENT_EPISODES
-from dreamfleet.roles.machines import MachineRecord, MachineState, read_machines
-from dreamfleet.roles.notes import Noted, read_notes
 from dreamfleet.transport import Client, Future, TransportError
 from dreamfleet.transport.address import parse
 
@@ -55,115 +55,35 @@ log = logging.getLogger(__name__)
 RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed", "unknown"]
 
 _UNDER_WAY = ("running", "ending", "evaluating")
-_TOLD = (
+_SAME_IN_JSON = (
     *("state", "responding", "message", "waiting", "hanging", "env_failures", "start", "step"),
     *("share", "seconds", "seconds_left", "score", "eval_score", "steps_per_second", "updates"),
     *("updates_per_second", "replay_ratio", "checkpoint_age", "supervisor"),
 )
-"""What `to_json` has by the same name."""
-
+_WRITE_SECONDS = 1.0
+_STALE_SECONDS = 10.0  # after which a supervisor that does not write counts as stuck
+_SAMPLE_SECONDS = 5.0  # between two samples of the processes by the supervisor
 _RATE_SECONDS = 30.0
 _ACTOR_RATE = r"actor(-\d+)?/steps_per_second$"
 _FORECAST_SECONDS = 60.0
 _ANSWER_SECONDS = 0.5
 _UNANSWERED_SECONDS = 5.0
-# The last line of metrics is shorter than this.
-_TAIL_BYTES = 1 << 17
+_TAIL_BYTES = 1 << 17  # the last line of metrics is shorter
 _SCORE_BYTES = 4 << 20  # some 60,000 episodes, 0.05 s
 _CURVE_POINTS = 64
 
 
-@dataclass(frozen=True)
-class ProcessUsage:
-    """What a process uses."""
-
-    cpu: float
-    """Cores that it keeps busy, since the last look."""
-    memory: int
-    """Bytes."""
-
-
-@dataclass(frozen=True)
-class WorkerStatus:
-    """One worker of the fleet."""
-
-    name: str
-    role: str
-    state: WorkerState
-    pid: int | None
-    host: str
-    seconds: float
-    """Since it was started."""
-    restarts: int
-    error: str
-    """Why it last failed."""
-    usage: ProcessUsage | None
-    """None if it has no process of its own on this machine."""
-
-
-@dataclass(frozen=True)
-class MachineStatus:
-    """One machine that has joined."""
-
-    name: str
-    state: MachineState
-    envs: int
-    """Training environments."""
-    eval_envs: int
-    """Evaluation environments."""
-    seconds: float
-    """Since it joined; of one that has left, since it left."""
-    silence: float
-    """Seconds since it was last heard of."""
-    steps: int
-    steps_per_second: float
-    failures: int
-    error: str
-    """Why it last failed, why it makes no steps, or why it left."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """All training episodes of a run in a few numbers, however many they are."""
-
-    count: int = 0
-    best: float | None = None
-    recent: tuple[float, ...] = ()
-    """Of the last episodes, in order."""
-    curve: tuple[float, ...] = ()
-    """Means of equally many episodes each, in order."""
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """Everything that a person is shown of a run."""
+@dataclass(frozen=True, kw_only=True)
+class RunStatus(RunNumbers):
+    """Everything that displays show of a run."""
 
     config: RunConfig
     state: RunState
     """`killed`: the supervisor is gone and could not say so. `unknown`: it is on another machine,
-    and the logger does not respond."""
-    responding: bool
-    """Whether the logger responds."""
-    step: int
-    scores: Scores
-    metrics: Mapping[str, Any]
-    """The newest of every key."""
-    steps_per_second: float
-    seconds: float
-    """Since the run was started or resumed; 0 if it is not running."""
-    seconds_left: float | None
-    waiting: str
-    """Why the run stands still, one sentence without a period; empty if it does not."""
+    and there is no sign of life."""
     workers: tuple[WorkerStatus, ...]
-    supervisor: ProcessUsage | None
-    """What the supervisor's process uses, with the workers that are its threads."""
-    checkpoint_age: float | None = None
-    """Seconds since the last checkpoint of the agent; None if there is none."""
-    hanging: str = ""
-    """Environments that take long right now, and joined machines that make no steps, while others
-    may go on; empty if there are none."""
-    machines: tuple[MachineStatus, ...] = ()
-    """Those that have joined, then those that have left."""
+    events: tuple[Event, ...] = ()
+    """The newest failures and restarts, in order."""
 
     @property
     def running(self) -> bool:
@@ -220,7 +140,7 @@ class RunStatus:
 
     @property
     def message(self) -> str:
-        """What a person should know beyond numbers; empty if all is well."""
+        """What matters beyond numbers; empty if all is well."""
         if self.state == "evaluating":
             return "Training is over, and the agent is being evaluated."
         if self.running:
@@ -231,7 +151,7 @@ class RunStatus:
         if self.complete:
             return "The run has ended: it has made all its steps."
         if self.state == "unknown":
-            return "The run is on another machine, and its logger does not respond."
+            return "The run is on another machine, and there is no sign of life."
         how = "The run is not under way"
         if self.state == "failed":
             errors = [f"{worker.name}: {worker.error}" for worker in self.workers if worker.error]
@@ -245,17 +165,15 @@ class RunStatus:
         fields = [f"step {readable(self.step)}"]
         if self.config.steps:
             fields[0] += f" of {readable(self.config.steps)}"
-        if self.score is not None:
-            fields.append(f"score {readable(self.score)}")
-        if self.eval_score is not None:
-            fields.append(f"evaluation {readable(self.eval_score)}")
-        if self.updates is not None:
-            fields.append(f"updates {readable(self.updates)}")
-        if self.updates_per_second is not None:
-            fields.append(f"{readable(self.updates_per_second)} updates/s")
-        fields.append(f"{readable(self.steps_per_second)} steps/s")
-        if self.replay_ratio is not None:
-            fields.append(f"replay ratio {readable(self.replay_ratio)}")
+        numbers = (
+            ("score {}", self.score),
+            ("evaluation {}", self.eval_score),
+            ("updates {}", self.updates),
+            ("{} updates/s", self.updates_per_second),
+            ("{} steps/s", self.steps_per_second),
+            ("replay ratio {}", self.replay_ratio),
+        )
+        fields += [text.format(readable(each)) for text, each in numbers if each is not None]
         if there := [each for each in self.machines if each.state == "joined"]:
             envs = sum(each.envs + each.eval_envs for each in there)
             fields.append(f"{_count(len(there), 'machine')} joined ({_count(envs, 'environment')})")
@@ -275,12 +193,13 @@ class RunStatus:
         plain = {
             "task": self.config.task,
             "logdir": str(self.config.logdir),
-            **{name: getattr(self, name) for name in _TOLD},
+            **{name: getattr(self, name) for name in _SAME_IN_JSON},
             "steps": self.config.steps,
             "best_score": self.scores.best,
             "episodes": self.scores.count,
             "workers": [asdict(worker) for worker in self.workers],
             "machines": [asdict(machine) for machine in self.machines],
+            "events": [asdict(event) for event in self.events],
             "metrics": dict(self.metrics),
         }
         return msgspec.json.encode(plain, enc_hook=float).decode()
@@ -362,15 +281,19 @@ class Watcher:
         logdir: The run's directory.
         score_bytes: Of `scores.jsonl`, at most, that one look reads. The first looks at a long file
             know a part of its episodes; without a limit the first look takes longer.
+        sample_seconds: Between two samples of what processes use.
     """
 
-    def __init__(self, logdir: Path, score_bytes: float = _SCORE_BYTES) -> None:
+    def __init__(
+        self, logdir: Path, score_bytes: float = _SCORE_BYTES, sample_seconds: float = 0.0
+    ) -> None:
         self._logdir = logdir
         self._config = _ConfigReader(logdir)
         self._scores = _ScoresReader(logdir / "scores.jsonl", score_bytes)
         self._logger: _LoggerQuestions | None = None
         self._progress = _Progress()
-        self._processes: dict[int, psutil.Process] = {}
+        self._beat = BeatWatch(logdir)
+        self._processes = _Processes(sample_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -383,12 +306,43 @@ class Watcher:
         """What the run is doing; None as long as there is no configuration in its directory.
 
         Args:
-            patience: Seconds to wait for the logger. A later answer comes with the next look.
+            patience: Seconds to wait for a sign of life from another machine, or for the logger of
+                a run whose supervisor does not write. A later answer comes with the next look.
         """
+        record = read_record(self._logdir)
+        if record is None or record.run is None or not self._holds(record, patience):
+            return self.derive(record, patience)
+        config, _ = self._config.read()
+        if config is None:
+            return None
+        return RunStatus(
+            config=config,
+            state=record.state,
+            workers=record.workers,
+            events=record.events,
+            **vars(record.run),
+        )
+
+    def _holds(self, record: FleetRecord, patience: float) -> bool:
+        """Whether what the supervisor wrote is still true."""
+        if record.state not in _UNDER_WAY:
+            return False
+        if record.host != socket.gethostname():
+            return self._beat.beats(patience)
+        fresh = abs(time.time() - record.written) < _STALE_SECONDS
+        return fresh and supervisor_process(record) is not None
+
+    def derive(
+        self,
+        record: FleetRecord | None,
+        patience: float,
+        machines: tuple[MachineStatus, ...] | None = None,
+    ) -> RunStatus | None:
+        """The same from the run's directory, its logger and its processes. Machines that have
+        joined are only known to the supervisor."""
         config, changed = self._config.read()
         if config is None:
             return None
-        record = read_record(self._logdir)
         metrics, responding = self._ask(config, changed, record, patience)
         state = run_state(record, responding)
         running = state in _UNDER_WAY
@@ -397,10 +351,11 @@ class Watcher:
         step = int(metrics.get("step", 0)) or max(
             self._scores.last_step, _last_logged_step(self._logdir / "metrics.jsonl")
         )
-        now = supervisor_time(self._logdir, record)
+        now = time.time()
         self._progress.add(time.monotonic(), step, metrics)
         rate = self._progress.rate
         seconds = now - record.started if record and running else 0.0
+        left = running and state != "evaluating"
         saved = Checkpoint(config.checkpoints).saved_at() if running else None
         status = RunStatus(
             config=config,
@@ -411,31 +366,45 @@ class Watcher:
             metrics=metrics,
             steps_per_second=rate,
             seconds=seconds,
-            seconds_left=_time_left(config, step, rate, seconds)
-            if running and state != "evaluating"
-            else None,
+            seconds_left=_time_left(config, step, rate, seconds) if left else None,
             waiting="",
             checkpoint_age=None if saved is None else max(0.0, now - saved),
             workers=self._workers(record, running, now),
-            supervisor=self._usage(record.pid, record.host) if record and running else None,
-            machines=_machines(read_machines(self._logdir), running, now) if config.bind else (),
+            supervisor=self._processes.usage(record) if record and running else None,
+            machines=_left(record) if machines is None else machines,
+            events=record.events if record else (),
         )
         if record is None or state != "running":
             return status
-        hangs = hanging(self._noted(record), config.env_timeout, now)
+        folder = self._logdir / "workers"
+        records = [read_health(folder / w.name) for w in record.workers if w.state == "running"]
+        slow = hanging(records, config.env_timeout, now)
         return replace(
             status,
-            waiting=self._waiting(status, record.workers, now),
-            hanging="; ".join(filter(None, [hangs, *_idle(status.machines)])),
+            waiting=self._waiting(status, record, now),
+            hanging="; ".join(filter(None, [slow, *idle_machines(status.machines)])),
         )
 
-    def _noted(self, record: FleetRecord) -> list[Noted]:
-        folder = self._logdir / "workers"
-        return [
-            read_notes(folder / worker.name)
-            for worker in record.workers
-            if worker.state == "running"
-        ]
+    def _waiting(self, status: RunStatus, record: FleetRecord, now: float) -> str:
+        """Why the run stands still; empty if it does not."""
+        logger = None
+        if not status.responding:
+            asked = self._logger
+            logger = f"the logger does not respond{asked.error}" if asked is not None else ""
+        elif not self._progress.stands_still(status.config.log_every):
+            return ""
+        return why_still(
+            Evidence(
+                status.config,
+                status.metrics,
+                record.workers,
+                status.machines,
+                now,
+                self._progress.still_for,
+                status.complete,
+                logger,
+            )
+        )
 
     def _ask(
         self, config: RunConfig, changed: bool, record: FleetRecord | None, patience: float
@@ -454,99 +423,113 @@ class Watcher:
         self._logger.ask(patience)
         return self._logger.metrics, self._logger.responding
 
-    def _waiting(self, status: RunStatus, workers: tuple[WorkerRecord, ...], now: float) -> str:
-        every = status.config.log_every
-        if not status.responding:
-            reasons = restarting(workers)
-            if self._logger is not None:
-                reasons.append(f"the logger does not respond{self._logger.error}")
-            return "; ".join(reasons)
-        if not self._progress.stands_still(every):
-            return ""
-        if status.complete:
-            state = str(status.metrics.get("learner/state", ""))
-            if state.startswith("making"):
-                return f"the run has made all its steps, and the learner is {state}"
-            return "the run has made all its steps and is being saved"
-        anybody = any(each.state != "left" for each in status.machines)
-        if status.config.bind and status.config.remote_envs and not anybody:
-            return (
-                "no machine has joined: 'dreamfleet invite "
-                f"{status.config.logdir}' shows what to type there"
-            )
-        return why_waiting(status.metrics, workers, every, now) or (
-            f"no progress for {self._progress.still_for:.0f} s, and no worker says that it waits"
-        )
-
     def _workers(
         self, record: FleetRecord | None, running: bool, now: float
     ) -> tuple[WorkerStatus, ...]:
         if record is None:
             return ()
+        if not running:
+            return tuple(
+                replace(worker, state="ended", pid=None, usage=None, seconds=0.0)
+                for worker in record.workers
+            )
         return tuple(
-            WorkerStatus(
-                name=worker.name,
-                role=worker.role,
-                state=worker.state if running else "ended",
-                pid=worker.pid if running else None,
-                host=worker.host,
-                seconds=max(0.0, now - worker.started) if running and worker.pid else 0.0,
-                restarts=worker.restarts,
-                error=worker.error,
+            replace(
+                worker,
+                seconds=max(0.0, now - worker.started) if worker.pid else 0.0,
                 # A thread of the supervisor has no process of its own.
-                usage=self._usage(worker.pid, worker.host)
-                if running and worker.pid != record.pid
-                else None,
+                usage=self._processes.usage(worker) if worker.pid != record.pid else None,
             )
             for worker in record.workers
         )
 
-    def _usage(self, pid: int | None, host: str) -> ProcessUsage | None:
-        if pid is None or host != socket.gethostname():
+
+class StatusWriter:
+    """Writes `status.json` once a second while the block runs, and at its end.
+
+    Args:
+        logdir: The run's directory.
+        record: Returns the supervisor and its workers as they are now; None to write nothing.
+        machines: Returns the machines that have joined.
+    """
+
+    def __init__(
+        self,
+        logdir: Path,
+        record: Callable[[], FleetRecord | None],
+        machines: Callable[[], tuple[MachineStatus, ...]] = tuple,
+    ) -> None:
+        self._logdir, self._record, self._machines = logdir, record, machines
+        self._numbers: RunNumbers | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join(_STALE_SECONDS)  # a shared directory may hang
+
+    def _run(self) -> None:
+        with Watcher(self._logdir, sample_seconds=_SAMPLE_SECONDS) as watcher:
+            self._write(None)  # the workers, before the logger is asked
+            while not self._over.wait(_WRITE_SECONDS):
+                self._write(watcher)
+        self._write(None)
+
+    def _write(self, watcher: Watcher | None) -> None:
+        try:
+            record = self._record()
+            if record is None:
+                return
+            status = None
+            if watcher is not None:
+                status = watcher.derive(record, _ANSWER_SECONDS, self._machines())
+            if status is not None:
+                names = RunNumbers.__dataclass_fields__
+                self._numbers = RunNumbers(**{name: getattr(status, name) for name in names})
+                record = replace(record, workers=status.workers)
+            write_record(self._logdir, replace(record, written=time.time(), run=self._numbers))
+        except Exception as error:  # such as a full disk, which must not end the run
+            log.warning("The status of the run cannot be written: %s", error)
+
+
+class _Processes:
+    """What processes of this machine use, sampled now and then."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._found: dict[int, tuple[psutil.Process, float, ProcessUsage]] = {}
+
+    def usage(self, of: WorkerStatus | FleetRecord) -> ProcessUsage | None:
+        """None if it has no process on this machine."""
+        pid, now = of.pid, time.monotonic()
+        if pid is None or of.host != socket.gethostname():
             return None
         try:
-            # Kept from look to look: the share of a processor is that since the last question.
-            process = self._processes.get(pid)
-            if process is None or not process.is_running():
-                process = self._processes[pid] = psutil.Process(pid)
-            return ProcessUsage(process.cpu_percent() / 100, process.memory_info().rss)
+            process, sampled, used = self._found.get(pid) or (psutil.Process(pid), -inf, None)
+            if not process.is_running():
+                process, sampled = psutil.Process(pid), -inf
+            if used is None or now - sampled >= self._seconds:
+                # Kept from sample to sample: the share of a CPU is that since the last one.
+                used = ProcessUsage(process.cpu_percent() / 100, process.memory_info().rss)
+                self._found[pid] = process, now, used
+            return used
         except (psutil.Error, ValueError, OverflowError):
-            self._processes.pop(pid, None)
+            self._found.pop(pid, None)
             return None
 
 
-def _machines(
-    machines: Sequence[MachineRecord], running: bool, now: float
-) -> tuple[MachineStatus, ...]:
-    """What a coordinator has written; one that was killed has not said that all have left."""
-    return tuple(
-        MachineStatus(
-            name=each.name,
-            state=each.state if running else "left",
-            envs=len(each.envs),
-            eval_envs=len(each.eval_envs),
-            seconds=max(0.0, now - (each.heard if each.state == "left" else each.joined)),
-            silence=max(0.0, now - each.heard),
-            steps=each.steps,
-            steps_per_second=each.steps_per_second if running else 0.0,
-            failures=each.failures,
-            error=each.error,
-        )
-        for each in machines
-    )
-
-
-def _idle(machines: Sequence[MachineStatus]) -> list[str]:
-    """Joined machines that say why they make no steps."""
-    return [
-        f"{each.name} makes no steps: {each.error.rstrip('.')}"
-        for each in machines
-        if each.error and each.state == "joined" and not each.steps_per_second
-    ]
+def _left(record: FleetRecord | None) -> tuple[MachineStatus, ...]:
+    """The machines of a run whose supervisor does not answer for them any more."""
+    known = record.run.machines if record and record.run else ()
+    return tuple(replace(each, state="left", steps_per_second=0.0) for each in known)
 
 
 def run_state(record: FleetRecord | None, responding: bool = False) -> RunState:
-    """What a record says of a run, and whether its supervisor lives."""
+    """What a record says of a run, and whether its supervisor is alive."""
     if record is None:
         return "ended"
     if record.state in ("ended", "failed") or supervisor_process(record) is not None:
@@ -731,7 +714,7 @@ def _last_logged_step(path: Path) -> int:
 
 
 def _time_left(config: RunConfig, step: int, rate: float, seconds: float) -> float | None:
-    if 0 < config.steps <= step:  # the last updates are made, and nobody knows how long they take
+    if 0 < config.steps <= step:  # the last updates are made; their time is unknown
         return None
     ends = []
     if config.duration:

@@ -9,25 +9,36 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.fleet.launchers import Launcher, RestartPolicy, RunningWorker, Worker
+from dreamfleet.fleet.launchers import (
+    JoinedNode,
+    Launcher,
+    Node,
+    RestartPolicy,
+    RunningWorker,
+    Worker,
+)
 from dreamfleet.fleet.record import (
+    MAX_EVENTS,
+    Event,
     FleetRecord,
     FleetState,
-    WorkerRecord,
+    MachineStatus,
     WorkerState,
-    record_event,
-    write_record,
+    WorkerStatus,
+    read_record,
 )
-from dreamfleet.roles.notes import Noted, Notes, read_notes
-from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, ORDER, STOPPED, end_signals
+from dreamfleet.fleet.status import StatusWriter
+from dreamfleet.roles.health import Health, HealthRecord, read_health
+from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, STOP_SIGNAL, STOPPED, end_signals
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +49,10 @@ _FAILED_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _MOST_WAITS = 4
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-_ASKED = (-ORDER, -signal.SIGTERM, -signal.SIGHUP)
-_PLACE_SECONDS = 0.5
+_ASKED = (-STOP_SIGNAL, -signal.SIGTERM, -signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # a signal that another thread took does not wake this one
 _REASON_LENGTH = 200
-_FULL = (
-    1 << 20
-)  # bytes that are left on a full disk: the system and others keep some for themselves
+_FULL = 1 << 20  # bytes that are left on a full disk, which the system keeps for itself
 _HUNG = "Timeout ("  # what faulthandler writes before it ends a process that took too long
 
 
@@ -80,11 +88,10 @@ class Supervisor:
     Args:
         workers: In the order in which they are stopped; they are started in the opposite order.
         launcher: Starts them.
-        logdir: Where `fleet.json` is written, the record of the fleet; None for nowhere.
-        launcher_name: For the record.
+        logdir: Where `status.json` is written; None for nowhere.
+        launcher_name: For that file.
         duration: Seconds after which the run is stopped; 0 for never.
-        say: Takes lines for the person.
-        on_signal: What is said when a signal ends the run.
+        say: Takes lines to show.
     """
 
     def __init__(
@@ -96,9 +103,9 @@ class Supervisor:
         launcher_name: str = "",
         duration: float = 0.0,
         say: Say = silent,
-        on_signal: str = "Saving and ending; once more ends at once.",
     ) -> None:
-        self._on_signal = on_signal
+        self.machines: Callable[[], tuple[MachineStatus, ...]] = tuple
+        """Machines that have joined, for `status.json`."""
         self.on_failure: Say = silent
         """Told of the failure that ends the run, before all workers are stopped."""
         self._members = [_Member(worker, launcher) for worker in workers]
@@ -106,13 +113,13 @@ class Supervisor:
         self._failures = Failures()
         self._told_of_envs = False
         self._duration, self._say = duration, say
-        self._events: queue.SimpleQueue[_Exited | _Restart | _Stop] = queue.SimpleQueue()
-        self._record = FleetRecord.of_this_process(launcher_name)
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._logdir = logdir
         self._inode = logdir.stat().st_ino if logdir is not None else None
-        self._unwritten = False  # the record, because of a full disk
-        self.ending = False
-        """Whether the end has begun: what fails from here on is part of it."""
+        before = read_record(logdir) if logdir is not None else None
+        self._events_seen = deque(before.events if before else (), MAX_EVENTS)
+        self._record = FleetRecord.of_this_process(launcher_name)
+        self._state: FleetState = "running"
         self._at_once = False
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
@@ -124,21 +131,25 @@ class Supervisor:
         """
         failed = True
         self._launcher.prepare([member.worker for member in self._members])
-        with self._signals():
+        status = (
+            StatusWriter(self._logdir, self._status, self.machines)
+            if self._logdir
+            else nullcontext()
+        )
+        with self._signals(), status:
             try:
                 for member in reversed(self._members):
                     self._start(member)
                 stopped = self._watch(tick, every)
-                self._look_at_notes()
+                self._check_health()
                 failed = False
             except FleetError as error:
                 self.on_failure(str(error))
                 raise
             finally:
-                self.ending = True
-                self._write_record()
+                self._state = "ending"
                 self._stop_all(failed)
-                self._write_record("failed" if failed else "ended")
+                self._state = "failed" if failed else "ended"
         if stopped in _SIGNALS:
             raise KeyboardInterrupt
 
@@ -154,6 +165,15 @@ class Supervisor:
             if member.worker.role == role:
                 member.kill()
 
+    def add(self, node: JoinedNode, workers: Sequence[Worker]) -> None:
+        """Start workers on a machine that has joined, and restart them from then on; from any
+        thread."""
+        self._events.put(_Joined(node, workers))
+
+    def remove(self, node: JoinedNode) -> None:
+        """Forget the workers of a machine that has left; from any thread."""
+        self._events.put(_Left(node))
+
     def _watch(self, tick: Callable[[], None], every: float) -> str:
         """Handle events until the run is over; returns why it is."""
         end = time.monotonic() + self._duration if self._duration else float("inf")
@@ -161,23 +181,29 @@ class Supervisor:
         while True:
             now = time.monotonic()
             self._check_directory()
-            self._look_at_notes()
+            self._check_health()
             if now >= end:
                 return "duration"
             if now >= next_tick:
                 next_tick = now + every
                 tick()
             try:
-                wake = min(end, next_tick, now + self._record_places(), now + _LOOK_SECONDS)
+                wake = min(end, next_tick, now + _LOOK_SECONDS)
                 event = self._events.get(timeout=max(0.0, wake - now))
             except queue.Empty:
                 continue
             if isinstance(event, _Stop):
                 if event.reason in _SIGNALS:
                     # Not by the handler: it may interrupt a line that is just being written.
-                    self._say(self._on_signal)
+                    self._say("Saving and ending; once more ends at once.")
                 return event.reason
-            if isinstance(event, _Restart):
+            if isinstance(event, _Joined):
+                self._add_members([_Member(worker, event.node) for worker in event.workers])
+            elif isinstance(event, _Left):
+                self._forget(event.node)
+            elif event.member not in self._members:
+                continue  # its machine has left
+            elif isinstance(event, _Restart):
                 self._start(event.member)
             elif event.member.worker.ends_run and event.code == 0:
                 return "done"
@@ -186,9 +212,8 @@ class Supervisor:
 
     def _start(self, member: _Member) -> None:
         running = member.start()
-        self._write_record()
         if member.restarts:
-            self._write_event(member, "started")
+            self._add_event(member, "started")
 
         def wait() -> None:
             code = running.wait()
@@ -197,23 +222,52 @@ class Supervisor:
 
         threading.Thread(target=wait, name=f"wait-{member.name}", daemon=True).start()
 
+    def _add_members(self, members: list[_Member]) -> None:
+        """Start environments of a machine that has joined; they are stopped after the run's own."""
+        needed = [n for n, each in enumerate(self._members) if each.worker.needed_at_end]
+        place = min(needed, default=len(self._members))
+        self._members = [*self._members[:place], *members, *self._members[place:]]
+        for member in members:
+            self._start(member)
+
+    def _forget(self, node: Node) -> None:
+        self._members = [each for each in self._members if each.node is not node]
+
     def _on_exit(self, member: _Member, code: int) -> None:
-        """Decide what follows the end of a worker that nobody here has asked to stop."""
+        """Decide what follows the end of a worker that was not asked to stop.
+
+        Raises:
+            FleetError: The run ends because of it.
+        """
+        try:
+            self._restart(member, code)
+        except FleetError as error:
+            if not member.worker.node:
+                raise
+            why = " ".join(str(error).partition(". The end of ")[0].split())
+            cast(JoinedNode, member.node).dismiss(why)
+            if member.worker.restart.on_failure == "stop" or member.health().not_finite:
+                raise FleetError(f"The joined machine {member.worker.node} failed: {why}") from None
+            self._say(f"The joined machine {member.worker.node} is dismissed: {why}")
+            self._forget(member.node)
+
+    def _restart(self, member: _Member, code: int) -> None:
         self._check_directory()
         how = member.describe_exit(code)
-        self._write_event(member, "failed", member.failure)
+        self._add_event(member, "failed")
         error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
-        policy, noted = member.worker.restart, member.noted()
-        if policy.on_failure == "stop" or noted.final:
+        policy, health = member.worker.restart, member.health()
+        if policy.on_failure == "stop" or health.final:
             raise FleetError(error) from member.error
-        delay = self._failures.add(member.name, error, policy, noted.progress)
+        same = [each for each in self._members if each.budget == member.budget]
+        progress = sum(each.health().progress for each in same)
+        delay = self._failures.add(member.budget, error, policy, progress)
         when = f"in {delay:g} s" if delay else "at once"
         self._say(f"{member.name} {how} and is started again {when}; see {member.log_file}")
         member.restarts += 1
         if not delay:
             self._start(member)
             return
-        self._write_record()
         timer = threading.Timer(delay, self._events.put, [_Restart(member)])
         timer.daemon = True
         timer.start()
@@ -239,19 +293,19 @@ class Supervisor:
         except OSError:  # a file system that does not answer for a moment
             return False
 
-    def _look_at_notes(self) -> None:
-        """Say which environment has failed and is built again, once; its worker goes on."""
+    def _check_health(self) -> None:
+        """Record environments that have failed and are built again; the first one is said."""
         for member in self._members:
-            noted = member.noted()
-            if noted.failures <= member.env_failures:
+            health = member.health()
+            if health.failures <= member.env_failures:
                 continue
-            member.env_failures = noted.failures
-            member.failure = noted.error
-            self._write_record()
+            member.env_failures = health.failures
+            member.failure = health.error
+            self._add_event(member, "environment failed")
             if not self._told_of_envs:
                 self._told_of_envs = True
                 self._say(
-                    f"A failure: {noted.error}. Its episode was cut short and the environment is "
+                    f"A failure: {health.error}. Its episode was cut short and the environment is "
                     "built or reset again; the others go on. This is said once; the status shows "
                     f"how often it happens, and {member.log_file} has the traceback."
                 )
@@ -259,8 +313,8 @@ class Supervisor:
     def _stop_all(self, failed: bool) -> None:
         """Stop role after role, so that the agent sends and saves while the others still serve.
 
-        Whom it needs for that is brought back, if it does not run, and also meanwhile. Not after a
-        failure: then somebody may be gone for good, and the agent saves without, in less time.
+        Workers needed for shutdown are restarted during shutdown. Not after a
+        failure: then a worker may be gone for good, and the agent saves without it, in less time.
         """
         later = [] if failed else [m for m in self._members if m.worker.needed_at_end]
         seconds = _FAILED_SECONDS if failed else _SAVE_SECONDS
@@ -271,10 +325,10 @@ class Supervisor:
             seconds = _STOP_SECONDS
 
     def _stop_role(self, members: list[_Member], later: list[_Member], seconds: float) -> None:
-        """Stop some members together, while those that are stopped `later` go on. One that notes
-        progress meanwhile has as many seconds again, some times: its machine may be busy."""
+        """Stop some members together, while those that are stopped `later` go on. One that makes
+        progress meanwhile gets as many seconds again, a few times: its machine may be busy."""
         begin = deadline = time.monotonic()
-        noted: list[int] = []
+        progress: list[int] = []
         asked = [member for member in members if member.alive]
         for member in later if asked else ():
             if not member.alive and not self._at_once:
@@ -283,7 +337,7 @@ class Supervisor:
             member.terminate()
         while any(m.alive for m in asked):
             now = time.monotonic()
-            if noted != (noted := [member.noted().progress for member in asked]):
+            if progress != (progress := [member.health().progress for member in asked]):
                 deadline = min(now, begin + _MOST_WAITS * seconds) + seconds
             if now >= deadline:
                 break
@@ -300,8 +354,8 @@ class Supervisor:
             elif not self._at_once and (how := member.failed_to_end()):
                 self._say(f"{member.name} {how} when it was to stop; see {member.log_file}")
 
-    def _on_event_at_end(self, event: _Exited | _Restart | _Stop, later: list[_Member]) -> None:
-        if isinstance(event, _Stop) or self._at_once:
+    def _on_event_at_end(self, event: _Event, later: list[_Member]) -> None:
+        if not isinstance(event, _Exited | _Restart) or self._at_once:
             return
         if event.member not in later or event.member.alive:
             return
@@ -314,36 +368,19 @@ class Supervisor:
             later.remove(event.member)
             self._say(f"The run ends without {event.member.name}. {error}")
 
-    def _record_places(self) -> float:
-        """Record workers that have come to run on a machine since, and what could not be written;
-        returns the seconds after which to look again."""
-        if self._unwritten:
-            self._write_record()
-            return _PLACE_SECONDS
-        states = ("starting", "restarting")
-        waiting = {worker.name for worker in self._record.workers if worker.state in states}
-        if not waiting:
-            return float("inf")
-        if any(member.name in waiting and member.runs for member in self._members):
-            self._write_record()
-        return _PLACE_SECONDS
+    def _status(self) -> FleetRecord | None:
+        """The supervisor and its workers as they are now; None if the directory is gone."""
+        if self._is_gone():
+            return None
+        workers = tuple(member.status(self._state) for member in self._members)
+        events = tuple(self._events_seen)
+        return replace(self._record, workers=workers, state=self._state, events=events)
 
-    def _write_record(self, state: FleetState | None = None) -> None:
-        if self._logdir is None or self._is_gone():
-            return
-        state = state or ("ending" if self.ending else "running")
-        workers = tuple(member.record(state) for member in self._members)
-        self._record = replace(self._record, workers=workers, state=state)
-        try:
-            write_record(self._logdir, self._record)
-            self._unwritten = False
-        except OSError as error:  # a full disk must not keep the workers from saving
-            self._unwritten = True
-            log.warning("The record of the fleet cannot be written: %s", error)
-
-    def _write_event(self, member: _Member, event: str, error: str = "") -> None:
-        if self._logdir is not None and not self._is_gone():
-            record_event(self._logdir, member.name, event, error)
+    def _add_event(
+        self, member: _Member, event: Literal["failed", "started", "environment failed"]
+    ) -> None:
+        error = "" if event == "started" else member.failure
+        self._events_seen.append(Event(round(time.time(), 3), member.name, event, error))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -383,12 +420,12 @@ def is_full(folder: Path) -> bool:
 class _Member:
     """A worker, and what became of it so far."""
 
-    def __init__(self, worker: Worker, launcher: Launcher) -> None:
-        self.worker, self.name = worker, worker.name
+    def __init__(self, worker: Worker, node: Node) -> None:
+        self.worker, self.name, self.node = worker, worker.name, node
+        self.budget = worker.node or worker.name
         self.restarts = 0
         self.failure = ""
-        self.env_failures = self.noted().failures  # those before this supervisor are known
-        self._launcher = launcher
+        self.env_failures = self.health().failures  # those before this supervisor are known
         self._running: RunningWorker | None = None
         self._killed = False  # because it cannot end in order
         self._started = 0.0
@@ -404,20 +441,23 @@ class _Member:
 
     @property
     def log_file(self) -> Path:
-        return self._launcher.log_file(self.worker)
+        return self.node.log_file(self.worker)
 
     @property
     def error(self) -> BaseException | None:
         return self._running.error if self._running else None
 
-    def noted(self) -> Noted:
-        return read_notes(self.worker.notes) if self.worker.notes else Noted()
+    def health(self) -> HealthRecord:
+        record = self.worker.health
+        if record is None:
+            return HealthRecord()
+        return read_health(record) if isinstance(record, Path) else record()
 
     def start(self) -> RunningWorker:
         try:
-            if self.worker.notes:
-                Notes(self.worker.notes)  # nobody takes what the one before was doing for this one
-            self._running = self._launcher.start(self.worker)
+            if isinstance(self.worker.health, Path):
+                Health(self.worker.health)  # clears what its predecessor was doing
+            self._running = self.node.start(self.worker)
         except OSError as error:  # no memory, no more processes, a full disk
             self._running = _NotStarted(error)
         self._started = time.time()
@@ -471,14 +511,15 @@ class _Member:
             return how, f"the disk of {folder} is full: make room, and the run goes on"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
-            noted, seconds = self.noted(), hung.removeprefix(_HUNG).rstrip(")!")
-            who = "it" if noted.doing == "waiting" else f"{noted.doing} environment {noted.envid}"
+            health, seconds = self.health(), hung.removeprefix(_HUNG).rstrip(")!")
+            doing = f"{health.doing} environment {health.envid}"
+            who = "it" if health.doing == "waiting" else doing
             return how, f"{who} hung for {seconds}"
         if not any(line.startswith("Traceback") for line in lines):
             return how, ""
         return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
 
-    def record(self, fleet: FleetState) -> WorkerRecord:
+    def status(self, fleet: FleetState) -> WorkerStatus:
         running = self._running if self.alive else None
         state: WorkerState = "starting"
         if self.runs:
@@ -487,7 +528,7 @@ class _Member:
             state = "ended"
         elif self.restarts:
             state = "restarting"
-        return WorkerRecord(
+        return WorkerStatus(
             name=self.name,
             role=self.worker.role,
             state=state,
@@ -547,8 +588,8 @@ class Failures:
         self._failures.append(_Failure(name, error))
         if count >= policy.max_restarts:
             raise FleetError(
-                f"{name} failed again after {count} restarts without progress in between; the run "
-                f"ends (max_restarts is {policy.max_restarts}). The first error was: "
+                f"{name} failed again after {count} restarts without progress in between "
+                f"(max_restarts is {policy.max_restarts}). The first error was: "
                 f"{self._failures[0].error}"
             )
         return min(FIRST_DELAY * 2.0 ** (count - 1), LONGEST_DELAY) if count else 0.0
@@ -568,3 +609,17 @@ class _Restart:
 @dataclass(frozen=True)
 class _Stop:
     reason: str
+
+
+@dataclass(frozen=True)
+class _Joined:
+    node: Node
+    workers: Sequence[Worker]
+
+
+@dataclass(frozen=True)
+class _Left:
+    node: Node
+
+
+_Event = _Exited | _Restart | _Stop | _Joined | _Left

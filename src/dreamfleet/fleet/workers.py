@@ -1,6 +1,6 @@
 """A run as data: the list of its workers.
 
-Whoever starts them (`dreamfleet.fleet.launchers`) needs nothing else, and they do not know who did.
+Launchers (`dreamfleet.fleet.launchers`) need nothing else.
 """
 
 from __future__ import annotations
@@ -18,43 +18,33 @@ from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.evaluator import parallel_evaluator
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.roles.runtime import Factory
+from dreamfleet.roles.runtime import Factories, Factory
 from dreamfleet.roles.serial import serial_fleet, takes_turns
 
 # An accelerator is the agent's; JAX would take most of its memory for a second process.
 _NO_GPU = {"JAX_PLATFORMS": "cpu"}
 
 
-def fleet_workers(
-    make_agent: Factory,
-    make_replay_train: Factory,
-    make_replay_eval: Factory,
-    make_env_train: Factory,
-    make_env_eval: Factory,
-    make_stream: Factory,
-    make_logger: Factory,
-    args: RunConfig,
-) -> list[Worker]:
+def fleet_workers(make: Factories, args: RunConfig) -> list[Worker]:
     """The workers of a run on the machine that starts it, in the order in which they are stopped:
     a worker may need those after it until its own end."""
     agent = args.agent_type
-    buffers, envs = (make_replay_train, make_replay_eval), (make_env_train, make_env_eval)
-    act_and_learn = partial(parallel_agent, make_agent, args)
+    buffers = make.make_replay_train, make.make_replay_eval
+    envs = make.make_env_train, make.make_env_eval
+    act_and_learn = partial(parallel_agent, make.make_agent, args)
     if in_turns := takes_turns(args):
-        act_and_learn = partial(
-            serial_fleet, make_agent, *buffers, *envs, make_stream, make_logger, args
-        )
+        act_and_learn = partial(serial_fleet, make, args)
     variables = agent.process_environment(args.settings_of(agent), os.environ)
     acting = _worker("agent", act_and_learn, args, variables, ends_run=True)
     if args.hosts > 1:  # others cannot go on without it, and would have to be started with it
         acting = replace(acting, restart=RestartPolicy("stop"))
     workers = [acting]
     for index in range(1, args.actors):
-        act = partial(parallel_remote_actor, make_agent, index, args)
+        act = partial(parallel_remote_actor, make.make_agent, index, args)
         workers.append(_worker(server_name("actor", index), act, args, {**ONE_THREAD, **_NO_GPU}))
     if args.eval_every:
         workers.append(_worker("evaluator", partial(parallel_evaluator, args), args, _NO_GPU))
@@ -65,9 +55,9 @@ def fleet_workers(
         workers += env_workers(*envs, args)
     if not args.remote_replay:
         for shard in range(args.replay_shards):
-            replay = partial(parallel_replay, *buffers, make_stream, args, shard)
+            replay = partial(parallel_replay, *buffers, make.make_stream, args, shard)
             workers.append(_worker(server_name("replay", shard), replay, args, needed_at_end=True))
-    logger = partial(parallel_logger, make_logger, args)
+    logger = partial(parallel_logger, make.make_logger, args)
     workers.append(_worker("logger", logger, args, needed_at_end=True))
     return workers
 
@@ -88,7 +78,7 @@ def _worker(
         variables,
         getattr(args.resources, role),
         RestartPolicy(args.on_failure, args.max_restarts),
-        notes=notes_path(args, name),
+        health=health_path(args, name),
         **more,
     )
 
@@ -104,17 +94,6 @@ def env_workers(
     wanted = range(args.all_envs) if only is None else only
     train = [n for n in range(args.envs) if n in wanted]
     evaluation = [n for n in range(args.envs, args.all_envs) if n in wanted]
-    return joined_workers(make_train, make_eval, train, evaluation, args)
-
-
-def joined_workers(
-    make_train: Factory,
-    make_eval: Factory,
-    train: Sequence[int],
-    evaluation: Sequence[int],
-    args: RunConfig,
-) -> list[Worker]:
-    """Workers for environments of these ids, for training and for evaluation."""
     groups = [(make_train, train, False), (make_eval, evaluation, True)]
     workers = []
     for make, ids, is_eval in groups:
@@ -134,7 +113,7 @@ def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig
             partial(parallel_env, make, ids, args, True, False),
             ONE_THREAD,
             restart=RestartPolicy(args.on_failure, args.max_restarts),
-            notes=notes_path(args, f"env-{ids[0]}"),
+            health=health_path(args, f"env-{ids[0]}"),
         )
         for ids in groups
     ]
@@ -145,5 +124,4 @@ def worker_names(args: RunConfig) -> list[str]:
 
     def nothing() -> None: ...
 
-    parts = (nothing,) * 7
-    return [worker.name for worker in fleet_workers(*parts, args)]
+    return [worker.name for worker in fleet_workers(Factories(*[nothing] * 7), args)]

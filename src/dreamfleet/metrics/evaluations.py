@@ -77,7 +77,7 @@ class Evaluation:
         return f"{self.mean:.4g}{spread}"
 
     def notes(self) -> list[str]:
-        """What a person should know about the mean, a sentence each."""
+        """What a reader should know about the mean, a sentence each."""
         found = []
         total = len(self.returns) + self.failed
         if self.cut_short:

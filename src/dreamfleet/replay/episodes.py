@@ -59,7 +59,7 @@ class Scores:
         if (so_far := self._so_far(previous, last)) is not None:
             score, length = so_far
             words = int(np.float64(score).view(np.uint64)), length
-            self._store.before[slot] = [checksum(slot_salt(self._store, slot), *words), *words]
+            self._store.before[slot] = [checksum(_salt(self._store, slot), *words), *words]
 
     def finished(self, slot: int, since: int) -> Iterator[Finished]:
         """The episodes that end in a chunk, with steps after this tick."""
@@ -86,12 +86,12 @@ class Scores:
         if len(starts):
             return score, row - start
         check, *words = self._store.before[slot].tolist()
-        if check != checksum(slot_salt(self._store, slot), *words):
+        if check != checksum(_salt(self._store, slot), *words):
             return None
         return score + float(np.uint64(words[0]).view(np.float64)), words[1] + row + 1
 
 
-def slot_salt(store: Store, slot: int) -> int:
+def _salt(store: Store, slot: int) -> int:
     """Ties what a header says to its chunk."""
     return int.from_bytes(store.ids[slot, :8].tobytes(), "little")
 

@@ -4,7 +4,7 @@ DreamfleetError
 └── ReplayError
     ├── SchemaError          steps, updates or files whose keys, dtypes or shapes differ
     ├── NotEnoughDataError   a sample was asked for before there was a sequence to give
-    ├── BatchOrderError      a batch so late that nobody can tell whether it was added before
+    ├── BatchOrderError      a batch so late that it is unknown whether it was added before
     ├── StorageFullError     no room for another chunk; what was stored stays readable
     ├── DirectoryInUseError  another process writes to the directory
     ├── ReplayClosedError    the replay was used after `close`

@@ -11,7 +11,7 @@ from dreamfleet.replay.errors import RateLimitedError
 
 
 class SamplesPerInsert:
-    """Blocks whoever is ahead, so that samples follow inserts at a fixed ratio.
+    """Blocks the side that is ahead, so that samples follow inserts at a fixed ratio.
 
     One insert is one step, one sample is one sequence. `avail` counts the samples owed:
 
@@ -117,7 +117,7 @@ class SamplesPerInsert:
             return {"size": float(self._size), "avail": self._avail}
 
     def load(self, state: Mapping[str, float], *, exactly: bool = False) -> None:
-        """Restore; whatever the settings were then, nobody owes more than these allow. With the
+        """Restore; whatever the settings were then, no more is owed than these allow. With the
         same settings it may be restored `exactly`."""
         size, avail = int(state["size"]), float(state["avail"])
         least, most = -max(self.debt, self.tolerance), self.tolerance * self.ratio

@@ -44,7 +44,7 @@ SYNC_SECONDS = 10.0
 
 
 class Shares(NamedTuple):
-    """What there is to draw from, for somebody who draws from several replays."""
+    """What there is to draw from, for a caller that draws from several replays."""
 
     items: int
     """Sequences that can be sampled."""
@@ -344,7 +344,7 @@ class Replay:
             self._check_open()
             if self._ledger is None:
                 raise ReplayError("Call follow_episodes before you ask for finished episodes.")
-            since = self._ledger.since(epoch, tick)
+            since = min(self._ledger.since(epoch, tick), self.tick)
             self._ledger.mark_read(since)
             return self._ledger.epoch, self._table.finished(since) if self._table else []
 
@@ -566,8 +566,8 @@ def _annotate(data: dict[str, NDArray[Any]], cut_short: NDArray[np.bool_] | bool
 class _Readers:
     """Lets samples copy without the replay's lock, while changes to stored bytes wait for them.
 
-    `enter` and `wait_until_none` are called with the replay's lock held, so nobody can enter while
-    somebody waits, and the wait is as long as one copy.
+    `enter` and `wait_until_none` are called with the replay's lock held, so none enters while
+    another waits, and the wait is as long as one copy.
     """
 
     def __init__(self) -> None:

@@ -306,7 +306,7 @@ class Prioritized(Selector):
     def _catch_up(self) -> None:
         """Clear items that left and give weights to new ones.
 
-        Done when somebody asks rather than at every insert: many inserts are then one change.
+        Done on demand rather than at every insert: many inserts are then one change.
         """
         low, high = self._items.low, self._items.high
         first = max(self._low, low - self._size)

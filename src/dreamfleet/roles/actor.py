@@ -30,9 +30,10 @@ from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_acting, observed
+from dreamfleet.roles.fences import ids_of
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger import LoggerClient, video_env
-from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.roles.shards import Reply, ShardedReplay, replay_client
@@ -52,7 +53,7 @@ _FLUSH_SECONDS, _STOP_SECONDS, _GIVE_UP_SECONDS = 60.0, 20.0, 1.0
 _PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
 _LOOK_SECONDS = 0.5
 BEGAN = "began"
-"""A file among the notes of workers: the run has acted since it was started or resumed."""
+"""A file among the health records: the run has acted since it was started or resumed."""
 
 
 def parallel_actor(
@@ -175,7 +176,7 @@ class Opening:
     ) -> None:
         self._args, self._progress = args, progress
         self._server, self._owners = server, owners
-        self._note = None if index else notes_path(args, BEGAN)
+        self._note = None if index else health_path(args, BEGAN)
         if self._note and self._note.exists():
             progress.begun = True
         self.closed = bool(args.expect_envs) and not progress.begun
@@ -292,7 +293,7 @@ class Actor:
 
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         inputs = without_logs(obs)
-        envids, is_eval = inputs.pop("envid"), inputs.pop("is_eval")
+        envids, is_eval = ids_of(inputs.pop("envid")), inputs.pop("is_eval")
         self._failures.note(envids, inputs.pop("failures"))
         evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         with self._policy_lock:
@@ -461,7 +462,7 @@ class Actor:
         reasons = [self._progress.waiting()]
         observations = int(stats["act/waiting"])
         if not held:
-            reasons += [why_waiting(self._args, idle, observations, replay, self._index)]
+            reasons += [waits_for(self._args, idle, observations, replay, self._index)]
         elif not self._index:  # which knows of the others
             reasons += [
                 f"the run begins when {self._args.expect_envs} environments are there "
@@ -621,7 +622,7 @@ class VideoFrames:
         return {k: v[row : row + 1] for k, v in obs.items() if is_frame(v.dtype, v.shape[1:])}
 
 
-def why_waiting(
+def waits_for(
     args: RunConfig,
     idle: Mapping[int, float],
     observations: int,

@@ -2,8 +2,8 @@
 
 A server publishes its address under its name once it listens; clients look it up at every attempt
 to connect, because a role that was restarted may listen elsewhere. Addresses lie in the run's
-directory, so this works between machines that share it. A launcher whose machines share no
-directory gives its workers another `AddressBook` with `use_book`.
+directory, so this works between machines that share it. A joined machine shares none: the run's
+supervisor tells it the addresses, and it keeps them in a directory of its own.
 
 A role may have several servers. The first one has the role's name, the others are numbered:
 `replay`, `replay-1`, and so on.
@@ -22,7 +22,6 @@ from typing import Literal, Protocol
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 from dreamfleet.transport.address import AUTO, parse, serves_nobody
-from dreamfleet.transport.shortcut import remove_shortcut
 
 RoleName = Literal["actor", "learner", "replay", "logger", "evaluator"]
 SERVERS: tuple[RoleName, ...] = ("actor", "learner", "replay", "logger", "evaluator")
@@ -143,7 +142,7 @@ def published_address(logdir: Path, role: RoleName, index: int = 0) -> str:
 
 def remove_addresses(logdir: Path, *, elsewhere: Collection[RoleName] = ()) -> None:
     """Forget where the servers of a run listened, and remove the socket files of killed ones. Roles
-    that somebody else starts `elsewhere` are left alone: they may serve on."""
+    that are started `elsewhere` are left alone: they may serve on."""
     for name in _book.names(logdir):
         if name.startswith(tuple(elsewhere)):
             continue
@@ -153,7 +152,7 @@ def remove_addresses(logdir: Path, *, elsewhere: Collection[RoleName] = ()) -> N
 
 
 def _remove_socket(address: str) -> None:
-    """Remove a socket file that nobody listens at any more."""
+    """Remove the socket file of a server that is gone."""
     if not address:
         return
     parsed = parse(address)
@@ -161,6 +160,5 @@ def _remove_socket(address: str) -> None:
         return
     if serves_nobody(parsed.path):  # else it is another run's, whose directory was copied
         parsed.path.unlink(missing_ok=True)
-        remove_shortcut(parsed.path)
     with suppress(OSError):  # not ours alone
         parsed.path.parent.rmdir()

@@ -10,7 +10,7 @@ error and no other client anything.
     ReportCheck        what actors of other processes tell the learner
 
 The run knows its spaces, which environments it has and what they are for (`check_ids`), which
-machine was given which of them (`machines.json`), how many steps it has stored (`StepBound`), which
+joined machine acts in which (`nodes.json`), how many steps it has stored (`StepBound`), which
 checkpoints it has, and how far counts may be ahead of what is stored (`steps_ahead`).
 """
 
@@ -32,7 +32,7 @@ from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
 from dreamfleet.positions import POSITIONS_FILE, read_steps
 from dreamfleet.replay.schema import PRIORITY, STEPID, STEPID_BYTES
 from dreamfleet.roles.addresses import server_name
-from dreamfleet.roles.machines import Machines
+from dreamfleet.roles.fences import FenceReader, ids_of, incarnations_of
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import (
     FLAGS,
@@ -136,22 +136,21 @@ def check_ids(
 
 def check_acting(args: RunConfig) -> CheckEnvs:
     """The check of the environments that call an actor: a machine that was invited has those that
-    the coordinator gave to its invitation, and all others are the run's own."""
-    machines = Machines(args.logdir)
+    the supervisor gave to its invitation, and all others are the run's own."""
+    fences = FenceReader(args.logdir)
 
-    def check(ids: NDArray[np.int64], is_eval: NDArray[np.bool_], invitation: str) -> None:
+    def check(sent: NDArray[np.int64], is_eval: NDArray[np.bool_], invitation: str) -> None:
+        ids, incarnations = ids_of(sent), incarnations_of(sent)
         if not invitation:
-            require(bool((ids < JOINED).all()), "Environments from there need an invitation.")
+            own = (ids < JOINED) & (incarnations == 0)
+            require(bool(own.all()), "Environments from there need an invitation.")
         check_ids(args, ids, is_eval)
         if invitation:
-            given = {
-                envid
-                for machine in machines()
-                if machine.invitation == invitation and machine.state != "left"
-                for envid in (*machine.envs, *machine.eval_envs)
-            }
-            for envid in ids.tolist():
-                if envid not in given:  # or the file is older here, so it may be tried again
+            for envid, incarnation in zip(ids.tolist(), incarnations.tolist(), strict=True):
+                fence = fences.of(envid)
+                given = fence and (fence.invitation, fence.incarnation)
+                if given != (invitation, incarnation):
+                    # The file may be older here, so it may be tried again.
                     raise Occupied(f"Environment {envid} is not given to {invitation!r}.")
 
     return check
@@ -278,6 +277,7 @@ class Owners:
         self._most_each, self._most = most_each, most
         self._owner_of: dict[int, _Owner] = {}
         self._owners: dict[bytes, _Owner] = {}
+        self._newest: dict[int, int] = {}  # incarnations of environments of joined machines
 
     def is_known(self, key: bytes, envids: NDArray[np.int64], marks: bytes = b"") -> bool:
         """Whether the client has sent these environments together before, with the same marks, and
@@ -301,24 +301,29 @@ class Owners:
 
         Args:
             caller: Its connection.
-            envids: The environments.
+            envids: The environments, with their incarnations.
             is_first: Whether an episode begins, of each.
             marks: What `is_known` is asked with.
             key: What only the client knows; empty for its connection.
 
         Raises:
-            Occupied: Another client has one of them, or had it and no new episode begins.
+            Occupied: Another client has one of them, or had it and no new episode begins, or a
+                newer incarnation has acted.
             ArgumentError: There are too many, or one occurs twice.
         """
-        ids: list[int] = envids.tolist()
+        ids: list[int] = ids_of(envids).tolist()
+        incarnations: list[int] = incarnations_of(envids).tolist()
         require(len(set(ids)) == len(ids), "An environment occurs twice in a request.")
         key = key or caller.connection
         owner = self._owners.get(key) or _Owner(key, caller)
-        for envid, first in zip(ids, is_first.tolist(), strict=True):
+        for envid, incarnation, first in zip(ids, incarnations, is_first.tolist(), strict=True):
+            newest = self._newest.get(envid, 0)
+            if incarnation < newest:
+                raise Occupied(f"A newer start of environment {envid} has taken its place.")
             other = self._owner_of.get(envid)
             if other is None or other is owner or other.caller.connection == caller.connection:
                 continue
-            if self._holds(other):
+            if incarnation == newest and self._holds(other):
                 raise Occupied(
                     f"Environment {envid} belongs to {other.caller}: two processes with the same "
                     "environments would mix up their episodes. End one of them."
@@ -329,8 +334,10 @@ class Owners:
                 )
         mine = sum(self._owner_of.get(envid) is owner for envid in ids)
         self._check_room(owner, len(ids) - mine)
-        for envid in ids:
+        for envid, incarnation in zip(ids, incarnations, strict=True):
             self._give(envid, owner)
+            if incarnation:
+                self._newest[envid] = incarnation
         if len(owner.blocks) >= _MOST_PLANS:
             owner.blocks.clear()
         owner.blocks.add(envids.tobytes() + marks)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from dreamfleet.config import PROGRESS_STEPS, RunConfig
 from dreamfleet.envs.base import EnvCrashedError, NotFiniteError, UnknownTaskError, noop
 from dreamfleet.roles.addresses import find_server
-from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.fences import fenced
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.runtime import (
     FIRST_DELAY,
     LONGEST_DELAY,
@@ -25,8 +26,8 @@ from dreamfleet.roles.runtime import (
     end_process_after,
     stop_event,
     takes,
-    their_code,
     unpack,
+    user_code,
 )
 from dreamfleet.spaces import RESET, without_reset
 from dreamfleet.transport import Block, Client, Closed, Disconnected, Future, Occupied, RemoteError
@@ -45,6 +46,7 @@ def parallel_env(
     args: RunConfig,
     is_eval: bool = False,
     in_run: bool = True,
+    incarnation: int = 0,
 ) -> None:
     """Run one environment, or several together, until the process is asked to stop.
 
@@ -67,6 +69,7 @@ def parallel_env(
         args: The run; tells where the actions come from.
         is_eval: Whether the data is for evaluation.
         in_run: Whether it is a part of a run, whose settings a person may change.
+        incarnation: On a joined machine: the number of this start, see `roles.fences`.
 
     Raises:
         EnvCrashedError: An environment failed more often than `max_restarts`, without progress, or
@@ -75,11 +78,11 @@ def parallel_env(
     """
     ids = [envid] if isinstance(envid, int) else list(envid)
     stop = stop_event(exit_process=True)
-    notes = Notes(notes_path(args, f"env-{ids[0]}"))
-    with their_code:
+    health = Health(health_path(args, f"env-{ids[0]}"))
+    with user_code:
         make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
-    envs = [RestartedEnv(make, each, args, notes, watchdog, in_run) for each in ids]
+    envs = [RestartedEnv(make, each, args, health, watchdog, in_run) for each in ids]
     for env in envs:
         env.build()
     watchdog.pause()
@@ -89,12 +92,13 @@ def parallel_env(
         server = find_server(args, "actor", ids[0] % args.actors)
     # Rounds of evaluation step all environments together.
     in_rounds = is_eval and bool(args.eval_every or not in_run)
-    lanes = split_lanes(envs, ids, is_eval, 1 if in_rounds else args.env_lanes)
+    sent = fenced(ids, incarnation)
+    lanes = split_lanes(envs, sent, is_eval, 1 if in_rounds else args.env_lanes)
     with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
         close_when_stopped(client)
         try:
             _connect(client)
-            _step_all(lanes, client, stop, watchdog, notes)
+            _step_all(lanes, client, stop, watchdog, health)
         except Closed:
             if not stop.is_set():
                 raise
@@ -121,14 +125,14 @@ def _step_all(
     client: Client,
     stop: threading.Event,
     watchdog: Watchdog,
-    notes: Notes,
+    health: Health,
 ) -> None:
     envs = [env for lane in lanes for env in lane.envs]
     while not stop.is_set():
         for lane in lanes:
             if lane.may_step():
-                notes.stepped(lane.step(client))
-                notes.now("waiting")
+                health.stepped(lane.step(client))
+                health.now("waiting")
         # Those that failed are built while the agent chooses actions for the others.
         for env in envs:
             if not env.built and time.monotonic() >= env.due:
@@ -238,7 +242,7 @@ class RestartedEnv:
         make: Makes the environment; see `parallel_env`.
         envid: Its id.
         args: How often it may fail.
-        notes: Told what happens.
+        health: Told what happens.
         watchdog: Ends the process when this takes too long.
         in_run: See `parallel_env`.
     """
@@ -248,13 +252,13 @@ class RestartedEnv:
         make: Callable[..., Any],
         envid: int,
         args: RunConfig,
-        notes: Notes,
+        health: Health,
         watchdog: Watchdog,
         in_run: bool = True,
     ) -> None:
         self._in_run = in_run
         self._make, self._envid, self._args = make, envid, args
-        self._notes, self._watchdog = notes, watchdog
+        self._health, self._watchdog = health, watchdog
         self._takes_attempt = takes(make, "attempt")
         self._attempt = 0
         self._env: Any = None
@@ -275,19 +279,19 @@ class RestartedEnv:
         again = {"attempt": self._attempt} if self._attempt and self._takes_attempt else {}
         self._attempt += 1
         self._watchdog.reset(now=True)
-        self._notes.now("building", self._envid)
+        self._health.now("building", self._envid)
         try:
-            with their_code:
+            with user_code:
                 env = self._make(self._envid, **again)
             self._reset_action = noop(without_reset(env.act_space))
             self._env = env
         except UnknownTaskError:
-            self._notes.give_up()  # this machine does not have its package, nor will it in a while
+            self._health.give_up()  # this machine does not have its package, nor will it in a while
             raise
         except Exception as error:
             self._failed(error)
         finally:
-            self._notes.now("waiting")
+            self._health.now("waiting")
 
     def step(self, action: Any) -> Any:
         """The next observation; None if there is none because the environment has failed.
@@ -299,10 +303,10 @@ class RestartedEnv:
             return None
         self._watchdog.reset()
         reset = action is None or bool(action[RESET])
-        self._notes.now("resetting" if reset else "stepping", self._envid)
+        self._health.now("resetting" if reset else "stepping", self._envid)
         self._episode_steps = 0 if reset else self._episode_steps + 1
         try:
-            with their_code:
+            with user_code:
                 obs = self._env.step(self._reset_action if action is None else action)
             last = bool(obs["is_last"])
         except NotFiniteError as error:
@@ -314,14 +318,14 @@ class RestartedEnv:
         self._steps += 1
         if last or self._steps % PROGRESS_STEPS == 0:
             self._in_a_row = 0
-            self._notes.progress()
+            self._health.progress()
         return obs
 
     def close(self) -> None:
         """Close the environment. An error of it is only logged: it is not needed any more."""
         env, self._env = self._env, None
         if close := getattr(env, "close", None):  # which an environment need not have
-            self._notes.now("closing", self._envid)
+            self._health.now("closing", self._envid)
             try:
                 close()
             except Exception as error:
@@ -333,7 +337,7 @@ class RestartedEnv:
             f"environment {self._envid}"
         )
         if self._args.on_nan == "stop":
-            self._notes.give_up(not_finite=True)
+            self._health.give_up(not_finite=True)
             raise EnvCrashedError(
                 f"{text}. The run ends because on_nan is stop: make the environment return finite "
                 "numbers, or set on_nan to end, which ends such an episode and goes on."
@@ -354,7 +358,7 @@ class RestartedEnv:
         self._in_a_row += 1
         self._steps = 0
         text = " ".join(text.split())
-        self._notes.failed(text, error)
+        self._health.failed(text, error)
         log.warning(
             "%s (failure %d of this environment; its episode is cut short)",
             text,
@@ -362,7 +366,7 @@ class RestartedEnv:
             exc_info=error if self.failures <= _TRACEBACKS else None,
         )
         if self._in_a_row > self._args.max_restarts:
-            self._notes.give_up()
+            self._health.give_up()
             most = self._args.max_restarts
             what = text.removeprefix(f"environment {self._envid}: ").rstrip(".")
             raise EnvCrashedError(

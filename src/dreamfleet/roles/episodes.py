@@ -21,6 +21,7 @@ from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
 from dreamfleet.roles.actor import Carries
 from dreamfleet.roles.checks import ObservationCheck, Owners, require
+from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.invitations import Invited, hooks_of
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.spaces import RESET, Space, without_logs
@@ -116,7 +117,7 @@ class EpisodeServer:
         return self._server.address
 
     def _check_envs(self, envids: NDArray[np.int64], *_: Any) -> None:
-        ids = envids.tolist()
+        ids = ids_of(envids).tolist()
         try:
             group = self._group_of(ids[0])
         except UnknownEnvironment as problem:
@@ -155,7 +156,7 @@ class EpisodeServer:
         others of its process have not plays on, which does not count.
 
         Args:
-            agent: Who acts; nobody else may use it meanwhile.
+            agent: Acts; it must not be used elsewhere meanwhile.
             mode: How it acts.
             episodes: How many there are, with those that fail.
             tick: Called now and then, also while nothing happens.
@@ -182,7 +183,7 @@ class EpisodeServer:
                 for place in current.interrupted(obs, there):
                     current.fail(place, self._why(self._group_at(place)))
                 reply = current.step(obs, there)
-                if current.over():  # nobody is replied to until the next round begins
+                if current.over():  # the replies wait until the next round begins
                     return current.result()
                 self._reply(requests, reply)
 
@@ -259,7 +260,7 @@ class EpisodeServer:
 
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, None]:
         """What an environment process calls; returns when it is its turn to step."""
-        ids = obs.pop("envid").tolist()
+        ids = ids_of(obs.pop("envid")).tolist()
         del obs["is_eval"]
         obs.pop("failures", None)
         group = self._group_of(ids[0])
@@ -293,7 +294,7 @@ class EpisodeServer:
 
     def _stacked(self, requests: dict[Group, _Request]) -> tuple[Arrays, NDArray[np.bool_]]:
         """A row for each environment, and which of them have sent one. The others, which have
-        failed, get somebody else's, so that the policy is compiled for one size only."""
+        failed, get another's, so that the policy is compiled for one size only."""
         parts = list(requests.values())
         places = np.concatenate([self._places_of(part) for part in parts])
         source = np.zeros(len(self._places), np.intp)

@@ -21,10 +21,10 @@ from dreamfleet.metrics.outputs.jsonl import append_row
 from dreamfleet.policy import Policy
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, groups_of
+from dreamfleet.roles.fences import FenceReader
+from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import invited
 from dreamfleet.roles.logger import LoggerClient
-from dreamfleet.roles.machines import MachineRecord, Machines
-from dreamfleet.roles.notes import Notes, notes_path, read_notes
 from dreamfleet.roles.runtime import stop_event
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.transport import Client, Closed, TransportError
@@ -46,8 +46,8 @@ def parallel_evaluator(args: RunConfig) -> None:
 
     def why(group: Group) -> str:
         name = f"env-{group[0]}"
-        noted = read_notes(notes_path(args, name))
-        return noted.traceback or f"{name} was started again in the middle of an episode."
+        health = read_health(health_path(args, name))
+        return health.traceback or f"{name} was started again in the middle of an episode."
 
     spaces = read_spaces(args, args.logdir)
     server = EpisodeServer(
@@ -56,13 +56,13 @@ def parallel_evaluator(args: RunConfig) -> None:
         max_steps=args.eval_max_steps,
         why=why,
         keys=args.server_keys,
-        joined=JoinedGroups(args.logdir) if args.bind else None,
+        joined=FenceReader(args.logdir).groups if args.bind else None,
         invited=invited(args),
         spaces=spaces[0] if spaces else None,
     )
     stop = stop_event(on_stop=server.stop)
     checkpoints = Checkpoint(args.logdir / "ckpt" / "agent")
-    notes = Notes(notes_path(args, "evaluator"))
+    health = Health(health_path(args, "evaluator"))
     policy: Policy | None = None
     rated: Path | None = None
     with server, LoggerClient(args, "evaluator-logger") as logger:
@@ -91,34 +91,7 @@ def parallel_evaluator(args: RunConfig) -> None:
                 checkpoints.rate(path, score)
             except (OSError, CheckpointError) as error:
                 log.warning("%s does not get its score: %s", path, error)
-            notes.progress()
-
-
-class JoinedGroups:
-    """The evaluation environments of machines that have joined, by their processes, and who holds
-    them. Cheap to ask.
-
-    Args:
-        logdir: The run's directory.
-    """
-
-    def __init__(self, logdir: Path) -> None:
-        self._machines = Machines(logdir)
-        # Both at once: several threads ask.
-        self._known: tuple[list[MachineRecord] | None, dict[Group, str]] = (None, {})
-
-    def __call__(self) -> dict[Group, str]:
-        machines = self._machines()
-        before, groups = self._known
-        if machines is not before:
-            groups = {
-                group: machine.holder
-                for machine in machines
-                if machine.state != "left"
-                for group in groups_of(machine.eval_envs, machine.envs_per_process)
-            }
-            self._known = machines, groups
-        return groups
+            health.progress()
 
 
 def _play_round(

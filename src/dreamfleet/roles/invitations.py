@@ -1,8 +1,8 @@
 """Invitations: the lines by which other machines join a run.
 
-An invitation is a key with a name. The line holds the key; whoever has it may join the run with
-environments, and nothing else. Invitations lie in the folder `invitations` of the run's directory,
-a file each, so that they can be made and revoked while the run goes on.
+An invitation is a key with a name. The line holds the key, which lets a machine join the run with
+environments, and opens nothing else. Invitations lie in the folder `invitations` of the run's
+directory, a file each, so that they can be made and revoked while the run goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dreamfleet.transport.security import Identify, Revoked
 
 FOLDER = "invitations"
 ROLE = "env"
-"""What whoever holds an invitation may be in the run."""
+"""The role of a machine that holds an invitation."""
 _SETTLED_NS = 2_000_000_000
 FIRST = "first"
 """The name of the invitation that a run makes by itself."""
@@ -138,7 +138,7 @@ def invite(logdir: Path, name: str, keys: Keys) -> Invitation:
 
 
 def revoke(logdir: Path, name: str) -> Invitation:
-    """Let nobody in with this invitation any more.
+    """Make an invitation invalid.
 
     Raises:
         ConfigError: There is none of this name.
@@ -162,11 +162,11 @@ def invitations(logdir: Path) -> list[Invitation]:
 
 
 def find_url(text: str) -> str:
-    """The address that a person means: what was typed, or what stands in the file or in the run's
+    """The address that is meant: what was typed, or what stands in the file or in the run's
     directory of that name.
 
     Raises:
-        ConfigError: It is the directory of a run that nobody can join.
+        ConfigError: It is the directory of a run that cannot be joined.
     """
     path = Path(text)
     if f"{_SCHEME}://" in text or not text.strip() or not path.exists():
@@ -176,7 +176,7 @@ def find_url(text: str) -> str:
         good = [each for each in invitations(path) if not each.revoked]
         if place is None or not good:
             raise ConfigError(
-                f"Nobody can join a run in {path}: start it with --bind 0.0.0.0, or look at its "
+                f"The run in {path} cannot be joined: start it with --bind 0.0.0.0, or look at its "
                 f"invitations with 'dreamfleet invite {path}'."
             )
         return url(place, good[0])
@@ -225,14 +225,14 @@ class Invited:
         self._written = written if settled else -1
         self._names, revoked = {}, set()
         for each in known:
-            with suppress(TransportError):  # a damaged file lets nobody in
+            with suppress(TransportError):  # a damaged file is no invitation
                 self._names[RoleKey.from_text(each.key).public] = each.name
                 revoked |= {each.name} if each.revoked else set()
         self._revoked = frozenset(revoked)
 
 
 def invited(args: RunConfig) -> Invited | None:
-    """Who may join a run; None if nobody may."""
+    """Which machines may join a run; None if none may."""
     return Invited(args.logdir) if args.bind else None
 
 

@@ -24,9 +24,9 @@ from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.actor import BEGAN, policy_sizes
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.logger import LoggerClient
-from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import LOOK_AHEAD, most_owed
@@ -95,7 +95,7 @@ def parallel_learner(
         with ExitStack() as stack:
             parameters = None
             # Environments of a run that is under way need not wait until training is compiled.
-            early = notes_path(args, BEGAN).exists() and hasattr(agent, "compile_policy")
+            early = health_path(args, BEGAN).exists() and hasattr(agent, "compile_policy")
             if not early:
                 learner.compile()
             else:
@@ -163,7 +163,7 @@ class Saver:
         self._hosts = hosts or Hosts()
         self._checkpoint = Checkpoint(args.checkpoints, keep=2)
         self._position: dict[str, Any] = {"steps": 0, "samples": 0}
-        self._notes = Notes(notes_path(args, "agent"))
+        self._health = Health(health_path(args, "agent"))
         self._round = 0  # the step at which the last round of evaluation began
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
         """Whether to look now if a round is due; looking reads files."""
@@ -349,7 +349,7 @@ class Saver:
             host=hosts.index,
             gather=hosts.meeting("checkpoint"),
         )
-        self._notes.progress()
+        self._health.progress()
 
     def finish(self, *, wait: bool = True) -> None:
         """Wait for the checkpoint that is being written, or only look whether it is done; raises
@@ -361,11 +361,11 @@ class Saver:
     def note_end(self) -> None:
         """While the run ends: let the supervisor know that the end gets on."""
         if self._progress.finished.is_set():
-            self._notes.progress()
+            self._health.progress()
 
     def give_up(self) -> None:
         """Note that another start of the agent would not help."""
-        self._notes.give_up()
+        self._health.give_up()
 
     def recount(self) -> None:
         """Count at least the steps that the replay holds: an actor of another process may have told

@@ -32,7 +32,7 @@ from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import CheckedLogger
-from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server, TransportError
 
@@ -192,7 +192,7 @@ class Logger:
         self._written = Numbers(np.frombuffer(self._map, "<u8"))
         step = self._written.values[0]
         self._step = _UNKNOWN if step is None else step
-        self._notes = Notes(notes_path(args, "logger"))
+        self._health = Health(health_path(args, "logger"))
 
     @property
     def step(self) -> int:
@@ -377,7 +377,7 @@ class Logger:
                     metrics |= {f"{name}/{key}": value for key, value in counts.items()}
             self._output.write(self._step, metrics)
             self._output.flush()
-            self._notes.progress()
+            self._health.progress()
 
     def save(self) -> dict[str, Any]:
         """What has come in and is not written yet: episodes under way, and means."""

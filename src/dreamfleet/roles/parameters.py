@@ -21,7 +21,7 @@ from dreamfleet.agents.api import Agent, Flat, Player, load_policy, policy_state
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.checks import ReportCheck
-from dreamfleet.roles.notes import Notes
+from dreamfleet.roles.health import Health
 from dreamfleet.roles.progress import Progress, SharedProgress
 from dreamfleet.transport import Caller, Closed, Server
 
@@ -182,7 +182,7 @@ class Follower:
         agent: Acts; it is given parameters while nobody holds the lock.
         progress: The actor's, which talks to the learner.
         lock: Held while the agent chooses actions.
-        notes: Told when there is progress.
+        health: Told when there is progress.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class Follower:
         agent: Player,
         progress: SharedProgress,
         lock: threading.Lock,
-        notes: Notes,
+        health: Health,
     ) -> None:
         self._agent, self._progress = agent, progress
-        self._lock, self._notes = lock, notes
+        self._lock, self._health = lock, health
         self._version = ("", 0)
         self._updates, self._made = 0, 0.0
         self._loaded, self._ended = threading.Event(), threading.Event()
@@ -230,7 +230,7 @@ class Follower:
                 self._load()
                 if self._progress.step != step:
                     step = self._progress.step
-                    self._notes.progress()
+                    self._health.progress()
                 if self._ended.wait(_EVERY_SECONDS):
                     return
         except Closed:

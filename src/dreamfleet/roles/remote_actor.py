@@ -9,7 +9,7 @@ from dreamfleet.agents.api import compile_policy
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.actor import policy_sizes, serve_actor
 from dreamfleet.roles.addresses import find_server, server_name
-from dreamfleet.roles.notes import Notes, notes_path
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.parameters import Follower
 from dreamfleet.roles.progress import SharedProgress
 from dreamfleet.roles.runtime import Factory, stop_event, takes, unpack
@@ -42,7 +42,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
 
     stop_event(on_stop=on_stop)
     name = server_name("actor", index)
-    notes = Notes(notes_path(args, name))
+    health = Health(health_path(args, name))
     make, lock = unpack(make_agent), threading.Lock()
     agent = make(actor=index) if takes(make, "actor") else make()
     with Client(find_server(args, "learner"), f"{name}-learner", keys=args.run_keys) as learner:
@@ -51,7 +51,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
             running[:] = [progress]
             if stop.is_set():  # while it was made
                 return
-            with Follower(agent, progress, lock, notes) as follower:
+            with Follower(agent, progress, lock, health) as follower:
                 if follower.wait():
                     with lock:
                         compile_policy(agent, policy_sizes(args, index))

@@ -42,9 +42,9 @@ from dreamfleet.replay import (
 )
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ReplayChecks
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.logger import LoggerClient
-from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import (
     ArgumentError,
@@ -66,7 +66,7 @@ _ANSWERED = (
     *(SchemaError, BatchOrderError, ConfigError, ReplayClosedError),
     *(ArgumentError, Unanswered),
 )
-"""Errors that do not end the process: the caller's fault, or nobody's."""
+"""Errors that do not end the process: they are not its fault."""
 _MODES = ("train", "report", "eval")
 _LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
 _SCORES_SECONDS, _READ_SECONDS = 2.0, 0.02  # for the last scores, at the end of a run
@@ -198,7 +198,7 @@ def _or_end(method: Callable[..., Any], suspect: Path) -> Callable[..., Any]:
     """The method, which ends the process when it fails and that is not its caller's fault.
 
     The call is left to the replay's successor. If that fails of the same call, what the call holds
-    is to blame: the caller is told, and nobody sends it a second time.
+    is to blame: the caller is told, and it is not sent a second time.
 
     In a thread of a larger process the caller is told instead, and nothing ends.
 
@@ -310,7 +310,7 @@ class ReplayService:
         self._shard, self._stop = shard, stop
         self._usage = Usage()
         self._name = server_name("replay", shard)
-        self._notes = Notes(notes_path(args, self._name))
+        self._health = Health(health_path(args, self._name))
         folder = args.logdir / "ckpt" / self._name
         self._checkpoint = Checkpoint(folder, keep=2)
         counted = 1 if shard else args.replay_shards
@@ -405,7 +405,7 @@ class ReplayService:
         added = self._train.add_batch(steps, envids, source, seq)
         if added:
             self._positions.stored(self._tick)
-            self._notes.progress()
+            self._health.progress()
         # Also if it was added before: perhaps by a predecessor that was killed before it could say.
         self._lead.inserted(self._shard, self._positions.own)
         return added

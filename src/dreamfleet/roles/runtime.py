@@ -1,4 +1,4 @@
-"""What a role gets from whoever runs it: its factories, and the signal to stop."""
+"""What a role gets from outside: its factories, and the signal to stop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,26 @@ Factory = Callable[..., Any] | bytes
 """Makes a part in the process that needs it; as a callable, or that pickled by cloudpickle."""
 
 
+@dataclass(frozen=True)
+class Factories:
+    """What makes the parts of a run, each in the process that needs it."""
+
+    make_agent: Factory
+    """Returns the agent."""
+    make_replay_train: Factory
+    make_replay_eval: Factory
+    """Return the buffers."""
+    make_env_train: Factory
+    make_env_eval: Factory
+    """Called with an environment's id."""
+    make_stream: Factory
+    """Called with a buffer and a mode, returns an iterator of batches."""
+    make_logger: Factory
+    """Returns the output of metrics."""
+
+
 def unpack(factory: Factory) -> Callable[..., Any]:
-    """The callable. Bytes come from whoever started this process, never from a network."""
+    """The callable. Bytes come from the parent process, never from a network."""
     if isinstance(factory, bytes):
         function: Callable[..., Any] = cloudpickle.loads(factory)
         return function
@@ -108,9 +127,9 @@ class _Thread(threading.local):
 STOPPED = 143
 """Exit code of a process that stopped because it was asked to, as shells have it of SIGTERM."""
 
-ORDER = signal.SIGUSR2
+STOP_SIGNAL = signal.SIGUSR2
 """What asks a process that has a supervisor to stop."""
-_OURS = (signal.SIGTERM, signal.SIGHUP, ORDER)
+_OURS = (signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL)
 _PATIENCE = 5.0
 _DUMP_SECONDS = 18.0
 
@@ -140,8 +159,8 @@ class _Signals:
         self._to_exit: set[int] = set()
         self._reader, self._writer = -1, -1
         self.leaving = False
-        """Whether a signal has come that leaves `their_code`."""
-        self.in_their_code = False
+        """Whether a signal has come that leaves `user_code`."""
+        self.in_user_code = False
 
     def on(self, number: int, function: Callable[[], None], *, exit_process: bool = False) -> None:
         """Call a function at this signal.
@@ -149,8 +168,8 @@ class _Signals:
         Args:
             number: The signal.
             function: Called once.
-            exit_process: Raise SystemExit in the main thread, too, in `their_code`. Elsewhere it
-                might hold a lock, which would be left in a state that nobody expects.
+            exit_process: Raise SystemExit in the main thread, too, in `user_code`. Elsewhere it
+                might hold a lock, which would never be released.
         """
         self._functions[number] = function
         if exit_process:
@@ -167,12 +186,12 @@ class _Signals:
         signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: Any) -> None:
-        with suppress(OSError):  # also if somebody else took the interpreter's place to write to
+        with suppress(OSError):  # also if other code took the place of the pipe
             os.write(self._writer, bytes([number]))
         if number in self._to_exit:
             self._to_exit.discard(number)  # what it ends must not be ended a second time
             self.leaving = True
-            if self.in_their_code:
+            if self.in_user_code:
                 sys.exit(0)
 
     def _run(self) -> None:
@@ -194,24 +213,24 @@ class _Signals:
 _signals = _Signals()
 
 
-class _TheirCode:
-    """A block that calls somebody else's code, which may take any time: a process that is asked to
+class _UserCode:
+    """A block that calls the user's code, which may take any time: a process that is asked to
     stop leaves it at once, if its `stop_event` says so."""
 
     def __enter__(self) -> None:
-        _signals.in_their_code = True
+        _signals.in_user_code = True
         if _signals.leaving:
             sys.exit(0)
 
     def __exit__(self, *error: object) -> None:
-        _signals.in_their_code = False
+        _signals.in_user_code = False
 
 
-their_code = _TheirCode()
+user_code = _UserCode()
 
 
 def obey_supervisor(ending: threading.Event) -> None:
-    """Let this process be stopped by `ORDER` from now on.
+    """Let this process be stopped by `STOP_SIGNAL` from now on.
 
     Slurm and systemd send SIGTERM to all processes of a job at once, and SIGHUP when its session
     ends. The supervisor has it too and stops them in the right order; a replay that followed it
@@ -222,14 +241,14 @@ def obey_supervisor(ending: threading.Event) -> None:
         ending: Set when it does.
     """
     global _stop_signal
-    _stop_signal = ORDER
+    _stop_signal = STOP_SIGNAL
 
     asked = threading.Event()
 
     def follow() -> None:
         asked.wait()
         if not ending.wait(_PATIENCE):
-            os.kill(os.getpid(), ORDER)
+            os.kill(os.getpid(), STOP_SIGNAL)
 
     threading.Thread(target=follow, name="sigterm", daemon=True).start()
     for each in end_signals():
@@ -245,12 +264,13 @@ def process_was_asked_to_stop() -> bool:
 def stop_event(
     on_stop: Callable[[], None] | None = None, *, exit_process: bool = False
 ) -> threading.Event:
-    """An event that is set when this role is asked to stop: its process by SIGTERM, or by `ORDER`
-    if it has a supervisor, its thread by its `StopSignal`. In any other thread nobody asks.
+    """An event that is set when this role is asked to stop: its process by SIGTERM, or by
+    `STOP_SIGNAL` if it has a supervisor, its thread by its `StopSignal`. In any other thread it is
+    never set.
 
     Args:
         on_stop: Called when the event is set.
-        exit_process: Leave `their_code` at once, by SystemExit. A thread cannot be left like that.
+        exit_process: Leave `user_code` at once, by SystemExit. A thread cannot be left like that.
     """
     if _thread.signal is not None:
         if on_stop:
@@ -265,7 +285,7 @@ def stop_event(
         _process_stopped.stop()
         if on_stop:
             on_stop()
-        if _stop_signal == ORDER:
+        if _stop_signal == STOP_SIGNAL:
             with suppress(RuntimeError):  # no memory for another thread
                 _say_where()
 

@@ -31,12 +31,12 @@ from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
+from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
 from dreamfleet.roles.logger import Logger, ScoreReader
-from dreamfleet.roles.notes import Notes, notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
-from dreamfleet.roles.runtime import ActorFailed, Factory, stop_event, unpack
+from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
 from dreamfleet.transport import Caller, Server
 from dreamfleet.transport.security import RUN
 
@@ -54,32 +54,19 @@ def takes_turns(args: RunConfig) -> bool:
     return args.launcher == "serial" and here and args.actors == args.replay_shards == 1
 
 
-def serial_fleet(
-    make_agent: Factory,
-    make_replay_train: Factory,
-    make_replay_eval: Factory,
-    make_env_train: Factory,
-    make_env_eval: Factory,
-    make_stream: Factory,
-    make_logger: Factory,
-    args: RunConfig,
-) -> None:
+def serial_fleet(make: Factories, args: RunConfig) -> None:
     """Run everything but rounds of evaluation, until there were enough steps or until asked to
     stop.
 
     Args:
-        make_agent: Returns the agent.
-        make_replay_train, make_replay_eval: Return the buffers.
-        make_env_train, make_env_eval: Called with an environment's id.
-        make_stream: Called with a buffer and a mode, returns an iterator of batches.
-        make_logger: Returns the output of metrics.
+        make: Makes its parts.
         args: The run.
     """
     progress = Progress(args.steps)
     stop = stop_event(on_stop=progress.stop)
 
     with ExitStack() as stack:
-        logger = _Logger(unpack(make_logger)(), args)
+        logger = _Logger(unpack(make.make_logger)(), args)
         stack.callback(logger.close)
         server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
         logging_role.bind(server, logger, args)
@@ -87,14 +74,16 @@ def serial_fleet(
         publish_address(args, "logger", server.address)
         limiter = limiter_for(args)
         # Closed whatever happens: the next attempt is made by the same process.
-        train = stack.enter_context(unpack(make_replay_train)())
-        evaluation = stack.enter_context(unpack(make_replay_eval)())
-        service = ReplayService(train, evaluation, unpack(make_stream), limiter, args, stop)
+        train = stack.enter_context(unpack(make.make_replay_train)())
+        evaluation = stack.enter_context(unpack(make.make_replay_eval)())
+        service = ReplayService(train, evaluation, unpack(make.make_stream), limiter, args, stop)
         stack.callback(service.close)
-        runner = SerialRunner(unpack(make_agent)(), args, progress, service, limiter, train, logger)
+        runner = SerialRunner(
+            unpack(make.make_agent)(), args, progress, service, limiter, train, logger
+        )
         stack.callback(runner.close)
         try:
-            if runner.begin(unpack(make_env_train), unpack(make_env_eval)):
+            if runner.begin(unpack(make.make_env_train), unpack(make.make_env_eval)):
                 runner.run()
                 runner.end()
         except ActorFailed:  # which is for environments of other processes
@@ -206,7 +195,7 @@ class SerialRunner:
         self._learner = Learner(agent, args, progress, self._saver, replay, replay, logs, ahead=0)
         self._actor = Actor(agent, args, progress, replay, logs)
         self._acting.bind("act", self._reply)
-        self._notes = Notes(notes_path(args, "agent"))
+        self._health = Health(health_path(args, "agent"))
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._lanes: list[Lane] = []
         self._turn = 0  # the lane that steps next
@@ -228,7 +217,7 @@ class SerialRunner:
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
-                envs = [RestartedEnv(make, each, args, self._notes, Watchdog(0)) for each in mine]
+                envs = [RestartedEnv(make, each, args, self._health, Watchdog(0)) for each in mine]
                 for env in envs:
                     env.build()
                 self._lanes.append(Lane(envs, mine, is_eval))
@@ -274,8 +263,8 @@ class SerialRunner:
                 env.build()
         if self._learned:
             settle(self._agent)
-        self._notes.stepped(lane.step(self._acting))  # type: ignore[arg-type]  # as a client
-        self._notes.now("waiting")
+        self._health.stepped(lane.step(self._acting))  # type: ignore[arg-type]  # as a client
+        self._health.now("waiting")
         if lane.reply is not None:
             lane.take()
         self._turn = (self._turn + 1) % len(self._lanes)

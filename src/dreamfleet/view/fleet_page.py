@@ -10,11 +10,12 @@ from typing import Any
 
 from nicegui import ui
 
-from dreamfleet.fleet.status import RunStatus, WorkerStatus
+from dreamfleet.fleet.record import Event, WorkerStatus
+from dreamfleet.fleet.status import RunStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.charts import GREY
 from dreamfleet.view.frame import RunPage, card, dot_cell, draw, table
-from dreamfleet.view.runs import Event, Run
+from dreamfleet.view.runs import Run
 
 _MIN_WAIT_SHARE = 0.3
 _MAX_FAILURES = 50

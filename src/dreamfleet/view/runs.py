@@ -23,7 +23,7 @@ import numpy as np
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.fleet.record import EVENTS_FILE, FILE_NAME, FleetRecord, read_record
+from dreamfleet.fleet.record import FILE_NAME, Event, FleetRecord, read_record
 from dreamfleet.fleet.status import RunStatus, Watcher, run_state
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.presets import PRESETS
@@ -32,7 +32,6 @@ from dreamfleet.view.reading import (
     Floats,
     MetricsFile,
     ScoresFile,
-    Tail,
     decode_lines,
     finite,
     read_tail,
@@ -109,18 +108,6 @@ class Row:
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in fields if k != "changed"}
 
 
-class Event(msgspec.Struct, frozen=True):
-    """A worker failed or was started."""
-
-    time: float
-    worker: str
-    event: str
-    error: str = ""
-
-
-_EVENTS = msgspec.json.Decoder(Event)
-
-
 class Run:
     """One run: its row in the table, and what its pages show."""
 
@@ -131,7 +118,7 @@ class Run:
         self.status: RunStatus | None = None
         self.traffic: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         """Unix time, and bytes so far between the agent and each role."""
-        self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self.events: tuple[Event, ...] = ()
         self.lock = threading.Lock()
         """Held while files are read."""
         self._signature: object = None
@@ -144,8 +131,7 @@ class Run:
 
     def _open_files(self) -> None:
         self.scores, self.metrics = ScoresFile(self.path), MetricsFile(self.path)
-        self._event_lines = Tail(self.path, EVENTS_FILE)
-        self.events.clear()
+        self.events = ()
 
     @property
     def row(self) -> Row:
@@ -248,11 +234,12 @@ class Run:
             self.scores.read()
             if metrics:
                 self.metrics.read()
-                new = decode_lines(_EVENTS, self._event_lines.read())
-                self.events.extend(new)
-                for event in new:
+                record = read_record(self.path)
+                self.events = record.events if record else ()
+                for event in self.events:
                     if event.event == "failed" and event.time > self._since:
                         self._recent[event.worker] = self._used + _RECENT_SECONDS
+                        self._since = event.time
             return self.scores.behind or (metrics and self.metrics.behind)
 
     @property

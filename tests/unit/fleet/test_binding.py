@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.binding import Binding, choose_port, understand
+from dreamfleet.fleet.binding import Binding, choose_port, parse_bind
 
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fd00::5"], "wlan0": []}
 
@@ -25,11 +25,11 @@ HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fd00::5"], "wlan0": []
     ],
 )
 def test_names_numbers_and_interfaces(text: str, binding: Binding) -> None:
-    assert understand(text, HERE) == binding
+    assert parse_bind(text, HERE) == binding
 
 
 def test_every_network_is_shown_as_one_that_others_reach() -> None:
-    found = understand("0.0.0.0:7000")
+    found = parse_bind("0.0.0.0:7000")
     assert found.listen == "0.0.0.0"
     assert found.port == 7000
     assert found.shown not in ("0.0.0.0", "")
@@ -48,14 +48,14 @@ def test_every_network_is_shown_as_one_that_others_reach() -> None:
 )
 def test_what_is_not_here_is_refused_with_what_is(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        understand(text, HERE)
+        parse_bind(text, HERE)
 
 
 def test_a_name_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(ConfigError, match=r"127\.0\.1\.1 on this machine, which no other one"):
-        understand("gpu-box", HERE)
+        parse_bind("gpu-box", HERE)
 
 
 def test_the_next_free_port_is_taken_unless_one_was_asked_for() -> None:

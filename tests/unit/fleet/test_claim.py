@@ -16,7 +16,7 @@ import pytest
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import claim
-from dreamfleet.fleet.claim import BEAT_NAME, LOCK_NAME, claim_directory, supervisor_time
+from dreamfleet.fleet.claim import BEAT_NAME, LOCK_NAME, claim_directory
 from dreamfleet.fleet.record import FleetRecord, read_record, write_record
 
 IN_USE = r"is in use by a run that is under way [(]process 77 on elsewhere[)]"
@@ -128,20 +128,3 @@ def test_a_full_directory_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / LOCK_NAME).mkdir()
     with pytest.raises(ConfigError, match="cannot be written to"), claim_directory(tmp_path):
         pass
-
-
-def test_clocks_of_two_machines_may_be_an_hour_apart(tmp_path: Path) -> None:
-    with claim_directory(tmp_path):
-        record = read_record(tmp_path)
-        assert record is not None
-        there = replace(record, host="elsewhere")
-        beat = (tmp_path / BEAT_NAME).read_bytes()
-        assert abs(supervisor_time(tmp_path, there) - time.time()) < 60
-        late = b"%s %020d %020.3f\n" % (beat.split()[0], 1, record.started - 3600 + 5)
-    (tmp_path / BEAT_NAME).write_bytes(late)
-    late_start = replace(there, started=record.started - 3600)
-    assert supervisor_time(tmp_path, late_start) - late_start.started == pytest.approx(5, abs=0.01)
-    assert abs(supervisor_time(tmp_path, record) - time.time()) < 60, "on this machine it is ours"
-    for damaged in (b"", b"odd", b"a b c"):
-        (tmp_path / BEAT_NAME).write_bytes(damaged)
-        assert abs(supervisor_time(tmp_path, there) - time.time()) < 60

@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import sys
 import types
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fleet_parts import fixed_address
 
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
 from dreamfleet.fleet.factories import logger, replay, stream
+from dreamfleet.parallel import run_fleet
 from dreamfleet.replay import Fractions, Mixture, NotEnoughDataError, ReplayConfig, Uniform
+from dreamfleet.roles.runtime import Factories
 from dreamfleet.spaces import FLAGS
 
 
@@ -34,6 +38,17 @@ def test_weights_and_biases_is_told_the_configuration_and_where_to_go_on(
     assert first["config"]["dreamer"]["loss"]["horizon"] == config.agent_config.loss.horizon
     assert (again["config"]["steps"], again["allow_val_change"]) == (7, True)
     assert first["id"] == again["id"] != other["id"]
+
+
+def test_a_run_with_a_port_serves_its_metrics(tmp_path: Path) -> None:
+    port = int(fixed_address().rpartition(":")[2])
+    outputs = logger(RunConfig(logdir=tmp_path / "mine", outputs=(), metrics_port=port))
+    try:
+        outputs.write(3, {"train/loss": 0.5})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            assert b'dreamfleet_train_loss{run="mine"} 0.5' in answer.read()
+    finally:
+        outputs.close()
 
 
 def test_the_training_replay_samples_as_the_settings_say(tmp_path: Path) -> None:
@@ -86,3 +101,20 @@ def test_the_guide_to_agents_names_every_key_of_a_batch(tmp_path: Path) -> None:
     told = dict(re.findall(r"^\| `(\w+)` \| (\w+)", table, re.MULTILINE))
     spaces = {*env.obs_space, "action", *stored} - set(FLAGS)
     assert {key: batch[key].dtype.name for key in batch.keys() - spaces} == told
+
+
+def test_factories_are_made_from_the_run_as_its_workers_see_it(tmp_path: Path) -> None:
+    """With addresses that others reach, and with the key of the run."""
+
+    class Seen(Exception):
+        pass
+
+    def make(run: RunConfig) -> Factories:
+        assert run.actor_addr.startswith("tcp://127.0.0.1:")
+        assert run.run_keys is not None
+        raise Seen
+
+    config = RunConfig(logdir=tmp_path, task="bundled:dummy", bind="127.0.0.1")
+    assert not config.keys
+    with pytest.raises(Seen):
+        run_fleet(make, config)

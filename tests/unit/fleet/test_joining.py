@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -17,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_parts import small_run
+from fleet_parts import small_run, until_stopped
 
 from dreamfleet import __version__
 from dreamfleet.envs import make_env
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import joining
-from dreamfleet.fleet.coordinator import Coordinator
 from dreamfleet.fleet.joining import JoinError, Offer, join, publish_addresses
+from dreamfleet.fleet.launchers import Worker, find_launcher
+from dreamfleet.fleet.nodes import JoinedNodes
+from dreamfleet.fleet.record import MachineStatus
+from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.roles.addresses import DirectoryBook
+from dreamfleet.roles.fences import read_fences
 from dreamfleet.roles.invitations import Place, first_invitation, revoke, url
 from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.transport import Keys, RoleKey, Server
@@ -42,16 +44,55 @@ def eventually(question: Callable[[], Any]) -> Any:
     return answer
 
 
-def listening(folder: Path, **changes: Any) -> tuple[Coordinator, str]:
-    """A run's coordinator without the rest of the run, and the line to join it with."""
-    folder.mkdir(exist_ok=True)
-    keys = Keys.generate()
-    keys.save(folder / "keys")
-    settings: dict[str, Any] = {"actor_addr": "tcp://127.0.0.1:9", "log_every": 0.2, **changes}
-    run = small_run(folder, keys=str(folder / "keys"), bind="127.0.0.1", **settings)
-    coordinator = Coordinator(run, "tcp://127.0.0.1:{auto}")
-    place = Place("127.0.0.1", parse(coordinator.address).port, {})
-    return coordinator, url(place, first_invitation(folder, keys))
+class Run:
+    """A run without an agent: its supervisor, which drives machines that join."""
+
+    def __init__(self, folder: Path, address: str = "tcp://127.0.0.1:{auto}", **changes: Any):
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        if not (folder / "keys").exists():
+            Keys.generate().save(folder / "keys")
+        settings: dict[str, Any] = {"actor_addr": "tcp://127.0.0.1:9", "log_every": 0.2, **changes}
+        run = small_run(folder, keys=str(folder / "keys"), bind="127.0.0.1", **settings)
+        self._launcher = find_launcher("serial")(folder)
+        leader = Worker("agent", "agent", until_stopped, ends_run=True)
+        self._supervisor = Supervisor([leader], self._launcher)
+        self.nodes = JoinedNodes(run, address, self._supervisor)
+        self.address = self.nodes.address
+        self._thread = threading.Thread(target=self._watch)
+        self.error: FleetError | None = None
+
+    @property
+    def line(self) -> str:
+        place = Place("127.0.0.1", parse(self.address).port, {})
+        return url(place, first_invitation(self.folder, Keys.load(self.folder / "keys")))
+
+    def _watch(self) -> None:
+        try:
+            self._supervisor.run()
+        except FleetError as error:
+            self.error = error
+
+    def machines(self) -> list[MachineStatus]:
+        return [each for each in self.nodes.machines() if each.state != "left"]
+
+    def __enter__(self) -> Run:
+        self._launcher.__enter__()
+        self._thread.start()
+        self.nodes.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.nodes.__exit__()
+        self._supervisor.stop()
+        self._thread.join()
+        self._launcher.__exit__()
+
+
+def listening(folder: Path, **changes: Any) -> tuple[Run, str]:
+    """A run, and the line to join it with."""
+    run = Run(folder, **changes)
+    return run, run.line
 
 
 def joined(line: str, **changes: Any) -> list[str]:
@@ -73,7 +114,7 @@ def test_only_servers_that_a_machine_may_call_are_looked_up(tmp_path: Path) -> N
         "actor-2": "ipc:///tmp/somewhere",
         "actor-3": "nonsense",
     }
-    publish_addresses(book, tmp_path / "here", Address("tcp", "gpu-box", 5550), told)
+    publish_addresses(tmp_path / "here", Address("tcp", "gpu-box", 5550), told)
     found = {name: book.find(tmp_path / "here", name) for name in book.names(tmp_path / "here")}
     assert found == {
         "actor": "tcp://gpu-box:5551",
@@ -92,7 +133,7 @@ def test_a_firewall_is_named_with_how_long_was_waited_and_which_port(
     monkeypatch.setattr(socket, "create_connection", nothing)
     line = f"dreamfleet://10.0.0.5:5550/#{Keys.generate().invite('env').text}"
     with pytest.raises(
-        JoinError, match=r"10\.0\.0\.5:5550 within 10 s.*firewall.*port 5550 and the others"
+        JoinError, match=r"10\.0\.0\.5:5550 .*within 10 s.*firewall.*port 5550 and the others"
     ):
         joined(line)
 
@@ -109,12 +150,12 @@ def test_a_port_that_drops_packets_keeps_a_machine_from_joining_and_all_ports_ar
         return connect(address, timeout)
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
-    coordinator, line = listening(
+    run, line = listening(
         tmp_path, actor_addr="tcp://127.0.0.1:7001", evaluator_addr="tcp://127.0.0.1:7003",
         actors=2, envs=2, eval_every=100,
     )  # fmt: skip
-    first = parse(coordinator.address).port
-    with coordinator:
+    first = parse(run.address).port
+    with run:
         with pytest.raises(JoinError) as error:
             joined(line)
         assert "TCP port 7001 of 127.0.0.1 (actor) cannot be reached" in str(error.value)
@@ -124,21 +165,21 @@ def test_a_port_that_drops_packets_keeps_a_machine_from_joining_and_all_ports_ar
             JoinError, match=r"7003 of 127\.0\.0\.1 \(evaluator\) cannot be reached"
         ):
             joined(line, envs=0, eval_envs=1)  # which does not need the actors
-    assert coordinator._leases.machines() == []
+    assert run.machines() == []
 
 
 def test_a_joined_machine_without_steps_says_why_on_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "_STILL_SECONDS", 0.0)
-    monkeypatch.setattr(joining, "BEAT_SECONDS", 0.05)
-    coordinator, line = listening(tmp_path / "run", on_failure="restart")
+    monkeypatch.setattr(joining, "POLL_SECONDS", 0.05)
+    run, line = listening(tmp_path / "run", on_failure="restart")
     said: list[str] = []
 
     def errors() -> list[str]:
-        return [each.error for each in coordinator._leases.machines() if each.error]
+        return [each.error for each in run.machines() if each.error]
 
-    with coordinator:
+    with run:
         thread = threading.Thread(
             target=join,
             args=(line, Offer(1)),
@@ -146,16 +187,16 @@ def test_a_joined_machine_without_steps_says_why_on_both_sides(
         )
         thread.start()
         (told,) = eventually(errors)
-        coordinator.end("The run is over.")
+        run.nodes.end("The run is over.")
         thread.join(LONG)
     assert "TCP port 9 of 127.0.0.1 (actor) cannot be reached: nothing listens there" in told
-    assert f"{parse(coordinator.address).port}, 9 of 127.0.0.1" in told
+    assert f"{parse(run.address).port}, 9 of 127.0.0.1" in told
     assert f"This machine makes no steps: {told}." in said
 
 
 def test_a_line_of_another_run_is_recognised_soon(tmp_path: Path) -> None:
-    coordinator, line = listening(tmp_path)
-    with coordinator:
+    run, line = listening(tmp_path)
+    with run:
         other = Keys.generate().invite("env").text
         start = time.monotonic()
         with pytest.raises(JoinError, match="does not know this key"):
@@ -170,8 +211,8 @@ def test_a_line_of_another_run_is_recognised_soon(tmp_path: Path) -> None:
 
 def test_code_that_the_run_names_is_named_again(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    coordinator, line = listening(tmp_path / "run", task="no_such_module:make")
-    with coordinator:
+    run, line = listening(tmp_path / "run", task="no_such_module:make")
+    with run:
         with pytest.raises(ConfigError, match="say --task no_such_module:make, or --trust"):
             joined(line)
         with pytest.raises(ConfigError, match="is no_such_module:make, not mine:make"):
@@ -189,18 +230,18 @@ def test_another_version_of_the_environment_is_refused(tmp_path: Path) -> None:
     env = make_env("bundled:dummy", length=25, size=(8, 8), channels=1)
     run = small_run(tmp_path)
     write_spaces(run, env.obs_space, env.act_space)  # as an older version had it
-    coordinator, line = listening(tmp_path)
-    with coordinator, pytest.raises(JoinError, match="the observation 'image' is"):
+    run, line = listening(tmp_path)
+    with run, pytest.raises(JoinError, match="the observation 'image' is"):
         joined(line)
 
 
 def test_another_version_is_refused_with_both_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator, line = listening(tmp_path)
+    run, line = listening(tmp_path)
     monkeypatch.setattr(joining, "__version__", "0.0.1")
     words = f"The run has Dreamfleet {__version__} and this machine 0.0.1"
-    with coordinator, pytest.raises(JoinError, match=words) as error:
+    with run, pytest.raises(JoinError, match=words) as error:
         joined(line)
     assert "Traceback" not in str(error.value)
 
@@ -214,113 +255,111 @@ def test_answers_that_make_no_sense_are_not_believed(tmp_path: Path) -> None:
         joined(line)
 
 
-def test_a_machine_that_lost_its_ids_gets_others_and_ends_with_the_run(tmp_path: Path) -> None:
-    """Also: what a machine has joined with is where nobody else looks, and is removed."""
-    coordinator, line = listening(tmp_path / "run", on_failure="restart")
-    said: list[str] = []
-    ended = threading.Event()
+class Joining:
+    """A machine that joins a run, on a thread."""
 
-    def run() -> None:
-        join(line, Offer(2), logdir=tmp_path / "here", patience=LONG, say=said.append)
-        ended.set()
+    def __init__(self, line: str, patience: float = LONG, logdir: Path | None = None) -> None:
+        self.said: list[str] = []
+        self.error: JoinError | None = None
+        self._options: Any = (line, Offer(2), logdir, patience)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
 
-    def machines() -> list[Any]:
-        return [each for each in coordinator._leases.machines() if each.state != "left"]
+    def _run(self) -> None:
+        line, offer, logdir, patience = self._options
+        try:
+            join(line, offer, logdir=logdir, patience=patience, say=self.said.append)
+        except JoinError as error:
+            self.error = error
 
+    def says(self, words: str, times: int = 1) -> None:
+        eventually(lambda: sum(words in each for each in self.said) >= times)
+
+    def ends(self) -> list[str]:
+        self._thread.join(LONG)
+        assert not self._thread.is_alive()
+        return self.said
+
+
+def test_a_machine_that_the_run_has_given_up_joins_again_and_ends_with_the_run(
+    tmp_path: Path,
+) -> None:
+    """Also: what a machine has joined with is where nothing else looks, and is removed."""
+    run, line = listening(tmp_path / "run", on_failure="restart")
     (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "keys").write_text("of somebody else")
-    with coordinator:
-        thread = threading.Thread(target=run)
-        thread.start()
-        (before,) = eventually(machines)
+    (tmp_path / "here" / "keys").write_text("of another program")
+    with run:
+        machine = Joining(line, logdir=tmp_path / "here")
+        machine.says("Joined")
         book = DirectoryBook()
         assert eventually(lambda: book.find(tmp_path / "here", "actor")) == "tcp://127.0.0.1:9"
-        coordinator._leases.revoke({before.invitation})  # as if it had been away for too long
-        (after,) = eventually(lambda: [m for m in machines() if m.holder != before.holder])
-        assert after.envs == before.envs
-        assert any("given this machine's environment numbers away" in line for line in said)
-        coordinator.end("The run is over.")
-        assert ended.wait(LONG)
-        thread.join()
+        (before,) = read_fences(run.folder).workers
+        run.nodes._drop_revoked({"first"})  # as if it had been away for too long
+        machine.says("does not know this machine any more. The environments have ended")
+        machine.says("Joined", 2)
+        (after,) = eventually(lambda: read_fences(run.folder).workers)
+        assert after.ids == before.ids
+        assert after.incarnation > before.incarnation
+        run.nodes.end("The run is over.")
+        said = machine.ends()
     assert said[-1] == "The run is over. This machine's part is done."
-    assert len([line for line in said if line.startswith("Joined")]) == 2
-    assert (tmp_path / "here" / "keys").read_text() == "of somebody else"
+    assert (tmp_path / "here" / "keys").read_text() == "of another program"
     assert not list((tmp_path / "here").glob("*.key"))
 
 
 def test_a_revoked_machine_is_told_so_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "_BEAT_SECONDS", 6.0)  # in which a busy machine connects again
-    coordinator, line = listening(tmp_path / "run", on_failure="restart")
-    said: list[str] = []
-    ended: list[str] = []
-
-    def run() -> None:
-        try:
-            join(line, Offer(1), logdir=None, patience=LONG, say=said.append)
-        except JoinError as error:
-            ended.append(str(error))
-
-    with coordinator:
-        thread = threading.Thread(target=run)
-        thread.start()
-        eventually(lambda: said and said[-1].startswith("Joined"))
+    monkeypatch.setattr(joining, "_POLL_TIMEOUT", 6.0)  # in which a busy machine connects again
+    run, line = listening(tmp_path / "run", on_failure="restart")
+    with run:
+        machine = Joining(line)
+        machine.says("Joined")
         revoke(tmp_path / "run", "first")
-        thread.join(LONG)
-    assert "it was revoked" in ended[0]
+        said = machine.ends()
+    assert "it was revoked" in str(machine.error)
     assert not any("does not answer" in each for each in said), said
 
 
 def test_the_directory_of_a_run_is_not_written_to(tmp_path: Path) -> None:
-    coordinator, line = listening(tmp_path / "run")
+    run, line = listening(tmp_path / "run")
     old = tmp_path / "old"
     old.mkdir()
-    for name in ("config.json", "keys", "fleet.json"):
+    for name in ("config.json", "keys", "status.json"):
         (old / name).write_text(name)
-    with coordinator, pytest.raises(ConfigError, match="is the directory of a run: choose another"):
+    with run, pytest.raises(ConfigError, match="is the directory of a run: choose another"):
         joined(line, logdir=old)
     assert {path.name: path.read_text() for path in old.iterdir()} == {
-        name: name for name in ("config.json", "keys", "fleet.json")
+        name: name for name in ("config.json", "keys", "status.json")
     }
 
 
-def test_a_machine_that_hears_nothing_ends_its_environments_and_comes_back(
+def test_environments_wait_for_a_run_that_does_not_answer_and_it_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does so before others may get its ids; and it waits for the run no longer than it was
-    told to."""
-    monkeypatch.setattr(joining, "HOLD_SECONDS", 0.5)
-    monkeypatch.setattr(joining, "_BEAT_SECONDS", 0.5)
+    """No longer than the machine was told to."""
+    monkeypatch.setattr(joining, "_POLL_TIMEOUT", 0.5)
     monkeypatch.setattr(joining, "_CONNECT_SECONDS", 1.0)
-    coordinator, line = listening(tmp_path / "run", on_failure="restart")
-    said: list[str] = []
-    ended: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            join(line, Offer(1), logdir=tmp_path / "here", patience=patience, say=said.append)
-            ended.append(None)
-        except JoinError as error:
-            ended.append(error)
-
-    for patience in (LONG, 0.0):
-        thread = threading.Thread(target=run)
-        with coordinator:
-            thread.start()
-            eventually(lambda: said and said[-1].startswith("Joined"))
-        eventually(lambda: any("The environments have ended" in each for each in said))
-        coordinator = Coordinator(coordinator._run, coordinator.address)
-        if patience:
-            with coordinator:
-                eventually(lambda: said[-1].startswith("Joined"))
-                coordinator.end("The run is over.")
-                thread.join(LONG)
-            coordinator = Coordinator(coordinator._run, coordinator.address)
-        thread.join(LONG)
-        said.clear()
-    assert ended[0] is None
-    assert "does not answer" in str(ended[1])
+    monkeypatch.setattr(joining, "POLL_SECONDS", 0.05)
+    run, line = listening(tmp_path / "run", on_failure="restart")
+    with run:
+        machine = Joining(line)
+        machine.says("Joined")
+        (before,) = eventually(lambda: read_fences(run.folder).workers)
+    machine.says("The run does not answer; the environments wait for it")
+    with Run(tmp_path / "run", run.address, on_failure="restart") as resumed:
+        machine.says("The run answers again.")
+        machine.says("Joined", 2)
+        (after,) = eventually(lambda: read_fences(run.folder).workers)
+        assert after.incarnation > before.incarnation
+        resumed.nodes.end("The run is over.")
+        machine.ends()
+    assert machine.error is None
+    with Run(tmp_path / "run", run.address, on_failure="restart"):
+        machine = Joining(line, patience=0.0)
+        machine.says("Joined")
+    machine.ends()
+    assert "does not answer" in str(machine.error)
 
 
 def test_environments_that_fail_here_send_the_machine_away_with_the_error(tmp_path: Path) -> None:
@@ -334,40 +373,16 @@ def test_environments_that_fail_here_send_the_machine_away_with_the_error(tmp_pa
         f"    Path({str(tmp_path / 'looked')!r}).touch()\n"
         "    return make_env('bundled:dummy', seed=seed)\n"
     )
-    told: list[str] = []
-    coordinator, line = listening(tmp_path / "run", task="broken:make", env_options={})
-    coordinator._on_failure = told.append
-    with coordinator:
+    run, line = listening(tmp_path / "run", task="broken:make", env_options={})
+    with run:
         done = subprocess.run(
             [sys.executable, "-m", "dreamfleet.cli", "join", line, "--trust"],
             cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LONG,
         )  # fmt: skip
+        (left,) = run.nodes.machines()
     assert done.returncode == 1
     assert "the pole is broken" in done.stderr
-    assert len(told) == 1
-    assert told[0].startswith("The joined machine ")
-    (left,) = json.loads((tmp_path / "run" / "machines.json").read_text())
-    assert left["state"] == "left"
-    assert "env-1048576" in left["error"]
-    assert "The end of" not in left["error"]  # which is in a file of that machine
-
-
-def test_what_killed_machines_left_behind_is_removed_by_the_next_one() -> None:
-    """One that lives in another container, whose process ids are others, is left alone."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    stale, other = (Path(tempfile.mkdtemp(prefix=f"dreamfleet-join-{gone.pid}-")) for _ in range(2))
-    for each in (stale, other):
-        (each / "keys").write_text("secret")
-        (each / "lock").touch()
-    with (other / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with joining._place(None) as place:
-            assert not stale.exists()
-            assert other.exists()
-            assert place.stat().st_mode & 0o077 == 0
-            with joining._place(None):  # another one on this machine
-                assert place.exists()
-    assert not place.exists()
-    with joining._place(None):
-        assert not other.exists()
+    assert str(run.error).startswith("The joined machine ")
+    assert left.state == "left"
+    assert "/env-0 ended with code 1 (RuntimeError: the pole is broken)" in left.error
+    assert "The end of" not in left.error  # which is in a file of that machine

@@ -16,15 +16,15 @@ from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.record import (
     FILE_NAME,
     FleetRecord,
-    WorkerRecord,
+    WorkerStatus,
     read_record,
     supervisor_process,
     write_record,
 )
 
 WORKERS = (
-    WorkerRecord("agent", "agent", "running", 12, "here", 1.5),
-    WorkerRecord("env-3", "env", "restarting", None, "here", 2.5, 4, "ValueError: pole"),
+    WorkerStatus("agent", "agent", "running", 12, "here", 1.5),
+    WorkerStatus("env-3", "env", "restarting", None, "here", 2.5, 4, "ValueError: pole"),
 )
 
 

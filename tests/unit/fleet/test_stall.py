@@ -4,30 +4,36 @@ from typing import Any
 
 import pytest
 
-from dreamfleet.fleet.record import WorkerRecord
-from dreamfleet.fleet.stall import hanging, why_waiting
-from dreamfleet.roles.notes import Noted
+from dreamfleet.config import RunConfig
+from dreamfleet.fleet.record import WorkerStatus
+from dreamfleet.fleet.stall import Evidence, hanging, why_still
+from dreamfleet.roles.health import HealthRecord
 
 NOW = 1000.0
+UNEXPLAINED = "no progress for 0 s, and no worker says that it waits"
 FINE = {"actor/silence": 0.1, "learner/silence": 0.1, "replay/silence": 0.1}
 LEARNS = {**FINE, "learner/state": "training"}
 
 
-def worker(name: str, state: Any = "running", age: float = 500.0, error: str = "") -> WorkerRecord:
-    return WorkerRecord(name, name.split("-")[0], state, 7, "here", NOW - age, 0, error)
+def worker(name: str, state: Any = "running", age: float = 500.0, error: str = "") -> WorkerStatus:
+    return WorkerStatus(name, name.split("-")[0], state, 7, "here", NOW - age, 0, error)
 
 
 WORKERS = [worker("agent"), worker("env-0"), worker("replay"), worker("logger", age=501.0)]
 
 
-def why(metrics: dict[str, Any], *changed: WorkerRecord, log_every: float = 10.0) -> str:
+def why(metrics: dict[str, Any], *changed: WorkerStatus, log_every: float = 10.0) -> str:
     named = {each.name: each for each in changed}
     workers = [named.pop(each.name, each) for each in WORKERS]
-    return why_waiting(metrics, [*workers, *named.values()], log_every, NOW)
+    return reason(metrics, [*workers, *named.values()], log_every)
 
 
-def test_nothing_is_said_if_nobody_waits() -> None:
-    assert why(LEARNS) == ""
+def reason(metrics: dict[str, Any], workers: list[WorkerStatus], log_every: float = 10.0) -> str:
+    return why_still(Evidence(RunConfig(log_every=log_every), metrics, workers, (), NOW))
+
+
+def test_a_run_in_which_no_worker_waits_says_so() -> None:
+    assert why(LEARNS) == UNEXPLAINED
 
 
 def test_a_worker_that_is_restarting_is_named_and_what_it_reported_before_is_not_repeated() -> None:
@@ -58,7 +64,9 @@ def test_each_actor_speaks_for_itself() -> None:
         "actor-1 has not reported for 32 s"
     )
     assert why(LEARNS, worker("actor-1")) == "actor-1 has not reported for 500 s"
-    assert why(LEARNS, worker("actor-1", age=3.0)) == "", "it is starting, and the others act"
+    assert why(LEARNS, worker("actor-1", age=3.0)) == UNEXPLAINED, (
+        "it is starting, and the others act"
+    )
     assert why(said, worker("actor-1", "restarting")) == "actor-1 is restarting"
     # While there is no agent it waits, and that is said of the agent.
     assert why(said, worker("agent", "restarting"), worker("actor-1")) == "agent is restarting"
@@ -107,32 +115,30 @@ def test_what_an_agent_reported_before_it_was_restarted_is_not_repeated() -> Non
 
 
 def test_a_logger_that_restarted_gives_roles_time_to_report_again() -> None:
-    assert why({}, worker("logger", age=20.0)) == ""
+    assert why({}, worker("logger", age=20.0)) == UNEXPLAINED
     assert why({}, worker("logger", age=40.0)) == (
         "the agent has not reported for 40 s; the replay has not reported for 40 s"
     )
 
 
 def test_roles_on_other_machines_are_not_in_the_record() -> None:
-    assert why_waiting({}, [], 10.0, NOW) == (
-        "the agent has not reported yet; the replay has not reported yet"
-    )
-    assert why_waiting(LEARNS, [], 10.0, NOW) == ""
+    assert reason({}, []) == ("the agent has not reported yet; the replay has not reported yet")
+    assert reason(LEARNS, []) == UNEXPLAINED
 
 
 def test_environments_that_take_long_are_named_with_what_follows() -> None:
     noted = [
-        Noted(doing="stepping", envid=3, since=NOW - 42),
-        Noted(doing="building", envid=9, since=NOW - 11),
-        Noted(doing="stepping", envid=4, since=NOW - 9),
-        Noted(doing="waiting", envid=5, since=NOW - 99),
+        HealthRecord(doing="stepping", envid=3, since=NOW - 42),
+        HealthRecord(doing="building", envid=9, since=NOW - 11),
+        HealthRecord(doing="stepping", envid=4, since=NOW - 9),
+        HealthRecord(doing="waiting", envid=5, since=NOW - 99),
     ]
     assert hanging(noted, 300.0, NOW) == (
         "environment 3 is in a step for 42 s, environment 9 is being built for 11 s: after 300 s "
         "(env_timeout) its process is ended and started again"
     )
     assert hanging(noted[:1], 0.0, NOW) == (
-        "environment 3 is in a step for 42 s: nobody ends it, because env_timeout is 0"
+        "environment 3 is in a step for 42 s: env_timeout is 0, so its process is not ended"
     )
     assert hanging(noted[2:], 300.0, NOW) == ""
 
@@ -141,13 +147,13 @@ def test_environments_that_take_long_are_named_with_what_follows() -> None:
 def test_how_long_is_too_long_depends_on_how_often_roles_report(log_every: float) -> None:
     late = {**LEARNS, "replay/silence": 3 * log_every + 1.5}
     assert "the replay has not reported for" in why(late, log_every=log_every)
-    assert why({**late, "replay/silence": 3 * log_every}, log_every=log_every) == ""
+    assert why({**late, "replay/silence": 3 * log_every}, log_every=log_every) == UNEXPLAINED
 
 
 def test_each_shard_of_the_replay_speaks_for_itself() -> None:
     said = {**LEARNS, "replay-1/silence": 0.1}
-    assert why(said, worker("replay-1")) == ""
+    assert why(said, worker("replay-1")) == UNEXPLAINED
     late = "replay-1 has not reported for 32 s"
     assert why({**said, "replay-1/silence": 32.0}, worker("replay-1")) == late
     # The first one stands for the replay, whoever of them was started last.
-    assert why(said, worker("replay-1", age=1.0), worker("replay", age=400.0)) == ""
+    assert why(said, worker("replay-1", age=1.0), worker("replay", age=400.0)) == UNEXPLAINED

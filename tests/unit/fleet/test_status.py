@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,25 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
-from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
-from dreamfleet.fleet.status import RunStatus, Scores, StatusLines, Watcher, _Progress, _time_left
-from dreamfleet.roles.machines import MachineRecord, write_machines
-from dreamfleet.roles.notes import Notes
+from dreamfleet.fleet import status as status_module
+from dreamfleet.fleet.claim import BEAT_NAME
+from dreamfleet.fleet.record import (
+    FleetRecord,
+    MachineStatus,
+    Scores,
+    WorkerStatus,
+    read_record,
+    write_record,
+)
+from dreamfleet.fleet.status import (
+    RunStatus,
+    StatusLines,
+    StatusWriter,
+    Watcher,
+    _Progress,
+    _time_left,
+)
+from dreamfleet.roles.health import Health
 from dreamfleet.transport import Server, resolve
 
 HOST = socket.gethostname()
@@ -57,8 +72,8 @@ class Run:
         (logdir / "config.json").write_text(self.config.to_json())
         self.write()
 
-    def worker(self, name: str, **changes: Any) -> WorkerRecord:
-        made = WorkerRecord(name, name.split("-")[0], "running", os.getpid(), HOST, 0.0)
+    def worker(self, name: str, **changes: Any) -> WorkerStatus:
+        made = WorkerStatus(name, name.split("-")[0], "running", os.getpid(), HOST, 0.0)
         return replace(made, **changes)
 
     def write(self, **changes: Any) -> None:
@@ -131,39 +146,43 @@ def test_lines_display_and_json_agree(run: Run) -> None:
     assert plain["metrics"] == run.metrics
 
 
-def test_machines_are_those_that_the_coordinator_has_written(tmp_path: Path) -> None:
+def box(name: str = "box", **changes: Any) -> MachineStatus:
+    return replace(MachineStatus(name, "joined", 2, 1, 100.0, 1.0, 50, 7.5, 0, ""), **changes)
+
+
+def test_machines_are_those_that_the_supervisor_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
     run = Run(tmp_path, bind="127.0.0.1", remote_envs=True)
     run.metrics["actor/steps_per_second"] = 0.0
-    with run.logger(), Watcher(tmp_path) as watcher:
+    machines: list[MachineStatus] = []
+    with written_by(run, lambda: tuple(machines)), Watcher(tmp_path) as watcher:
         assert "no machine has joined: 'dreamfleet invite" in seen(watcher).message
-        now = time.time()
-        box = MachineRecord("box", "joined", (1, 2), (3,), 4, now - 100, now - 1, 50, 7.5)
-        write_machines(tmp_path, [box, replace(box, name="gone", state="left", error="so")])
-        status = seen(watcher)
+        machines += [box(), box("gone", state="left", error="so")]
+        while not (status := seen(watcher)).machines:
+            time.sleep(0.01)
         assert "no machine has joined" not in status.message
     box_now, gone = json.loads(status.to_json())["machines"]
-    assert 100 <= box_now.pop("seconds") < 200
-    assert 1 <= box_now.pop("silence") < 100
     assert box_now == {
-        "name": "box", "state": "joined", "envs": 2, "eval_envs": 1, "steps": 50,
-        "steps_per_second": 7.5, "failures": 0, "error": "",
+        "name": "box", "state": "joined", "envs": 2, "eval_envs": 1, "seconds": 100.0,
+        "silence": 1.0, "steps": 50, "steps_per_second": 7.5, "failures": 0, "error": "",
     }  # fmt: skip
     assert (gone["name"], gone["state"], gone["error"]) == ("gone", "left", "so")
-    assert 1 <= gone["seconds"] < 100  # since it left
-    run.write(state="ended")
+    record = read_record(tmp_path)
+    assert record is not None
+    write_record(tmp_path, replace(record, state="ended"))
     assert {each.state for each in run.look().machines} == {"left"}
-    (tmp_path / "machines.json").write_text("{")
-    assert run.look().machines == ()
 
 
 def test_a_joined_machine_that_makes_no_steps_is_named_with_why_also_while_others_go_on(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, now = Run(tmp_path, bind="127.0.0.1"), time.time()
-    idle = MachineRecord("idle", "joined", (1,), (), 4, now - 100, now, error="its port is closed.")
-    busy = replace(idle, name="busy", steps=50, steps_per_second=7.5, error="a failure")
-    write_machines(tmp_path, [idle, busy, replace(idle, name="gone", state="left")])
-    with run.logger(), Watcher(tmp_path) as watcher:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    idle = box("idle", steps=0, steps_per_second=0.0, error="its port is closed.")
+    machines = (idle, box("busy", error="a failure"), replace(idle, name="gone", state="left"))
+    run = Run(tmp_path, bind="127.0.0.1")
+    with written_by(run, lambda: machines), Watcher(tmp_path) as watcher:
         status = seen(watcher)
     assert status.waiting == ""
     assert status.message == "idle makes no steps: its port is closed."
@@ -364,6 +383,88 @@ def test_a_process_that_is_gone_is_not_measured(run: Run) -> None:
     assert run.look().workers[0].usage is None
 
 
+# --- the file that the supervisor writes ----------------------------------------------------------
+
+
+@contextmanager
+def written_by(
+    run: Run, machines: Callable[[], tuple[MachineStatus, ...]] = tuple
+) -> Iterator[None]:
+    """The run's supervisor writes `status.json` with what the logger told it."""
+    with run.logger(), StatusWriter(run.logdir, lambda: run.record, machines):
+        while (record := read_record(run.logdir)) is None or record.run is None:
+            time.sleep(0.01)
+        yield
+
+
+def test_a_look_takes_what_the_supervisor_wrote_and_asks_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    with written_by(run), Watcher(run.logdir) as watcher:
+        written = read_record(run.logdir)
+        assert written is not None
+        found = seen(watcher, 0.0)
+        assert watcher._logger is None
+    assert written.run is not None
+    assert (found.step, found.score, found.responding) == (300, 12.5, True)
+    assert json.loads(found.to_json())["metrics"] == run.metrics
+    assert [worker.name for worker in found.workers] == ["agent"]
+
+
+@pytest.mark.parametrize("change", ["killed", "stuck", "ended"])
+def test_what_a_supervisor_wrote_that_is_gone_or_stuck_is_not_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The claim alone says whether the file still holds."""
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    with written_by(run):
+        record = read_record(run.logdir)
+    assert record is not None
+    changes: dict[str, dict[str, Any]] = {
+        "killed": {"created": record.created - 100},
+        "stuck": {"written": record.written - 100},
+        "ended": {"state": "ended"},
+    }
+    write_record(run.logdir, replace(record, **changes[change]))
+    found = run.look()
+    assert found.state == {"stuck": "running"}.get(change, change)
+    assert (found.step, found.responding) == (0, False), "derived from the directory"
+
+
+def test_a_run_on_another_machine_is_followed_by_its_beat(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    with written_by(run):
+        record = read_record(run.logdir)
+    assert record is not None
+    assert record.run is not None
+    numbers = replace(record.run, seconds=77.0)  # by its own clock, which may be an hour late
+    write_record(run.logdir, replace(record, host="elsewhere", written=5.0, run=numbers))
+    beat = run.logdir / BEAT_NAME
+    with Watcher(run.logdir) as watcher:
+        assert seen(watcher, 0.0).state == "unknown"
+        for count in range(3):
+            beat.write_text(f"name {count} 7.0")
+            found = seen(watcher, 0.0)
+        assert (found.state, found.step, found.seconds) == ("running", 300, 77.0)
+
+
+def test_a_run_of_the_version_before_is_shown(run: Run) -> None:
+    fields = ("pid", "created", "host", "launcher", "started", "state")
+    worker = {
+        name: getattr(run.record.workers[0], name)
+        for name in ("name", "role", "state", "pid", "host", "started", "restarts", "error")
+    }
+    old = {**{name: getattr(run.record, name) for name in fields}, "workers": [worker]}
+    (run.logdir / "status.json").unlink()
+    (run.logdir / "fleet.json").write_text(json.dumps(old))
+    found = run.look()
+    assert found.state == "running"
+    assert [each.name for each in found.workers] == ["agent"]
+
+
 # --- the run's directory --------------------------------------------------------------------------
 
 
@@ -489,9 +590,9 @@ def test_a_run_without_progress_is_never_silent(run: Run) -> None:
 def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) -> None:
     run.write(workers=(run.worker("agent"), run.worker("env-0"), run.worker("env-8")))
     for name, seconds in (("env-0", 42.0), ("env-8", 3.0)):
-        notes = Notes(run.logdir / "workers" / name)
-        notes.now("stepping", 3)
-        notes._floats[5] = time.time() - seconds
+        health = Health(run.logdir / "workers" / name)
+        health.now("stepping", 3)
+        health._floats[5] = time.time() - seconds
     run.metrics |= {"env/failures": 4.0, "env/failures_per_1000_steps": 13.3}
     lines: list[str] = []
     with run.logger(), Watcher(run.logdir) as watcher:

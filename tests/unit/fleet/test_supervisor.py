@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fleet_parts import until_stopped
 
-from dreamfleet.fleet import supervisor
+from dreamfleet.fleet import status, supervisor
 from dreamfleet.fleet.launchers import (
     Launcher,
     RestartPolicy,
@@ -24,10 +24,9 @@ from dreamfleet.fleet.launchers import (
     Worker,
     find_launcher,
 )
-from dreamfleet.fleet.record import EVENTS_FILE, FleetRecord, read_record
+from dreamfleet.fleet.record import MAX_EVENTS, Event, FleetRecord, read_record, write_record
 from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
-from dreamfleet.metrics import read_jsonl
-from dreamfleet.roles.notes import Notes
+from dreamfleet.roles.health import Health
 
 
 def test_a_run_ends_after_its_duration(tmp_path: Path) -> None:
@@ -36,21 +35,6 @@ def test_a_run_ends_after_its_duration(tmp_path: Path) -> None:
     with find_launcher("serial")(tmp_path) as launcher:
         Supervisor(workers, launcher, duration=0.5).run()
     assert time.monotonic() - begin >= 0.5
-
-
-def test_it_says_that_the_end_has_begun_before_a_worker_is_stopped(tmp_path: Path) -> None:
-    """What other machines say from then on does not fail the run."""
-    seen: list[bool] = []
-
-    def agent() -> None:
-        until_stopped()
-        seen.append(supervisor.ending)
-
-    with find_launcher("serial")(tmp_path) as launcher:
-        supervisor = Supervisor([Worker("agent", "agent", agent)], launcher, duration=0.5)
-        assert not supervisor.ending
-        supervisor.run()
-    assert seen == [True]
 
 
 def test_a_signal_in_the_middle_of_a_line_ends_the_run_in_order(tmp_path: Path) -> None:
@@ -147,26 +131,32 @@ def test_too_many_without_progress_end_the_run_with_the_first_error_that_is_not_
 def test_every_failure_is_recorded_also_one_that_is_mended_at_once_or_ends_the_run(
     tmp_path: Path,
 ) -> None:
+    before = tuple(Event(float(n), "env-0", "failed") for n in range(MAX_EVENTS))
+    write_record(tmp_path, FleetRecord.of_this_process(events=before))
     leader = Worker("agent", "agent", until_stopped, ends_run=True)
     replay = Worker("replay", "replay", until_stopped, restart=RestartPolicy(max_restarts=2))
     with find_launcher("serial")(tmp_path) as launcher:
         room: Any = NoRoom(launcher, "replay", -1)
         with pytest.raises(FleetError):
             Supervisor([leader, replay], room, logdir=tmp_path).run()
-    events = [(row["event"], row["error"]) for row in read_jsonl(tmp_path / EVENTS_FILE)]
-    why = "OSError: [Errno 12] Cannot allocate memory"
-    assert events == [("failed", why), ("started", ""), ("failed", why), ("started", ""),
-                      ("failed", why)]  # fmt: skip
+    record = read_record(tmp_path)
+    assert record is not None
+    events = [(each.worker, each.event, each.error) for each in record.events[-5:]]
+    failed = ("replay", "failed", "OSError: [Errno 12] Cannot allocate memory")
+    started = ("replay", "started", "")
+    assert events == [failed, started, failed, started, failed]
+    assert len(record.events) == MAX_EVENTS, "those of before are kept, and the list is bounded"
+    assert record.events[0].time == 5.0
 
 
 def noted_failures(path: Path, seen: list[str]) -> None:
     """An environment worker whose environments failed, and then one that gives up."""
-    notes = Notes(path)
-    notes.failed("environment 3: RuntimeError: the pole is broken")
-    notes.failed("environment 3: RuntimeError: the pole is broken")
+    health = Health(path)
+    health.failed("environment 3: RuntimeError: the pole is broken")
+    health.failed("environment 3: RuntimeError: the pole is broken")
     while not seen:
         threading.Event().wait(0.01)
-    notes.give_up()
+    health.give_up()
     raise RuntimeError("failed too often")
 
 
@@ -174,9 +164,9 @@ def test_a_failing_environment_is_told_once_and_a_worker_that_gives_up_ends_the_
     tmp_path: Path,
 ) -> None:
     lines: list[str] = []
-    notes = tmp_path / "workers" / "env-0"
+    health = tmp_path / "workers" / "env-0"
     leader = Worker("agent", "agent", until_stopped, ends_run=True)
-    broken = Worker("env-0", "env", partial(noted_failures, notes, lines), notes=notes)
+    broken = Worker("env-0", "env", partial(noted_failures, health, lines), health=health)
     with find_launcher("serial")(tmp_path) as launcher:
         supervisor = Supervisor([leader, broken], launcher, logdir=tmp_path, say=lines.append)
         with pytest.raises(FleetError, match="failed too often"):
@@ -187,6 +177,7 @@ def test_a_failing_environment_is_told_once_and_a_worker_that_gives_up_ends_the_
     record = read_record(tmp_path)
     assert record is not None
     assert record.workers[1].restarts == 0
+    assert [each.event for each in record.events] == ["environment failed", "failed"]
 
 
 def test_a_record_that_cannot_be_written_keeps_nobody_from_saving(
@@ -202,7 +193,7 @@ def test_a_record_that_cannot_be_written_keeps_nobody_from_saving(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(supervisor, "write_record", full)
+    monkeypatch.setattr(status, "write_record", full)
     leader = Worker("agent", "agent", lambda: saved.append("agent"), ends_run=True)
     with find_launcher("serial")(tmp_path) as launcher:
         Supervisor(
@@ -224,7 +215,8 @@ def test_a_record_is_written_when_there_is_room_again(
             raise OSError(28, "No space left on device")
         written.set()
 
-    monkeypatch.setattr(supervisor, "write_record", full_at_first)
+    monkeypatch.setattr(status, "write_record", full_at_first)
+    monkeypatch.setattr(status, "_WRITE_SECONDS", 0.01)
     leader = Worker("agent", "agent", lambda: written.wait(120), ends_run=True)
     replay = Worker("replay", "replay", until_stopped)
     with find_launcher("serial")(tmp_path) as launcher:
@@ -386,27 +378,27 @@ def test_an_end_that_gets_on_is_waited_for(
     """A busy machine may need longer than a quiet one; seconds are made up here."""
     now, looks, lines = [0.0], [0], list[str]()
     path = tmp_path / "workers" / "agent"
-    read = supervisor.read_notes
+    read = supervisor.read_health
 
-    def look(notes: Path) -> Any:
+    def look(path: Path) -> Any:
         looks[0] += 1
-        return read(notes)
+        return read(path)
 
     def save_slowly() -> None:
-        notes = Notes(path)
+        health = Health(path)
         until_stopped()
         while now[0] < 2 * supervisor._SAVE_SECONDS:
             if gets_on:
-                notes.progress()
+                health.progress()
             seen = looks[0]
             while looks[0] < seen + 2 and not lines:
                 threading.Event().wait(0.001)
             now[0] += supervisor._SAVE_SECONDS / 2
 
-    monkeypatch.setattr(supervisor, "read_notes", look)
+    monkeypatch.setattr(supervisor, "read_health", look)
     monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.01)
     with find_launcher("serial")(tmp_path) as launcher:
-        leader = Worker("agent", "agent", save_slowly, ends_run=True, notes=path)
+        leader = Worker("agent", "agent", save_slowly, ends_run=True, health=path)
         watching = Supervisor([leader], launcher, say=lines.append)
         monkeypatch.setattr(
             supervisor, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time)

@@ -12,13 +12,14 @@ from fleet_parts import small_run
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.workers import env_workers, fleet_workers, worker_names
+from dreamfleet.roles.runtime import Factories
 
 
 def make(*_: Any) -> None: ...
 
 
 def workers_of(config: RunConfig) -> list[Worker]:
-    return fleet_workers(*(make,) * 7, config)
+    return fleet_workers(Factories(*(make,) * 7), config)
 
 
 def test_a_run_has_an_agent_environments_a_replay_and_a_logger(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_restart_policy_is_the_runs(tmp_path: Path) -> None:
     for worker in workers_of(config):
         policy = worker.restart
         assert (policy.on_failure, policy.max_restarts) == ("restart", 3)
-        assert worker.notes == tmp_path / "workers" / worker.name
+        assert worker.health == tmp_path / "workers" / worker.name
 
 
 def test_only_the_agent_keeps_its_memory_pages(

@@ -18,7 +18,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.roles import agent, learner
 from dreamfleet.roles.actor import BEGAN
 from dreamfleet.roles.addresses import publish_address
-from dreamfleet.roles.notes import notes_path
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import Server
 
@@ -128,8 +128,8 @@ def test_an_agent_that_is_started_again_acts_before_its_training_is_compiled(
     may_compile = threading.Event()
     made = Ordered(may_compile)
     if again:
-        notes_path(run, BEGAN).parent.mkdir()
-        notes_path(run, BEGAN).touch()
+        health_path(run, BEGAN).parent.mkdir()
+        health_path(run, BEGAN).touch()
     else:
         may_compile.set()
     arguments = [made, barrier, run, progress]

@@ -31,7 +31,7 @@ from dreamfleet.roles.checks import (
     steps_ahead,
 )
 from dreamfleet.roles.episodes import EpisodeServer
-from dreamfleet.roles.machines import MachineRecord, write_machines
+from dreamfleet.roles.fences import Fence, Fences, fenced, write_fences
 from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.spaces import Space
 from dreamfleet.transport import (
@@ -214,9 +214,8 @@ def request_of(obs: dict[str, Any]) -> Request:
     """A block of two observations, as it comes out of a message."""
     value = encode((obs,)).snapshot()
     schema = parse_schema(value.schema)
-    signature = signature_of(schema, value.plain, 2)
-    parts = (value.plain, value.blob, value.frames)
-    return Request(b"peer", 1, 2, schema, *parts, signature, 0.0)
+    signature = signature_of(schema, 2)
+    return Request(b"peer", 1, 2, schema, value.blob, value.frames, signature, 0.0)
 
 
 def test_what_was_fine_before_is_looked_at_again(run: RunConfig) -> None:
@@ -399,11 +398,9 @@ def test_the_invited_have_only_environments_that_they_were_given(run: RunConfig)
     people = {keys.invite("env"): name for name in ("ann", "bob")}
     who = {key.public: Identity("env", name) for key, name in people.items()}
     ids = {"ann": (JOINED, JOINED + 1), "bob": (JOINED + 2,)}
-    box = MachineRecord("box", "joined", (), (), 4, 0.0, 0.0)
     run.logdir.mkdir(exist_ok=True)
-    write_machines(
-        run.logdir, [replace(box, envs=each, invitation=name) for name, each in ids.items()]
-    )
+    given = [Fence(each, False, 5, name) for name, each in ids.items()]
+    write_fences(run.logdir, Fences(5, tuple(given)))
     ann, bob = people
     with (
         acting(run, keys, identify=who.get) as (server, _),
@@ -411,15 +408,55 @@ def test_the_invited_have_only_environments_that_they_were_given(run: RunConfig)
         Client(server.address, keys=bob) as other,
         Client(server.address, keys=keys.for_role("env")) as own,
     ):
-        for wrong in ((0, 1), (JOINED + 1, JOINED + 2), (JOINED + 3,)):
+        for wrong in (
+            fenced((0, 1), 5), fenced((JOINED + 1, JOINED + 2), 5), fenced((JOINED + 3,), 5),
+            fenced((JOINED,), 4), fenced((JOINED,), 6), (JOINED,),
+        ):  # fmt: skip
             with pytest.raises(RemoteError, match="is not given to 'ann'") as refused:
-                guest.call_block("act", observation(wrong)).result(60)
+                guest.call_block("act", observation(tuple(wrong))).result(60)
             assert refused.value.kind == "Occupied"  # so it may be tried again
-        guest.call_block("act", observation(ids["ann"])).result(60)
-        other.call_block("act", observation(ids["bob"])).result(60)
+        guest.call_block("act", observation(tuple(fenced(ids["ann"], 5)))).result(60)
+        other.call_block("act", observation(tuple(fenced(ids["bob"], 5)))).result(60)
         own.call_block("act", observation((0, 1))).result(60)
-        with pytest.raises(RemoteError, match="need an invitation"):
-            own.call_block("act", observation((JOINED,))).result(60)
+        for wrong in ((JOINED,), fenced((0,), 5)):
+            with pytest.raises(RemoteError, match="need an invitation"):
+                own.call_block("act", observation(tuple(wrong))).result(60)
+
+
+def test_a_newer_start_of_an_environment_takes_its_place_and_an_older_one_never_acts_again(
+    run: RunConfig,
+) -> None:
+    """However long the older one was cut off, and although its connection is there."""
+    keys = Keys.generate()
+    key = keys.invite("env")
+    run.logdir.mkdir(exist_ok=True)
+
+    def give(incarnation: int) -> None:
+        fence = Fence((JOINED,), False, incarnation, "ann")
+        write_fences(run.logdir, Fences(incarnation, (fence,)))
+
+    def act(client: Client, incarnation: int, is_first: bool) -> None:
+        first = np.array([is_first])
+        ids = tuple(fenced((JOINED,), incarnation))
+        client.call_block("act", observation(ids, is_first=first)).result(60)
+
+    who = {key.public: Identity("env", "ann")}
+    with (
+        acting(run, keys, identify=who.get) as (server, _),
+        Client(server.address, keys=key) as old,
+        Client(server.address, keys=key) as new,
+    ):
+        give(5)
+        act(old, 5, True)
+        act(old, 5, False)
+        give(6)
+        with pytest.raises(RemoteError, match="begin a new episode"):
+            act(new, 6, False)
+        act(new, 6, True)
+        for first in (False, True):
+            with pytest.raises(RemoteError, match=r"is not given to 'ann'|newer start"):
+                act(old, 5, first)
+        act(new, 6, False)
 
 
 def test_the_evaluation_takes_its_own_environments_only() -> None:

@@ -25,7 +25,7 @@ from dreamfleet.roles import env as role
 from dreamfleet.roles import runtime
 from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.env import RestartedEnv, Watchdog, _step_all, split_lanes
-from dreamfleet.roles.notes import Notes, notes_path, read_notes
+from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.transport import Client, Disconnected, RemoteError, resolve
 
 LENGTH = 25
@@ -125,13 +125,13 @@ def run(
     steps: int = 60,
     errors: Mapping[int, Exception] | None = None,
 ) -> tuple[Agent, list[RestartedEnv]]:
-    stop, notes, watchdog = threading.Event(), Notes(notes_path(args, "env-0")), Watchdog(0)
-    envs = [RestartedEnv(make, envid, args, notes, watchdog) for envid, make in enumerate(makes)]
+    stop, health, watchdog = threading.Event(), Health(health_path(args, "env-0")), Watchdog(0)
+    envs = [RestartedEnv(make, envid, args, health, watchdog) for envid, make in enumerate(makes)]
     for env in envs:
         env.build()
     agent = Agent(steps, stop, errors)
     lanes = split_lanes(envs, range(len(envs)), False, args.env_lanes)
-    _step_all(lanes, agent, stop, watchdog, notes)  # type: ignore[arg-type]
+    _step_all(lanes, agent, stop, watchdog, health)  # type: ignore[arg-type]
     return agent, envs
 
 
@@ -163,9 +163,9 @@ def test_an_exception_costs_its_own_episode_and_the_others_never_notice(
     assert other == list(range(60)), "the other one lost a step"
     assert envs[1].failures == 1
     assert agent.rows(1, "failures") == [0] * 10 + [1] * 49
-    noted = read_notes(notes_path(args, "env-0"))
-    assert noted.failures == 1
-    assert noted.error == "environment 1: RuntimeError: the pole is broken"
+    health = read_health(health_path(args, "env-0"))
+    assert health.failures == 1
+    assert health.error == "environment 1: RuntimeError: the pole is broken"
     assert "Traceback" in caplog.text
     assert "OSError('the port is busy')" in caplog.text, "an error in close is logged, and no more"
 
@@ -228,9 +228,9 @@ def test_nan_stops_the_run_with_environment_key_and_step_if_that_is_wished(tmp_p
     words = r"^'reward' holds NaN or infinity at step 10 of an episode of environment 0\. .*on_nan"
     with pytest.raises(EnvCrashedError, match=words):
         run(args, [flaky({11: nan_reward})])
-    noted = read_notes(notes_path(args, "env-0"))
-    assert noted.final
-    assert noted.not_finite
+    health = read_health(health_path(args, "env-0"))
+    assert health.final
+    assert health.not_finite
 
 
 def test_failures_without_progress_end_it_and_those_with_progress_never_do(
@@ -242,11 +242,11 @@ def test_failures_without_progress_end_it_and_those_with_progress_never_do(
     _, envs = run(args, [flaky(apart)], steps=20 * PROGRESS_STEPS + 5)
     assert envs[0].failures == 20
     assert caplog.text.count("Traceback") == 3, "the first three are enough"
-    assert not read_notes(notes_path(args, "env-0")).final
+    assert not read_health(health_path(args, "env-0")).final
     words = "failed 3 times and neither finished an episode nor made 20 steps .* max_restarts"
     with pytest.raises(EnvCrashedError, match=words):
         run(args, [flaky({3: explode, 6: explode, 9: explode})])
-    assert read_notes(notes_path(args, "env-0")).final
+    assert read_health(health_path(args, "env-0")).final
 
 
 def test_a_constructor_that_fails_is_tried_again_with_another_seed(
@@ -272,7 +272,7 @@ def test_a_machine_without_the_package_of_the_task_says_so_at_once(args: RunConf
     make = partial(environment, replace(args, task="no_such_package:Env", env_options={}), None)
     with pytest.raises(UnknownTaskError, match=r"no module 'no_such_package'.*install it"):
         run(args, [make])
-    assert read_notes(notes_path(args, "env-0")).final
+    assert read_health(health_path(args, "env-0")).final
 
 
 def test_whoever_wants_to_stop_at_failures_gets_the_exception_itself(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_failure_waits_longer_each_time(args: RunConfig, monkeypatch: pytest.M
     now = [100.0]
     monkeypatch.setattr(role.time, "monotonic", lambda: now[0])
     made = partial(flaky, dict.fromkeys(range(1, 100), explode))()
-    env = RestartedEnv(made, 0, args, Notes(), Watchdog(0))
+    env = RestartedEnv(made, 0, args, Health(), Watchdog(0))
     delays = []
     for _ in range(9):
         env.build()
@@ -296,22 +296,22 @@ def test_a_failure_waits_longer_each_time(args: RunConfig, monkeypatch: pytest.M
 
 def test_notes_tell_what_a_worker_does_and_survive_it(tmp_path: Path) -> None:
     path = tmp_path / "workers" / "env-0"
-    notes = Notes(path)
-    notes.progress()
-    notes.failed("x" * 5000)
-    notes.give_up()
-    notes.now("stepping", 3)
-    noted = read_notes(path)
-    assert (noted.progress, noted.failures, noted.final) == (1, 1, True)
-    assert (noted.doing, noted.envid, noted.error) == ("stepping", 3, "x" * 1000)
-    Notes(path)
-    after = read_notes(path)
+    health = Health(path)
+    health.progress()
+    health.failed("x" * 5000)
+    health.give_up()
+    health.now("stepping", 3)
+    health = read_health(path)
+    assert (health.progress, health.failures, health.final) == (1, 1, True)
+    assert (health.doing, health.envid, health.error) == ("stepping", 3, "x" * 1000)
+    Health(path)
+    after = read_health(path)
     assert (after.progress, after.failures, after.final, after.doing) == (1, 1, False, "waiting")
     path.write_bytes(b"short")
-    assert read_notes(path) == read_notes(tmp_path / "missing")
+    assert read_health(path) == read_health(tmp_path / "missing")
     blocked = tmp_path / "file"
     blocked.touch()
-    Notes(blocked / "env-0").progress()  # where no file can be, notes are for nobody
+    Health(blocked / "env-0").progress()  # where no file can be, it is kept in memory
 
 
 def test_the_role_says_what_it_logs_only_once_per_failure(
@@ -428,14 +428,14 @@ def test_the_timeout_is_that_of_each_environment(
 ) -> None:
     """Eight that take 40 s each share a process, which is not ended after 300 s."""
     timer, left = Timer(monkeypatch), list[float]()
-    args, notes, watchdog = small_run(tmp_path), Notes(), Watchdog(300.0)
+    args, health, watchdog = small_run(tmp_path), Health(), Watchdog(300.0)
     make = partial(Slow, timer, 40.0, left)
-    envs = [RestartedEnv(make, envid, args, notes, watchdog) for envid in range(8)]
+    envs = [RestartedEnv(make, envid, args, health, watchdog) for envid in range(8)]
     for env in envs:
         env.build()
     stop = threading.Event()
     (lane,) = split_lanes(envs, range(8), False, 1)
-    _step_all([lane], Agent(3, stop), stop, watchdog, notes)  # type: ignore[arg-type]
+    _step_all([lane], Agent(3, stop), stop, watchdog, health)  # type: ignore[arg-type]
     assert len(left) == 24
     assert all(300 - 40 <= each <= 1.1 * 300 - 40 for each in left)
 

@@ -61,7 +61,7 @@ def test_an_address_is_typed_or_found_in_a_file_or_in_a_directory(tmp_path: Path
     """Secrets of containers are files, and the nodes of a cluster share the run's directory."""
     place = Place("gpu1", 5550, {"actor": 5551})
     write_place(tmp_path, place)
-    with pytest.raises(ConfigError, match="Nobody can join a run in"):
+    with pytest.raises(ConfigError, match="cannot be joined: start it"):
         find_url(str(tmp_path))
     with pytest.raises(ConfigError, match="'' is not the address of a run"):
         read_url(find_url(""))

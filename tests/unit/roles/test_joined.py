@@ -21,16 +21,15 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
-from dreamfleet.roles import machines as machines_file
+from dreamfleet.roles import fences as fences_file
 from dreamfleet.roles.actor import BEGAN, Actor, Opening, policy_sizes
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.env import Lane
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
-from dreamfleet.roles.evaluator import JoinedGroups
+from dreamfleet.roles.fences import Fence, FenceReader, Fences, read_fences, write_fences
+from dreamfleet.roles.health import health_path
 from dreamfleet.roles.invitations import write_place
 from dreamfleet.roles.logger import video_env
-from dreamfleet.roles.machines import MachineRecord, read_machines, write_machines
-from dreamfleet.roles.notes import notes_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import ReplayService, limiter_for
 from dreamfleet.spaces import RESET
@@ -175,7 +174,7 @@ def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not
         first.result(LONG)
         second.result(LONG)
         assert acted == [JOINED, JOINED + 1, JOINED + 2]  # nothing of the one that has left
-    assert notes_path(run, BEGAN).exists()
+    assert health_path(run, BEGAN).exists()
     successor, again = acting(run, progress := Progress())[:2]
     assert (successor.closed, progress.begun) == (False, True)
     again.close()
@@ -207,10 +206,10 @@ def test_a_batch_that_is_made_smaller_goes_at_once() -> None:
     server = BatchServer("inproc://{auto}")
     server.bind("double", lambda x: (2 * x, None), batch=4, wait=3600.0)
     with server, Client(server.address) as client:
-        futures = [client.call("double", np.array(value)) for value in (1, 2)]
+        futures = [client.call_block("double", np.array([value])) for value in (1, 2)]
         eventually(lambda: server.stats()["double/waiting"] == 2)
         server.resize("double", 2)
-        assert [int(future.result(LONG)) for future in futures] == [2, 4]
+        assert [future.result(LONG).tolist() for future in futures] == [[2], [4]]
 
 
 # --- learning ------------------------------------------------------------------------------------
@@ -220,8 +219,8 @@ def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path)
     """So many have joined that there are enough steps in all, and in none of them."""
     run = small_run(tmp_path, envs=1, batch_size=1, train_ratio=0.0)
     parts, stop = factories(run), threading.Event()
-    buffers = parts["make_replay_train"](), parts["make_replay_eval"]()
-    service = ReplayService(*buffers, parts["make_stream"], limiter_for(run), run, stop)
+    buffers = parts.make_replay_train(), parts.make_replay_eval()
+    service = ReplayService(*buffers, parts.make_stream, limiter_for(run), run, stop)
     ids = np.arange(JOINED, JOINED + 2 * run.window)
 
     def add(number: int, rows: NDArray[np.int64]) -> None:
@@ -291,8 +290,10 @@ class Player:
         assert isinstance(self._problem, (Closed, Disconnected))
 
 
-def machine(name: str, ids: Group, state: Any = "joined") -> MachineRecord:
-    return MachineRecord(name, state, (), ids, 2, 0.0, 0.0, holder=name)
+def give(logdir: Path, **groups: Group) -> None:
+    """Let joined machines evaluate in these environments; letters stand for incarnations."""
+    fences = [Fence(ids, True, ord(name), "first") for name, ids in groups.items()]
+    write_fences(logdir, Fences(200, tuple(fences)))
 
 
 A, B = (JOINED + 10, JOINED + 11), (JOINED + 12,)
@@ -318,31 +319,35 @@ def test_an_evaluation_that_ends_is_a_lost_agent_to_environments_of_other_machin
         assert lane.due > 0
 
 
-def test_the_list_of_machines_is_read_when_it_was_replaced(
+def test_the_fences_are_read_when_they_were_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []
 
-    def counted(logdir: Path) -> list[MachineRecord]:
+    def counted(logdir: Path) -> Fences:
         reads.append(logdir)
-        return read_machines(logdir)
+        return read_fences(logdir)
 
-    monkeypatch.setattr(machines_file, "read_machines", counted)
-    groups = JoinedGroups(tmp_path)
+    monkeypatch.setattr(fences_file, "read_fences", counted)
+    groups = FenceReader(tmp_path).groups
     assert groups() == {}
     reads.clear()
     for name in ("a", "c"):
-        write_machines(tmp_path, [machine(name, A)])
+        give(tmp_path, **{name: A})
         for _ in range(3):
-            assert groups() == {A: name}
+            assert groups() == {A: str(ord(name))}
     assert len(reads) == 2
 
 
 def test_ids_that_another_machine_gets_within_a_round_are_no_failure(tmp_path: Path) -> None:
     agent = RandomAgent(DUMMY.obs_space, DUMMY.act_space)
-    write_machines(tmp_path, [machine("a", A), machine("b", B)])
+    give(tmp_path, a=A, b=B)
     server = EpisodeServer(
-        "inproc://{auto}", [], max_steps=100, why=lambda _: "again", joined=JoinedGroups(tmp_path)
+        "inproc://{auto}",
+        [],
+        max_steps=100,
+        why=lambda _: "again",
+        joined=FenceReader(tmp_path).groups,
     )
     with server:
         players = [Player(server.address, A, 50), Player(server.address, B, 3)]
@@ -351,7 +356,7 @@ def test_ids_that_another_machine_gets_within_a_round_are_no_failure(tmp_path: P
         def replace_one() -> None:
             if len(players) == 2 and players[0].replies >= 6:  # in the middle of an episode
                 players[0].leave()
-                write_machines(tmp_path, [machine("c", A), machine("b", B)])
+                give(tmp_path, c=A, b=B)
                 players.append(Player(server.address, A, 3))
 
         played = server.play(agent, "eval", 30, tick=replace_one)
@@ -370,14 +375,14 @@ def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
     """One leaves in the middle of a round: the others play its episodes. All leave: the round is
     played again by whoever comes."""
     agent = RandomAgent(DUMMY.obs_space, DUMMY.act_space)
-    write_machines(tmp_path, [machine("a", A), machine("b", B), machine("c", (5,), "left")])
-    assert list(JoinedGroups(tmp_path)()) == [A, B]
+    give(tmp_path, a=A, b=B)
+    assert list(FenceReader(tmp_path).groups()) == [A, B]
     server = EpisodeServer(
         "inproc://{auto}",
         [],
         max_steps=100,
         why=lambda group: "",
-        joined=JoinedGroups(tmp_path),
+        joined=FenceReader(tmp_path).groups,
     )
     with server:
         with Client(server.address) as client, pytest.raises(RemoteError, match="Environment 5 is"):
@@ -390,7 +395,7 @@ def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
         def leave() -> None:
             if first.replies > 6 and second.replies:
                 first.leave()
-                write_machines(tmp_path, [machine("a", A, "left"), machine("b", B)])
+                give(tmp_path, b=B)
 
         eventually(lambda: {A, B} <= set(server._waiting))
         played = server.play(agent, "eval", 60, tick=leave)
@@ -399,7 +404,7 @@ def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
 
         def leave_too() -> None:
             second.leave()
-            write_machines(tmp_path, [])
+            give(tmp_path)
 
         eventually(lambda: B in server._waiting)
         with pytest.raises(RoundInterrupted):
@@ -408,7 +413,7 @@ def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
 
         def come() -> None:
             if not third:
-                write_machines(tmp_path, [machine("a", A)])
+                give(tmp_path, a=A)
                 third.append(Player(server.address, A, 3))
 
         assert len(server.play(agent, "eval", 4, tick=come)) == 4

@@ -23,9 +23,9 @@ from dreamfleet.agents.dreamer.runtime import player as dreamer_module
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.actor import Carries, padded_policy
+from dreamfleet.roles.health import read_health
 from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.learner import LOOK_AHEAD, SAVE_REQUEST, Learner, RemoteStream, Saver
-from dreamfleet.roles.notes import read_notes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.replay import most_owed
 from dreamfleet.transport import ArgumentError, Client, Closed, RemoteError, Server
@@ -510,10 +510,10 @@ def test_what_training_needs_is_told_and_a_refusal_is_final(tmp_path: Path) -> N
             raise ConfigError("too large")
 
     learner, _, told = learner_of(Refused(), small_run(tmp_path))
-    assert not read_notes(tmp_path / "workers" / "agent").final
+    assert not read_health(tmp_path / "workers" / "agent").final
     with pytest.raises(ConfigError, match="too large"):
         learner.compile()
-    assert read_notes(tmp_path / "workers" / "agent").final, "it is not started again"
+    assert read_health(tmp_path / "workers" / "agent").final, "it is not started again"
     assert "learner/memory" not in told.metrics
 
 

@@ -15,11 +15,11 @@ import pytest
 from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.coordinator import addresses
+from dreamfleet.fleet.nodes import addresses
 from dreamfleet.roles import parameters as module
-from dreamfleet.roles.actor import policy_sizes, why_waiting
+from dreamfleet.roles.actor import policy_sizes, waits_for
 from dreamfleet.roles.addresses import find_server
-from dreamfleet.roles.notes import Notes
+from dreamfleet.roles.health import Health
 from dreamfleet.roles.parameters import Follower, ParameterServer, packed, unpacked
 from dreamfleet.roles.progress import Progress, SharedProgress
 from dreamfleet.transport import Client
@@ -76,7 +76,7 @@ def test_parameters_of_updates_reach_an_actor(
         CountingAgent(),
         threading.Lock(),
     )
-    follower = Follower(agent, progress, lock, Notes())
+    follower = Follower(agent, progress, lock, Health())
     with follower:
         assert not follower._loaded.is_set(), "there is no learner yet"
         learner = Learner(run)
@@ -283,6 +283,6 @@ def test_each_actor_has_its_share_of_the_environments(tmp_path: Path) -> None:
     assert [run.policy_batch_of(actor) for actor in range(2)] == [3, 2], "a batch can be full"
     assert [policy_sizes(run, actor) for actor in range(2)] == [(1, 2, 3), (1, 2)]
     free = {"connected": 1.0, "inflight": 0.0}
-    assert why_waiting(run, {1: 0.5, 3: 0.5}, 0, free, 1) == ""
-    assert why_waiting(run, {1: 0.5}, 0, free, 1) == "no observation from environment 3 yet"
-    assert why_waiting(run, {}, 0, {**free, "inflight": 2.0}, 1).startswith("actor-1 waits for")
+    assert waits_for(run, {1: 0.5, 3: 0.5}, 0, free, 1) == ""
+    assert waits_for(run, {1: 0.5}, 0, free, 1) == "no observation from environment 3 yet"
+    assert waits_for(run, {}, 0, {**free, "inflight": 2.0}, 1).startswith("actor-1 waits for")

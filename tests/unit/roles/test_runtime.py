@@ -22,7 +22,7 @@ from dreamfleet.roles.addresses import (
     remove_addresses,
     use_book,
 )
-from dreamfleet.roles.runtime import ORDER, StopSignal, stop_event
+from dreamfleet.roles.runtime import STOP_SIGNAL, StopSignal, stop_event
 from dreamfleet.transport import AddressError, Client, Server
 
 
@@ -219,11 +219,11 @@ print("stopped", flush=True)
 """
 LEAVES = """
 import threading
-from dreamfleet.roles.runtime import obey_supervisor, stop_event, their_code
+from dreamfleet.roles.runtime import obey_supervisor, stop_event, user_code
 obey_supervisor(threading.Event())
 stop_event(exit_process=True)
 try:
-    with their_code:
+    with user_code:
         print("waiting", flush=True)
         threading.Event().wait()
 finally:
@@ -231,7 +231,7 @@ finally:
 """
 LEAVES_LATER = """
 import threading
-from dreamfleet.roles.runtime import obey_supervisor, stop_event, their_code
+from dreamfleet.roles.runtime import obey_supervisor, stop_event, user_code
 obey_supervisor(threading.Event())
 stop = stop_event(exit_process=True)
 changed = threading.Condition()
@@ -240,7 +240,7 @@ with changed:
     while not stop.is_set():
         changed.wait(0.01)
 print("not left in the wait", flush=True)
-with their_code:
+with user_code:
     print("not left", flush=True)
 """
 
@@ -248,8 +248,8 @@ with their_code:
 @pytest.mark.parametrize(
     ("code", "signals"),
     [
-        (SLEEPS_THROUGH_IT, [ORDER]),
-        (LEAVES, [signal.SIGSTOP, signal.SIGTERM, ORDER, signal.SIGCONT]),
+        (SLEEPS_THROUGH_IT, [STOP_SIGNAL]),
+        (LEAVES, [signal.SIGSTOP, signal.SIGTERM, STOP_SIGNAL, signal.SIGCONT]),
     ],
     ids=["another thread", "stopped"],
 )
@@ -278,7 +278,7 @@ def test_a_process_is_left_in_their_code_only() -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
-    process.send_signal(ORDER)
+    process.send_signal(STOP_SIGNAL)
     assert process.communicate(timeout=60) == ("not left in the wait\n", None)
     assert process.returncode == 0
 

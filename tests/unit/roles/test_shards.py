@@ -77,10 +77,10 @@ class Fleet:
 
     def start(self, shard: int) -> None:
         made, signal = factories(self.config), StopSignal()
-        buffers = made["make_replay_train"], made["make_replay_eval"]
+        buffers = made.make_replay_train, made.make_replay_eval
 
         def role() -> None:
-            parallel_replay(*buffers, made["make_stream"], self.config, shard)
+            parallel_replay(*buffers, made.make_stream, self.config, shard)
 
         thread = threading.Thread(target=signal.run, args=[role], daemon=True)
         thread.start()

@@ -1,7 +1,7 @@
 """What an actor says that it waits for."""
 
 from dreamfleet.config import RunConfig
-from dreamfleet.roles.actor import why_waiting
+from dreamfleet.roles.actor import waits_for
 
 CONFIG = RunConfig(envs=4, actor_batch=3, log_every=10.0, replay_addr="tcp://127.0.0.1:1234")
 SEEN = dict.fromkeys(range(4), 0.5)
@@ -9,7 +9,7 @@ FREE = {"connected": 1.0, "inflight": 0.0}
 
 
 def waits(config: RunConfig = CONFIG, idle: object = None, rows: int = 0, **client: float) -> str:
-    return why_waiting(config, SEEN if idle is None else idle, rows, {**FREE, **client})
+    return waits_for(config, SEEN if idle is None else idle, rows, {**FREE, **client})
 
 
 def test_nothing_while_every_environment_sends_observations() -> None:

@@ -15,7 +15,8 @@ import pytest
 from view_parts import made_up_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.status import MachineStatus, ProcessUsage, RunStatus, WorkerStatus
+from dreamfleet.fleet.record import Event, MachineStatus, ProcessUsage, Scores, WorkerStatus
+from dreamfleet.fleet.status import RunStatus
 from dreamfleet.metrics.glossary import explain
 from dreamfleet.view.charts import (
     CurveOptions,
@@ -28,7 +29,7 @@ from dreamfleet.view.charts import (
 from dreamfleet.view.curves_page import read_options, write_query
 from dreamfleet.view.fleet_page import failure_rows, fleet_graph, process_rows, rates, usage_text
 from dreamfleet.view.reading import training_hours
-from dreamfleet.view.runs import EVALUATION, SCORE, Event, Run
+from dreamfleet.view.runs import EVALUATION, SCORE, Run
 
 WEEK = 7 * 86400.0
 
@@ -230,13 +231,25 @@ def test_a_run_chooses_no_code_that_a_chart_runs(tmp_path: Path) -> None:
 
 def worker(name: str, **more: Any) -> WorkerStatus:
     role = name.partition("-")[0]
-    plain = WorkerStatus(name, role, "running", 7, "", 60.0, 0, "", ProcessUsage(0.5, 10**8))
+    plain = WorkerStatus(name, role, "running", 7, "", 0.0, 0, "", ProcessUsage(0.5, 10**8), 60.0)
     return replace(plain, **more)
 
 
 def status(*workers: WorkerStatus, **more: Any) -> RunStatus:
     return RunStatus(
-        RunConfig(), "running", True, 5, (), {}, 1.0, 60.0, None, "", workers, None, **more
+        config=RunConfig(),
+        state="running",
+        responding=True,
+        step=5,
+        scores=Scores(),
+        metrics={},
+        steps_per_second=1.0,
+        seconds=60.0,
+        seconds_left=None,
+        waiting="",
+        workers=workers,
+        supervisor=None,
+        **more,
     )
 
 

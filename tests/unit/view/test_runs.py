@@ -14,7 +14,7 @@ import pytest
 from view_parts import made_up_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import FleetRecord, WorkerRecord, write_record
+from dreamfleet.fleet.record import Event, FleetRecord, WorkerStatus, write_record
 from dreamfleet.presets import PRESETS
 from dreamfleet.view import runs as runs_module
 from dreamfleet.view.runs import EVALUATION, Annotations, Row, Run, Runs, closest_preset
@@ -77,7 +77,7 @@ def test_half_written_files_are_no_obstacle(tmp_path: Path) -> None:
     for name, content in {
         "scores.jsonl": b'{"step": 10, "episode/score": 1.0}\n{"step": 2',
         "metrics.jsonl": b"\x00\x00\x00",
-        "fleet.json": b'{"pid": ',
+        "status.json": b'{"pid": ',
     }.items():
         (run / name).write_bytes(content)
     row = rows_of(tmp_path)["a"]
@@ -93,7 +93,6 @@ def test_rows_may_hold_anything(tmp_path: Path, value: str) -> None:
     for name in (
         "scores.jsonl",
         "metrics.jsonl",
-        "events.jsonl",
         "evaluations.jsonl",
         "annotations.json",
     ):
@@ -162,8 +161,8 @@ def test_a_failure_is_shown_for_seconds_and_listed(
 ) -> None:
     path = made_up_run(tmp_path / "a")
     run = Run("a", path)
-    line = '{"time": %f, "worker": "env-%d", "event": "failed", "error": "why"}\n'
-    (path / "events.jsonl").write_text(line % (5.0, 0) + "{damaged\n" + line % (4e9, 1))
+    events = (Event(5.0, "env-0", "failed", "why"), Event(4e9, "env-1", "failed", "why"))
+    write_record(path, FleetRecord.of_this_process(events=events))
     run.read(metrics=True)
     assert run.recently_failed == {"env-1"}  # the other one failed before the page was opened
     later = runs_module.time.monotonic() + 60
@@ -176,7 +175,7 @@ def test_what_is_wrong_is_seen_in_the_table(tmp_path: Path) -> None:
     path = made_up_run(tmp_path / "nan")
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 999, "train/loss/value": null, "train/other": null}\n')
-    worker = WorkerRecord("env-3", "env", "restarting", None, "", 0.0, error="boom")
+    worker = WorkerStatus("env-3", "env", "restarting", None, "", 0.0, error="boom")
     record = replace(FleetRecord.of_this_process(), workers=(worker,))
     write_record(made_up_run(tmp_path / "restarting"), record)
     ended = replace(record, workers=(replace(worker, state="ended"),), state="failed")

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, Self
 
 from dreamfleet.config import Resources, RunConfig
 from dreamfleet.errors import ConfigError, did_you_mean
+from dreamfleet.roles.health import HealthRecord
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables for processes whose numpy work is small: a pool of threads in each would fight over the
@@ -29,7 +30,7 @@ Role = Literal["agent", "actor", "evaluator", "env", "replay", "logger"]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What happens when a worker ends although nobody asked it to."""
+    """What happens when a worker ends without having been asked to."""
 
     on_failure: Literal["restart", "stop"] = "restart"
     """Start it again after a delay that doubles each time, or end the run."""
@@ -58,8 +59,11 @@ class Worker:
     while the run ends."""
     apart: bool = False
     """Whether it goes to another machine than its like, where a launcher has several."""
-    notes: Path | None = None
-    """Where it notes its progress and its failures; None if it does not."""
+    health: Path | Callable[[], HealthRecord] | None = None
+    """Its health record, or what reads it; None if it keeps none."""
+    node: str = ""
+    """The joined machine it runs on. The failures of a joined machine are counted together, and
+    too many of them end its part of the run."""
 
 
 class RunningWorker(Protocol):
@@ -80,7 +84,7 @@ class RunningWorker(Protocol):
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit code, or None if it still runs after `timeout` seconds. 0 if its function has
         returned, negative for the signal that killed it, `roles.runtime.STOPPED` if it stopped
-        because somebody asked it to."""
+        because it was asked to."""
 
     def terminate(self) -> None:
         """Ask it to stop; it may save first."""
@@ -92,8 +96,25 @@ class RunningWorker(Protocol):
         """The end of what it wrote since it was started: its traceback, if it raised."""
 
 
-class Launcher(Protocol):
-    """Starts workers. Used as a context manager around the whole run."""
+class Node(Protocol):
+    """Starts workers, and ends them."""
+
+    def start(self, worker: Worker) -> RunningWorker:
+        """Start a worker that does not run."""
+
+    def log_file(self, worker: Worker) -> Path:
+        """Where its output goes."""
+
+
+class JoinedNode(Node, Protocol):
+    """A machine that has joined."""
+
+    def dismiss(self, why: str) -> None:
+        """Send the machine away."""
+
+
+class Launcher(Node, Protocol):
+    """The node of a run's own workers. Used as a context manager around the whole run."""
 
     default_address: str
     """Where a server listens if the settings leave it open."""
@@ -107,12 +128,6 @@ class Launcher(Protocol):
 
     def prepare(self, workers: Sequence[Worker]) -> None:
         """Called once, before anything is started: whatever cannot be sent fails here."""
-
-    def start(self, worker: Worker) -> RunningWorker:
-        """Start a worker that does not run."""
-
-    def log_file(self, worker: Worker) -> Path:
-        """Where its output goes."""
 
 
 LAUNCHERS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))

@@ -40,7 +40,7 @@ import setproctitle
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.roles.runtime import (
-    ORDER,
+    STOP_SIGNAL,
     STOPPED,
     obey_supervisor,
     pickled,
@@ -101,7 +101,6 @@ class LocalWorker:
         worker: Worker,
         payload: bytes,
         log_file: Path,
-        pass_fds: Sequence[int] = (),
         before_stop: Callable[[], None] | None = None,
     ) -> None:
         self._before_stop = before_stop or self.announce_end
@@ -126,10 +125,9 @@ class LocalWorker:
                 stderr=output,
                 env={**heaps, **os.environ, **worker.environment},
                 start_new_session=True,
-                pass_fds=pass_fds,
             )
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once; whoever waits for it learns so
+        with suppress(BrokenPipeError):  # it died at once, which `wait` tells
             self._process.stdin.write(json.dumps(header).encode() + b"\n" + payload)
             self._process.stdin.flush()
 
@@ -165,7 +163,7 @@ class LocalWorker:
     def terminate(self) -> None:
         if self._process.poll() is None:
             self._before_stop()
-            self._process.send_signal(ORDER)
+            self._process.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -241,7 +239,7 @@ def _watch_parent(
         else:
             break
     orphaned.set()
-    os.kill(os.getpid(), ORDER)
+    os.kill(os.getpid(), STOP_SIGNAL)
     threading.Event().wait(_ORPHAN_SECONDS)
     _end_group()
 
@@ -258,7 +256,7 @@ def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
 
 
 def _end_group() -> None:
-    """End this process and all that it has started: nobody else is left who would."""
+    """End this process and all that it has started: its supervisor is gone."""
     remove_socket_files()
     os.killpg(os.getpid(), signal.SIGKILL)
 

@@ -5,17 +5,13 @@ the local launcher does: with a session, a pipe and a log of its own. So signals
 environment variables are as ever, Ray chooses machine and accelerator, and the process ends with
 its actor, whatever ends that. Each start has an actor of its own.
 
-Addresses and the key go through Ray: the actor and its process share a pair of sockets, over which
-lines of JSON say what a server has published and what others have. The key comes with what the
-process is told to do, and touches no disk. Everything else flows over our own transport.
-
-Output goes to `logs/` in the run's directory, which every machine has to see, and to Ray's logs.
+Every machine has to see the run's directory, where servers publish their addresses and output goes
+to `logs/` (and to Ray's logs). The key comes with what the process is told to do, and touches no
+disk. Everything else flows over our own transport.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import os
 import queue
@@ -52,7 +48,7 @@ _PLACED_WITHIN = 60.0  # seconds; a node that died may take a while to be known
 _SEEN_WITHIN = 10.0  # seconds; a network file system may show a new file late
 _KILLED_WITHIN = 5.0
 _STORE_BYTES = 80_000_000  # of a cluster of our own: nothing is stored in it
-_THREADS = 8  # calls of one host at the same time, two of which wait for long
+_THREADS = 8  # calls of one host at the same time, one of which waits for long
 _LOST = -int(signal.SIGKILL)
 _AUTH_MODE = "RAY_AUTH_MODE"
 _TOO_SLOW = "timed out during startup"
@@ -85,10 +81,6 @@ class _Host:
     """The actor that hosts one worker's process."""
 
     def __init__(self) -> None:
-        self._line: socket.socket | None = None
-        self._published: list[dict[str, str]] = []
-        self._more = threading.Condition()
-        self._newest = -1
         self._worker: LocalWorker | None = None
 
     def place(self, mark: Path) -> Place:
@@ -112,21 +104,10 @@ class _Host:
         path: Sequence[str],
         log_file: Path,
         keys: Keys | RoleKey | None,
-        addresses: Mapping[str, str],
-        number: int,
     ) -> tuple[int, int]:
         """Start the process; returns its pid, and where its output begins in the log."""
-        self._line, theirs = socket.socketpair()
-        self.know(addresses, number)
-        descriptor = theirs.fileno()
-        host = ray.util.get_node_ip_address()
-        function = partial(_run, descriptor, keys, host, path, payload)
-        self._worker = LocalWorker(
-            worker, cloudpickle.dumps(function), log_file, pass_fds=[descriptor]
-        )
-        theirs.close()
-        listen = partial(self._listen, self._line)
-        threading.Thread(target=listen, name="addresses", daemon=True).start()
+        function = partial(_run, keys, ray.util.get_node_ip_address(), path, payload)
+        self._worker = LocalWorker(worker, cloudpickle.dumps(function), log_file)
         copy = partial(_copy, log_file, self._worker.log_start, self._worker.wait)
         threading.Thread(target=copy, name="copy", daemon=True).start()
         return self._worker.pid, self._worker.log_start
@@ -137,26 +118,6 @@ class _Host:
         code = self._worker.wait()
         assert code is not None
         return code
-
-    def _listen(self, line: socket.socket) -> None:
-        for text in line.makefile("r"):
-            with self._more:
-                self._published.append(json.loads(text))
-                self._more.notify_all()
-
-    def published(self, seen: int) -> list[dict[str, str]]:
-        """The addresses that it publishes after those that were seen, by name; waits for one. May
-        be asked again, if an answer was lost."""
-        with self._more:
-            self._more.wait_for(lambda: len(self._published) > seen)
-            return self._published[seen:]
-
-    def know(self, addresses: Mapping[str, str], number: int) -> None:
-        """Tell it where others are; a message that was overtaken by a newer one is dropped."""
-        if self._line and number > self._newest:
-            self._newest = number
-            with suppress(OSError):  # it has ended
-                self._line.sendall(json.dumps(dict(addresses)).encode() + b"\n")
 
     def terminate(self) -> None:
         if self._worker:
@@ -182,48 +143,14 @@ def _copy(path: Path, start: int, wait: Callable[[float], int | None]) -> None:
                 return
 
 
-def _run(
-    descriptor: int,
-    keys: Keys | RoleKey | None,
-    host: str,
-    path: Sequence[str],
-    payload: bytes,
-) -> None:
+def _run(keys: Keys | RoleKey | None, host: str, path: Sequence[str], payload: bytes) -> None:
     """What the process of a worker runs."""
     # Modules of the supervisor's program, where this machine has them at the same place.
     sys.path += [each for each in path if each not in sys.path and Path(each).exists()]
-    os.set_inheritable(descriptor, False)  # nothing that it starts keeps the line open
     if keys:
         use_keys(keys)
-    use_book(_LineBook(socket.socket(fileno=descriptor)), host)
+    use_book(DirectoryBook(), host)
     cloudpickle.loads(payload)()
-
-
-class _LineBook:
-    """Addresses that come and go as lines over a socket to the host."""
-
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
-        self._known: dict[str, str] = {}
-        threading.Thread(target=self._read, name="addresses", daemon=True).start()
-
-    def _read(self) -> None:
-        for text in self._line.makefile("r"):
-            self._known.update(json.loads(text))
-
-    def publish(self, logdir: Path, name: str, address: str) -> None:  # noqa: ARG002
-        self._known[name] = address
-        with suppress(OSError):  # the host is gone, and ends this process too
-            self._line.sendall(json.dumps({name: address}).encode() + b"\n")
-
-    def find(self, logdir: Path, name: str) -> str:  # noqa: ARG002 - the protocol's
-        return self._known.get(name, "")
-
-    def remove(self, logdir: Path, name: str) -> None:  # noqa: ARG002 - the protocol's
-        self._known.pop(name, None)
-
-    def names(self, logdir: Path) -> list[str]:  # noqa: ARG002 - the protocol's
-        return list(self._known)
 
 
 # --- on the machine of the supervisor -------------------------------------------------------------
@@ -241,7 +168,6 @@ class RayLauncher:
         self._payloads: dict[str, bytes] = {}
         self._placed: dict[str, tuple[Any, Place]] = {}
         self._homes: dict[str, str] = {}
-        self._book = _Book(self._logdir)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: list[RayWorker] = []
         self._disconnect: Callable[[], None] = lambda: None
@@ -288,7 +214,6 @@ class RayLauncher:
             keys=self._keys(worker),
             mark=self._mark,
             patience=self._patience,
-            book=self._book,
             do=self._commands.put,
         )
         self._running = [each for each in self._running if each.wait(0) is None] + [running]
@@ -309,7 +234,7 @@ class RayLauncher:
         return keys.for_role("env") if isinstance(keys, Keys) and worker.role == "env" else keys
 
     def _obey(self) -> None:
-        """Calls of Ray that were asked for by whoever must not wait, such as a signal handler."""
+        """Calls of Ray on behalf of code that must not wait, such as a signal handler."""
         while (command := self._commands.get()) is not None:
             # Ray would connect once more, and abort the process over an actor it does not know.
             if not ray.is_initialized():
@@ -366,7 +291,7 @@ LAUNCHER = RayLauncher
 class RayWorker:
     """A process on some machine of the cluster.
 
-    A thread follows it through its life: placed, started, publishing addresses, ended.
+    A thread follows it through its life: placed, started, ended.
     """
 
     def __init__(
@@ -380,7 +305,6 @@ class RayWorker:
         keys: Keys | RoleKey | None,
         mark: Path,
         patience: float,
-        book: _Book,
         do: Callable[[Callable[[], None]], None],
     ) -> None:
         self.pid, self.host = 0, ""
@@ -389,7 +313,7 @@ class RayWorker:
         self._worker, self._payload, self._keys = worker, payload, keys
         self._log_file, self._log_start = log_file, 0
         self._mark, self._patience = mark, patience
-        self._book, self._do = book, do
+        self._do = do
         self._asked_to_stop = False
         self._code = 0
         self._ended = threading.Event()
@@ -431,11 +355,10 @@ class RayWorker:
                 code = STOPPED
             else:
                 self.error = error
-        except Exception as error:  # of Ray or of its connection: nobody must wait in vain
+        except Exception as error:  # of Ray or of its connection
             log.debug("%s", self._worker.name, exc_info=error)
             self.error = ClusterError(f"Ray failed: {_line(error)}")
         finally:
-            self._book.leave(self._actor)
             with suppress(Exception):
                 ray.kill(self._actor)
             self._code = code
@@ -450,31 +373,18 @@ class RayWorker:
         actor, worker = self._actor, self._worker
         if self._place is None:
             self._place = _placed(worker, actor.place.remote(self._mark), self._patience)
-        known, number = self._book.join(actor)
         # What it runs travels pickled.
         plain = Worker(worker.name, worker.role, int, dict(worker.environment))
-        started = actor.start.remote(
-            plain, self._payload, sys.path, self._log_file, self._keys, known, number
-        )
+        started = actor.start.remote(plain, self._payload, sys.path, self._log_file, self._keys)
         pid, self._log_start = self._result(started, self._patience)
         self.host, self.pid = self._place.host, pid
-        seen = 0
-        ended, published = actor.wait.remote(), actor.published.remote(seen)
         while True:
-            ready, _ = ray.wait([ended, published])
             try:
-                if ended in ready:
-                    return int(self._result(ended))
-                for each in self._result(published):
-                    seen += 1
-                    for name, address in each.items():
-                        self._book.publish(name, address)
-                published = actor.published.remote(seen)
+                return int(self._result(actor.wait.remote()))
             except ray.exceptions.ActorUnavailableError:
                 # A lost connection, or the first sign of a lost machine: asking again tells.
                 log.debug("%s cannot be reached", worker.name)
                 time.sleep(0.2)
-                ended, published = actor.wait.remote(), actor.published.remote(seen)
 
     def _result(self, asked: Any, timeout: float | None = None) -> Any:
         try:
@@ -484,36 +394,6 @@ class RayWorker:
         except ray.exceptions.RayError as error:
             assert self._place is not None
             raise ClusterError(_why_lost(error, self._place)) from None
-
-
-class _Book:
-    """The addresses of the run's servers: kept in its directory, and told to every host."""
-
-    def __init__(self, logdir: Path) -> None:
-        self._logdir, self._files = logdir, DirectoryBook()
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._addresses: dict[str, str] = {}
-        self._actors: list[Any] = []
-
-    def publish(self, name: str, address: str) -> None:
-        with self._lock:
-            self._addresses[name] = address
-            with suppress(OSError):  # a full disk; the workers learn of it all the same
-                self._files.publish(self._logdir, name, address)
-            number = next(self._numbers)
-            for actor in self._actors:
-                actor.know.remote(dict(self._addresses), number)
-
-    def join(self, actor: Any) -> tuple[dict[str, str], int]:
-        """Tell this host from now on; returns what is known, and the number of that message."""
-        with self._lock:
-            self._actors.append(actor)
-            return dict(self._addresses), next(self._numbers)
-
-    def leave(self, actor: Any) -> None:
-        with self._lock:
-            self._actors = [each for each in self._actors if each is not actor]
 
 
 # --- the cluster ---------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ class DirectoryLock:
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        # Runs at the latest when the lock is collected, so a forgotten replay blocks nobody.
+        # Runs at the latest when the lock is collected, so a forgotten replay blocks no other.
         self.release = weakref.finalize(self, os.close, fd)
         _held.add(self)
 

@@ -268,7 +268,7 @@ class BufferPool:
 
     A new batch of images costs more time in page faults than in copying. The pool keeps a reference
     to each buffer and lends out views. A view keeps its buffer alive, so a buffer whose only
-    reference is the pool's own is free, and nobody has to give anything back.
+    reference is the pool's own is free, and nothing has to be given back.
     """
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """An uninitialised array that nobody else holds."""
+        """An uninitialised array that is held nowhere else."""
         size = dtype.itemsize * math.prod(shape)
         if size < _SMALL:
             return np.empty(shape, dtype)
@@ -287,7 +287,7 @@ class BufferPool:
             return owner[start : start + size].view(dtype).reshape(shape)
 
     def _find(self, size: int) -> NDArray[np.uint8]:
-        # Taken out and put in again: the size that nobody asked for longest comes first.
+        # Taken out and put in again: the size that was not asked for longest comes first.
         buffers = self._buffers[size] = self._buffers.pop(size, [])
         if len(self._buffers) > _SIZES:
             del self._buffers[next(iter(self._buffers))]

@@ -271,7 +271,7 @@ class Store:
         """Read a byte of every page of the sequences that lie in one chunk.
 
         Sequences in a large replay are cold. When all their pages are asked for at once, the
-        processor looks them up in parallel instead of one after the other while it copies: cold
+        CPU looks them up in parallel instead of one after the other while it copies: cold
         samples are 10 % faster.
         """
         whole = [(slot, start) for _, _, slot, start, size in pieces if size == length]

@@ -1,8 +1,8 @@
-"""What a worker notes for those who watch it: a small mapped file in the run's directory.
+"""The health record of a worker: a small mapped file in the run's directory.
 
-The worker's supervisor counts restarts between which there was no progress, and any display names
-the environment that hangs. A note is a store into memory, so it may be made at every step, and it
-can be read while the worker is stuck in code that lets no other thread run.
+It holds progress, failures, and what the worker does with which environment since when. An entry is
+a store into memory, so it may be made at every step, and the file can be read while the worker is
+stuck in code that lets no other thread run.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from msgspec import Meta
 
 from dreamfleet.config import RunConfig
 
@@ -29,52 +30,54 @@ _TEXT_BYTES = 8192
 _LINE_LENGTH = 1000
 _BYTES = 8 * _WORDS + _TEXT_BYTES
 
+Number = Annotated[int, Meta(ge=0, le=1 << 60)]
+
 
 @dataclass(frozen=True)
-class Noted:
-    """The notes of one worker."""
+class HealthRecord:
+    """What a health record holds. Bounds are for those that come from joined machines."""
 
-    progress: int = 0
-    """Rises with every sign of progress. What counts as one is up to the role."""
-    failures: int = 0
+    progress: Number = 0
+    """Rises with every sign of progress; the role decides what counts as one."""
+    failures: Number = 0
     """Environments that failed and were built or reset again, in the life of the run."""
-    steps: int = 0
-    """Of environments, in the life of the run."""
+    steps: Number = 0
+    """Environment steps, in the life of the run."""
     final: bool = False
     """Whether the worker ended because another start would not help."""
     not_finite: bool = False
     """Whether that was NaN or infinity, at which the run ends."""
     doing: Doing = "waiting"
     """What it does with an environment right now."""
-    envid: int = 0
-    """With which one."""
+    envid: Number = 0
+    """With which environment."""
     since: float = 0.0
-    """Unix time; since when."""
-    error: str = ""
+    """Unix time since when."""
+    error: Annotated[str, Meta(max_length=_LINE_LENGTH)] = ""
     """The last failure, one line."""
-    traceback: str = ""
-    """Its traceback; the end of it, if it is long."""
+    traceback: Annotated[str, Meta(max_length=_TEXT_BYTES)] = ""
+    """Its traceback; only the end of a long one."""
 
 
-def notes_path(args: RunConfig, worker: str) -> Path:
-    """Where the worker of this name keeps its notes."""
+def health_path(args: RunConfig, worker: str) -> Path:
+    """Where the health record of a worker lies."""
     return args.logdir / "workers" / worker
 
 
-def read_notes(path: Path) -> Noted:
-    """What a worker has noted so far; nothing if there is no such file."""
+def read_health(path: Path) -> HealthRecord:
+    """What a worker has recorded; an empty record if there is no such file."""
     try:
         content = path.read_bytes()
     except OSError:
-        return Noted()
+        return HealthRecord()
     if len(content) < _BYTES:
-        return Noted()
+        return HealthRecord()
     words = np.frombuffer(content, "<i8", _WORDS)
     floats = np.frombuffer(content, "<f8", _WORDS)
     doing = int(words[_DOING_NOW])
     text = content[8 * _WORDS :].rstrip(b"\0").decode(errors="replace")
     error, _, trace = text.partition("\n")
-    return Noted(
+    return HealthRecord(
         progress=int(words[_PROGRESS]),
         failures=int(words[_FAILURES]),
         steps=int(words[_STEPS]),
@@ -88,30 +91,30 @@ def read_notes(path: Path) -> Noted:
     )
 
 
-class Notes:
-    """The notes of this worker. Counts go on from those of the worker before it.
+class Health:
+    """Writes the health record of this worker. Counts continue those of its predecessor.
 
     Args:
-        path: The file; None, or one that cannot be written, keeps the notes in memory.
+        path: The file; None, or one that cannot be written, keeps the record in memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._map = _map(path)
-        # Views, because they are quicker than arrays.
+        # Memoryviews are faster than arrays.
         words = memoryview(self._map)[: 8 * _WORDS]
         self._words, self._floats = words.cast("q"), words.cast("d")
         self._words[_FINAL] = self._words[_DOING_NOW] = 0
 
     def progress(self) -> None:
-        """This worker gets on."""
+        """Record progress."""
         self._words[_PROGRESS] += 1
 
     def stepped(self, count: int) -> None:
-        """Environments have made so many steps."""
+        """Record environment steps."""
         self._words[_STEPS] += count
 
     def failed(self, line: str, error: BaseException | None = None) -> None:
-        """An environment failed: this line says how."""
+        """Record the failure of an environment."""
         begin = line[:_LINE_LENGTH].encode()[:_LINE_LENGTH] + b"\n"
         trace = "".join(traceback.format_exception(error)).rstrip().encode() if error else b""
         text = begin + trace[-(_TEXT_BYTES - len(begin)) :]
@@ -119,12 +122,12 @@ class Notes:
         self._words[_FAILURES] += 1
 
     def give_up(self, *, not_finite: bool = False) -> None:
-        """This worker is about to end, and another start would not help."""
+        """Record that this worker is about to end and that another start would not help."""
         self._words[_FINAL] = _NOT_FINITE if not_finite else 1
 
     def now(self, doing: Doing, envid: int = 0) -> None:
-        """This worker begins to do something, with an environment."""
-        self._words[_DOING_NOW] = 0  # nobody reads one thing with the time of another
+        """Record what this worker begins to do with an environment."""
+        self._words[_DOING_NOW] = 0  # a reader never sees an action with the time of another one
         self._floats[_SINCE] = time.time()
         self._words[_ENVID] = envid
         self._words[_DOING_NOW] = _DOING.index(doing)
@@ -137,13 +140,12 @@ def _map(path: Path | None) -> mmap.mmap:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 if os.fstat(descriptor).st_size != _BYTES:
-                    # Written, not only made longer: a full disk is an error here, and no signal
-                    # at the first note.
+                    # Written in full: a full disk raises here instead of SIGBUS at the first store.
                     os.truncate(descriptor, 0)
                     os.write(descriptor, bytes(_BYTES))
                 return mmap.mmap(descriptor, _BYTES)
             finally:
                 os.close(descriptor)
         except OSError:
-            pass  # notes are for those who watch, and the work goes on without them
+            pass  # the work goes on without a record
     return mmap.mmap(-1, _BYTES)

@@ -1,0 +1,590 @@
+"""Machines that join a run: each is a node that asks the run's supervisor what to start.
+
+A machine asks what the run is (`describe`), joins with a number of environments (`join`), and then
+asks every second what to run (`poll`): the answer lists workers as plain data, and where the actor
+and the evaluator listen at that moment. With each question it reports the health of its workers and
+how they ended. The supervisor restarts them by the same policy as its own workers.
+
+Environments are fenced by incarnations (`dreamfleet.roles.fences`), so a machine that comes back
+after its ids were given to another one cannot act in them any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import msgspec
+from msgspec import Meta
+
+import dreamfleet
+from dreamfleet.clock import LocalClock
+from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
+from dreamfleet.errors import DreamfleetError
+from dreamfleet.fleet.launchers import RestartPolicy, Worker
+from dreamfleet.fleet.preflight import step_bytes
+from dreamfleet.fleet.record import MachineStatus
+from dreamfleet.fleet.supervisor import Supervisor
+from dreamfleet.roles.addresses import (
+    RoleName,
+    listen_address,
+    published_address,
+    server_name,
+)
+from dreamfleet.roles.episodes import MOST_JOINED, groups_of
+from dreamfleet.roles.fences import Fence, Fences, read_fences, write_fences
+from dreamfleet.roles.health import HealthRecord, Number
+from dreamfleet.roles.invitations import ROLE, hooks_of, invited
+from dreamfleet.roles.logger import LoggerClient
+from dreamfleet.roles.runtime import STOPPED
+from dreamfleet.roles.spaces_file import SPACES_FILE, read_spaces
+from dreamfleet.settings import Mark
+from dreamfleet.transport import Caller, Server, TransportError
+from dreamfleet.transport.address import AUTO, parse
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""Between two questions of a machine."""
+LOST_SECONDS = 60.0
+"""After which others may get the ids of a machine that is not heard of."""
+MAX_MACHINES = 4096
+MAX_ENVS = 1 << 17
+_AWAY_SECONDS = 4.0
+_RATE_SECONDS = 20.0
+_CHECK_SECONDS = 2.0
+_KEPT_MACHINES = 16  # of those that have left
+_GOODBYE_SECONDS = 3.0
+_LOST = -9
+Name = Annotated[str, Meta(min_length=1, max_length=100)]
+Line = Annotated[str, Meta(max_length=1000)]
+
+
+class Refused(DreamfleetError):
+    """A machine asks for what it cannot have; the message is shown there."""
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a machine asks for when it joins."""
+
+    version: Name
+    host: Name
+    envs: Annotated[int, Meta(ge=0, le=MAX_ENVS)]
+    eval_envs: Annotated[int, Meta(ge=0, le=MAX_ENVS)]
+    envs_per_process: Annotated[int, Meta(ge=1, le=MAX_ENVS)]
+
+
+class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a worker is doing on its machine."""
+
+    incarnation: Number
+    pid: Number = 0
+    code: Annotated[int, Meta(ge=-255, le=255)] | None = None
+    """How it ended; None if it runs."""
+    output: Annotated[str, Meta(max_length=8000)] = ""
+    """The end of its log, if it ended."""
+    health: HealthRecord = HealthRecord()
+
+
+class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a machine is doing."""
+
+    workers: Annotated[dict[Name, WorkerReport], Meta(max_length=MAX_ENVS)] = {}
+    why: Line = ""
+    """Why it makes no steps."""
+
+
+class MachineWorker:
+    """A worker that was started on a joined machine."""
+
+    error: BaseException | None = None
+
+    def __init__(self, host: str, incarnation: int) -> None:
+        self.host, self.incarnation, self.pid = host, incarnation, 0
+        self._output, self._code = "", 0
+        self._ended = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        return self._code if self._ended.wait(timeout) else None
+
+    def terminate(self) -> None:
+        """Its machine hears of it with its next question; an environment has nothing to save."""
+        self.end(STOPPED)
+
+    def kill(self) -> None:
+        self.end(_LOST)
+
+    def output(self) -> str:
+        return self._output
+
+    def take(self, report: WorkerReport) -> None:
+        """What its machine reports of it."""
+        self.pid = report.pid
+        if report.code is not None:
+            self._output = _printable(report.output)
+            self.end(report.code)
+
+    def end(self, code: int) -> None:
+        if not self._ended.is_set():
+            self._code = code
+            self._ended.set()
+
+
+@dataclass(eq=False)
+class Machine:
+    """A machine that has joined: a node of the supervisor."""
+
+    name: str
+    invitation: str
+    envs: tuple[int, ...]
+    eval_envs: tuple[int, ...]
+    groups: dict[str, tuple[tuple[int, ...], bool]]
+    """The environments of each worker, and whether they evaluate."""
+    heard: float
+    """On the clock of `JoinedNodes`."""
+    allocate: Callable[[Machine, str], int]
+    """Gives a worker its next incarnation."""
+    joined: float = field(default_factory=time.time)
+    heard_at: float = field(default_factory=time.time)
+    dismissed: str = ""
+    """Why the run does not want it any more."""
+    why: str = ""
+    incarnations: dict[str, int] = field(default_factory=dict)
+    """Of the newest start of each worker."""
+    running: dict[str, MachineWorker] = field(default_factory=dict)
+    reports: dict[str, HealthRecord] = field(default_factory=dict)
+    rates: deque[tuple[float, int]] = field(default_factory=deque)
+
+    # --- as a node -------------------------------------------------------------------------------
+
+    def start(self, worker: Worker) -> MachineWorker:
+        running = MachineWorker(self.name, self.allocate(self, worker.name))
+        self.running[worker.name] = running
+        return running
+
+    def log_file(self, worker: Worker) -> Path:
+        return Path(f"{self.name}:logs") / f"{_local(worker.name)}.log"
+
+    def dismiss(self, why: str) -> None:
+        """Send the machine away."""
+        self.dismissed = why
+        self.end()
+
+    # --- what it runs and reports ----------------------------------------------------------------
+
+    def workers(self, run: RunConfig) -> list[Worker]:
+        """Its workers, for the supervisor."""
+
+        def health(name: str) -> HealthRecord:
+            found = self.reports.get(name, HealthRecord())
+            # NaN elsewhere ends the run only if it is set to.
+            return replace(found, not_finite=found.not_finite and run.on_nan == "stop")
+
+        policy = RestartPolicy(run.on_failure, run.max_restarts)
+        kind = partial(Worker, role="env", function=int, restart=policy, node=self.name)
+        return [kind(name, health=partial(health, name)) for name in self.groups]
+
+    def orders(self) -> dict[str, dict[str, Any]]:
+        """What is to run there, as plain data."""
+        return {
+            _local(name): {
+                "ids": list(self.groups[name][0]),
+                "is_eval": self.groups[name][1],
+                "incarnation": worker.incarnation,
+            }
+            for name, worker in list(self.running.items())
+            if worker.wait(0) is None
+        }
+
+    def take(self, report: MachineReport, now: float) -> None:
+        """What the machine reports."""
+        self.heard, self.heard_at, self.why = now, time.time(), _printable(report.why)
+        for name, worker in list(self.running.items()):
+            told = report.workers.get(_local(name))
+            if told is not None and told.incarnation == worker.incarnation:
+                self.reports[name] = told.health
+                worker.take(told)
+        steps = self.steps
+        if self.rates and steps < self.rates[-1][1]:  # a resumed run counts from 0
+            self.rates.clear()
+        self.rates.append((now, steps))
+        while now - self.rates[0][0] > _RATE_SECONDS:
+            self.rates.popleft()
+
+    def end(self) -> None:
+        for worker in self.running.values():
+            worker.end(STOPPED)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.envs + self.eval_envs
+
+    @property
+    def steps(self) -> int:
+        return sum(each.steps for each in self.reports.values())
+
+    def status(self, now: float, *, left: str | None = None) -> MachineStatus:
+        """As it is shown; `left` is why it has left, if it has."""
+        (since, before) = self.rates[0] if self.rates else (now, 0)
+        rate = (self.steps - before) / (now - since) if now > since else 0.0
+        away = now - self.heard > _AWAY_SECONDS
+        failed = max(self.reports.values(), key=lambda each: each.failures, default=None)
+        present = time.time()
+        return MachineStatus(
+            name=self.name,
+            state="left" if left is not None else "away" if away else "joined",
+            envs=len(self.envs),
+            eval_envs=len(self.eval_envs),
+            seconds=max(0.0, present - (self.joined if left is None else self.heard_at)),
+            silence=max(0.0, present - self.heard_at),
+            steps=self.steps,
+            steps_per_second=0.0 if left is not None else rate,
+            failures=sum(each.failures for each in self.reports.values()),
+            error=left or self.why or (_printable(failed.error) if failed else ""),
+        )
+
+
+class JoinedNodes:
+    """Serves machines that join, until the block ends.
+
+    Args:
+        run: The run.
+        address: Where they join.
+        supervisor: Starts and restarts their workers.
+        clock: Seconds, rising.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        address: str,
+        supervisor: Supervisor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._supervisor, self._clock = run, supervisor, clock
+        self._lock = threading.RLock()
+        self._nodes: dict[str, Machine] = {}  # by a digest of what a machine proves itself with
+        self._left: deque[MachineStatus] = deque(maxlen=_KEPT_MACHINES)
+        try:
+            self._newest = read_fences(run.logdir).newest
+        except ValueError as error:
+            self._newest = int(time.time())  # above all that count starts
+            log.warning("%s", error)
+        self._chunk_bytes = _chunk_bytes(run)
+        most_eval = MOST_JOINED if run.eval_every else MAX_ENVS
+        self._room = {JOINED: _room(run, self._chunk_bytes), JOINED_EVAL: most_eval}
+        self._description, self._host = _description(run), parse(address).host
+        self._over = ""
+        self._stop = threading.Event()
+        self._invited = invited(run)
+        hooks = hooks_of(self._invited)
+        self._server = Server(address, "nodes", keys=run.server_keys, **hooks)
+        # Nothing is doubled by a resend: a machine that does not ask again is lost.
+        may: dict[str, Any] = {"repeatable": True, "roles": (ROLE,)}
+        self._server.bind("join", self.join, pass_caller=True, **may)
+        for name in ("describe", "poll", "leave"):
+            self._server.bind(name, getattr(self, name), **may)
+        self._thread = threading.Thread(target=self._keep, name="nodes", daemon=True)
+        with self._lock:
+            self._write()  # nothing that a run before this one has started acts any more
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def __enter__(self) -> Self:
+        self._server.start(block=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._server.close()
+
+    def end(self, why: str) -> None:
+        """The run is over: wait a moment until every machine has heard it."""
+        with self._lock:
+            self._over = why
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        while time.monotonic() < deadline and self._present():
+            self._stop.wait(0.05)
+
+    def _present(self) -> bool:
+        return any(each.state == "joined" for each in self.machines())
+
+    def machines(self) -> tuple[MachineStatus, ...]:
+        """Those that have joined, then those that have left."""
+        with self._lock:
+            self._drop_lost()
+            now = self._clock()
+            return (*(each.status(now) for each in self._nodes.values()), *self._left)
+
+    # --- what machines call ----------------------------------------------------------------------
+
+    def describe(self, version: Any) -> dict[str, Any]:
+        """What the run is, for a machine with this version of Dreamfleet."""
+        _check_version(_checked(version, Name))
+        return {"version": dreamfleet.__version__, **self._description, **self._now()}
+
+    def join(self, caller: Caller, asked: Any) -> dict[str, Any]:
+        """Take a machine in; returns what it proves itself with from then on."""
+        request = _checked(asked, Asked)
+        _check_version(request.version)
+        if not request.envs + request.eval_envs:
+            raise Refused("A machine joins with one environment at least.")
+        most = self._run.envs_per_process
+        if request.envs_per_process > most:
+            raise Refused(
+                f"The policy of this run is made for {most} environments of a process at most: "
+                f"use --envs-per-process {most} or less."
+            )
+        self._check_disk(request.envs + request.eval_envs)
+        token = secrets.token_urlsafe(24)
+        with self._lock:
+            self._drop_lost()
+            if self._over:
+                raise Refused(self._over)
+            if len(self._nodes) >= MAX_MACHINES:
+                raise Refused(f"{MAX_MACHINES} machines have joined this run, which are the most.")
+            node = self._nodes[_digest(token)] = self._make_node(request, caller.name)
+        log.info("%s has joined with environments %s", node.name, node.ids)
+        self._supervisor.add(node, node.workers(self._run))
+        return {"token": token, "name": node.name, **self._now()}
+
+    def poll(self, token: Any, report: Any) -> dict[str, Any]:
+        """What a machine is to run now."""
+        proof, told = _checked(token, Name), _checked(report, MachineReport)
+        with self._lock:
+            self._drop_lost()
+            node = self._nodes.get(_digest(proof))
+            if node is not None:
+                node.take(told, self._clock())
+                if self._over or node.dismissed:
+                    self._drop(_digest(proof), node.dismissed)
+        answer: dict[str, Any] = {"known": node is not None, **self._now()}
+        if node is not None:
+            answer |= {"workers": node.orders(), "dismissed": node.dismissed}
+        return answer
+
+    def leave(self, token: Any) -> None:
+        """A machine leaves."""
+        proof = _digest(_checked(token, Name))
+        with self._lock:
+            if proof in self._nodes:
+                self._drop(proof, "")
+
+    def _now(self) -> dict[str, Any]:
+        digest = self._description["digest"]
+        return {"over": self._over, "digest": digest, "addresses": addresses(self._run, self._host)}
+
+    # --- environments ----------------------------------------------------------------------------
+
+    def _make_node(self, asked: Asked, invitation: str) -> Machine:
+        envs = self._free_ids(JOINED, asked.envs)
+        eval_envs = self._free_ids(JOINED_EVAL, asked.eval_envs)
+        run, size, name = self._run, asked.envs_per_process, self._unused_name(asked.host)
+        groups: dict[str, tuple[tuple[int, ...], bool]] = {}
+        for ids, is_eval in ((envs, False), (eval_envs, True)):
+            actors = 1 if is_eval and run.eval_every else run.actors  # or the evaluator
+            for mine in groups_of(ids, size, actors):
+                groups[f"{name}/{'eval' if is_eval else 'env'}-{len(groups)}"] = (mine, is_eval)
+        return Machine(name, invitation, envs, eval_envs, groups, self._clock(), self._allocate)
+
+    def _allocate(self, node: Machine, name: str) -> int:
+        """The next incarnation of a worker, which may act once this has returned.
+
+        Raises:
+            OSError: It cannot be recorded, so the worker is not started.
+        """
+        with self._lock:
+            self._newest += 1
+            node.incarnations[name] = self._newest
+            self._write()
+            return self._newest
+
+    def _write(self) -> None:
+        """Record which environments may act."""
+        fences = tuple(
+            Fence(*node.groups[name], incarnation, node.invitation)
+            for node in self._nodes.values()
+            for name, incarnation in node.incarnations.items()
+        )
+        write_fences(self._run.logdir, Fences(self._newest, fences))
+
+    def _free_ids(self, first: int, wanted: int) -> tuple[int, ...]:
+        """The lowest ids that are free: the streams of the replay stay few."""
+        used = {envid for node in self._nodes.values() for envid in node.ids}
+        there = sum(first <= envid < first + MAX_ENVS for envid in used)
+        if there + wanted > self._room[first]:
+            kind = "evaluation" if first == JOINED_EVAL else "training"
+            raise Refused(
+                f"{wanted} more {kind} environments are too many: {there} have joined, and there "
+                f"is room for {self._room[first]} in the run's replay."
+            )
+        return tuple(islice((envid for envid in count(first) if envid not in used), wanted))
+
+    def _unused_name(self, host: str) -> str:
+        name = "".join(letter if letter.isprintable() else "?" for letter in host).replace("/", "-")
+        taken = {node.name for node in self._nodes.values()}
+        names = (name if number == 1 else f"{name} ({number})" for number in count(1))
+        return next(each for each in names if each not in taken)
+
+    def _check_disk(self, envs: int) -> None:
+        """The replay reserves its files for each environment, and a full disk would end the run."""
+        if self._run.remote_replay or not self._chunk_bytes:
+            return
+        free = shutil.disk_usage(self._run.logdir).free
+        if 2 * envs * self._chunk_bytes > free:
+            most = free // (2 * self._chunk_bytes)
+            raise Refused(
+                f"The disk of the run has room for {most} more environments, not {envs}: join with "
+                "fewer, or make room there."
+            )
+
+    # --- machines that leave ---------------------------------------------------------------------
+
+    def _drop(self, proof: str, why: str) -> None:
+        node = self._nodes.pop(proof)
+        self._supervisor.remove(node)  # first: so the end of its workers is no failure
+        node.end()
+        self._left.append(node.status(self._clock(), left=why))
+        with suppress(OSError):  # what it may act in is decided when its ids are given to another
+            self._write()
+        log.info("%s has left%s", node.name, f": {why}" if why else "")
+
+    def _drop_lost(self) -> None:
+        now = self._clock()
+        for proof, node in list(self._nodes.items()):
+            if now - node.heard > LOST_SECONDS:
+                self._drop(proof, f"was not heard of for {LOST_SECONDS:g} s")
+
+    def _drop_revoked(self, invitations: Collection[str]) -> None:
+        for proof, node in list(self._nodes.items()):
+            if node.invitation in invitations:
+                self._drop(proof, f"its invitation {node.invitation!r} was revoked")
+
+    def _keep(self) -> None:
+        """Drop machines that are lost or revoked, and tell the logger of the others."""
+        should_log, run = LocalClock(self._run.log_every), self._run
+        logger = LoggerClient(run, "nodes", 2)
+        try:
+            while not self._stop.wait(min(_CHECK_SECONDS, run.log_every)):
+                with self._lock:
+                    if self._invited:
+                        self._drop_revoked(self._invited.revoked())
+                machines = self.machines()
+                if should_log() and logger.stats()["inflight"] < 2:
+                    with suppress(TransportError):  # it is restarting, and the next ones follow
+                        logger.call("add", -1, metrics(machines))
+        finally:
+            logger.close(flush=0.0)
+
+
+def _local(name: str) -> str:
+    """What a worker is called on its machine."""
+    return name.rpartition("/")[2]
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+
+
+def _digest(token: str) -> str:
+    return hashlib.blake2b(token.encode(), digest_size=16).hexdigest()
+
+
+def metrics(machines: Iterable[MachineStatus]) -> dict[str, float]:
+    """What the logger is told of machines that have joined."""
+    there = [each for each in machines if each.state != "left"]
+    return {
+        "machines/joined": float(sum(each.state == "joined" for each in there)),
+        "machines/away": float(sum(each.state == "away" for each in there)),
+        "machines/environments": float(sum(each.envs + each.eval_envs for each in there)),
+        "machines/steps_per_second": sum(each.steps_per_second for each in there),
+        "machines/failures": float(sum(each.failures for each in there)),
+    }
+
+
+def addresses(run: RunConfig, host: str) -> dict[str, str]:
+    """Where the roles listen that joined machines call. A host of `*` stands for the one by which
+    the machine has reached the run, which listens at `host`."""
+    called: list[tuple[RoleName, int]] = [("actor", index) for index in range(run.actors)]
+    if run.eval_every:
+        called.append(("evaluator", 0))
+    found = {}
+    for role, index in called:
+        listen = listen_address(run, role, index)
+        address = published_address(run.logdir, role, index) if AUTO in listen else listen
+        if not address:
+            continue
+        parsed = parse(address)
+        if parsed.kind == "tcp":
+            here = parsed.host in ("*", "0.0.0.0", "::", host)
+            text = f"tcp://*:{parsed.port}" if here else parsed.text
+            found[server_name(role, index)] = text
+    return found
+
+
+def _room(run: RunConfig, chunk_bytes: int) -> int:
+    """Training environments that may join: each has a stream in the replay, and one at least has
+    to become long enough to learn from."""
+    most = run.replay.capacity // run.window
+    if run.replay.max_bytes and chunk_bytes:
+        most = min(most, run.replay.max_bytes // (2 * chunk_bytes))
+    return max(0, min(MAX_ENVS, most - run.envs))
+
+
+def _chunk_bytes(run: RunConfig) -> int:
+    """Bytes that the replay reserves at once for an environment; 0 if that is not known."""
+    spaces = read_spaces(run, run.logdir)
+    return step_bytes(run, *spaces) * run.replay.chunk if spaces else 0
+
+
+def _description(run: RunConfig) -> dict[str, Any]:
+    plain = json.loads(run.to_json())
+    # No others are sent: some hold secrets, and one that changes is no reason to make the
+    # environments again.
+    told = {each.path: plain[each.path] for each in run.settings(mark=Mark.JOINED)}
+    # How many the run has itself is checked there. Environments need nothing of the agent, whose
+    # code may be the user's own.
+    text = json.dumps({**told, "envs": max(run.envs, run.actors), "agent": "random"})
+    try:
+        spaces = (Path(run.logdir) / SPACES_FILE).read_text()
+    except OSError:
+        spaces = ""
+    digest = hashlib.blake2b((text + spaces).encode(), digest_size=16).hexdigest()
+    return {"config": text, "spaces": spaces, "digest": digest}
+
+
+def _check_version(version: str) -> None:
+    if version != dreamfleet.__version__:
+        raise Refused(
+            f"The run has Dreamfleet {dreamfleet.__version__} and this machine {version}: install "
+            f"{dreamfleet.__version__} here (pip install dreamfleet=={dreamfleet.__version__})."
+        )
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    """A value from the network.
+
+    Raises:
+        Refused: It is something else.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
+        raise Refused(f"This is no valid request: {error}.") from None

@@ -1,0 +1,410 @@
+"""Machines that join a run: which ids they get, what they are told, and what follows failures."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_parts import small_run, until_stopped
+
+from dreamfleet import __version__
+from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
+from dreamfleet.fleet.launchers import Worker, find_launcher
+from dreamfleet.fleet.nodes import LOST_SECONDS, JoinedNodes, Machine, Refused, addresses, metrics
+from dreamfleet.fleet.supervisor import FleetError, Supervisor
+from dreamfleet.roles.fences import FenceReader, read_fences
+from dreamfleet.transport import Caller, Keys
+
+CALLER = Caller("env", "first", "127.0.0.1", b"1")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class AtOnce:
+    """A supervisor that starts what joins, and restarts nothing."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Machine] = []
+
+    def add(self, node: Machine, workers: Sequence[Worker]) -> None:
+        self.nodes.append(node)
+        for worker in workers:
+            node.start(worker)
+
+    def remove(self, node: Machine) -> None:
+        self.nodes.remove(node)
+
+
+def ids_of(answer: dict[str, Any]) -> list[int]:
+    return [envid for each in answer["workers"].values() for envid in each["ids"]]
+
+
+def test_ids_are_handed_out_given_back_and_used_again_with_another_incarnation(
+    tmp_path: Path,
+) -> None:
+    server = nodes(tmp_path)
+    first = server.join(CALLER, request(envs=2))["token"]
+    second = server.join(CALLER, request(envs=3, eval_envs=1))["token"]
+    one, two = server.poll(first, {}), server.poll(second, {})
+    assert ids_of(one) == [JOINED, JOINED + 1]
+    assert ids_of(two) == [JOINED + 2, JOINED + 3, JOINED + 4, JOINED_EVAL]
+    assert [each["is_eval"] for each in two["workers"].values()] == [False, False, True]
+    assert [each.name for each in server.machines()] == ["box", "box (2)"]
+    server.leave(first)
+    server.leave(first)
+    assert server.poll(first, {})["known"] is False
+    three = server.poll(server.join(CALLER, request(envs=3))["token"], {})
+    assert ids_of(three) == [JOINED, JOINED + 1, JOINED + 5]
+    numbers = [each["incarnation"] for answer in (one, two, three)
+               for each in answer["workers"].values()]  # fmt: skip
+    assert numbers == sorted(set(numbers)), "none is used twice"
+    fences = {envid: each for each in read_fences(tmp_path).workers for envid in each.ids}
+    assert fences[JOINED].incarnation == numbers[-2]
+    assert fences[JOINED].invitation == "first"
+    assert fences[JOINED_EVAL].is_eval
+
+
+def test_a_machine_that_was_cut_off_keeps_its_ids_and_one_that_vanished_loses_them(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    server = nodes(tmp_path, clock=clock)
+    cut = server.join(CALLER, request(host="cut"))["token"]
+    gone = server.join(CALLER, request(host="gone"))["token"]
+    before = server.poll(cut, {})["workers"]
+    clock.now += LOST_SECONDS - 1
+    assert [each.state for each in server.machines()] == ["away", "away"]
+    assert server.poll(cut, {})["workers"] == before, "its processes go on"
+    clock.now += 2
+    assert [(m.name, m.state) for m in server.machines()] == [("cut", "joined"), ("gone", "left")]
+    assert server.poll(gone, {})["known"] is False
+    assert [each.ids for each in read_fences(tmp_path).workers] == [(JOINED,)]
+    new = server.join(CALLER, request())["token"]
+    assert ids_of(server.poll(new, {})) == [JOINED + 1]
+
+
+def test_steps_a_second_are_those_of_the_last_while(tmp_path: Path) -> None:
+    clock = Clock()
+    server = nodes(tmp_path, clock=clock)
+    token = server.join(CALLER, request())["token"]
+    ((name, order),) = server.poll(token, {})["workers"].items()
+
+    def report(steps: int) -> None:
+        told = {"incarnation": order["incarnation"], "pid": 7, "health": {"steps": steps}}
+        server.poll(token, {"workers": {name: told}})
+
+    for second in range(60):
+        clock.now = 100.0 + second
+        report(10 * second if second < 30 else 40 * second)
+    assert server.machines()[0].steps_per_second == pytest.approx(40.0)
+    assert metrics(server.machines())["machines/steps_per_second"] == pytest.approx(40.0)
+    assert metrics(server.machines())["machines/environments"] == 1
+    report(3)
+    assert server.machines()[0].steps_per_second == 0
+
+
+def test_nothing_of_a_run_before_acts_after_a_resume_and_no_incarnation_returns(
+    tmp_path: Path,
+) -> None:
+    before = nodes(tmp_path)
+    token = before.join(CALLER, request(envs=2))["token"]
+    (order,) = before.poll(token, {})["workers"].values()
+    assert token not in (tmp_path / "nodes.json").read_text()
+    after = nodes(tmp_path)
+    assert read_fences(tmp_path).workers == ()
+    assert after.poll(token, {})["known"] is False
+    new = after.join(CALLER, request(envs=2))["token"]
+    (again,) = after.poll(new, {})["workers"].values()
+    assert again["ids"] == order["ids"]
+    assert again["incarnation"] > order["incarnation"]
+
+
+def test_a_damaged_file_lets_nothing_old_act_and_no_incarnation_returns(tmp_path: Path) -> None:
+    before = nodes(tmp_path)
+    (order,) = before.poll(before.join(CALLER, request())["token"], {})["workers"].values()
+    (tmp_path / "nodes.json").write_text("{")
+    assert FenceReader(tmp_path).of(JOINED) is None
+    after = nodes(tmp_path)
+    (again,) = after.poll(after.join(CALLER, request())["token"], {})["workers"].values()
+    assert again["incarnation"] > order["incarnation"]
+
+
+def test_the_revoked_are_dropped(tmp_path: Path) -> None:
+    server = nodes(tmp_path)
+    token = server.join(CALLER, request())["token"]
+    other = server.join(CALLER._replace(name="laptop"), request())["token"]
+    server._drop_revoked({"first"})
+    assert server.poll(token, {})["known"] is False
+    assert server.poll(other, {})["known"]
+    assert "revoked" in server.machines()[-1].error
+    assert {each.invitation for each in read_fences(tmp_path).workers} == {"laptop"}
+
+
+def test_there_is_room_for_so_many_only(tmp_path: Path) -> None:
+    server = nodes(tmp_path)
+    server._room = {JOINED: 3, JOINED_EVAL: 1}
+    server.join(CALLER, request(envs=2))
+    with pytest.raises(Refused, match="2 have joined, and there is room for 3"):
+        server.join(CALLER, request(envs=2))
+    server.join(CALLER, request(envs=1, eval_envs=1))
+    with pytest.raises(Refused, match="evaluation"):
+        server.join(CALLER, request(envs=0, eval_envs=1))
+
+
+def test_a_worker_that_cannot_be_recorded_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = nodes(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dreamfleet.fleet.nodes.write_fences", full)
+    with pytest.raises(OSError, match="No space"):
+        server.join(CALLER, request())
+
+
+def bound(logdir: Path, **changes: Any) -> RunConfig:
+    logdir.mkdir(exist_ok=True)
+    Keys.generate().save(logdir / "keys")
+    settings = {"bind": "127.0.0.1", "actor_addr": "tcp://127.0.0.1:5551", **changes}
+    return small_run(logdir, keys=str(logdir / "keys"), **settings)
+
+
+def nodes(logdir: Path, clock: Callable[[], float] | None = None, **changes: Any) -> JoinedNodes:
+    more = {"clock": clock} if clock else {}
+    supervisor: Any = AtOnce()
+    return JoinedNodes(bound(logdir, **changes), "tcp://127.0.0.1:{auto}", supervisor, **more)
+
+
+def request(**changes: Any) -> dict[str, Any]:
+    asked = {"version": __version__, "host": "box", "envs": 1, "eval_envs": 0}
+    return {**asked, "envs_per_process": 2, **changes}
+
+
+def test_a_machine_is_told_what_the_run_is_and_nothing_private(tmp_path: Path) -> None:
+    told = nodes(tmp_path / "secret-place", envs=3).describe(__version__)
+    config = RunConfig.from_json(told["config"])
+    assert (config.task, config.env_options) == ("bundled:dummy", {"length": 25, "size": (8, 8)})
+    assert "secret-place" not in json.dumps(told)
+    assert told["addresses"] == {"actor": "tcp://*:5551"}
+
+
+def test_settings_that_environments_do_not_read_stay_here(tmp_path: Path) -> None:
+    private: dict[str, Any] = {
+        "ray_runtime_env": {"env_vars": {"TOKEN": "secret"}},
+        "ray_address": "ray://secret:10001",
+        "outputs": ("secret.module:Output",),
+    }
+    told = nodes(tmp_path, **private).describe(__version__)
+    assert "secret" not in json.dumps(told)
+    # A run that is resumed with another end is the same to a machine.
+    longer = nodes(tmp_path, steps=12_345, duration=5.0).describe(__version__)
+    assert longer["digest"] == told["digest"]
+    assert nodes(tmp_path, env_timeout=7.0).describe(__version__)["digest"] != told["digest"]
+
+
+def test_a_run_with_more_actors_than_environments_can_be_described(tmp_path: Path) -> None:
+    told = nodes(tmp_path, envs=1, actors=3).describe(__version__)
+    assert RunConfig.from_json(told["config"]).actors == 3
+    assert list(told["addresses"]) == ["actor", "actor-1", "actor-2"]
+
+
+def test_another_version_is_refused_with_both_named(tmp_path: Path) -> None:
+    server = nodes(tmp_path)
+    words = f"has Dreamfleet {__version__} and this machine 0.0.1: install {__version__}"
+    with pytest.raises(Refused, match=words):
+        server.describe("0.0.1")
+    with pytest.raises(Refused, match=words):
+        server.join(CALLER, request(version="0.0.1"))
+
+
+BAD: list[tuple[str, tuple[Any, ...]]] = [
+    ("describe", (5,)),
+    ("describe", ("x" * 10_000,)),
+    ("join", (CALLER, None)),
+    ("join", (CALLER, [1, 2])),
+    ("join", (CALLER, request(envs=-1))),
+    ("join", (CALLER, request(envs=1.5))),
+    ("join", (CALLER, request(envs=10**12))),
+    ("join", (CALLER, request(envs=0))),
+    ("join", (CALLER, request(host=""))),
+    ("join", (CALLER, request(envs_per_process=0))),
+    ("join", (CALLER, request(envs_per_process=3))),
+    ("join", (CALLER, request(more=1))),
+    ("poll", (5, {})),
+    ("poll", ("token", {"workers": 5})),
+    ("poll", ("token", {"workers": {"env-0": {}}})),
+    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"steps": -1}}}})),
+    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "code": 1 << 70}}})),
+    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"doing": "nothing"}}}})),
+    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "output": "x" * 10_000}}})),
+    (
+        "poll",
+        ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"error": "x" * 2000}}}}),
+    ),
+    ("poll", ("token", {"why": "x" * 10_000})),
+    ("poll", ("token", {"other": 1})),
+    ("leave", (None,)),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments"), BAD, ids=[str(n) for n in range(len(BAD))])
+def test_what_is_wrong_costs_the_sender_an_error(
+    tmp_path: Path, method: str, arguments: tuple[Any, ...]
+) -> None:
+    server = nodes(tmp_path)
+    with pytest.raises(Refused):
+        getattr(server, method)(*arguments)
+    token = server.join(CALLER, request())["token"]
+    assert ids_of(server.poll(token, {})) == [JOINED]
+
+
+def test_machines_hear_that_the_run_is_over(tmp_path: Path) -> None:
+    server = nodes(tmp_path)
+    token = server.join(CALLER, request())["token"]
+    assert server.poll(token, {})["over"] == ""
+    assert server.poll("another one", {})["known"] is False
+    server._over = "The run is over."
+    assert server.poll(token, {})["over"] == "The run is over."
+    assert not server._present()
+    with pytest.raises(Refused, match="over"):
+        server.join(CALLER, request())
+
+
+class Supervised:
+    """A run whose supervisor drives machines, and one machine of it that does what it is told."""
+
+    def __init__(self, supervisor: Supervisor, server: JoinedNodes) -> None:
+        self.supervisor, self.server = supervisor, server
+        self.token = server.join(CALLER, request(envs=2, envs_per_process=1))["token"]
+        self.told: dict[str, dict[str, Any]] = {}
+        self.error: FleetError | None = None
+
+    def poll(self) -> dict[str, Any]:
+        answer = self.server.poll(self.token, {"workers": self.told})
+        self.told = {
+            name: {"incarnation": order["incarnation"], "pid": 7}
+            for name, order in answer.get("workers", {}).items()
+        }
+        return answer
+
+    def until(self, question: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        while not question(answer := self.poll()):
+            threading.Event().wait(0.01)
+        return answer
+
+    def fails(self, name: str, **more: Any) -> None:
+        traceback = "Traceback (most recent call last):\nRuntimeError: the pole is broken"
+        self.told[name] |= {"code": 1, "output": traceback, **more}
+        self.poll()
+
+
+@contextmanager
+def supervised(logdir: Path, **changes: Any) -> Iterator[Supervised]:
+    run = bound(logdir, **changes)
+    with find_launcher("serial")(logdir) as launcher:
+        leader = Worker("agent", "agent", until_stopped, ends_run=True)
+        supervisor = Supervisor([leader], launcher)
+        found: list[FleetError] = []
+
+        def watch() -> None:
+            try:
+                supervisor.run()
+            except FleetError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        server = JoinedNodes(run, "tcp://127.0.0.1:{auto}", supervisor)
+        machine = Supervised(supervisor, server)
+        try:
+            machine.until(lambda answer: len(answer["workers"]) == 2)
+            yield machine
+        finally:
+            supervisor.stop()
+            thread.join()
+            machine.error = found[0] if found else None
+
+
+def test_the_supervisor_restarts_the_workers_of_a_machine_with_another_incarnation(
+    tmp_path: Path,
+) -> None:
+    with supervised(tmp_path, on_failure="restart") as machine:
+        before = machine.poll()["workers"]
+        first, second = before
+        machine.fails(first)
+        after = machine.until(lambda answer: len(answer["workers"]) == 2)["workers"]
+        assert after[first]["incarnation"] > before[first]["incarnation"]
+        assert after[first]["ids"] == before[first]["ids"]
+        assert after[second] == before[second], "the other one goes on"
+    assert machine.error is None
+
+
+def test_a_machine_that_fails_too_often_is_dismissed_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The failures of all its workers count together."""
+    with supervised(tmp_path, on_failure="restart", max_restarts=1) as machine:
+        first, second = machine.poll()["workers"]
+        machine.fails(first)
+        machine.until(lambda answer: len(answer["workers"]) == 2)
+        machine.fails(second)
+        answer = machine.until(lambda answer: answer.get("dismissed"))
+        assert "the pole is broken" in answer["dismissed"]
+        assert "after 1 restarts without progress" in answer["dismissed"]
+        assert read_fences(tmp_path).workers == ()
+        (gone,) = machine.server.machines()
+        assert (gone.state, gone.error) == ("left", answer["dismissed"])
+        assert machine.supervisor._state == "running"
+    assert machine.error is None
+
+
+def test_a_machine_cannot_end_a_run_that_goes_on_at_nan(tmp_path: Path) -> None:
+    with supervised(tmp_path, on_failure="restart", on_nan="end") as machine:
+        machine.fails(
+            next(iter(machine.poll()["workers"])), health={"final": True, "not_finite": True}
+        )
+        machine.until(lambda answer: answer.get("dismissed"))
+        assert machine.supervisor._state == "running"
+    assert machine.error is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({"on_failure": "stop"}, {}),
+        (
+            {"on_failure": "restart", "on_nan": "stop"},
+            {"health": {"final": True, "not_finite": True}},
+        ),
+    ],
+)
+def test_a_failure_elsewhere_ends_a_run_that_stops_at_failures(
+    tmp_path: Path, settings: dict[str, Any], more: dict[str, Any]
+) -> None:
+    with supervised(tmp_path, **settings) as machine:
+        machine.fails(next(iter(machine.poll()["workers"])), **more)
+        answer = machine.until(lambda answer: answer.get("dismissed"))
+        assert "the pole is broken" in answer["dismissed"], "the machine says why, too"
+    assert machine.error is not None
+    assert str(machine.error).startswith("The joined machine box failed: box/env-")
+    assert "the pole is broken" in str(machine.error)
+
+
+def test_addresses_are_those_that_machines_can_reach(tmp_path: Path) -> None:
+    # By the host that reached the coordinator, unless the actor is elsewhere.
+    run = bound(tmp_path, actor_addr="tcp://0.0.0.0:5551", eval_every=10)
+    assert addresses(run, "0.0.0.0") == {"actor": "tcp://*:5551"}  # the evaluator's is a file
+    run = bound(tmp_path, actor_addr="tcp://10.0.0.9:5551")
+    assert addresses(run, "0.0.0.0") == {"actor": "tcp://10.0.0.9:5551"}
+    assert addresses(run, "10.0.0.9") == {"actor": "tcp://*:5551"}
