@@ -27,6 +27,10 @@ NAVIGATION = {
         "operations", "machines", "scaling", "accelerators", "security", "reliability", "chaos",
     ],
     "Look it up": ["README", "configuration", "metrics", "api"],
+    "Decisions": [
+        *("decisions/transport", "decisions/replay", "decisions/web_page", "decisions/site"),
+        "decisions/command_line",
+    ],
     "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
 }  # fmt: skip
 """What the side bar shows; a page that is missing here fails the build."""
