@@ -28,6 +28,10 @@ NAVIGATION = {
     ],
     "Operation": ["operations", "scaling", "accelerators", "security", "reliability", "chaos"],
     "Reference": ["README", "configuration", "metrics", "api"],
+    "Decisions": [
+        *("decisions/transport", "decisions/replay", "decisions/web_page", "decisions/site"),
+        "decisions/command_line",
+    ],
     "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
 }  # fmt: skip
 """What the side bar shows; a page that is missing here fails the build."""
