@@ -12,6 +12,8 @@ from sphinx.application import Sphinx
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the site needs no accelerator to be built
 
+import dreamfleet
+
 ROOT = Path(__file__).parents[1]
 NAVIGATION = {
     "The path": [
@@ -35,6 +37,10 @@ NAVIGATION = {
     "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
 }  # fmt: skip
 """What the side bar shows; a page that is missing here fails the build."""
+
+# Settings have a page of their own.
+for _function in (dreamfleet.train, dreamfleet.resume):
+    vars(_function).pop("__signature__", None)
 
 project = "Dreamfleet"
 root_doc = "README"
