@@ -34,7 +34,7 @@ from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.coordinator import BEAT_SECONDS, HOLD_SECONDS
 from dreamfleet.fleet.env_probe import probe_in_subprocess
-from dreamfleet.fleet.factories import environment
+from dreamfleet.fleet.factories import environment, environments
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.stall import hanging
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
@@ -306,7 +306,7 @@ class _Machine:
         config = self._config(described)
         # Ids are used again, by other machines too: their environments play other episodes.
         config = replace(config, seed=env_seed(config.seed, JOINED + lease.generation))
-        make = partial(environment, config, None)
+        make = environments(config, None)
         workers = joined_workers(make, make, lease.envs, lease.eval_envs, config)
         publish_addresses(self._book, self._place, self._address, lease.addresses)
         self._say(
