@@ -168,7 +168,7 @@ def a_run(logdir: Path) -> None:
             obs = env.step(action)
             score = float(obs["reward"]) + (0.0 if obs["is_first"] else score)
             if obs["is_last"]:
-                scores.add(step, score)
+                scores.add(step, score, 9, "0", "epoch", step)
             _, chosen, _ = agent.policy({}, {key: value[None] for key, value in obs.items()})
             stored = {**{key: value[None] for key, value in obs.items()}, **chosen}
             replay.add_batch(stored, np.array([0]))
@@ -194,7 +194,7 @@ def test_an_agent_of_your_own_is_trained_and_used(
     run([*command, "--agent", "bandit:BanditType"], tmp_path)
     refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "(--agent bandit:BanditType) to have it imported" in refused.stderr
+    assert "say --agent bandit:BanditType, or --trust" in refused.stderr
     # What only reads a run's directory needs no code of its agent.
     (tmp_path / "bandit.py").unlink()
     monkeypatch.chdir(tmp_path)
