@@ -10,6 +10,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+import dreamfleet
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the site needs no accelerator to be built
 
 import dreamfleet
@@ -102,6 +104,8 @@ def _shorten(_: Sphinx, kind: str, name: str, *_about: object) -> tuple[str, Non
 
 
 def setup(app: Sphinx) -> None:
+    # Its settings are on the page of the configuration; Sphinx reads defaults from the source.
+    vars(dreamfleet.train).pop("__signature__", None)
     app.connect("source-read", _complete)
     app.connect("autodoc-process-docstring", _mark_code, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", _shorten)
