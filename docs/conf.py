@@ -27,11 +27,11 @@ NAVIGATION = {
         "operations", "machines", "scaling", "accelerators", "security", "reliability", "chaos",
     ],
     "Look it up": ["README", "configuration", "metrics", "api"],
+    "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
     "Decisions": [
         *("decisions/transport", "decisions/replay", "decisions/web_page", "decisions/site"),
         "decisions/command_line",
     ],
-    "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
 }  # fmt: skip
 """What the side bar shows; a page that is missing here fails the build."""
 

@@ -126,7 +126,7 @@ def limits(values: Values) -> str:
 
 
 def walls(values: Values) -> str:
-    """What a second actor and a second shard gain: on two shared cores, and with a core for each."""
+    """What a second actor and a second shard gain: on two shared cores, and with a core each."""
     rows = []
     for name, what in (
         ("actors={}", "`actors`, DreamerV3 with images, steps a second"),
