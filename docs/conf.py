@@ -14,7 +14,6 @@ import dreamfleet
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the site needs no accelerator to be built
 
-import dreamfleet
 
 ROOT = Path(__file__).parents[1]
 NAVIGATION = {

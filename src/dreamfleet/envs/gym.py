@@ -566,7 +566,7 @@ def _box(space: Any, key: str, *, flat: bool) -> tuple[Space, Callable[[Any], ND
 def _reshaped(value: NDArray[Any], space: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """A value of a space in another shape; a leading axis stays."""
     lead = value.shape[: max(0, value.ndim - len(space.shape))]
-    return value.reshape(*lead, *shape)
+    return value.reshape((*lead, *shape))
 
 
 def _discrete(space: Any) -> tuple[Space, Any]:

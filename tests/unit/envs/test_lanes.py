@@ -287,3 +287,10 @@ def test_refusals() -> None:
             make_env(make)
     with pytest.raises(ConfigError, match="obs=pixels is for single environments"):
         make_env("gym:CartPole-v1", vectorization="sync", obs="pixels")
+
+
+def test_an_id_with_a_vector_environment_only() -> None:
+    entry = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+    gymnasium.register("OnlyVectorTest-v0", vector_entry_point=entry)
+    assert is_vectorised("gym:OnlyVectorTest-v0", {})
+    assert make_env("gym:OnlyVectorTest-v0").obs_space["vector"].shape == (4,)
