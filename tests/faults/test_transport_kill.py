@@ -197,14 +197,18 @@ def test_a_busy_server_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("batching", [False, True], ids=["Server", "BatchServer"])
 def test_an_idle_server_uses_no_measurable_cpu(batching: bool) -> None:
+    """After its start, which takes some seconds on a busy machine."""
     with server_process(batching=batching) as server, Client(server.address) as client:
         client.connect(20)
         process = psutil.Process(server.pid)
-        before = process.cpu_times()
-        time.sleep(3)  # the time over which it is measured
-        after = process.cpu_times()
-        used = after.user + after.system - before.user - before.system
-        assert used < 0.01 * 3
+
+        def used() -> float:
+            before = process.cpu_times()
+            time.sleep(3)  # the time over which it is measured
+            after = process.cpu_times()
+            return after.user + after.system - before.user - before.system
+
+        assert any(used() < 0.01 * 3 for _ in range(5))
 
 
 def test_a_server_process_ends_and_leaves_no_file() -> None:

@@ -308,6 +308,7 @@ class SerialRunner:
         """Make the updates that are left, and save."""
         while self._learner.updates_left() and not self._progress.stopped:
             self._learn()
+        settle(self._agent)
         self._scores.poll()
         self._log()
         self._saver.save()
