@@ -64,6 +64,7 @@ class Entry:
 
 DMC = ("cartpole_balance", "cartpole_swingup", "walker_stand", "walker_walk", "finger_spin")
 _VISION = ("--env-options", "obs=pixels", "repeat=2")
+_BARLOW = ("--dreamer.loss.representation", "barlow", "--dreamer.loss.reconstruction-scale", "0")
 _ABLATION = partial(
     Entry, "ablation", "dmc:cartpole_swingup", 15_000, preset="dmc_cpu", seeds=(0, 1)
 )
@@ -87,7 +88,7 @@ SUITE = (
         )
         for label, how in (
             ("", ()),
-            ("barlow", ("--dreamer.loss.representation", "barlow")),
+            ("barlow", _BARLOW),
         )
     ),
     _ABLATION(label="imag_last=8"),

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import numpy as np  # so that its pool of threads is there when it is limited
 import psutil
 import pytest
-import threadpoolctl
 
 ENOUGH_MEMORY = 1_200_000_000
 CACHE = "DREAMFLEET_TESTS_CACHE"
@@ -37,8 +35,7 @@ hypothesis.settings.load_profile("any speed")
 
 
 # Workers of pytest share the cores: threads of numpy would only wait for each other.
-np.ones((2, 2)) @ np.ones((2, 2))
-threadpoolctl.threadpool_limits(1, user_api="blas")
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:

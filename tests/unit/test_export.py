@@ -238,8 +238,8 @@ def test_modes_of_other_dynamics_are_unknown() -> None:
     nets = ActingNetworks(nets.encoder, own, nets.actor)
     spaces = (seen(agent), agent.act_space, agent.init_policy(1), {})
     with pytest.raises(ConfigError, match="default dynamics, not OwnDynamics"):
-        policy_graph(nets, None, *spaces, latent="mode")
-    assert policy_graph(nets, None, *spaces).outputs
+        policy_graph(nets, *spaces, latent="mode")
+    assert policy_graph(nets, *spaces).outputs
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -104,7 +104,7 @@ assert len(agent._state.updates.sharding.device_set) == 6
 agent._copy_program(agent._state.nets)
 
 # Chosen ones, and one that only acts.
-options = {"train_devices": (1, 3), "policy_devices": (7,), "policy_backend": "compiled"}
+options = {"train_devices": (1, 3), "policy_devices": (7,)}
 agent = Dreamer(spaces, ACTIONS, config(**options))
 devices = jax.devices()
 agent.init_train(4)

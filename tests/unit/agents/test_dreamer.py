@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agent_worlds import ACTIONS, FLAGS, IMAGE, MIXED, VECTOR, config, observations, random_batch
+from agent_worlds import ACTIONS, FLAGS, MIXED, VECTOR, config, observations, random_batch
 
 from dreamfleet import ConfigError, Space
 from dreamfleet.agents import (
@@ -20,12 +20,10 @@ from dreamfleet.agents import (
     StateMismatchError,
     find_agent,
 )
-from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agents.dreamer.config import DreamerConfig, LossConfig, size_preset
 from dreamfleet.agents.dreamer.runtime import footprint as footprint_module
 from dreamfleet.agents.dreamer.runtime.agent import _AHEAD
 from dreamfleet.agents.dreamer.runtime.footprint import check_fit
-from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor
 from dreamfleet.agents.dreamer.runtime.saving import named_leaves
 from dreamfleet.agents.dreamer.train import state_shapes, weights
 
@@ -85,38 +83,6 @@ def test_impossible_choices_are_never_taken(shared: Dreamer) -> None:
     keys = np.concatenate(seen)
     assert keys[:, 0].max() == 1
     assert keys[:, 1].max() == 3
-
-
-@pytest.mark.parametrize("obs", [IMAGE, MIXED], ids=["images", "mixed"])
-def test_a_compiled_program_acts_on_images(obs: dict[str, Space]) -> None:
-    assert not isinstance(Dreamer(obs, ACTIONS, config())._publisher.latest(), NumpyActor)
-    with pytest.raises(ConfigError, match="use auto or compiled"):
-        Dreamer(obs, ACTIONS, config(policy_backend="numpy"))
-
-
-def test_numpy_and_compiled_policy_agree() -> None:
-    agent = Dreamer(VECTOR, ACTIONS, config(), seed=3)
-    nets = ActingNetworks.of(agent._state.nets, "float32")
-    actor = agent._make_actor(nets)
-    assert isinstance(actor, NumpyActor)
-    compiled = jax.jit(policy_step)
-    one, two = agent.init_policy(8), agent.init_policy(8)
-    for step in range(4):
-        inputs = observations(VECTOR, 8, step)
-        inputs["is_first"][:] = step == 0
-        inputs["is_first"][2] = step == 2
-        if step == 1:
-            inputs["token"][:4] = -1
-            inputs["vector"][3:6, 0] = -np.inf
-        seed, greedy = np.array([1, 2], np.uint32), step == 3
-        draws = draw(seed, step, agent._actions_of, (8, 4), greedy=greedy)
-        one, actions_one, outs_one = actor(one, inputs, draws)
-        two, actions_two, outs_two = jax.device_get(compiled(nets, two, inputs, draws))
-        for left, right in ((actions_one, actions_two), (outs_one, outs_two)):
-            assert set(left) == set(right)
-            for key in left:
-                assert left[key].dtype == right[key].dtype
-                np.testing.assert_allclose(left[key], right[key], rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_actions_are_the_mode_at_sampled_states() -> None:
@@ -229,7 +195,7 @@ def test_the_actor_gets_new_parameters_and_knows_their_age(fresh: Dreamer) -> No
         agent.policy(agent.init_policy(1), observations(VECTOR, 1))
         ages.append(agent.metrics()["policy/updates_behind"])
     assert ages == [1, 0, 1, 0, 1, 0]
-    acting = agent._publisher.latest()._actor[0].kernel
+    acting = agent._publisher.newest().actor.mlp.layers[0].kernel
     np.testing.assert_array_equal(acting, agent._state.nets.actor.mlp.layers[0].kernel)
     agent.train(carry, batch)
     assert agent.metrics()["policy/updates_behind"] == 1

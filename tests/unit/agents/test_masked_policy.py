@@ -18,7 +18,6 @@ from masked_parts import DOORS, Doors, doors_of
 from dreamfleet import Space
 from dreamfleet.agents import Dreamer, LossConfig, OptimizerConfig
 from dreamfleet.agents.dreamer import distributions as dist
-from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agents.dreamer.actor_critic import behaviour_gradient
 from dreamfleet.agents.dreamer.features import action_features
 from dreamfleet.agents.dreamer.heads import (
@@ -29,7 +28,6 @@ from dreamfleet.agents.dreamer.heads import (
     sample_actions,
 )
 from dreamfleet.agents.dreamer.imagination import Rollout, Targets, imagine
-from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor, _sample_possible
 from dreamfleet.agents.dreamer.train import init_state
 from dreamfleet.agents.dreamer.world_model import mask_loss
 from dreamfleet.envs import make_env
@@ -85,28 +83,6 @@ def test_forbidden_actions_are_never_taken(obs: Spaces, act: Spaces) -> None:
     assert agent.metrics()["policy/empty_masks"] == before + 1
 
 
-@WORLDS
-def test_numpy_and_compiled_policy_agree_about_masks(obs: Spaces, act: Spaces) -> None:
-    agent = Dreamer(obs, act, config(), seed=3)
-    eager(agent)
-    nets = ActingNetworks.of(agent._state.nets, "float32")
-    actor = agent._make_actor(nets)
-    assert isinstance(actor, NumpyActor)
-    compiled = jax.jit(policy_step)
-    one, two = agent.init_policy(32), agent.init_policy(32)
-    for step in range(4):
-        inputs = observations(obs, 32, step)
-        inputs.pop("reward"), inputs.pop("is_last"), inputs.pop("is_terminal")
-        inputs["action_mask"][:2] = 0
-        seed = np.array([1, 2], np.uint32)
-        draws = draw(seed, step, agent._actions_of, (32, 4), greedy=step == 3)
-        one, actions, _ = actor(one, inputs, draws)
-        two, same, _ = jax.device_get(compiled(nets, two, inputs, draws))
-        for key in actions:
-            assert actions[key].dtype == same[key].dtype
-            np.testing.assert_array_equal(actions[key], same[key])
-
-
 def test_rounding_never_draws_what_has_no_probability() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5000, 17)).astype(np.float32)
@@ -123,8 +99,6 @@ def test_rounding_never_draws_what_has_no_probability() -> None:
             table = probs * np.float32(scale)
             index = np.asarray(dist.sample_possible(jnp.asarray(table), jnp.asarray(numbers)))
             assert allowed[np.arange(5000), index].all()
-            same = _sample_possible(np.ascontiguousarray(table.T), numbers)
-            np.testing.assert_array_equal(same, index)
     random, plain = jnp.asarray(rng.random(5000, np.float32)), jax.nn.softmax(logits, -1)
     np.testing.assert_array_equal(
         dist.sample_possible(plain, random), dist.sample_index(plain, random)

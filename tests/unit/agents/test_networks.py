@@ -20,7 +20,6 @@ from dreamfleet.agents.dreamer.encoder import DefaultEncoder
 from dreamfleet.agents.dreamer.interfaces import Decoder, Encoder
 from dreamfleet.agents.dreamer.layers import Linear
 from dreamfleet.agents.dreamer.rssm import RSSM
-from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor
 
 GRID = {"grid": Space(np.float32, (3, 4, 2))} | FLAGS
 
@@ -113,7 +112,6 @@ def test_an_own_encoder_trains_and_acts_compiled(own: Dreamer) -> None:
         losses.append(float(metrics["loss/reconstruction/grid"]))
     assert losses[-1] < losses[0]
     assert not np.array_equal(before, agent.save()["nets/encoder/layer/kernel"])
-    assert not isinstance(agent._publisher.latest(), NumpyActor)
     _, actions, stored = agent.policy(agent.init_policy(3), observations(GRID, 3))
     assert actions["move"].shape == (3, 2)
     assert stored["dyn/deter"].shape == (3, 16)
@@ -141,43 +139,6 @@ def test_the_chosen_encoder_says_which_observations_it_takes() -> None:
 def test_what_is_no_encoder_is_refused_with_the_fix(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Dreamer(GRID, ACTIONS, with_networks(name))
-
-
-@pytest.mark.parametrize("encoder", ["default", "own_networks:SameEncoder"])
-def test_numpy_acts_only_for_the_networks_it_knows(encoder: str) -> None:
-    agent = Dreamer(VECTOR, ACTIONS, with_networks(encoder))
-    known = encoder == "default"
-    assert isinstance(agent._publisher.latest(), NumpyActor) == known
-    if known:
-        Dreamer(VECTOR, ACTIONS, with_networks(encoder, policy_backend="numpy"))
-        return
-    with pytest.raises(ConfigError, match=r"SameEncoder.*use auto or compiled"):
-        Dreamer(VECTOR, ACTIONS, with_networks(encoder, policy_backend="numpy"))
-
-
-def test_numpy_is_refused_in_bfloat16() -> None:
-    with pytest.raises(ConfigError, match="bfloat16"):
-        Dreamer(VECTOR, ACTIONS, config(policy_backend="numpy", compute_dtype="bfloat16"))
-
-
-def test_both_backends_choose_the_same_actions() -> None:
-    agents = [
-        Dreamer(VECTOR, ACTIONS, config(policy_backend=backend), seed=5)
-        for backend in ("numpy", "compiled")
-    ]
-    kinds = [isinstance(agent._publisher.latest(), NumpyActor) for agent in agents]
-    assert kinds == [True, False]
-    carries = [agent.init_policy(8) for agent in agents]
-    for step in range(4):
-        obs = observations(VECTOR, 8, step)
-        obs["is_first"][:] = step == 0
-        mode = "greedy" if step == 3 else "train"
-        results = [a.policy(c, obs, mode) for a, c in zip(agents, carries, strict=True)]
-        carries = [result[0] for result in results]
-        left, right = results[0][1], results[1][1]
-        np.testing.assert_allclose(left["move"], right["move"], rtol=1e-4, atol=1e-5)
-        for name in ("button", "keys"):
-            np.testing.assert_array_equal(left[name], right[name])
 
 
 def test_states_saved_under_older_names_load(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def played(agent: Any, mode: str, steps: int = 4) -> list[Any]:
 @pytest.mark.parametrize(
     "execution",
     [
-        {"policy_backend": "numpy"},
-        {"policy_backend": "compiled", "compute_dtype": "bfloat16"},
+        {},
+        {"compute_dtype": "bfloat16"},
     ],
 )
 def test_a_player_acts_as_the_agent_whose_parameters_it_has(execution: dict[str, Any]) -> None:

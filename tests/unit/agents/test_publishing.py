@@ -22,8 +22,8 @@ class Road:
         return nets
 
 
-def publisher_on(road: Road) -> Publisher[str]:
-    return Publisher(Snapshot("first", 0, 0.0), road.bring, lambda nets: f"actor of {nets}")
+def publisher_on(road: Road) -> Publisher:
+    return Publisher(Snapshot("first", 0, 0.0), road.bring)
 
 
 def test_the_learner_does_not_wait_and_the_actor_keeps_what_it_has() -> None:
@@ -33,27 +33,24 @@ def test_the_learner_does_not_wait_and_the_actor_keeps_what_it_has() -> None:
     publisher.publish(Snapshot("second", 1, 0.0))
     publisher.count(3)
     assert publisher.busy
-    assert publisher.latest() == "actor of first"
     assert publisher.newest() == "first"
     assert publisher.age()[0] == 3
     road.open.set()
     publisher.wait()
     assert not publisher.busy
-    assert publisher.latest() == "actor of second"
     assert publisher.newest() == "second"
     assert publisher.age()[0] == 2
     (_, mine), (_, others) = road.travelled
     assert mine == threading.current_thread().name != others
 
 
-def test_the_same_parameters_are_prepared_once_and_older_ones_never() -> None:
+def test_the_same_parameters_are_brought_once_and_older_ones_never() -> None:
     road = Road()
-    publisher = Publisher(Snapshot("first", 5, 0.0), road.bring, lambda nets: object())
-    first = publisher.latest()
+    publisher = Publisher(Snapshot("first", 5, 0.0), road.bring)
     for updates in (5, 4):
         publisher.publish(Snapshot("again", updates, 0.0))
         publisher.wait()
-    assert publisher.latest() is first
+    assert publisher.newest() == "first"
     assert publisher.published == 5
     assert [nets for nets, _ in road.travelled] == ["first"]
 
@@ -64,8 +61,8 @@ def test_what_went_wrong_on_the_way_is_told_to_the_learner() -> None:
             raise OSError("the device is gone")
         return nets
 
-    publisher = Publisher(Snapshot("first", 0, 0.0), bring, lambda nets: nets)
+    publisher = Publisher(Snapshot("first", 0, 0.0), bring)
     publisher.publish(Snapshot("second", 1, 0.0))
     with pytest.raises(OSError, match="the device is gone"):
         publisher.wait()
-    assert publisher.latest() == "first"
+    assert publisher.newest() == "first"

@@ -254,9 +254,6 @@ class ExecutionConfig:
     policy_devices: Incidental[PerHost[tuple[CountOrZero, ...]]] = ()
     """Number of the device that acts, among those of its platform; empty takes the first training
     device, or the first of `policy_platform`."""
-    policy_backend: Incidental[PerHost[Literal["auto", "compiled", "numpy"]]] = "auto"
-    """What computes actions: a compiled program or numpy, which is faster on a CPU but knows only
-    the default networks in float32; auto takes numpy wherever it can."""
     shard_parameters: Incidental[bool] = False
     """Split parameters and optimizer state over the training devices (fully sharded)
     instead of keeping a copy on each (data parallel)."""

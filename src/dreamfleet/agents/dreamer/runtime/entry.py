@@ -134,7 +134,6 @@ class DreamerType(AgentType[DreamerConfig]):
         trained = config.execution
         execution = ExecutionConfig(
             compute_dtype=trained.compute_dtype,
-            policy_backend=trained.policy_backend,
             replay_context=trained.replay_context,
         )
         return replace(config, execution=execution)

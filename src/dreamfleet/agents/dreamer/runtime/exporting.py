@@ -58,7 +58,6 @@ class PolicyGraph:
 
 def policy_graph(
     nets: ActingNetworks,
-    act: Callable[..., Any] | None,
     obs_space: Mapping[str, Space],
     act_space: Mapping[str, Space],
     carry: Any,
@@ -71,7 +70,6 @@ def policy_graph(
 
     Args:
         nets: The networks.
-        act: The policy call that the result is compared to; None if it has another precision.
         obs_space: What is observed, without flags.
         act_space: What is chosen.
         carry: A carry of any number of rows.
@@ -86,7 +84,7 @@ def policy_graph(
                 "use latent=sample."
             )
         parts = {each.name: getattr(nets.dynamics, each.name) for each in fields(nets.dynamics)}
-        nets, act = ActingNetworks(nets.encoder, _ModeRSSM(**parts), nets.actor), None
+        nets = ActingNetworks(nets.encoder, _ModeRSSM(**parts), nets.actor)
     paths, tree = jax.tree_util.tree_flatten_with_path(carry)
     single = np.dtype(np.float32)
     state = {_name(path): (leaf.dtype, leaf.shape[1:]) for path, leaf in paths}
@@ -146,15 +144,11 @@ def policy_graph(
             )
         return results(following, chosen)
 
-    compiled = None if act else jax.jit(function)
+    compiled = jax.jit(policy_step)
 
     def reference(given: Mapping[str, NDArray[Any]]) -> Arrays:
-        if compiled:
-            values = jax.device_get(compiled(*(given[name] for name in inputs)))
-        else:
-            assert act is not None
-            following, chosen, _ = act(*arguments(given))
-            values = results(following, {key: np.asarray(chosen[key]) for key in act_space})
+        following, chosen, _ = jax.device_get(compiled(nets, *arguments(given)))
+        values = results(following, chosen)
         return dict(zip(outputs, map(np.asarray, values), strict=True))
 
     limits = {

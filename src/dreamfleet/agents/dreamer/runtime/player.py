@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays, Carry, Flat, Mode
-from dreamfleet.agents.dreamer.acting import ActingNetworks, Draws, draw, policy_step
+from dreamfleet.agents.dreamer.acting import ActingNetworks, draw, policy_step
 from dreamfleet.agents.dreamer.config import DreamerConfig
 from dreamfleet.agents.dreamer.features import action_features, check_spaces
 from dreamfleet.agents.dreamer.interfaces import check_networks
@@ -27,7 +27,6 @@ from dreamfleet.agents.dreamer.runtime.exporting import (
     PolicyGraph,
     policy_graph,
 )
-from dreamfleet.agents.dreamer.runtime.numpy_policy import NumpyActor, use_one_blas_thread
 from dreamfleet.agents.dreamer.runtime.programs import Program, enable_cache
 from dreamfleet.agents.dreamer.runtime.publishing import Publisher, Snapshot
 from dreamfleet.agents.dreamer.runtime.saving import (
@@ -41,7 +40,6 @@ from dreamfleet.masks import ActionMask, EmptyMasks
 from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
 
 _UNUSED = {*FLAGS} - {"is_first"}
-_Actor = Callable[[Carry, Mapping[str, NDArray[Any]], Draws], tuple[Carry, Arrays, Arrays]]
 
 
 class ActingAgent:
@@ -96,12 +94,15 @@ class ActingAgent:
         nonfinite.check_arrays("Observation", inputs, missing=True)
         if self._empty_masks:
             self._empty_masks.check(obs)
-        shape = (len(inputs["is_first"]), self._publisher.newest().dynamics.draws)
+        nets = self._publisher.newest()
+        shape = (len(inputs["is_first"]), nets.dynamics.draws)
         draws = draw(
             self._action_seed, self._actions, self._actions_of, shape, greedy=mode == "greedy"
         )
         self._actions += 1
-        following, actions, entries = self._publisher.latest()(carry, inputs, draws)
+        following, actions, entries = jax.device_get(
+            self._policy_program(nets, carry, inputs, draws)
+        )
         nonfinite.check_arrays("Action", actions)
         for key, space in self.act_space.items():
             if space.discrete:
@@ -130,10 +131,8 @@ class ActingAgent:
 
     def policy_graph(self, bounds: Bounds, *, latent: Choose, actions: Choose) -> PolicyGraph:
         """The policy call as a function of named arrays, to be exported."""
-        nets, act = self._publisher.newest(), self._publisher.latest()
         return policy_graph(
-            cast(jax.tree.map(jnp.asarray, nets), jnp.dtype(jnp.float32)),
-            act if self.config.execution.compute_dtype == "float32" else None,
+            cast(jax.tree.map(jnp.asarray, self._publisher.newest()), jnp.dtype(jnp.float32)),
             {key: space for key, space in self.obs_space.items() if key not in FLAGS},
             self.act_space,
             self.init_policy(1),
@@ -149,43 +148,14 @@ class ActingAgent:
         self._act_with(Snapshot(replace_leaves(nets, chosen), self._updates, time.monotonic()))
 
     def _act_with(self, first: Snapshot) -> None:
-        self._numpy = self._use_numpy(first.nets)
-        self._publisher = Publisher(first, self._bring, self._make_actor)
+        self._publisher = Publisher(first, self._bring)
 
     def _bring(self, nets: ActingNetworks) -> ActingNetworks:
         """Parameters where `policy` uses them."""
-        result: ActingNetworks
         if jax.process_count() > 1:  # of what all hosts have, what is here
             nets = jax.tree.map(lambda leaf: leaf.addressable_data(0), nets)
-        if self._numpy:
-            result = jax.device_get(nets)
-        else:
-            result = jax.device_put(nets, self._placement.policy_device)
+        result: ActingNetworks = jax.device_put(nets, self._placement.policy_device)
         return result
-
-    def _make_actor(self, nets: ActingNetworks) -> _Actor:
-        """What `policy` calls with these parameters."""
-        if self._numpy:
-            use_one_blas_thread()
-            return NumpyActor(nets)
-
-        def act(carry: Carry, obs: Mapping[str, NDArray[Any]], draws: Draws) -> Any:
-            return jax.device_get(self._policy_program(nets, carry, obs, draws))
-
-        return act
-
-    def _use_numpy(self, nets: ActingNetworks) -> bool:
-        """Whether numpy chooses the actions: on CPUs, in float32, for the networks it knows."""
-        backend, dtype = self.config.execution.policy_backend, self.config.execution.compute_dtype
-        platform = self._placement.policy_device.platform
-        possible = platform == "cpu" and dtype == "float32" and NumpyActor.knows(nets)
-        if backend == "numpy" and not possible:
-            names = [type(net).__name__ for net in (nets.encoder, nets.dynamics)]
-            raise ConfigError(
-                "execution.policy_backend=numpy needs a CPU, float32 and the default encoder and "
-                f"dynamics, not {platform}, {dtype}, {' and '.join(names)}: use auto or compiled."
-            )
-        return possible and backend != "compiled"
 
 
 class DreamerPlayer(ActingAgent):
