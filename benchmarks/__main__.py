@@ -19,6 +19,7 @@ BENCHMARKS = {
     "transport": "steps/s and latency of calls between processes, beside portal",
     "replay": "insert, sample, update and reopen; cost per call from 10^4 to 2*10^6 steps",
     "scale": "CPU time of every role, and steps/s with 1 to 1,024 connections",
+    "lanes": "steps/s of vectorised environments, beside their bare loop",
     "network": "steps/s behind a network delay, with 1, 2 and 4 lanes",
     "hostile": "steps/s and memory of an encrypted fleet while its servers are attacked",
     "view": "the web page: time to open, what it takes from a run, growth (needs Chromium)",

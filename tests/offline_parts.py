@@ -11,6 +11,14 @@ def no_environment(envid: int) -> Any:
     raise AssertionError("an environment was made")
 
 
+class Pretrained(RandomAgent):
+    """Acts after 20 updates only."""
+
+    def policy(self, carry: Any, obs: Any, mode: str = "train") -> Any:
+        assert self._updates >= 20, f"it acted after {self._updates} updates"
+        return super().policy(carry, obs, mode)
+
+
 class Watching(RandomAgent):
     """Learns nothing, and tells what it is shown."""
 

@@ -24,6 +24,7 @@ from dreamfleet.settings import (
     Count,
     CountOrZero,
     Fixed,
+    Fraction,
     Incidental,
     Joined,
     Local,
@@ -295,6 +296,11 @@ class RunConfig:
     """Directories of runs whose steps a new run starts with."""
     offline: Annotated[tuple[str, ...], _SOURCES] = ()
     """Directories of runs to learn from without environments; `steps` counts updates then."""
+    pretrain: Annotated[Fixed[CountOrZero], _SOURCES] = 0
+    """Updates that a new run makes with the steps of `prefill` before it acts; 0 for none."""
+    offline_fraction: Annotated[Fixed[Fraction], _SOURCES] = 0.0
+    """Share of every training batch that is drawn from the steps of `prefill`; 0 draws from all
+    steps alike."""
     from_checkpoint: Annotated[str, _SOURCES] = ""
     """A run's directory, or a checkpoint, that a new run starts from; empty for none."""
     from_checkpoint_regex: str = ""
@@ -446,7 +452,8 @@ class RunConfig:
         if self.offline:
             return self.steps
         ratio = max(0.0, self.train_ratio)
-        return int(self.steps * ratio / (self.batch_size * self.batch_length))
+        made = int(self.steps * ratio / (self.batch_size * self.batch_length))
+        return made and made + self.pretrain
 
     @property
     def limiter_tolerance(self) -> int:
@@ -611,6 +618,12 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both."),
     (lambda c: c.offline and c.prefill,
      "offline and prefill are mutually exclusive: name all directories after offline."),
+    (lambda c: c.offline and (c.pretrain or c.offline_fraction),
+     "pretrain and offline_fraction are for runs that collect steps: use prefill, not offline."),
+    (lambda c: c.offline_fraction and c.replay.fractions.priority,
+     "offline_fraction cannot be used with replay.fractions.priority: leave one out."),
+    (lambda c: c.offline_fraction and c.replay_shards > 1,
+     "offline_fraction cannot be used with replay_shards={c.replay_shards}: leave one out."),
     (lambda c: c.offline and c.bind,
      "bind lets machines with environments join, and offline needs none: leave one out."),
     (lambda c: c.offline and c.actors > 1,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.config import RunConfig
+from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.datasets import PREFIX, dataset_source, is_dataset
 from dreamfleet.errors import ConfigError
 from dreamfleet.policy import Blueprint, read_blueprint
@@ -77,6 +77,10 @@ def check_sources(config: RunConfig) -> None:
     Raises:
         ConfigError: Another agent, or one of another size, has collected them.
     """
+    shares = config.pretrain or config.offline_fraction
+    # A run that is resumed has copied the steps, whose sources may be gone.
+    if shares and not config.prefill and not (config.logdir / CONFIG_FILE).exists():
+        raise ConfigError("pretrain and offline_fraction use the steps of prefill: name sources.")
     # Without environments the first of them says what a step is.
     first = find_source(config.offline[0]).blueprint if config.offline else None
     if first and first.config.task != config.task:
@@ -121,9 +125,10 @@ def copy_steps(replay: Replay, config: RunConfig, shard: int = 0) -> None:
 
 def nothing_to_learn_from(config: RunConfig) -> ConfigError:
     """What is wrong with a run that has no steps and collects none."""
+    sources = ", ".join((*config.offline, *config.prefill))
     return ConfigError(
-        f"{', '.join(config.offline)} holds no sequence of {config.window} steps to learn from: "
-        "use a shorter batch_length, or a run that has collected more."
+        f"{sources} holds no sequence of {config.window} steps to learn from: use a shorter "
+        "batch_length, or a run that has collected more."
     )
 
 

@@ -171,6 +171,11 @@ class Positions:
         with self._lock:
             self._store(_SAMPLES, self._read(_SAMPLES) + count)
 
+    def granted(self, count: float) -> None:
+        """Samples are allowed that no steps have earned."""
+        with self._lock:
+            self._store_float(_UNCOUNTED, self._read_float(_UNCOUNTED) + count)
+
     def raise_to(self, steps: int) -> int:
         """A checkpoint knows of this many steps; if the replay knows of fewer, its files were lost
         together with these counts. Returns how many are missing; this shard counts them."""
@@ -195,7 +200,7 @@ class Positions:
     def owed(self, limiter: Limiter, size: int) -> float:
         """Samples that learning owes, for a limiter that starts now.
 
-            owed = -debt + ratio * (steps since the start of earning) - samples since then
+            owed = -debt + ratio * (steps since the start of earning) + granted - samples since
 
         The start is the step that fills the replay to `minsize`. When steps were lost or copied in,
         or the settings have changed, the difference is forgiven down to what the limiter tolerates.

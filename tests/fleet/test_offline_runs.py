@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,19 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from fleet_parts import left_behind, parts, rows, small_run, stored_streams
-from offline_parts import Watching, no_environment
+from offline_parts import Pretrained, Watching, no_environment
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import agent as make_agent
+from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.workers import worker_names
-from dreamfleet.offline import AdoptedReplay, copy_steps, find_source
+from dreamfleet.offline import AdoptedReplay, check_sources, copy_steps, find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, read_blueprint
+from dreamfleet.roles.replay import ReplayService, limiter_for
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,64 @@ def test_a_new_run_begins_with_the_steps_of_another(collected: Path, tmp_path: P
     before = sum(len(s["reward"]) for s in stored_streams(collected / "replay").values())
     after = sum(len(s["reward"]) for s in stored_streams(tmp_path / "replay").values())
     assert after >= before + 200
+
+
+@pytest.mark.parametrize("launcher", ["local", "serial"])
+def test_a_run_is_trained_before_it_acts(collected: Path, tmp_path: Path, launcher: str) -> None:
+    """Once: a resumed run makes the updates that its steps ask for, and no others."""
+    config = small_run(
+        tmp_path, prefill=(str(collected),), pretrain=20, steps=80, launcher=launcher
+    )
+    preflight(config)
+    blueprint = read_blueprint(collected)
+    assert blueprint is not None
+    agent = partial(Pretrained, blueprint.obs_space, blueprint.act_space)
+    for steps in (80, 160):
+        config = replace(config, steps=steps)
+        combined(**parts(config, make_agent=agent), args=config)
+        run = Checkpoint(tmp_path / "ckpt" / "agent").load()
+        assert run is not None
+        made = int(run.parts["run"]["updates"])
+        # Acting ends at once, and learning a little later.
+        assert 20 + steps // 8 <= made <= 20 + steps // 8 + 16
+        assert made == int(run.parts["agent"]["counters/updates"])
+
+
+def test_a_share_of_each_batch_is_drawn_from_the_first_steps(
+    collected: Path, tmp_path: Path
+) -> None:
+    config = small_run(
+        tmp_path, prefill=(str(collected),), offline_fraction=0.5, steps=200, train_ratio=0.0
+    )
+
+    def opened(args: RunConfig = config) -> ReplayService:
+        make, limiter = factories(args), limiter_for(args)
+        train, evaluation = make.make_replay_train(), make.make_replay_eval()  # type: ignore[operator]
+        return ReplayService(train, evaluation, make.make_stream, limiter, args, threading.Event())  # type: ignore[arg-type]
+
+    service = opened()
+    first = service.sample_batch_train()
+    step = {key: value[:1, -1] for key, value in first.items() if key != "stepid"}
+    step |= {"reward": np.full(1, 77, np.float32), "is_first": np.zeros(1, bool)}
+    for number in range(2):
+        if number:  # also if there is more in the meantime
+            service.close()
+            service = opened()
+        for seq in range(8):
+            service.add_batch(step, np.zeros(1, np.int64), False, f"actor-{number}", seq)
+        for _ in range(4):
+            rewards = service.sample_batch_train()["reward"]
+            assert (rewards == 77).any(1).sum() == 1, "one of two sequences"
+    service.close()
+    small = replace(config, replay=replace(config.replay, capacity=300), logdir=tmp_path / "small")
+    with pytest.raises(ConfigError, match=r"replay.capacity=300 holds fewer than \d+: raise it"):
+        opened(small)
+
+
+def test_what_mixes_needs_sources(tmp_path: Path) -> None:
+    for changes in ({"pretrain": 10}, {"offline_fraction": 0.5}):
+        with pytest.raises(ConfigError, match="use the steps of prefill"):
+            check_sources(small_run(tmp_path, **changes))
 
 
 def test_states_of_another_agent_are_replaced(collected: Path, tmp_path: Path) -> None:

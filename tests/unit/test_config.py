@@ -35,6 +35,8 @@ SOURCE = Path(dreamfleet.__file__).parent
         ({"remote_replay": True}, "remote_replay needs a replay_addr"),
         ({"envs": 2, "actors": 3}, "actors=3 has more servers than there are environments"),
         ({"offline": ("runs/a",), "actors": 2}, "offline has none: leave actors out"),
+        ({"offline": ("runs/a",), "pretrain": 5}, "use prefill, not offline"),
+        ({"offline_fraction": 0.5, "replay_shards": 2}, "cannot be used with replay_shards=2"),
         ({"train_ratio": float("nan")}, "train_ratio=nan"),
         ({"log_every": 0.0}, "log_every=0"),
         ({"env_options": {"seed": 3}}, "set the run's seed"),

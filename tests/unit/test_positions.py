@@ -125,6 +125,10 @@ class Kills(RuleBasedStateMachine):
 
         self.survive(lambda: self.positions.import_steps(copy), writes)
 
+    @rule(count=st.integers(0, 9), writes=kill_after)
+    def grant(self, count: int, writes: int) -> None:
+        self.survive(lambda: self.positions.granted(count), writes)
+
     @rule(writes=kill_after)
     def restart(self, writes: int) -> None:
         Mortal.left = writes

@@ -23,7 +23,7 @@ class Atari(EpisodicEnv):
 
     The defaults are the published protocol: the console repeats the previous action in a quarter
     of the frames (`sticky`), an action lasts four frames, the image is the maximum of the last
-    two (sprites flicker), resized to 96x96 and then grey, all 18 buttons, up to 30 idle frames at
+    two (sprites flicker), grey and resized to 96x96, all 18 buttons, up to 30 idle frames at
     the start, lost lives are ignored, at most 108,000 frames, idle ones not counted. `is_terminal`
     equals `is_last`, also at the time limit.
 
@@ -119,9 +119,10 @@ class Atari(EpisodicEnv):
 
     def _image(self) -> NDArray[np.uint8]:
         image = functools.reduce(np.maximum, self._screens)
+        # Grey first: one channel is resized in half the time of three.
+        image = to_gray(image) if self._gray else image
         # Not a view of the screens, which the next step overwrites.
-        image = image.copy() if image.shape[:2] == self._size else resize(image, self._size)
-        return to_gray(image) if self._gray else image
+        return image.copy() if image.shape[:2] == self._size else resize(image, self._size)
 
     def render(self) -> NDArray[np.uint8]:
         return np.asarray(self._ale.getScreenRGB())

@@ -36,6 +36,7 @@ _FRAMES = 20
 _COMPARED_STEPS = 200
 _SLOW = 100.0
 _BRIEF = 4096
+_FORBIDS_ALL = "Allow at least one action while the episode continues, or end it there."
 _PACKAGE = str(Path(__file__).parents[1])
 
 ONLY_ONE = (
@@ -129,13 +130,17 @@ def diagnose(
     """
     result = Diagnosis()
     trajectory: list[Arrays] = []
-    last = CurrentCall("constructor")
+    last, compared = CurrentCall("constructor"), min(steps, _COMPARED_STEPS)
 
     def told(call: Call, done: int, steps: int) -> None:
         nonlocal last
         last = CurrentCall(call, done, steps)
         if tell:
             tell(call, done, steps)
+
+    def made(env_seed: int) -> Env:
+        told("constructor", 1, steps)
+        return make(env_seed)
 
     try:
         told("constructor", 0, steps)
@@ -148,14 +153,27 @@ def diagnose(
         for key in result.obs_space.keys() - without_logs(result.obs_space).keys():
             if all(np.isneginf(obs[key]) for obs in trajectory):  # never present
                 result.obs_space = {k: s for k, s in result.obs_space.items() if k != key}
-        second = _make_second(make, seed + 1, result, told)
+        second: Env | None = None
+        try:
+            second = made(seed + 1)
+        except (Exception, SystemExit) as error:
+            result.single = True
+            what = f"A second environment failed beside the first: {error!r}."
+            result.hints.append(Finding(what, ONLY_ONE))
         spaces = [(each.obs_space, each.act_space) for each in (env, second or env)]
         if different := different_spaces(*spaces):
             result.problems.append(Finding(different, ""))
         _close(env, told)
         result.problems += _flags(trajectory)
-        compared = min(steps, _COMPARED_STEPS)
-        result.hints += _seeds(make, second, trajectory, compared, seed, told)
+        other = _difference(second or made(seed + 1), trajectory, compared, seed, told)
+        same = _difference(made(seed), trajectory, compared, seed, told)
+        result.hints += _when(
+            (same, f"The same seed gives another run: {same}.",
+             "Take all randomness from the seed, if runs should be repeatable."),
+            (not same and not other, "Another seed gives the same run.",
+             "Use the seed, unless the environment is deterministic: otherwise all copies of it "
+             "play the same episodes."),
+        )  # fmt: skip
     except (ConfigError, UnknownTaskError, MissingExtraError):
         raise
     except (EnvError, SpaceError) as error:
@@ -165,7 +183,7 @@ def diagnose(
     except (Exception, SystemExit) as error:
         result.problems.append(_raised(error, last, result))
         return result
-    result.hints += [*_values(result, trajectory), *_speed(result)]
+    result.hints += _values(result, trajectory)
     if make_visible and not result.frames:
         result.hints += _render(make_visible, compared, seed, result, told)
     return result
@@ -199,33 +217,15 @@ def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[s
     return ""
 
 
-def _make_second(
-    make: Callable[[int], Env], seed: int, result: Diagnosis, tell: Tell
-) -> Env | None:
-    """A second environment beside the first; None if that fails."""
-    tell("constructor", 1, result.steps)
-    try:
-        return make(seed)
-    except (Exception, SystemExit) as error:
-        result.single = True
-        result.hints.append(
-            Finding(f"A second environment failed beside the first: {error!r}.", ONLY_ONE)
-        )
-        return None
-
-
 def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Finding:
     """An exception of the environment."""
     what = f"{call.title} raised {type(error).__name__}: {error}".rstrip(".") + "."
+    fix = "Fix it."
     # A run gives up on an environment if no episode ends between two failures.
     if isinstance(error, Exception) and call.name in ("reset", "step") and result.episodes:
         count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had ended before"
-        fix = (
-            f"Fix it. As {count}, training and eval would cut this one short and make the "
-            "environment again."
-        )
-    else:
-        fix = "Fix it."
+        fix += f" As {count}, training and eval would cut this one short and make the environment "
+        fix += "again."
     return Finding(what, fix, own_traceback(error))
 
 
@@ -273,7 +273,8 @@ def _play(
             if not result.problems:
                 result.problems += _overwritten(previous, copy)
                 if mask and mask.empty(obs[ACTION_MASK]) and not obs["is_last"]:
-                    result.problems += [_forbids_all(len(times))]
+                    what = f"{ACTION_MASK!r} forbids every action at step {len(times)}."
+                    result.problems += [Finding(what, _FORBIDS_ALL)]
             previous, copy = obs, {key: value.copy() for key, value in obs.items()}
             trajectory.append({key: _brief(value) for key, value in copy.items()})
             if reset and obs["is_last"]:
@@ -290,13 +291,6 @@ def _play(
         _count_episodes(result, trajectory)
         # The median, because a step may have waited for a CPU.
         result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
-
-
-def _forbids_all(step: int) -> Finding:
-    return Finding(
-        f"{ACTION_MASK!r} forbids every action at step {step}.",
-        "Allow at least one action while the episode continues, or end it there.",
-    )
 
 
 def _brief(value: NDArray[Any]) -> NDArray[Any]:
@@ -316,67 +310,38 @@ def _count_episodes(result: Diagnosis, trajectory: list[Arrays]) -> None:
         result.score, result.length = float(np.mean(scores)), float(np.mean(lengths))
 
 
-def _overwritten(then: Arrays, copy: Arrays) -> Iterator[Finding]:
-    for key, value in then.items():
-        if not np.array_equal(value, copy[key], equal_nan=value.dtype.kind == "f"):
-            yield Finding(
-                f"The array of {key!r} was overwritten by the next step.",
-                "Return a copy: observations are sent and stored while the next step runs.",
-            )
+def _overwritten(then: Arrays, copy: Arrays) -> list[Finding]:
+    def same(key: str, value: NDArray[Any]) -> bool:
+        return np.array_equal(value, copy[key], equal_nan=value.dtype.kind == "f")
+
+    fix = "Return a copy: observations are sent and stored while the next step runs."
+    changed = [key for key, value in then.items() if not same(key, value)]
+    return [
+        Finding(f"The array of {key!r} was overwritten by the next step.", fix) for key in changed
+    ]
 
 
-def _flags(trajectory: list[Arrays]) -> Iterator[Finding]:
-    if not trajectory[0]["is_first"]:
-        yield Finding("The observation after a reset is not is_first.", "Set is_first there.")
-    for before, after in pairwise(trajectory):
-        if after["is_first"] and not before["is_last"]:
-            yield Finding(
-                "An episode started although the one before had not ended.",
-                "Set is_last on the last observation of every episode.",
-            )
-            break
-        if before["is_last"] and not after["is_first"]:
-            yield Finding(
-                "A reset did not start an episode.", "Start one whenever the action says reset."
-            )
-            break
-    if any(obs["is_terminal"] and not obs["is_last"] for obs in trajectory):
-        yield Finding("is_terminal without is_last.", "A terminal step is the last one: set both.")
-    if any(obs["is_first"] and obs["reward"] != 0 for obs in trajectory):
-        yield Finding(
-            "The first observation of an episode has a reward.",
-            "Return 0 there: no action has earned anything yet.",
-        )
+def _when(*rows: tuple[object, str, str]) -> list[Finding]:
+    """The findings whose condition holds."""
+    return [Finding(what, fix) for holds, what, fix in rows if holds]
 
 
-def _seeds(
-    make: Callable[[int], Env],
-    second: Env | None,
-    trajectory: list[Arrays],
-    steps: int,
-    seed: int,
-    tell: Tell,
-) -> Iterator[Finding]:
-    """Compare with an environment of another seed (`second`, if there is one), and of the same."""
-
-    def difference(env: Env | None, env_seed: int) -> str:
-        if env is None:
-            tell("constructor", 1, steps)
-            env = make(env_seed)
-        return _difference(env, trajectory, steps, seed, tell)
-
-    other, same = difference(second, seed + 1), difference(None, seed)
-    if same:
-        yield Finding(
-            f"The same seed gives another run: {same}.",
-            "Take all randomness from the seed, if runs should be repeatable.",
-        )
-    elif not other:
-        yield Finding(
-            "Another seed gives the same run.",
-            "Use the seed, unless the environment is deterministic: otherwise all copies of it "
-            "play the same episodes.",
-        )
+def _flags(trajectory: list[Arrays]) -> list[Finding]:
+    pairs = list(pairwise(trajectory))
+    return _when(
+        (not trajectory[0]["is_first"],
+         "The observation after a reset is not is_first.", "Set is_first there."),
+        (any(now["is_first"] and not before["is_last"] for before, now in pairs),
+         "An episode started although the one before had not ended.",
+         "Set is_last on the last observation of every episode."),
+        (any(before["is_last"] and not now["is_first"] for before, now in pairs),
+         "A reset did not start an episode.", "Start one whenever the action says reset."),
+        (any(obs["is_terminal"] and not obs["is_last"] for obs in trajectory),
+         "is_terminal without is_last.", "A terminal step is the last one: set both."),
+        (any(obs["is_first"] and obs["reward"] != 0 for obs in trajectory),
+         "The first observation of an episode has a reward.",
+         "Return 0 there: no action has earned anything yet."),
+    )  # fmt: skip
 
 
 def _difference(
@@ -394,23 +359,20 @@ def _difference(
     return ""
 
 
-def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
-    if not result.episodes:
-        yield Finding(
-            f"No episode ended within {result.steps} steps.",
-            "Set time_limit if episodes never end, or check longer with --steps.",
-        )
-    if all(obs["reward"] == 0 for obs in trajectory):
-        yield Finding(
-            "Random actions earned no reward.",
-            "Nothing to do if rewards are rare; otherwise check how they are computed.",
-        )
-    for key in without_logs(result.obs_space).keys() - {*FLAGS}:
-        first = trajectory[0][key]
-        if all(np.array_equal(first, obs[key]) for obs in trajectory):
-            yield Finding(
-                f"Observation {key!r} never changed.", "Leave it out if it holds no information."
-            )
+def _values(result: Diagnosis, trajectory: list[Arrays]) -> list[Finding]:
+    speed, first = result.steps_per_second, trajectory[0]
+    keys = without_logs(result.obs_space).keys() - {*FLAGS}
+    still = [k for k in keys if all(np.array_equal(first[k], obs[k]) for obs in trajectory)]
+    return _when(
+        (not result.episodes, f"No episode ended within {result.steps} steps.",
+         "Set time_limit if episodes never end, or check longer with --steps."),
+        (all(obs["reward"] == 0 for obs in trajectory), "Random actions earned no reward.",
+         "Nothing to do if rewards are rare; otherwise check how they are computed."),
+        *((True, f"Observation {key!r} never changed.", "Leave it out if it holds no information.")
+          for key in still),
+        (speed < _SLOW, f"It makes {speed:.0f} steps a second.",
+         "Use several environments, and processes as long as there are cores."),
+    )  # fmt: skip
 
 
 def _render(
@@ -432,14 +394,6 @@ def _render(
             f"It cannot be rendered: {str(error).rstrip('.')}.", "Training needs no frames."
         )
     result.frames = visible.frames
-
-
-def _speed(result: Diagnosis) -> Iterator[Finding]:
-    if result.steps_per_second < _SLOW:
-        yield Finding(
-            f"It makes {result.steps_per_second:.0f} steps a second.",
-            "Use several environments, and processes as long as there are cores.",
-        )
 
 
 def _close(env: Env, tell: Tell) -> None:

@@ -34,7 +34,6 @@ from dreamfleet.envs.info_mask import MaskFromInfo
 from dreamfleet.envs.layouts import (
     FLAT,
     Asked,
-    Layout,
     as_integers,
     find_layout,
     layouts_asked,
@@ -56,17 +55,6 @@ _Path = tuple[Any, ...]
 # or all its codes together are longer.
 _MOST_CLASSES = 256
 _MOST_INPUTS = 32_768
-
-# Options that every task of this suite has.
-_OWN = (
-    "max_episode_steps",
-    "obs",
-    "render",
-    "image_layout",
-    "info_mask",
-    "log_info",
-    "vectorization",
-)
 
 # Names in `info` that most libraries use, often at the end of an episode only.
 _LOGGED = ("success", "is_success")
@@ -107,11 +95,14 @@ class GymTranslation:
             if 0 in (space.shape or ()):
                 self.notes.append(f"Observation {key!r} has shape {space.shape}: it is left out.")
                 continue
-            layout = _layout(space, key, asked.get(key, ""))
+            box, layout = type(space).__name__ == "Box", None
+            if box:
+                bounds = (space.low, space.high)
+                layout = find_layout(key, space.dtype, space.shape, *bounds, asked.get(key, ""))
             if layout is None:
                 flat = asked.get(key) == FLAT
                 self.obs_space[key], read = _observation(space, key, inside=bool(path), flat=flat)
-                if type(space).__name__ == "Box" and key not in asked:
+                if box and key not in asked:
                     self.notes.append(vector_note(key, space.dtype, space.shape))
             else:
                 if not path:
@@ -190,7 +181,8 @@ class GymEnv(EpisodicEnv):
                 raise SpaceError(
                     "The environment has an observation 'image' already: use obs='state'."
                 )
-            obs_space["image"] = Space(np.uint8, self._first_frame().shape)
+            env.reset(seed=seed)
+            obs_space["image"] = Space(np.uint8, self._frame().shape)
         self._logged = logged_names(env, log_info, obs_space)
         self.unlogged: list[str] = []
         obs_space |= dict.fromkeys(self._logged, Space(np.float32))
@@ -231,19 +223,11 @@ class GymEnv(EpisodicEnv):
 
     def _find_unlogged(self, info: Mapping[Any, Any]) -> None:
         for name, value in info.items():
-            if not isinstance(name, str) or not name.startswith(LOG_PREFIX):
-                continue
-            new = name not in self.obs_space and name not in self.unlogged
-            if (
-                new
-                and len(self.unlogged) < _MOST_UNLOGGED
-                and loggable_number(value) is not _MISSING
-            ):
-                self.unlogged.append(name)
-
-    def _first_frame(self) -> NDArray[np.uint8]:
-        self.env.reset(seed=self._seed)
-        return self._frame()
+            if isinstance(name, str) and name.startswith(LOG_PREFIX):
+                new = name not in self.obs_space and name not in self.unlogged
+                room = len(self.unlogged) < _MOST_UNLOGGED
+                if new and room and loggable_number(value) is not _MISSING:
+                    self.unlogged.append(name)
 
     def _frame(self) -> NDArray[np.uint8]:
         frame = self.render()
@@ -368,9 +352,12 @@ def _make(
             return VectorLanes(
                 lanes, num_envs, seed=seed, image_layout=image_layout, log_info=log_info
             )
-        known = _creator_parameters(spec.entry_point)
+        entry = spec.entry_point
+        creator: Any = entry if callable(entry) else load_env_creator(str(entry))
+        known = inspect.signature(creator).parameters
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        own = {*known, *_OWN} - {"render_mode"}
+        suite = inspect.signature(_make).parameters.keys() - {"name", "seed", "num_envs", "options"}
+        own = {*known, *suite, "max_episode_steps"} - {"render_mode"}
         for option in options if not anything else ():
             check_name(f"gym:{name}", option, own)
         check_given(f"gym:{name}", known, {*spec.kwargs, *options, "render_mode"})
@@ -388,12 +375,6 @@ def _make(
         raise _old_interface(name, "it does not inherit from gymnasium.Env") from error
     masked = MaskFromInfo(env) if info_mask else env
     return GymEnv(masked, seed=seed, obs=obs, image_layout=image_layout, log_info=log_info)
-
-
-def _creator_parameters(entry_point: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of an environment's constructor."""
-    creator = entry_point if callable(entry_point) else load_env_creator(entry_point)
-    return inspect.signature(creator).parameters
 
 
 def _quiet_pygame() -> None:
@@ -489,13 +470,6 @@ def _inner(space: Any) -> Mapping[Any, Any] | None:
 
 def _joined(path: _Path) -> str:
     return "/".join(map(str, path))
-
-
-def _layout(space: Any, key: str, asked: str) -> Layout | None:
-    """The layout of the images of a space; None if it holds none."""
-    if type(space).__name__ != "Box":
-        return None
-    return find_layout(key, space.dtype, space.shape, space.low, space.high, asked)
 
 
 def _observation(

@@ -12,10 +12,14 @@ _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 def resize(image: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
-    """A uint8 image (height, width, channels) at another (height, width): bilinear interpolation
-    whose filter widens when the image shrinks, so that small objects do not flicker."""
-    if image.shape[:2] == size:
+    """A uint8 image (height, width, channels), or a batch, at another (height, width).
+
+    The filter of the bilinear interpolation widens when images shrink: small objects stay.
+    """
+    if image.shape[-3:-1] == size:
         return image
+    if image.ndim > 3:
+        return np.stack([resize(each, size) for each in image])
     from PIL import Image  # 2 MB that an environment without resizing does not need
 
     def resized(layer: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -28,23 +28,22 @@ from typing import Any, cast
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvError, NotFiniteError, Spaces
 from dreamfleet.envs.gym import GymTranslation, loggable_number, logged_names
-from dreamfleet.envs.images import resize
 from dreamfleet.envs.layouts import Asked
-from dreamfleet.envs.wrappers import Bounds, NormalizeActions, Wrapper, check_declaration
+from dreamfleet.envs.wrappers import Bounds, CheckSpaces, NormalizeActions, ResizeImages, Wrapper
 from dreamfleet.errors import ConfigError
 from dreamfleet.masks import ActionMask
-from dreamfleet.spaces import LOG_PREFIX, RESET, Space, SpaceError, is_image, without_reset
+from dreamfleet.spaces import LOG_PREFIX, RESET, Space, SpaceError, without_reset
 
 Mask = NDArray[np.bool_]
 
 _MISSING = np.float32(-np.inf)  # of a number that is only logged
 # Libraries whose own vector environments take `reset_mask` in every autoreset mode.
 _TAKE_MASKS = ("ale_py", "envpool")
-_BOUNDS_STEPS = 200  # as `CheckSpaces`
 
 
 class VectorLanes:
@@ -161,9 +160,7 @@ class VectorLanes:
         if reset.any():
             observation, info = self.env.reset(options={"reset_mask": reset.copy()})
             begun = self._observe(observation, info)
-            if (
-                len(next(iter(begun.values()))) < self.lanes
-            ):  # EnvPool returns those that were reset
+            if len(next(iter(begun.values()))) < self.lanes:  # EnvPool returns those it has reset
                 full = {k: np.zeros((self.lanes, *v.shape[1:]), v.dtype) for k, v in begun.items()}
                 for key, value in full.items():
                     value[reset] = begun[key]
@@ -241,7 +238,9 @@ class VectorLanes:
             )
         if isinstance(final, np.ndarray) and final.dtype == object:  # None in the other lanes
             rows = [final[lane] for lane in np.flatnonzero(done)]
-            final = _stacked(self.env.single_observation_space, rows)
+            space = self.env.single_observation_space
+            batch: Any = create_empty_array(space, len(rows))
+            final = concatenate(space, rows, batch)
             last = self._translation.observe(final)
         else:  # of all lanes
             last = {k: value[done] for k, value in self._translation.observe(final).items()}
@@ -276,7 +275,7 @@ class OneLane(Wrapper):
         return {key: np.array(value[0]) for key, value in obs.items()}
 
 
-class Lanes(NormalizeActions):
+class Lanes(CheckSpaces):
     """Lanes as agents take them: actions are normalised, images resized and observations checked.
 
     A lane with NaN or infinity sends no observation, and starts a new episode.
@@ -288,25 +287,18 @@ class Lanes(NormalizeActions):
         bounds: Bounds | Mapping[str, Bounds] | None = None,
         size: tuple[int, int] | None = None,
     ) -> None:
-        check_declaration(lanes.obs_space, lanes.act_space)
         ActionMask.of(lanes.obs_space, lanes.act_space)
-        super().__init__(cast(Env, lanes), bounds)
-        self._lanes, self.lanes = lanes, lanes.lanes
-        self.unlogged = lanes.unlogged
-        images = {key for key, s in lanes.obs_space.items() if is_image(s.dtype, s.shape)}
-        self._size = dict.fromkeys(images, size) if size else {}
-        for key in self._size:
-            channels = lanes.obs_space[key].shape[2]
-            resized = Space(np.uint8, (*(size or ()), channels))
-            self._obs_space = {**self._obs_space, key: resized}
+        inner = cast(Env, lanes)
+        sized = ResizeImages(inner, size) if size else inner
+        super().__init__(NormalizeActions(sized, bounds), lanes=(lanes.lanes,))
+        self._vector, self.lanes, self.unlogged = lanes, lanes.lanes, lanes.unlogged
         self.not_finite: NotFiniteError | None = None
         """NaN or infinity in the last step."""
-        self._remaining = _BOUNDS_STEPS
 
     @property
     def present(self) -> Mask:
         """Which lanes have an observation."""
-        return self._lanes.present
+        return self._vector.present
 
     @property
     def reset_action(self) -> Arrays:
@@ -314,51 +306,25 @@ class Lanes(NormalizeActions):
         return {RESET: np.ones(self.lanes, bool)}
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
-        obs = self.env.step(action) if len(action) == 1 else super().step(action)
-        for key, size in self._size.items():
-            assert size is not None
-            obs[key] = np.stack([resize(image, size) for image in obs[key]])
-        for key, space in self._obs_space.items():
-            value = obs[key]
-            if value.dtype != space.dtype or value.shape != (self.lanes, *space.shape):
-                raise SpaceError(
-                    f"Observation {key!r} has dtype {value.dtype} and shape {value.shape}, but its "
-                    f"space says {space.dtype} and {(self.lanes, *space.shape)}: correct "
-                    "single_observation_space or the value."
-                )
-        self._check_finite(obs)
-        if self._remaining > 0:
-            self._remaining -= 1
-            self._check_bounds(obs)
+        self.not_finite = None
+        obs = super().step(action)
+        if np.any(obs["reward"] == -np.inf):  # a reward is never missing
+            self._not_finite("reward", -obs["reward"])
         return obs
 
-    def _check_finite(self, obs: Arrays) -> None:
-        self.not_finite = None
-        for key, space in self._obs_space.items():
-            # NaN propagates to the maximum and compares false; -inf marks a missing value.
-            if space.discrete or float(np.maximum.reduce(obs[key], None)) < np.inf:
-                continue
-            flat = obs[key].reshape(self.lanes, -1)
-            bad = ~(flat.max(1) < np.inf) & self.present
-            if bad.any():
-                which = ", ".join(map(str, np.flatnonzero(bad)[:5]))
-                self._lanes.give_up(bad)
-                self.not_finite = NotFiniteError(
-                    f"Observation {key!r} holds NaN or infinity in lane {which}: the environment "
-                    "has to return finite numbers (-inf alone may mark a missing value).",
-                    key,
-                )
+    def _not_finite(self, key: str, value: NDArray[Any]) -> None:
+        bad = ~(value.reshape(self.lanes, -1).max(1) < np.inf) & self.present
+        if bad.any():
+            which = ", ".join(map(str, np.flatnonzero(bad)[:5]))
+            self._vector.give_up(bad)
+            self.not_finite = NotFiniteError(
+                f"Observation {key!r} holds NaN or infinity in lane {which}: the environment has "
+                "to return finite numbers (-inf alone may mark a missing value).",
+                key,
+            )
 
     def _check_bounds(self, obs: Arrays) -> None:
-        for key, space in self._obs_space.items():
-            value = obs[key][self.present]
-            above = value >= space.high if space.discrete else value > space.high
-            if not np.any(above | (value < space.low)) or np.any(np.isneginf(value)):
-                continue
-            raise SpaceError(
-                f"Observation {key!r} runs from {value.min()} to {value.max()}, outside its space "
-                f"{space}: widen single_observation_space or clip the value."
-            )
+        super()._check_bounds({key: value[self.present] for key, value in obs.items()})
 
 
 def _check(env: Any, lanes: int) -> AutoresetMode:
@@ -397,16 +363,6 @@ def _numbers(info: Mapping[str, Any], name: str, lanes: int) -> NDArray[np.float
         numbers = values.astype(np.float32)
         numbers[~(np.abs(numbers) < 1e18)] = _MISSING
     return numbers if there is None else np.where(there, numbers, _MISSING)
-
-
-def _stacked(space: Any, rows: Sequence[Any]) -> Any:
-    """Observations of single lanes as a batch."""
-    inner = getattr(space, "spaces", None)
-    if isinstance(inner, Mapping):
-        return {key: _stacked(part, [row[key] for row in rows]) for key, part in inner.items()}
-    if inner is not None:
-        return tuple(_stacked(part, [row[n] for row in rows]) for n, part in enumerate(inner))
-    return np.stack([np.asarray(row) for row in rows])
 
 
 def _merged(one: Arrays, other: Arrays, rows: Mask) -> Arrays:

@@ -62,8 +62,7 @@ def name_of(env: Any) -> str:
             f"env is an object of {what}, and every process makes its own environment: pass the "
             f"class, or a function that returns one, such as lambda: {what}()."
         )
-    name = _path_of(env)
-    return name if name and _importable(name, env) else f"{PROGRAM}{_described(env)}"
+    return _import_name(env) or f"{PROGRAM}{_described(env)}"
 
 
 def maker_of(task: str) -> Task:
@@ -109,19 +108,17 @@ def is_shared(task: str) -> bool:
     return task.startswith(PROGRAM) and any(each in task for each in shared)
 
 
-def _path_of(env: Any) -> str:
-    module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", None)
-    return f"{module}:{name}" if module and name and module != "__main__" else ""
-
-
-def _importable(name: str, env: Any) -> bool:
-    """Whether a fresh process would find the same object by this name."""
-    module, _, path = name.partition(":")
+def _import_name(env: Any) -> str:
+    """The name by which a fresh process would find the same object; empty if there is none."""
+    module, path = getattr(env, "__module__", None), getattr(env, "__qualname__", None)
+    if not module or not path or module == "__main__":
+        return ""
     try:
         found = attrgetter(path)(sys.modules[module])
-        return found is env and importlib.util.find_spec(module) is not None
+        there = found is env and importlib.util.find_spec(module) is not None
     except (AttributeError, KeyError, ValueError, ImportError):
-        return False
+        return ""
+    return f"{module}:{path}" if there else ""
 
 
 def _described(env: Any) -> str:
@@ -309,9 +306,8 @@ def _make(
         general["time_limit"] = 0
     else:
         env = _build(task, make, options, seed)
-    if (
-        not ours and not vectorised
-    ):  # suites are native, seeded, and have their images as agents take them
+    # Suites are native, seeded, and have their images as agents take them.
+    if not ours and not vectorised:
         env = adapt(env, seed=seed, **{name: general[name] for name in _NOT_OF_SUITES})
     made = core if vectorised else env
     if (general["repeat"] or 1) > 1:

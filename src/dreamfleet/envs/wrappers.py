@@ -100,7 +100,7 @@ class NormalizeActions(Wrapper):
         return [*super().notes, *self._assumed]
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
-        if not self._native:
+        if not self._native or len(action) == 1:  # lanes are also given a reset alone
             return self.env.step(action)
         native = {key: convert(action[key]) for key, convert in self._native.items()}
         return self.env.step({**action, **native})
@@ -131,7 +131,7 @@ def affine_actions(
         if not space.discrete:
             given = bounds.get(key) if isinstance(bounds, Mapping) else bounds
             bounded = _bounded(key, space, given)
-            native[key] = _AffineAction(bounded)
+            native[key] = _affine(bounded)
             if key in lacking and given is None:
                 notes.append(_assumed(key, bounded, _missing(space)))
     return native, notes
@@ -175,22 +175,19 @@ def _assumed(key: str, bounded: Space, missing: NDArray[np.bool_]) -> str:
     )
 
 
-class _AffineAction:
+def _affine(space: Space) -> Callable[[Any], NDArray[Any]]:
     """From -1..1 to the bounds of a space."""
+    low, high, dtype = space.low, space.high, space.dtype
+    center, half = (low + high) / 2, (high - low) / 2
 
-    def __init__(self, space: Space) -> None:
-        self._center = (space.low + space.high) / 2
-        self._half = (space.high - space.low) / 2
-        self._low, self._high = space.low, space.high
-        self._dtype = space.dtype
-
-    def __call__(self, value: Any) -> NDArray[Any]:
+    def convert(value: Any) -> NDArray[Any]:
         # Clipped before, because the agent's sample may lie outside, and after, because of
         # rounding. The ufuncs are faster than `np.clip`.
-        unit = np.minimum(np.maximum(value, -1.0), 1.0)
-        mapped = self._center + unit * self._half
-        bounded: NDArray[Any] = np.minimum(np.maximum(mapped, self._low), self._high)
-        return bounded.astype(self._dtype)
+        mapped = center + np.minimum(np.maximum(value, -1.0), 1.0) * half
+        bounded: NDArray[Any] = np.minimum(np.maximum(mapped, low), high)
+        return bounded.astype(dtype)
+
+    return convert
 
 
 class UnifyDtypes(Wrapper):
@@ -344,15 +341,16 @@ class CheckSpaces(Wrapper):
     """Refuses observations and actions that do not fit their spaces.
 
     Keys, shapes, dtypes, NaN and infinity are checked on every step, bounds on the first
-    `bounds_for` steps only: enough to find a wrong declaration.
+    `bounds_for` steps only: enough to find a wrong declaration. Observations of vectorised
+    environments have a leading axis of `lanes`.
     """
 
-    def __init__(self, env: Env, *, bounds_for: int = 200) -> None:
+    def __init__(self, env: Env, *, bounds_for: int = 200, lanes: tuple[int, ...] = ()) -> None:
         super().__init__(env)
         check_declaration(env.obs_space, env.act_space)
-        self._remaining = bounds_for
+        self._remaining, self._lanes = bounds_for, lanes
         self._expected = {
-            key: (space.dtype, space.shape, not space.discrete)
+            key: (space.dtype, (*lanes, *space.shape), not space.discrete)
             for key, space in env.obs_space.items()
         }
 
@@ -362,7 +360,7 @@ class CheckSpaces(Wrapper):
         return [*super().notes, *(masked if ACTION_MASK in self.obs_space else [])]
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
-        if self._remaining > 0:
+        if self._remaining > 0 and not self._lanes:
             self._check_action(action)
         obs = self.env.step(action)
         if obs.keys() != self._expected.keys():
@@ -375,17 +373,20 @@ class CheckSpaces(Wrapper):
                     f"space says {dtype} and {shape}: correct obs_space[{key!r}] or the value."
                 )
             if continuous and not _is_finite(value):
-                raise NotFiniteError(
-                    f"Observation {key!r} holds NaN or infinity: the environment has to return "
-                    "finite numbers (-inf alone may mark a missing value).",
-                    key,
-                )
-        if float(obs["reward"]) == -math.inf:  # a reward is never missing
+                self._not_finite(key, value)
+        if not self._lanes and float(obs["reward"]) == -math.inf:  # a reward is never missing
             raise NotFiniteError("The reward is -inf: return a finite number.", "reward")
         if self._remaining > 0:
             self._remaining -= 1
             self._check_bounds(obs)
         return obs
+
+    def _not_finite(self, key: str, value: NDArray[Any]) -> None:  # noqa: ARG002 - of lanes
+        raise NotFiniteError(
+            f"Observation {key!r} holds NaN or infinity: the environment has to return finite "
+            "numbers (-inf alone may mark a missing value).",
+            key,
+        )
 
     def _check_action(self, action: Mapping[str, Any]) -> None:
         for key, space in self.env.act_space.items():
@@ -408,7 +409,8 @@ class CheckSpaces(Wrapper):
     def _check_bounds(self, obs: Arrays) -> None:
         for key, space in self.env.obs_space.items():
             value = obs[key]
-            if space.contains(value) or np.any(np.isneginf(value)):
+            above = value >= space.high if space.discrete else value > space.high
+            if not np.any(above | (value < space.low)) or np.any(np.isneginf(value)):
                 continue
             raise SpaceError(
                 f"Observation {key!r} runs from {value.min()} to {value.max()}, outside its space "
@@ -416,16 +418,14 @@ class CheckSpaces(Wrapper):
             )
 
     def _refuse_keys(self, obs: Arrays) -> None:
-        missing = sorted(self._expected.keys() - obs.keys())
-        if missing:
+        if missing := sorted(self._expected.keys() - obs.keys()):
             raise SpaceError(
                 f"The observation lacks {missing[0]!r}, which obs_space declares: return it on "
                 "every step or take it out of obs_space."
             )
-        extra = sorted(obs.keys() - self._expected.keys())
         raise SpaceError(
-            f"The observation holds {extra[0]!r}, which obs_space does not declare: add it to "
-            "obs_space or do not return it."
+            f"The observation holds {min(obs.keys() - self._expected.keys())!r}, which obs_space "
+            "does not declare: add it to obs_space or do not return it."
         )
 
 

@@ -130,6 +130,7 @@ class Replay:
         self._table: Table | None = None
         self._ledger: Ledger | None = None
         self._streams_warned = 0
+        self._old_fraction, self._old_until = 0.0, 0
         self._closed = False
         self._directory_lock = DirectoryLock(self.directory) if self.directory else None
         try:
@@ -248,6 +249,13 @@ class Replay:
             self._readers.leave()
         _annotate(data, cut)
         return data
+
+    def mix(self, fraction: float, tick: int) -> None:
+        """Draw this share of every training batch from sequences that came in up to a tick, and the
+        rest from later ones, as long as there are both."""
+        with self._lock:
+            self._old_fraction = fraction
+            self._old_until = self._table.items_until(tick) if self._table else 0
 
     def shares(self, mode: Mode = "train") -> Shares:
         """What a sample in this mode would be drawn from."""
@@ -458,12 +466,18 @@ class Replay:
     def _draw(self, table: Table, batch: int, mode: Mode, split: Split | None) -> NDArray[np.int64]:
         train = mode == "train"
         items = table.items
-        wanted = batch if split is None else split.fresh
+        old, low = 0, items.low
+        if train and self._old_fraction and items.low < self._old_until < items.high:
+            old, low = int(self._old_fraction * batch + self._rngs[mode].random()), self._old_until
+        wanted = batch - old if split is None else split.fresh
         fresh = items.take_online(wanted) if train and self.online else []
         if fresh and table.priorities:
             table.priorities.taken(np.array(fresh, np.int64))
-        request = Draw(self._rngs[mode], 0, items.low, items.high, consume=train)
+        request = Draw(self._rngs[mode], 0, low, items.high, consume=train)
         numbers = [np.array(fresh, np.int64)] if fresh else []
+        if old:
+            before = replace(request, count=old, low=items.low, high=low)
+            numbers.append(self._selector.draw(before))
         if split is not None:
             request = replace(request, everywhere=split.everywhere)
             for part, count in zip(self._selector.parts, split.drawn, strict=True):

@@ -126,7 +126,7 @@ def serve_actor(
         should_log()
         try:
             publish_address(args, "actor", server.address, index)
-            looks = args.bind or args.expect_envs
+            looks = args.bind or args.expect_envs or args.pretrain
             every = min(args.log_every, _LOOK_SECONDS) if looks else args.log_every
             while not progress.finished.wait(every):
                 opening.look()
@@ -158,7 +158,8 @@ def _given_up(seconds: float) -> Iterator[None]:
 
 
 class Opening:
-    """Holds the actions of an actor back until the environments that the run expects are there.
+    """Holds the actions of an actor back until the environments that the run expects are there,
+    and the updates before the first step (`pretrain`) are made.
 
     The first actor decides, which hears from the learner's server how many the others have. One
     that is started again, in a run that has begun, does not wait.
@@ -179,7 +180,7 @@ class Opening:
         self._note = None if index else health_path(args, BEGAN)
         if self._note and self._note.exists():
             progress.begun = True
-        self.closed = bool(args.expect_envs) and not progress.begun
+        self.closed = bool(args.expect_envs or args.pretrain) and not progress.begun
         if self.closed:
             server.hold("act")
         else:
@@ -463,7 +464,7 @@ class Actor:
         observations = int(stats["act/waiting"])
         if not held:
             reasons += [waits_for(self._args, idle, observations, replay, self._index)]
-        elif not self._index:  # which knows of the others
+        elif not self._index and not self._progress.pretraining:  # which knows of the others
             reasons += [
                 f"the run begins when {self._args.expect_envs} environments are there "
                 f"(expect_envs): {self._progress.present} are"

@@ -196,7 +196,10 @@ class Lead:
         """Let so many sequences be sampled for which no steps will be collected; returns whether
         there are enough steps to sample from."""
         self._wait_for_all()
-        self._limiter.grant(sequences)
+        with self._limiter.lock:
+            before = self._limiter.avail
+            self._limiter.grant(sequences)
+            self._positions.granted(self._limiter.avail - before)
         return self._limiter.can_sample()
 
     def release(self) -> None:

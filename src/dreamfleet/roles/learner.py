@@ -29,7 +29,7 @@ from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import LOOK_AHEAD, most_owed
+from dreamfleet.roles.replay import LOOK_AHEAD, limiter_for, most_owed
 from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
 from dreamfleet.transport import Client, Closed, Disconnected, TransportError
 
@@ -103,6 +103,7 @@ def parallel_learner(
             if args.actors > 1:
                 parameters = ParameterServer(agent, args, progress, lambda: saver.updates)
                 stack.enter_context(parameters)
+            learner.pretrain()
             progress.acting = True
             barrier.wait()
             if early:
@@ -454,6 +455,30 @@ class Learner:
         self._show("learner/state", _ENOUGH_DATA)
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 
+    def pretrain(self) -> bool:
+        """Whether the next update comes before the first step of the run; the replay lets it be
+        made. Called again while there is no batch, because the replay may be restarted."""
+        args, progress, before = self._args, self._progress, self._progress.pretraining
+        left = args.pretrain - self._saver.updates
+        progress.pretraining = left > 0 and not progress.step and not progress.finished.is_set()
+        if not progress.pretraining:
+            if before:  # a run that has begun does not make them again
+                self._saver.save(wait=False)
+            return False
+        try:
+            if not before:
+                self._show("learner/state", f"making {left} updates before it acts (pretrain)")
+            granted = self._updates.grant(left * args.host_batch)
+            if granted.wait(_STATE_SECONDS) and not granted.result():
+                self._saver.give_up()
+                raise ConfigError(
+                    f"pretrain={args.pretrain} needs {limiter_for(args).minsize} steps in prefill, "
+                    "which holds fewer: add sources, or lower batch_size or batch_length."
+                )
+        except TransportError as error:  # the replay restarts
+            log.debug("No updates were asked for: %s", error)
+        return True
+
     def updates_left(self) -> int:
         """How many updates are missing to the train ratio, once the run has made all its steps; the
         replay lets them be made. Called again and again, because the replay may be restarted."""
@@ -493,6 +518,7 @@ class Learner:
         """The same for a number of steps."""
         args = self._args
         asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
+        asked += args.pretrain
         hosts, before = self._hosts.count, self._saver.most_hosts
         # Each of the hosts, then and now, had a replay to fill.
         most = most_owed(args, fills=1.0 if before == hosts else 1.0 + before / hosts)
@@ -523,6 +549,9 @@ class Learner:
                     batch = next(batches, _END)
             if batch is _END or (self._progress.learning_over and not several):
                 break
+            done = self._saver.updates >= args.pretrain
+            if self._progress.pretraining and (batch is None or done):
+                self.pretrain()
             agreed = clock(ready=batch is not None, **self._said())
             if several and self._hear(agreed):
                 break
@@ -699,6 +728,9 @@ class Learner:
         if updates:
             waits = "waiting for a batch from the replay"
             metrics["learner/state"] = waits if waiting else "training"
+            if self._progress.pretraining:
+                made = f"{updates} of {self._args.pretrain} updates before it acts (pretrain)"
+                metrics["learner/state"] = f"making {made}"
         self._logger.add(steps, _sendable(metrics))
 
     def report(self) -> None:

@@ -47,6 +47,8 @@ class Progress:
         """Environments that are there, as far as this process knows."""
         self.begun = False
         """Whether the environments that the run expects were there."""
+        self.pretraining = False
+        """Whether the learner still makes updates that come before the first step."""
         self.sent = False
         """Whether the actors have ended, and everything that they have is in the replay."""
         self.elsewhere = 0
@@ -111,7 +113,7 @@ class Progress:
         """Whether the run acts, if so many environments of this actor are there, and it expects so
         many of all actors."""
         self.present = present + self.present_elsewhere()
-        self.begun = self.begun or self.present >= expected
+        self.begun = self.begun or (self.present >= expected and not self.pretraining)
         return self.begun
 
     def waiting(self) -> str:
@@ -256,9 +258,9 @@ class SharedProgress(Progress):
     def noted(self, failures: int, steps: float) -> None:
         self._failures, self._env_steps = failures, steps
 
-    def may_begin(self, present: int, expected: int) -> bool:
+    def may_begin(self, present: int, expected: int) -> bool:  # noqa: ARG002 - the learner decides
         self.present = present
-        self.begun = not expected or bool(self.heard.get("begun"))
+        self.begun = bool(self.heard.get("begun"))
         return self.begun
 
     def waiting(self) -> str:

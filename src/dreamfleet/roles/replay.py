@@ -317,8 +317,12 @@ class ReplayService:
         self._positions = Positions(folder / POSITIONS_FILE, self._tick, counted)
         for buffer in self._buffers.values():
             buffer.follow_episodes()
-        if args.prefill or args.offline:
+        # A later copy would lie between the run's own steps.
+        copied = args.offline_fraction and self._positions.own
+        if (args.prefill or args.offline) and not copied:
             self._positions.import_steps(self._copy_steps)
+        if args.offline_fraction:
+            self._mix()
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             for name, buffer in self._buffers.items():
@@ -362,7 +366,9 @@ class ReplayService:
                     return
             held = {shard: answer.result() for shard, answer in waiting.items()}
             held[0] = self.holding()
-            if self._args.offline and not sum(each["items"] for each in held.values()):
+            mixed = self._args.pretrain or self._args.offline_fraction
+            needed = self._args.offline or (mixed and not self._positions.steps)
+            if needed and not sum(each["items"] for each in held.values()):
                 raise nothing_to_learn_from(self._args)
             self.lead.begin({k: Holding(each["steps"], each["size"]) for k, each in held.items()})
         self._attached.set()
@@ -383,11 +389,27 @@ class ReplayService:
         return self.lead.told(shard)
 
     def most_granted(self) -> int:
-        return most_owed(self._args) * self._args.host_batch
+        return (most_owed(self._args) + self._args.pretrain) * self._args.host_batch
 
     def _copy_steps(self) -> int:
         copy_steps(self._train, self._args, self._shard)
         return self._tick
+
+    def _mix(self) -> None:
+        """Draw a share of every batch from the steps that were copied in: those before the run's
+        first step.
+
+        Raises:
+            ConfigError: They would leave before the run ends.
+        """
+        args, own = self._args, self._positions.own
+        needed = len(self._train) + max(0, args.steps - own)
+        if needed > self._train.capacity:
+            raise ConfigError(
+                f"offline_fraction needs the steps of prefill to the end, and replay.capacity="
+                f"{args.replay.capacity} holds fewer than {needed}: raise it, or lower steps."
+            )
+        self._train.mix(args.offline_fraction, self._tick - own)
 
     def add_batch(
         self,

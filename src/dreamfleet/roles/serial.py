@@ -227,6 +227,8 @@ class SerialRunner:
 
     def run(self) -> None:
         """Take turns until the run is finished."""
+        while self._learner.pretrain():
+            self._learn()
         self._await_round()
         while not self._progress.finished.is_set():
             before = self._progress.step

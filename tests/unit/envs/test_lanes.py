@@ -30,8 +30,8 @@ class Walk(gymnasium.Env[Any, Any]):
     )
     action_space = spaces.Discrete(3, start=1)
 
-    def __init__(self, bad: int = 0) -> None:
-        self._bad = bad
+    def __init__(self, bad: int = 0, where: str = "place") -> None:
+        self._bad, self._where = bad, where
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
         super().reset(seed=seed)
@@ -43,12 +43,14 @@ class Walk(gymnasium.Env[Any, Any]):
         over = self._left <= 0
         terminated = over and self.np_random.random() < 0.5
         info = {"is_success": bool(terminated)} if over else {"fuel": float(self._left)}
-        return self._look(), 0.5 * float(action), terminated, over and not terminated, info
+        bad = self._where == "reward" and self._bad and self._left == self._bad
+        reward = -np.inf if bad else 0.5 * float(action)
+        return self._look(), reward, terminated, over and not terminated, info
 
     def _look(self) -> dict[str, Any]:
         rng = self.np_random
         place = rng.uniform(-1, 1, 3)
-        if self._bad and self._left == self._bad:
+        if self._where == "place" and self._bad and self._left == self._bad:
             place[0] = np.nan
         return {
             "place": place,
@@ -200,10 +202,11 @@ def test_lanes_without_reset_mask_play_on_unseen() -> None:
         make_lanes("gym:CartPole-v1", 2, vectorization=True, time_limit=5)
 
 
+@pytest.mark.parametrize("where", ["place", "reward"])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_nan_costs_one_lane_its_episode(mode: AutoresetMode) -> None:
+def test_nan_costs_one_lane_its_episode(mode: AutoresetMode, where: str) -> None:
     def make(num_envs: int) -> SyncVectorEnv:
-        envs = [partial(Walk, 1), *[Walk] * (num_envs - 1)]
+        envs = [partial(Walk, 1, where), *[Walk] * (num_envs - 1)]
         return SyncVectorEnv(envs, autoreset_mode=mode)
 
     lanes = make_lanes(make, 2, seed=SEED)
@@ -211,12 +214,12 @@ def test_nan_costs_one_lane_its_episode(mode: AutoresetMode) -> None:
     for _ in range(200):
         obs = lanes.step({"action": np.zeros(2, np.int32), "reset": over})
         rows = lanes.present
-        assert np.isfinite(obs["place"][rows]).all()
+        assert np.isfinite([obs["place"][rows].sum(), obs["reward"][rows].sum()]).all()
         if cut and rows[0]:
             assert obs["is_first"][0]
             cut = False
         if lanes.not_finite is not None:
-            assert lanes.not_finite.key == "place"
+            assert lanes.not_finite.key == where
             assert not rows[0]
             cut, lost = True, lost + 1
         over = np.where(rows, obs["is_last"], over) & rows

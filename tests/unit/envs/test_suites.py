@@ -29,7 +29,7 @@ class TestAtari:
         assert env.act_space["action"].classes == 6
         assert ale(env).getFloat("repeat_action_probability") == 0
 
-    def test_an_image_is_made_small_before_it_is_made_grey(self) -> None:
+    def test_a_grey_image_is_that_of_colours_but_for_rounding(self) -> None:
         grey, colour = (
             make_env("atari:pong", seed=1, noops=0, sticky=False, gray=gray)
             for gray in (True, False)
@@ -38,7 +38,8 @@ class TestAtari:
             action = {"action": np.int32(step % 18), "reset": np.array(step == 0)}
             image, small = (env.step(action)["image"] for env in (grey, colour))
             luma = small.astype(np.float64) @ [0.299, 0.587, 0.114]
-            np.testing.assert_allclose(image[..., 0], luma, atol=0.51)
+            # Colours are made grey before images are made small, which rounds them otherwise.
+            assert np.abs(image[..., 0] - np.rint(luma)).max() <= 1
 
     def test_an_action_lasts_four_frames(self) -> None:
         for repeat in (4, 2):

@@ -479,3 +479,26 @@ def test_rounding_never_leads_beyond_the_last_weight() -> None:
         weights[[0, 256]] = weights[200:256] = weights[400:] = 0
         tree.set(np.arange(512), weights)
         assert tree.draw(np.array([np.nextafter(1.0, 0.0)])).tolist() == [399]
+
+
+def test_a_share_of_each_batch_is_drawn_from_the_first_steps() -> None:
+    """Also while there are fresh sequences, which come first among the others."""
+
+    def add(replay: Replay, count: int, reward: float, stream: int) -> None:
+        flags = {key: np.zeros(count, bool) for key in ("is_first", "is_last", "is_terminal")}
+        rewards = np.full(count, reward, np.float32)
+        replay.add_batch({"reward": rewards, **flags}, [stream] * count)
+
+    with Replay(4, 100, selector=Recency()) as replay:
+        add(replay, 50, 0.0, 0)
+        replay.mix(0.25, replay.tick)
+        assert replay.sample(16)["reward"].sum() == 0, "there are no others yet"
+        add(replay, 30, 1.0, 1)
+        for _ in range(5):
+            assert np.unique(replay.sample(16)["reward"][:, 0]).tolist() == [0, 1]
+            assert replay.sample(16)["reward"][:, 0].sum() == 12
+        replay.mix(0.3, 50)
+        drawn = np.mean([replay.sample(16)["reward"] for _ in range(500)])
+        assert 0.68 < drawn < 0.72
+        add(replay, 200, 1.0, 1)
+        assert replay.sample(16)["reward"].all(), "the first steps have left"

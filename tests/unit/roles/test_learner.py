@@ -380,6 +380,29 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(61, client=Granting(enough=False)) == 0
 
 
+def test_updates_before_the_first_step_are_asked_for_until_they_are_made(tmp_path: Path) -> None:
+    config = small_run(tmp_path, batch_size=4, prefill=("a",), pretrain=10)
+    progress, client, saved = Progress(600), Granting(), list[int]()
+    count = SimpleNamespace(
+        updates=3, most_hosts=1, save=lambda wait: saved.append(count.updates), give_up=lambda: None
+    )
+    learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
+    assert learner.pretrain()
+    assert client.granted == [28]
+    assert not progress.may_begin(4, 0)
+    count.updates = 10
+    assert not learner.pretrain()
+    assert saved == [10]
+    assert progress.may_begin(4, 0)
+    count.updates = 0
+    progress.restore(5)
+    assert not learner.pretrain(), "the run has begun"
+    too_few: Any = Granting(enough=False)
+    learner = Learner(None, config, Progress(600), count, None, too_few, too_few)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs 16 steps in prefill"):
+        learner.pretrain()
+
+
 class Stopping(CountingAgent):
     """An agent that is asked to stop while it trains or reports."""
 
