@@ -101,9 +101,6 @@ class Run:
         start = self.status().step
         eventually(lambda: self.status().step >= start + more, f"{more} more steps")
 
-    def close(self) -> None:
-        self._watcher.__exit__()
-
 
 def line_of(text: str) -> str | None:
     found = re.search(r"dreamfleet join '(\S+)'", text)
@@ -238,7 +235,6 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         train.signal(signal.SIGINT)
         train.ends(130)
         assert "The run was ended by its owner." in stays.ends(0)
-        run.close()
     assert read_config(logdir).bind == bind
     assert all(row["episodes"] == 2 for row in rows(logdir / "evaluations.jsonl"))
     found_rows = audit([logdir / "replay"])

@@ -36,7 +36,7 @@ from dreamfleet.fleet.record import (
     WorkerStatus,
     read_record,
 )
-from dreamfleet.fleet.status import StatusWriter
+from dreamfleet.fleet.status_writer import StatusWriter
 from dreamfleet.roles.health import Health, HealthRecord, read_health
 from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, STOP_SIGNAL, STOPPED, end_signals
 

@@ -1,6 +1,6 @@
 """The runs of a folder, and what each is doing.
 
-One thread reads files and asks loggers for all open pages, and only while a page is open.
+One thread reads files for all open pages, and only while a page is open.
 """
 
 from __future__ import annotations
@@ -287,9 +287,7 @@ class Run:
 
     def forget(self) -> None:
         """Free the memory of a run that no page shows."""
-        if self._watcher is not None:
-            self._watcher.__exit__()
-            self._watcher = self.status = None
+        self._watcher = self.status = None
         with self.lock:
             self._open_files()
         self._used = 0.0

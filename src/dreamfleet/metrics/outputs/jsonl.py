@@ -125,17 +125,16 @@ class JsonlTail:
         for line in self.lines():
             yield from _row(line)
 
-    def lines(self, most: float = math.inf) -> Iterator[bytes]:
-        """The lines that are new, until they have so many bytes."""
+    def lines(self) -> Iterator[bytes]:
+        """The lines that are new."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
-                if not line.endswith(b"\n") or most <= 0:
+                if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                most -= len(line)
                 yield line
 
 
