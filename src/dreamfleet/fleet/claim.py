@@ -99,11 +99,8 @@ def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> No
         f"The run in {logdir} was last on {record.host} (process {record.pid}), which did not say "
         f"that it ended: watching for {_SILENT_SECONDS:g} s whether it still runs"
     )
-    before, deadline = _read_beat(logdir), time.monotonic() + _SILENT_SECONDS
-    while time.monotonic() < deadline:
-        if _read_beat(logdir) != before:
-            raise _in_use(logdir, record)
-        time.sleep(_LOOK_SECONDS)
+    if BeatWatch(logdir).beats(_SILENT_SECONDS):
+        raise _in_use(logdir, record)
 
 
 def _in_use(logdir: Path, record: FleetRecord | None) -> ConfigError:
