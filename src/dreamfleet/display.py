@@ -26,11 +26,12 @@ from dreamfleet.fleet.record import (
     MachineState,
     MachineStatus,
     ProcessUsage,
+    RunStatus,
     WorkerState,
     WorkerStatus,
 )
 from dreamfleet.fleet.stall import some_of
-from dreamfleet.fleet.status import RunStatus, Watcher
+from dreamfleet.fleet.status import Watcher
 from dreamfleet.fleet.supervisor import Say, silent
 from dreamfleet.formatting import clock, readable
 

@@ -21,8 +21,7 @@ from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
-from dreamfleet.fleet.record import MachineStatus, ProcessUsage, Scores, WorkerStatus
-from dreamfleet.fleet.status import RunStatus
+from dreamfleet.fleet.record import MachineStatus, ProcessUsage, RunStatus, Scores, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
 
 
@@ -46,6 +45,11 @@ WORKERS = (
     worker("env-1", seconds=7, restarts=1),
 )
 STATUS = RunStatus(
+    pid=1,
+    created=0.0,
+    host="here",
+    launcher="local",
+    started=0.0,
     config=RunConfig(steps=12_000, logdir=Path("runs/pole"), envs=2),
     state="running",
     responding=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from dreamfleet.cli.console import out, say, write
 from dreamfleet.config import read_config
 from dreamfleet.display import live, picture, picture_svg
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.fleet.status import RunStatus, Watcher
+from dreamfleet.fleet.record import RunStatus
+from dreamfleet.fleet.status import Watcher
 
 _PATIENCE = 3.0
 _BETWEEN_PICTURES = 10.0
@@ -37,7 +39,7 @@ def status(
         _check(logdir)
         return
     live_display = follow and out.is_terminal and not json
-    watcher = Watcher(logdir)
+    watcher = Watcher(logdir, math.inf)  # all scores at once
     found = watcher.look(_PATIENCE)
     if found is None:
         read_config(logdir)  # says what is wrong with it

@@ -25,8 +25,9 @@ from typing import IO
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import (
     FleetRecord,
+    RunState,
     read_record,
-    recorded_end,
+    record_state,
     supervisor_process,
     write_record,
 )
@@ -63,8 +64,16 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
             write_record(logdir, FleetRecord.of_this_process(events=events))
         except OSError as error:
             raise _not_writable(logdir, error) from None
-        with beat.beating(), recorded_end(logdir):
-            yield
+        state: RunState = "failed"
+        with beat.beating():
+            try:
+                yield
+                state = "ended"
+            except KeyboardInterrupt:
+                state = "ended"
+                raise
+            finally:
+                record_state(logdir, state, unless=("ended", "failed"))
 
 
 def _not_writable(logdir: Path, error: OSError) -> ConfigError:

@@ -7,7 +7,6 @@ import re
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
@@ -21,12 +20,13 @@ from dreamfleet.fleet.record import (
     FleetRecord,
     MachineStatus,
     ProcessUsage,
-    RunNumbers,
+    RunStatus,
     WorkerStatus,
     write_record,
 )
-from dreamfleet.fleet.stall import Evidence, idle_machines, late_after, why_still
-from dreamfleet.fleet.status import RunFiles, RunStatus
+from dreamfleet.fleet.stall import idle_machines, late_after, why_still
+from dreamfleet.fleet.status import Watcher
+from dreamfleet.metrics.timing import Rate
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.transport import Client, Future, TransportError
 
@@ -57,7 +57,11 @@ class StatusWriter:
         machines: Callable[[], tuple[MachineStatus, ...]] = tuple,
     ) -> None:
         self._logdir, self._record, self._machines = logdir, record, machines
-        self._numbers: RunNumbers | None = None
+        self._files = Watcher(logdir)
+        self._logger: _LoggerQuestions | None = None
+        self._progress = _Progress()
+        self._processes: dict[int, tuple[psutil.Process, float, ProcessUsage]] = {}
+        self._last: RunStatus | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
@@ -70,132 +74,91 @@ class StatusWriter:
         self._thread.join(_HANG_SECONDS)
 
     def _run(self) -> None:
-        with LiveStatus(self._logdir) as live:
-            self._write(None)  # the workers, before the logger is asked
-            while not self._over.wait(_WRITE_SECONDS):
-                self._write(live)
-        self._write(None)
+        self._write(ask=False)  # the workers, before the logger is asked
+        while not self._over.wait(_WRITE_SECONDS):
+            self._write(ask=True)
+        self.close()
+        self._write(ask=False)
 
-    def _write(self, live: LiveStatus | None) -> None:
+    def _write(self, *, ask: bool) -> None:
         try:
             record = self._record()
             if record is None:
                 return
-            status = live.look(record, self._machines()) if live else None
-            if status is not None:
-                names = RunNumbers.__dataclass_fields__
-                self._numbers = RunNumbers(**{name: getattr(status, name) for name in names})
-                record = replace(record, workers=status.workers)
-            write_record(self._logdir, replace(record, written=time.time(), run=self._numbers))
+            if ask:
+                self._last = self.look(record)
+            elif self._last is not None:
+                self._last = replace(
+                    self._last, workers=record.workers, state=record.state, events=record.events
+                )
+            write_record(self._logdir, self._last or record)
         except Exception as error:  # such as a full disk, which must not end the run
             log.warning("The status of the run cannot be written: %s", error)
 
-
-class LiveStatus:
-    """What the run is doing that this process supervises.
-
-    Args:
-        logdir: The run's directory.
-    """
-
-    def __init__(self, logdir: Path) -> None:
-        self._files = RunFiles(logdir)
-        self._logger: _LoggerQuestions | None = None
-        self._progress = _Progress()
-        self._processes = _Processes()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         if self._logger is not None:
             self._logger.close()
 
-    def look(
-        self,
-        record: FleetRecord,
-        machines: tuple[MachineStatus, ...] = (),
-        patience: float = _ANSWER_SECONDS,
-    ) -> RunStatus | None:
-        """What it is doing; None as long as there is no configuration in its directory.
+    def look(self, record: FleetRecord, patience: float = _ANSWER_SECONDS) -> RunStatus | None:
+        """What the run is doing; None as long as there is no configuration in its directory.
 
         Args:
             record: The supervisor and its workers.
-            machines: The machines that have joined.
             patience: Seconds to wait for the logger; a later answer comes with the next look.
         """
-        config = self._files.config()
-        if config is None:
+        found = self._files.derive(record, record.state)
+        if found is None:
             return None
+        config, machines = found.config, self._machines()
         logger = self._logger = self._logger or _LoggerQuestions(config)
         logger.ask(patience)
-        found = self._files.read(config, record, record.state)
         # A logger that was just started does not know the step yet.
         step = int(logger.metrics.get("step", 0)) or found.step
         self._progress.add(time.monotonic(), step, logger.metrics)
         rate = self._progress.rate
-        slow = [found.hanging, *(idle_machines(machines) if record.state == "running" else ())]
+        idle = idle_machines(machines) if record.state == "running" else ()
+        # A thread of the supervisor has no process of its own.
+        usages = [None if each.pid == record.pid else self._usage(each) for each in found.workers]
         status = replace(
             found,
+            written=time.time(),
             responding=logger.responding,
             step=step,
             metrics=logger.metrics,
             steps_per_second=rate,
             seconds_left=_time_left(config, step, rate, found.seconds),
-            # A thread of the supervisor has no process of its own.
-            workers=tuple(
-                replace(each, usage=self._processes.usage(each) if each.pid != record.pid else None)
-                for each in found.workers
-            ),
-            supervisor=self._processes.usage(record),
+            workers=tuple(map(_with_usage, found.workers, usages)),
+            supervisor=self._usage(record),
             machines=machines,
-            hanging="; ".join(filter(None, slow)),
+            hanging="; ".join(filter(None, [found.hanging, *idle])),
         )
-        return replace(status, waiting=self._waiting(status, logger))
+        moves = logger.responding and not self._progress.stands_still(config.log_every)
+        if moves or status.state != "running":
+            return status
+        silent = None if logger.responding else f"the logger does not respond{logger.error}"
+        return replace(status, waiting=why_still(status, self._progress.still_for, silent))
 
-    def _waiting(self, status: RunStatus, logger: _LoggerQuestions) -> str:
-        """Why the run stands still; empty if it does not."""
-        if status.state != "running":
-            return ""
-        if logger.responding and not self._progress.stands_still(status.config.log_every):
-            return ""
-        return why_still(
-            Evidence(
-                status.config,
-                status.metrics,
-                status.workers,
-                status.machines,
-                time.time(),
-                self._progress.still_for,
-                status.complete,
-                None if logger.responding else f"the logger does not respond{logger.error}",
-            )
-        )
-
-
-class _Processes:
-    """What processes of this machine use, sampled now and then."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[psutil.Process, float, ProcessUsage]] = {}
-
-    def usage(self, of: WorkerStatus | FleetRecord) -> ProcessUsage | None:
-        """None if it has no process on this machine."""
+    def _usage(self, of: WorkerStatus | FleetRecord) -> ProcessUsage | None:
+        """What a process uses, sampled now and then; None if it is not on this machine."""
         pid, now = of.pid, time.monotonic()
         if pid is None or of.host != socket.gethostname():
             return None
         try:
-            process, sampled, used = self._found.get(pid) or (psutil.Process(pid), -inf, None)
+            process, sampled, used = self._processes.get(pid) or (psutil.Process(pid), -inf, None)
             if not process.is_running():
                 process, sampled = psutil.Process(pid), -inf
             if used is None or now - sampled >= _SAMPLE_SECONDS:
                 # Kept from sample to sample: the share of a CPU is that since the last one.
                 used = ProcessUsage(process.cpu_percent() / 100, process.memory_info().rss)
-                self._found[pid] = process, now, used
+                self._processes[pid] = process, now, used
             return used
         except (psutil.Error, ValueError, OverflowError):
-            self._found.pop(pid, None)
+            self._processes.pop(pid, None)
             return None
+
+
+def _with_usage(worker: WorkerStatus, usage: ProcessUsage | None) -> WorkerStatus:
+    return replace(worker, usage=usage)
 
 
 class _LoggerQuestions:
@@ -232,38 +195,34 @@ class _Progress:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._steps: deque[tuple[float, int]] = deque()
+        self._steps = Rate(_RATE_SECONDS)
         self._step = 0
-        self._step_since = self._updates_since = float("-inf")
+        self._step_since = self._updates_since = -inf
         self._updates: float | None = None
         self._moved = False
         self._metrics: Mapping[str, Any] = {}
 
     def add(self, now: float, step: int, metrics: Mapping[str, Any]) -> None:
-        first = self._step_since == float("-inf")
+        first = self._step_since == -inf
         updates = metrics.get("learner/updates")
         if first or step != self._step:
             self._moved = not first
             self._step_since = now
         if first or updates != self._updates or not self._step:  # the first steps come first
             self._updates_since = now
-        if step < self._step or not step:  # what was before the first step does not count
-            self._steps.clear()
-        self._steps.append((now, step))
-        while now - self._steps[0][0] > _RATE_SECONDS:
-            self._steps.popleft()
+        if not step:  # what was before the first step does not count
+            self._steps = Rate(_RATE_SECONDS)
+        self._steps.add(now, step)
         self._now, self._step, self._updates, self._metrics = now, step, updates, metrics
 
     @property
     def rate(self) -> float:
         """Steps a second over the last while; before that is known, what the actor reported."""
-        then, before = self._steps[0]
         if str(self._metrics.get("learner/state", "")).startswith("compiling"):
             return 0.0  # whatever was reported before
-        if self._now - then < 1.0:
-            rates = [v for k, v in self._metrics.items() if re.match(_ACTOR_RATE, k)]
-            return float(sum(rates))
-        return (self._step - before) / (self._now - then)
+        if self._steps.seconds < 1.0:
+            return float(sum(v for k, v in self._metrics.items() if re.match(_ACTOR_RATE, k)))
+        return self._steps.value
 
     @property
     def still_for(self) -> float:
@@ -276,8 +235,7 @@ class _Progress:
         Steps are reported at once, or, without environments, every `log_every` seconds. Updates are
         reported every `log_every` seconds, and start long after the first steps.
         """
-        without_steps = self._now - self._step_since
-        if without_steps > 1.5 * log_every:
+        if self._now - self._step_since > 1.5 * log_every:
             return True
         if not self._moved and self.rate == 0:  # nothing else is known at the first looks
             return True

@@ -23,8 +23,15 @@ import numpy as np
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.fleet.record import FILE_NAME, Event, FleetRecord, read_record
-from dreamfleet.fleet.status import RunStatus, Watcher, run_state
+from dreamfleet.fleet.record import (
+    FILE_NAME,
+    Event,
+    FleetRecord,
+    RunStatus,
+    read_record,
+    run_state,
+)
+from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from dreamfleet.fleet.claim import BEAT_NAME
 from dreamfleet.fleet.record import (
     FleetRecord,
     MachineStatus,
+    RunStatus,
     Scores,
     WorkerStatus,
     read_record,
     write_record,
 )
-from dreamfleet.fleet.status import RunStatus, StatusLines, Watcher
-from dreamfleet.fleet.status_writer import LiveStatus, StatusWriter, _Progress, _time_left
+from dreamfleet.fleet.status import StatusLines, Watcher
+from dreamfleet.fleet.status_writer import StatusWriter, _Progress, _time_left
 from dreamfleet.roles.health import Health
 from dreamfleet.transport import Server, resolve
 
@@ -86,8 +87,8 @@ class Run:
 
     def supervised(self, patience: float = 10.0) -> RunStatus:
         """What the supervisor finds at its first look."""
-        with LiveStatus(self.logdir) as live:
-            status = live.look(self.record, patience=patience)
+        with closing(StatusWriter(self.logdir, lambda: self.record)) as writer:
+            status = writer.look(self.record, patience)
         assert status is not None
         return status
 
@@ -344,7 +345,7 @@ def written_by(
 ) -> Iterator[None]:
     """The run's supervisor writes `status.json` with what the logger told it."""
     with run.logger(), StatusWriter(run.logdir, lambda: run.record, machines):
-        while (record := read_record(run.logdir)) is None or record.run is None:
+        while (record := read_record(run.logdir)) is None or not record.written:
             time.sleep(0.01)
         yield
 
@@ -355,7 +356,7 @@ def test_a_look_takes_what_the_supervisor_wrote(run: Run, monkeypatch: pytest.Mo
         written = read_record(run.logdir)
         assert written is not None
         found = run.look()
-    assert written.run is not None
+    assert written.step == 300
     assert (found.step, found.score, found.responding) == (300, 12.5, True)
     assert json.loads(found.to_json())["metrics"] == run.metrics
     assert [worker.name for worker in found.workers] == ["agent"]
@@ -390,9 +391,8 @@ def test_a_run_on_another_machine_is_followed_by_its_beat(
     with written_by(run):
         record = read_record(run.logdir)
     assert record is not None
-    assert record.run is not None
-    numbers = replace(record.run, seconds=77.0)  # by its own clock, which may be an hour late
-    write_record(run.logdir, replace(record, host="elsewhere", written=5.0, run=numbers))
+    # By its own clock, which may be an hour late.
+    write_record(run.logdir, replace(record, host="elsewhere", written=5.0, seconds=77.0))
     beat = run.logdir / BEAT_NAME
     watcher = Watcher(run.logdir)
     assert seen(watcher).state == "unknown"
@@ -438,17 +438,21 @@ def write_scores(path: Path, scores: Iterable[float]) -> None:
         file.writelines(f'{{"step": {n}, "episode/score": {v}}}\n' for n, v in enumerate(scores))
 
 
-def test_a_bounded_number_of_scores_is_kept(tmp_path: Path) -> None:
+def test_a_look_reads_a_bounded_part_of_the_scores_and_keeps_a_bounded_number(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text(RunConfig(logdir=tmp_path).to_json())
-    count, path, watcher = 5000, tmp_path / "scores.jsonl", Watcher(tmp_path)
-    write_scores(path, map(float, range(count // 2)))
-    assert seen(watcher).scores.count == count // 2
-    write_scores(path, map(float, range(count // 2, count)))
-    last = seen(watcher).scores
+    count, path = 5000, tmp_path / "scores.jsonl"
+    write_scores(path, map(float, range(count)))
+    watcher = Watcher(tmp_path, score_bytes=path.stat().st_size / 3)
+    found = [seen(watcher).scores for _ in range(4)]
+    counts = [each.count for each in found]
+    assert 0 < counts[0] < counts[1] < count == counts[2] == counts[3]
+    last = found[-1]
     with path.open("a") as file:
         file.write('damaged\n{"step": 1, "episode/score": null}\n{"step": 9, "episode/sco')
     assert seen(watcher).scores == last
-    assert (last.count, last.best) == (count, count - 1)
+    assert last.best == count - 1
     assert list(last.recent) == list(range(count - len(last.recent), count))
     assert len(last.recent) < 100
     assert 30 < len(last.curve) < 100
@@ -544,7 +548,7 @@ def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) ->
     for name, seconds in (("env-0", 42.0), ("env-8", 3.0)):
         health = Health(run.logdir / "workers" / name)
         health.now("stepping", 3)
-        health._floats[5] = time.time() - seconds
+        health._record.since = time.time() - seconds
     run.metrics |= {"env/failures": 4.0, "env/failures_per_1000_steps": 13.3}
     with run.logger():
         lines, status = run.lines(), run.supervised()

@@ -125,8 +125,8 @@ class JsonlTail:
         for line in self.lines():
             yield from _row(line)
 
-    def lines(self) -> Iterator[bytes]:
-        """The lines that are new."""
+    def lines(self, most: float = math.inf) -> Iterator[bytes]:
+        """The lines that are new, until so many bytes were read."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
@@ -135,7 +135,10 @@ class JsonlTail:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
+                most -= len(line)
                 yield line
+                if most <= 0:
+                    return
 
 
 def last_rows(file: BinaryIO, most: int) -> list[dict[str, Any]]:
