@@ -26,11 +26,12 @@ from dreamfleet.fleet.record import (
     MachineState,
     MachineStatus,
     ProcessUsage,
+    RunStatus,
     WorkerState,
     WorkerStatus,
 )
 from dreamfleet.fleet.stall import some_of
-from dreamfleet.fleet.status import RunStatus, Watcher
+from dreamfleet.fleet.status import Watcher
 from dreamfleet.fleet.supervisor import Say, silent
 from dreamfleet.formatting import clock, readable
 
@@ -102,14 +103,10 @@ def _followed(logdir: Path, show: Callable[[RunStatus], None]) -> Iterator[None]
     ended = threading.Event()
 
     def follow() -> None:
-        with Watcher(logdir) as watcher:
-            while True:
-                last = ended.wait(_SECONDS_BETWEEN_LOOKS)
-                status = watcher.look()
-                if last:  # the run as it was stays on the screen
-                    return
-                if status is not None:
-                    show(status)
+        watcher = Watcher(logdir)
+        while not ended.wait(_SECONDS_BETWEEN_LOOKS):  # the run as it was stays on the screen
+            if (status := watcher.look()) is not None:
+                show(status)
 
     thread = threading.Thread(target=follow, name="display", daemon=True)
     thread.start()

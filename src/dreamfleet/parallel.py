@@ -141,9 +141,8 @@ def run_fleet(
             launcher,
             _one_of_several(run, supervisor, say),
             _joinable(run, place, supervisor, say),
-            Watcher(run.logdir) as watcher,
         ):
-            lines = StatusLines(watcher, progress, say)
+            lines = StatusLines(Watcher(run.logdir).look, progress, say)
 
             def every_while() -> None:
                 lines.show()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -170,6 +170,20 @@ def summary(space: Space | None) -> str:
         return words
     most, least = int(space.classes.max()), int(space.classes.min())
     return f"{words} with {most} choices" if most == least else f"{words} of {space!r}"
+
+
+def space_differences(
+    one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[str, Space]]
+) -> Iterator[tuple[str, str, str, str]]:
+    """Where two pairs of observations and actions differ: kind, key, and both spaces in words."""
+    for what, first, second in (
+        ("observation", without_logs(one[0]), without_logs(two[0])),
+        ("action", without_reset(one[1]), without_reset(two[1])),
+    ):
+        for key in dict.fromkeys([*first, *second]):
+            before, now = summary(first.get(key)), summary(second.get(key))
+            if before != now:
+                yield what, key, before, now
 
 
 def spaces_to_json(spaces: Mapping[str, Space]) -> str:

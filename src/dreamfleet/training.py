@@ -26,7 +26,7 @@ from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterru
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger
 from dreamfleet.fleet.preflight import preflight
-from dreamfleet.fleet.record import record_evaluation
+from dreamfleet.fleet.record import record_state
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
 from dreamfleet.metrics.evaluations import (
@@ -170,7 +170,7 @@ def train(
             except StopTraining as reason:
                 say(f"The run was ended by a callback. {reason}".strip())
         if config.eval_episodes:
-            record_evaluation(config.logdir)
+            record_state(config.logdir, "evaluating")
             result = final_evaluation(config, start, say, maker, outputs)
             with suppress(StopTraining):  # there is nothing left to end
                 follower.look()

@@ -94,8 +94,7 @@ class Looking(Endless):
         from dreamfleet.fleet.claim import claim_directory
         from dreamfleet.fleet.status import Watcher
 
-        with Watcher(FOLDER / "run") as watcher:
-            status = watcher.look(0.0)
+        status = Watcher(FOLDER / "run").look(0.0)
         (FOLDER / "claimed").unlink(missing_ok=True)
         try:
             with claim_directory(FOLDER / "run"):

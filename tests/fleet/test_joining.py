@@ -21,8 +21,8 @@ from chaos.env import TASK
 from fleet_parts import fixed_address, rows
 
 from dreamfleet.config import read_config
-from dreamfleet.fleet.record import MachineStatus
-from dreamfleet.fleet.status import RunStatus, Watcher
+from dreamfleet.fleet.record import MachineStatus, RunStatus
+from dreamfleet.fleet.status import Watcher
 from dreamfleet.roles.addresses import published_address
 from dreamfleet.roles.invitations import read_place, read_url
 from dreamfleet.transport import Client, Disconnected, RemoteError, RoleKey, Timeout
@@ -100,9 +100,6 @@ class Run:
     def has_made(self, more: int) -> None:
         start = self.status().step
         eventually(lambda: self.status().step >= start + more, f"{more} more steps")
-
-    def close(self) -> None:
-        self._watcher.__exit__()
 
 
 def line_of(text: str) -> str | None:
@@ -184,7 +181,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         with Client(coordinator, keys=key) as client:
             for wrong in (None, 7, {"envs": -1}, {"version": "0.0.1"}):
                 with pytest.raises(RemoteError):
-                    client.call("join", wrong).result(LONG)
+                    client.call("poll", "token", wrong, {}).result(LONG)
             with pytest.raises(RemoteError, match=r"and this machine 0\.0\.1"):
                 client.call("describe", "0.0.1").result(LONG)
 
@@ -238,7 +235,6 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         train.signal(signal.SIGINT)
         train.ends(130)
         assert "The run was ended by its owner." in stays.ends(0)
-        run.close()
     assert read_config(logdir).bind == bind
     assert all(row["episodes"] == 2 for row in rows(logdir / "evaluations.jsonl"))
     found_rows = audit([logdir / "replay"])

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,12 +109,12 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
         with pytest.raises(ConfigError, match="is in use by a run"), claim_directory(tmp_path):
             pass
 
-        with Watcher(tmp_path) as watcher:
-            before = env_1(watcher)
-            assert before.pid is not None
-            psutil.Process(before.pid).kill()
-            while (after := env_1(watcher)).pid in (None, before.pid):
-                pass  # a look takes its time
+        watcher = Watcher(tmp_path)
+        before = env_1(watcher)
+        assert before.pid is not None
+        psutil.Process(before.pid).kill()
+        while (after := env_1(watcher)).pid in (None, before.pid):
+            time.sleep(0.1)
         assert after.restarts == 1
         assert after.error == "was killed by signal 9"
         terminal.wait_for("env-1 failed: was killed by signal 9")

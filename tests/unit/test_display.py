@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 import sys
 import threading
 import types
@@ -22,8 +21,7 @@ from dreamfleet.cli import main
 from dreamfleet.cli import status as status_command
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
-from dreamfleet.fleet.record import MachineStatus, ProcessUsage, Scores, WorkerStatus
-from dreamfleet.fleet.status import RunStatus
+from dreamfleet.fleet.record import MachineStatus, ProcessUsage, RunStatus, Scores, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
 
 
@@ -47,6 +45,11 @@ WORKERS = (
     worker("env-1", seconds=7, restarts=1),
 )
 STATUS = RunStatus(
+    pid=1,
+    created=0.0,
+    host="here",
+    launcher="local",
+    started=0.0,
     config=RunConfig(steps=12_000, logdir=Path("runs/pole"), envs=2),
     state="running",
     responding=True,
@@ -181,14 +184,8 @@ def test_sparks_rise_with_the_scores() -> None:
 class Looking:
     """Finds a run that continues for a while and then has ended."""
 
-    def __init__(self, logdir: Path, score_bytes: float) -> None:
-        assert score_bytes == math.inf, "the first picture knows all scores"
-        self._steps: Iterator[int] = iter((1000, 2000, 3000, 4000))
-
-    def __enter__(self) -> Looking:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
+    def __init__(self, logdir: Path) -> None:
+        self._steps: Iterator[int] = iter((2000, 3000, 4000))
 
     def look(self, patience: float = 0.0) -> RunStatus:
         step = next(self._steps)
@@ -199,8 +196,7 @@ def test_following_without_a_terminal_lasts_until_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(status_command, "Watcher", Looking)
-    for name in ("_BETWEEN", "_BETWEEN_PICTURES"):
-        monkeypatch.setattr(status_command, name, 0.0)
+    monkeypatch.setattr(status_command, "_BETWEEN_PICTURES", 0.0)
     svg = tmp_path / "new" / "status.svg"
     assert main(["status", str(tmp_path), "--follow", "--svg", str(svg)]) == 0
     pictures = capsys.readouterr().out.split("dreamfleet gym:CartPole-v1")[1:]
@@ -264,8 +260,7 @@ def test_json_is_one_object_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(status_command, "Watcher", Looking)
-    for name in ("_BETWEEN", "_BETWEEN_PICTURES"):
-        monkeypatch.setattr(status_command, name, 0.0)
+    monkeypatch.setattr(status_command, "_BETWEEN_PICTURES", 0.0)
     assert main(["status", str(tmp_path), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)

@@ -10,10 +10,10 @@ from dreamfleet.cli.console import out, say, write
 from dreamfleet.config import read_config
 from dreamfleet.display import live, picture, picture_svg
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.fleet.status import RunStatus, Watcher
+from dreamfleet.fleet.record import RunStatus
+from dreamfleet.fleet.status import Watcher
 
 _PATIENCE = 3.0
-_BETWEEN = 0.5
 _BETWEEN_PICTURES = 10.0
 
 
@@ -39,32 +39,27 @@ def status(
         _check(logdir)
         return
     live_display = follow and out.is_terminal and not json
-    with Watcher(logdir, score_bytes=math.inf) as watcher:
+    watcher = Watcher(logdir, math.inf)  # all scores at once
+    found = watcher.look(_PATIENCE)
+    if found is None:
+        read_config(logdir)  # says what is wrong with it
+        raise ConfigError(f"{logdir} holds a run that has only just started: ask again.")
+    if svg:
+        write(svg, picture_svg(found))
+    if not live_display:
+        _show(found, json)
+    while follow and not live_display and found is not None and found.running:
+        threading.Event().wait(_BETWEEN_PICTURES)
         found = watcher.look(_PATIENCE)
-        if found is not None and found.running:
-            # What a process keeps busy is known from the second look on.
-            threading.Event().wait(_BETWEEN)
-            found = watcher.look(_PATIENCE)
-        if found is None:
-            read_config(logdir)  # says what is wrong with it
-            raise ConfigError(f"{logdir} holds a run that has only just started: ask again.")
-        if svg:
-            write(svg, picture_svg(found))
-        if not live_display:
+        if found is not None:
             _show(found, json)
-        while follow and not live_display and found is not None and found.running:
-            threading.Event().wait(_BETWEEN_PICTURES)
-            found = watcher.look(_PATIENCE)
-            if found is not None:
-                _show(found, json)
     if live_display:
         with live(logdir, out):
             threading.Event().wait()
 
 
 def _check(logdir: Path) -> None:
-    with Watcher(logdir) as watcher:
-        found = watcher.look(_PATIENCE)
+    found = Watcher(logdir).look(_PATIENCE)
     if found is None or not found.running:
         how = "has not begun" if found is None else f"is {found.state}"
         raise DreamfleetError(f"The run in {logdir} {how}.")

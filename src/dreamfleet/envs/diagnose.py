@@ -30,7 +30,7 @@ from dreamfleet.envs.base import (
 )
 from dreamfleet.errors import ConfigError, MissingExtraError
 from dreamfleet.masks import ACTION_MASK, ActionMask
-from dreamfleet.spaces import FLAGS, Space, SpaceError, summary, without_logs
+from dreamfleet.spaces import FLAGS, Space, SpaceError, space_differences, without_logs
 
 _FRAMES = 20
 _COMPARED_STEPS = 200
@@ -204,16 +204,11 @@ def try_out(env: Env, tell: Tell = lambda *_: None) -> None:
 
 def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[str, Space]]) -> str:
     """How the spaces of two environments of a run differ; empty if they do not."""
-    for what, first, second in zip(("observation", "action"), one, two, strict=True):
-        first, second = without_logs(first), without_logs(second)
-        for key in dict.fromkeys([*first, *second]):
-            before, now = summary(first.get(key)), summary(second.get(key))
-            if before != now:
-                return (
-                    f"Two environments have different spaces: {what} {key!r} is {before} in the "
-                    f"first and {now} in the second. Give all of them the same spaces, whatever "
-                    "their seed."
-                )
+    for what, key, before, now in space_differences(one, two):
+        return (
+            f"Two environments have different spaces: {what} {key!r} is {before} in the first and "
+            f"{now} in the second. Give all of them the same spaces, whatever their seed."
+        )
     return ""
 
 

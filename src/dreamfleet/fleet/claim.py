@@ -25,8 +25,9 @@ from typing import IO
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import (
     FleetRecord,
+    RunState,
     read_record,
-    recorded_end,
+    record_state,
     supervisor_process,
     write_record,
 )
@@ -63,8 +64,16 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
             write_record(logdir, FleetRecord.of_this_process(events=events))
         except OSError as error:
             raise _not_writable(logdir, error) from None
-        with beat.beating(), recorded_end(logdir):
-            yield
+        state: RunState = "failed"
+        with beat.beating():
+            try:
+                yield
+                state = "ended"
+            except KeyboardInterrupt:
+                state = "ended"
+                raise
+            finally:
+                record_state(logdir, state, unless=("ended", "failed"))
 
 
 def _not_writable(logdir: Path, error: OSError) -> ConfigError:
@@ -99,11 +108,8 @@ def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> No
         f"The run in {logdir} was last on {record.host} (process {record.pid}), which did not say "
         f"that it ended: watching for {_SILENT_SECONDS:g} s whether it still runs"
     )
-    before, deadline = _read_beat(logdir), time.monotonic() + _SILENT_SECONDS
-    while time.monotonic() < deadline:
-        if _read_beat(logdir) != before:
-            raise _in_use(logdir, record)
-        time.sleep(_LOOK_SECONDS)
+    if BeatWatch(logdir).beats(_SILENT_SECONDS):
+        raise _in_use(logdir, record)
 
 
 def _in_use(logdir: Path, record: FleetRecord | None) -> ConfigError:

@@ -163,15 +163,12 @@ def stream(config: RunConfig, buffer: Replay, mode: Any) -> Iterator[dict[str, N
 
 def logger(config: RunConfig, more: Sequence[MakeOutput] = ()) -> Outputs:
     """All outputs of the run's metrics; those of the user's are given the run's directory."""
+    settings = {each.path: each.value for each in config.settings()}
     made: dict[str, Callable[[], Output]] = {
         "jsonl": lambda: JsonlOutput(config.logdir / "metrics.jsonl"),
         "media": lambda: MediaOutput(config.logdir / "media"),
-        "tensorboard": lambda: TensorBoardOutput(
-            config.logdir / "tensorboard", settings=json.loads(config.to_json())
-        ),
-        "mlflow": lambda: MlflowOutput(
-            config.logdir, settings={each.path: each.value for each in config.settings()}
-        ),
+        "tensorboard": lambda: TensorBoardOutput(config.logdir / "tensorboard", settings=settings),
+        "mlflow": lambda: MlflowOutput(config.logdir, settings=settings),
         "wandb": lambda: WandbOutput(
             project="dreamfleet",
             name=config.logdir.name,

@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,16 +35,27 @@ from dreamfleet.fleet.env_probe import probe_in_subprocess
 from dreamfleet.fleet.factories import environment, environments
 from dreamfleet.fleet.launchers import ONE_THREAD, Worker
 from dreamfleet.fleet.launchers.local import LocalLauncher, LocalWorker
-from dreamfleet.fleet.nodes import POLL_SECONDS
+from dreamfleet.fleet.nodes import (
+    OUTPUT_LENGTH,
+    POLL_SECONDS,
+    Answer,
+    Asked,
+    Description,
+    MachineReport,
+    Order,
+    WorkerReport,
+)
 from dreamfleet.fleet.stall import hanging
 from dreamfleet.fleet.supervisor import Say
 from dreamfleet.formatting import readable
+from dreamfleet.metrics.timing import Rate
 from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.roles.env import parallel_env
-from dreamfleet.roles.health import Health, HealthRecord, health_path, read_health
+from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import read_url
 from dreamfleet.roles.runtime import sigterm_interrupts
-from dreamfleet.spaces import Space, spaces_from_json, without_logs, without_reset
+from dreamfleet.roles.spaces_file import Spaces
+from dreamfleet.spaces import space_differences, spaces_from_json
 from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
 from dreamfleet.transport.address import Address, parse
 from dreamfleet.trust import A_MACHINE, admit, code_in
@@ -68,15 +81,10 @@ _REFUSED_KEY = "refused the key"
 _OTHER_KEY = "handshake failed"
 _LEAVING = "Leaving the run; once more ends at once."
 _END_SECONDS = 20.0
-_OUTPUT_LENGTH = 8000
 
 
 class JoinError(DreamfleetError):
     """This machine cannot join, or cannot stay; the message says why and what to do."""
-
-
-class _PortsClosed(JoinError):
-    """The supervisor answers, and another server of the run cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -91,36 +99,6 @@ class Offer:
     """Code of the user's own that the run names, named again."""
     trust: bool = False
     """Import whatever code the run names."""
-
-
-class _Order(msgspec.Struct, frozen=True):
-    """A worker that is to run here."""
-
-    ids: list[int]
-    is_eval: bool
-    incarnation: int
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """What the run says each time."""
-
-    addresses: dict[str, str]
-    over: str
-    digest: str
-    known: bool = True
-    dismissed: str = ""
-    workers: dict[str, _Order] = {}
-
-
-class _Described(_Answer, frozen=True, kw_only=True):
-    version: str
-    config: str
-    spaces: str
-
-
-class _Joined(_Answer, frozen=True, kw_only=True):
-    token: str
-    name: str
 
 
 def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: Say) -> None:
@@ -152,46 +130,30 @@ class _Machine:
     ) -> None:
         self._address, self._offer, self._place = address, offer, place
         self._patience, self._say = patience, say
-        self._looked = ""  # the description whose environment was made here once
+        self._token = secrets.token_urlsafe(24)
+        self._probed = ""  # the description whose environment was made here once
 
     def serve(self, client: Client) -> None:
-        """Join, run the environments, and do so again if the run does not know this machine."""
-        first = True
-        while True:
-            described, joined = self._enter(client, wait=not first)
-            if described.over or joined is None:
-                self._say(f"{described.over} This machine's part is done.")
-                return
-            first = False
-            if self._run(client, described, joined):
-                return
+        """Run environments until the run is over, anew if it was resumed with other settings."""
+        described = self._describe(client, wait=False)
+        while not (over := described.over or self._run(client, described)):
+            self._say("The run was resumed with other settings: joining again.")
+            described = self._describe(client, wait=True)
+        self._say(f"{over} This machine's part is done.")
 
     # --- joining ---------------------------------------------------------------------------------
 
-    def _enter(self, client: Client, *, wait: bool) -> tuple[_Described, _Joined | None]:
-        """Ask what the run is, make sure that it works here, and join."""
+    def _describe(self, client: Client, *, wait: bool) -> Description:
+        """Ask what the run is, and make sure that it works here."""
         deadline = time.monotonic() + (self._patience if wait else 0.0)
         while True:
             try:
                 self._connect(client, first=not wait)
-                described = self._ask(client, _Described, "describe", __version__)
-                if described.over:
-                    return described, None
-                config = self._config(described)
-                self._look(config, described)
-                self._try_ports(described.addresses)
-                asked = {
-                    "version": __version__,
-                    "host": socket.gethostname()[:90] or "machine",
-                    "envs": self._offer.envs,
-                    "eval_envs": self._offer.eval_envs,
-                    "envs_per_process": config.envs_per_process,
-                }
-                return described, self._ask(client, _Joined, "join", asked)
-            except _PortsClosed:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_TRY_SECONDS)
+                described: Description = self._ask(client, Description, "describe", __version__)
+                if not described.over:
+                    self._probe_env(self._config(described), described)
+                    self._try_ports(described.addresses)
+                return described
             except (Disconnected, Timeout) as error:
                 if _REFUSED_KEY in str(error) or time.monotonic() >= deadline:
                     raise JoinError(_unreachable(self._address, error)) from None
@@ -201,7 +163,7 @@ class _Machine:
         listens may start later."""
         problems = closed_ports(self.servers(told), _PROBE_SECONDS)
         if any(problem != _REFUSED for problem in problems.values()):
-            raise _PortsClosed(f"{self.ports_text(told, problems)}.")
+            raise JoinError(f"{self.ports_text(told, problems)}.")
 
     def servers(self, told: Mapping[str, str]) -> dict[str, Address]:
         """Those that the environments of this machine call."""
@@ -257,7 +219,7 @@ class _Machine:
                 "version of Dreamfleet on both machines."
             ) from None
 
-    def _config(self, described: _Described) -> RunConfig:
+    def _config(self, described: Description) -> RunConfig:
         """The run as this machine's environments see it. It imports nothing that the run names."""
         config = RunConfig.from_json(described.config)
         self._check_task(config.task)
@@ -279,9 +241,9 @@ class _Machine:
         code = code_in([("task", task)])
         admit("The run", code, trust=self._offer.trust, stated=stated, rule=A_MACHINE)
 
-    def _look(self, config: RunConfig, described: _Described) -> None:
+    def _probe_env(self, config: RunConfig, described: Description) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""
-        if self._looked == described.digest:
+        if self._probed == described.digest:
             return
         together = min(config.envs_per_process, max(self._offer.envs, self._offer.eval_envs))
         try:
@@ -298,54 +260,56 @@ class _Machine:
             raise JoinError(
                 f"The environment of the run, {config.task}, cannot be made here. {error} {hint}."
             ) from None
-        _check_spaces(config.task, described.spaces, probe.obs_space, probe.act_space)
+        _check_spaces(config.task, described.spaces, (probe.obs_space, probe.act_space))
         for note in probe.notes:
             self._say(note)
-        self._looked = described.digest
+        self._probed = described.digest
 
     # --- serving ---------------------------------------------------------------------------------
 
-    def _run(self, client: Client, described: _Described, joined: _Joined) -> bool:
-        """Run what the run's supervisor says; returns whether this machine's part is done."""
+    def _run(self, client: Client, described: Description) -> str:
+        """Run what the run's supervisor says; returns how the run ended, or nothing if it has other
+        settings now."""
         config = self._config(described)
-        publish_addresses(self._place, self._address, joined.addresses)
-        self._say(
-            f"Joined {config.task} as {joined.name} with {_counted(self._offer)}; logs are in "
-            f"{self._place / 'logs'}. Ctrl-C leaves."
+        asked = Asked(
+            version=__version__,
+            digest=described.digest,
+            host=socket.gethostname()[:90] or "machine",
+            envs=self._offer.envs,
+            eval_envs=self._offer.eval_envs,
+            envs_per_process=config.envs_per_process,
         )
         with LocalLauncher(self._place) as launcher, _Workers(launcher, config) as workers:
             try:
-                answer = self._follow(client, joined, workers)
+                answer = self._follow(client, config.task, asked, workers)
             except KeyboardInterrupt:
                 self._say(_LEAVING)
                 workers.end()
                 with suppress(TransportError):  # it is noticed after a while
-                    client.call("leave", joined.token).result(_CALL_SECONDS)
+                    client.call("leave", self._token).result(_CALL_SECONDS)
                 raise
         if answer.dismissed:
             raise JoinError(f"The run has dismissed this machine: {answer.dismissed}")
-        if answer.over:
-            self._say(f"{answer.over} This machine's part is done.")
-            return True
-        lost = "The run was resumed with other settings."
-        if not answer.known:
-            lost = "The run does not know this machine any more."
-        self._say(f"{lost} The environments have ended, and join again.")
-        return False
+        return answer.over
 
-    def _follow(self, client: Client, joined: _Joined, workers: _Workers) -> _Answer:
+    def _follow(self, client: Client, task: str, asked: Asked, workers: _Workers) -> Answer:
         """Do what each answer says, until one says that this machine's part is over."""
         heard = shown = moved = time.monotonic()
-        steps, made, why, silent, told = 0, 0, "", False, False
+        made, why, silent, told, name = 0, "", False, False, ""
+        rate = Rate(_SAY_SECONDS)
         while True:
-            report = {"workers": workers.report(), "why": why}
+            report = MachineReport(workers.report(), why)
             sent = time.monotonic()
+            rate.add(sent, workers.steps)
             if workers.steps != made:
                 made, moved, why, told = workers.steps, sent, "", False
             try:
-                call = ("poll", joined.token, report)
-                answer: _Answer = self._ask(client, _Answer, *call, timeout=_POLL_TIMEOUT)
+                plain = (msgspec.to_builtins(each) for each in (asked, report))
+                call = ("poll", self._token, *plain)
+                answer: Answer = self._ask(client, Answer, *call, timeout=_POLL_TIMEOUT)
             except (TransportError, JoinError) as error:
+                if not name and isinstance(error, JoinError):
+                    raise
                 self._check_silence(error, time.monotonic() - heard)
                 if not silent:
                     self._say(
@@ -358,18 +322,20 @@ class _Machine:
             if silent:
                 self._say("The run answers again.")
             heard, silent = sent, False
-            if answer.over or answer.dismissed or not answer.known:
+            if answer.over or answer.dismissed or answer.digest != asked.digest:
                 return answer
-            if answer.digest != joined.digest:
-                return answer
+            if not name:
+                name = answer.name
+                self._say(
+                    f"Joined {task} as {name} with {_counted(self._offer)}; logs are in "
+                    f"{self._place / 'logs'}. Ctrl-C leaves."
+                )
             with suppress(OSError):  # a full disk; those of before may still be right
                 publish_addresses(self._place, self._address, answer.addresses)
             workers.follow(answer.workers)
             if sent - shown > _SAY_SECONDS:
-                rate = (made - steps) / (sent - shown)
-                shown, steps = sent, made
-                self._say(f"{readable(steps)} steps, {readable(round(rate, 1))} steps/s")
-                told = False
+                shown, told = sent, False
+                self._say(f"{readable(made)} steps, {readable(round(rate.value, 1))} steps/s")
             if sent - moved > _STILL_SECONDS:
                 moved, why = sent, self._why_still(answer.addresses, workers)
                 # Between two rounds of evaluation there is nothing to do.
@@ -380,10 +346,15 @@ class _Machine:
 
     def _check_silence(self, error: DreamfleetError, seconds: float) -> None:
         """Give up on a run that refuses this machine, or that does not answer for too long."""
-        if isinstance(error, JoinError) or _REFUSED_KEY in str(error):
-            raise JoinError(_turned_away(error)) from None
+        if isinstance(error, JoinError):
+            raise JoinError(f"The run does not want this machine any more: {error}") from None
+        if _REFUSED_KEY in str(error):
+            raise JoinError(
+                "The run refuses this machine's key by now: it was revoked. The environments have "
+                "ended. Ask for a new line, which 'dreamfleet invite DIR' prints there."
+            ) from None
         if seconds > self._patience:
-            raise JoinError(_unreachable(self._address, cast(TransportError, error))) from None
+            raise JoinError(_unreachable(self._address, error)) from None
 
     def _why_still(self, told: Mapping[str, str], workers: _Workers) -> str:
         """What keeps the environments here from making steps; empty if nothing does."""
@@ -393,7 +364,7 @@ class _Machine:
 
 
 class _Started(NamedTuple):
-    order: _Order
+    order: Order
     process: LocalWorker
     health: Path
 
@@ -404,8 +375,8 @@ class _Workers:
     def __init__(self, launcher: LocalLauncher, config: RunConfig) -> None:
         self._launcher, self._config = launcher, config
         self._started: dict[str, _Started] = {}
-        self._before: dict[Path, HealthRecord] = {}  # when this machine joined
         self.steps = 0
+        shutil.rmtree(health_path(config, ""), ignore_errors=True)  # counts are of this run
 
     def __enter__(self) -> _Workers:
         return self
@@ -413,7 +384,7 @@ class _Workers:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def follow(self, orders: Mapping[str, _Order]) -> None:
+    def follow(self, orders: Mapping[str, Order]) -> None:
         """Start what is new, and end what is no longer wanted."""
         for name, started in list(self._started.items()):
             if orders.get(name) != started.order:
@@ -424,13 +395,12 @@ class _Workers:
             if name not in self._started:
                 self._started[name] = self._start(name, order)
 
-    def _start(self, name: str, order: _Order) -> _Started:
+    def _start(self, name: str, order: Order) -> _Started:
         # Ids are used again, by other machines too: their environments play other episodes.
         seed = env_seed(self._config.seed, JOINED + order.incarnation)
         config = replace(self._config, seed=seed)
-        make, ids = environments(config, None), order.ids
+        make, ids = environments(config, None), list(order.ids)
         health = health_path(config, f"env-{ids[0]}")
-        self._before.setdefault(health, read_health(health))
         Health(health)  # clears what its predecessor was doing
         function = partial(
             parallel_env, make, ids, config, order.is_eval, incarnation=order.incarnation
@@ -439,21 +409,14 @@ class _Workers:
         self._launcher.prepare([worker])
         return _Started(order, self._launcher.start(worker), health)
 
-    def report(self) -> dict[str, dict[str, Any]]:
-        """How the workers are doing, as plain data."""
+    def report(self) -> dict[str, WorkerReport]:
+        """How the workers are doing."""
         found, self.steps = {}, 0
         for name, (order, process, path) in self._started.items():
-            health, before, code = read_health(path), self._before[path], process.wait(0)
-            steps, failures = health.steps - before.steps, health.failures - before.failures
-            told = replace(health, steps=steps, failures=failures, traceback="")
-            self.steps += steps
-            found[name] = {
-                "incarnation": order.incarnation,
-                "pid": process.pid,
-                "code": code,
-                "output": "" if code is None else process.output()[-_OUTPUT_LENGTH:],
-                "health": asdict(told if failures else replace(told, error="")),
-            }
+            health, code = replace(read_health(path), traceback=""), process.wait(0)
+            output = "" if code is None else process.output()[-OUTPUT_LENGTH:]
+            found[name] = WorkerReport(order.incarnation, process.pid, code, output, health)
+            self.steps += health.steps
         return found
 
     def hanging(self) -> str:
@@ -532,29 +495,18 @@ def _port_problem(address: Address, seconds: float) -> str:
     return ""
 
 
-def _check_spaces(
-    task: str, run: str, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]
-) -> None:
+def _check_spaces(task: str, run: str, here: tuple[Spaces, Spaces]) -> None:
     """The agent takes what the environments of the run give, and nothing else."""
-    if not run:
-        return
     try:
         plain = json.loads(run)
         there = [spaces_from_json(plain[key]) for key in ("obs_space", "act_space")]
     except (ValueError, TypeError, LookupError, AttributeError):
         return
-    for what, theirs, ours in (
-        ("observation", without_logs(there[0]), without_logs(obs_space)),
-        ("action", without_reset(there[1]), without_reset(act_space)),
-    ):
-        for key in dict.fromkeys([*theirs, *ours]):
-            before, now = repr(theirs.get(key, "missing")), repr(ours.get(key, "missing"))
-            if before != now:
-                raise JoinError(
-                    f"{task} is another environment here than in the run: the {what} {key!r} is "
-                    f"{now} here and {before} there. Install the same version of it on both "
-                    "machines."
-                )
+    for what, key, theirs, ours in space_differences(there, here):
+        raise JoinError(
+            f"{task} is another environment here than in the run: the {what} {key!r} is {ours} "
+            f"here and {theirs} there. Install the same version of it on both machines."
+        )
 
 
 # --- getting there -------------------------------------------------------------------------------
@@ -577,7 +529,7 @@ def _probe(address: Address) -> None:
     )
 
 
-def _unreachable(address: Address, error: TransportError) -> str:
+def _unreachable(address: Address, error: DreamfleetError) -> str:
     there, text = f"{address.host}:{address.port}", str(error)
     if _REFUSED_KEY in text:
         return (
@@ -590,15 +542,6 @@ def _unreachable(address: Address, error: TransportError) -> str:
             "not copied whole. 'dreamfleet invite DIR' prints it again there."
         )
     return f"The run at {there} does not answer: {text} It may have ended."
-
-
-def _turned_away(error: DreamfleetError) -> str:
-    if isinstance(error, JoinError):
-        return f"The run does not want this machine any more: {error}"
-    return (
-        "The run refuses this machine's key by now: it was revoked. The environments have ended. "
-        "Ask for a new line, which 'dreamfleet invite DIR' prints there."
-    )
 
 
 def _sentence(error: RemoteError) -> str:

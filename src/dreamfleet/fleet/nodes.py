@@ -1,9 +1,10 @@
 """Machines that join a run: each is a node that asks the run's supervisor what to start.
 
-A machine asks what the run is (`describe`), joins with a number of environments (`join`), and then
-asks every second what to run (`poll`): the answer lists workers as plain data, and where the actor
-and the evaluator listen at that moment. With each question it reports the health of its workers and
-how they ended. The supervisor restarts them by the same policy as its own workers.
+A machine asks what the run is (`describe`), and then every second what to run (`poll`), with a
+random token. One that the run does not know, because it is new, was lost, or the run was resumed,
+joins with that. The answer lists workers as plain data, and where the actor and the evaluator
+listen. With each question the machine reports the health of its workers and how they ended. The
+supervisor restarts them by the same policy as its own workers.
 
 Environments are fenced by incarnations (`dreamfleet.roles.fences`), so a machine that comes back
 after its ids were given to another one cannot act in them any more.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import secrets
 import shutil
 import threading
 import time
@@ -38,6 +38,7 @@ from dreamfleet.fleet.launchers import RestartPolicy, Worker
 from dreamfleet.fleet.preflight import step_bytes
 from dreamfleet.fleet.record import MachineStatus
 from dreamfleet.fleet.supervisor import Supervisor
+from dreamfleet.metrics.timing import Rate
 from dreamfleet.roles.addresses import (
     RoleName,
     listen_address,
@@ -63,6 +64,7 @@ LOST_SECONDS = 60.0
 """After which others may get the ids of a machine that is not heard of."""
 MAX_MACHINES = 4096
 MAX_ENVS = 1 << 17
+OUTPUT_LENGTH = 8000
 _AWAY_SECONDS = 4.0
 _RATE_SECONDS = 20.0
 _CHECK_SECONDS = 2.0
@@ -71,6 +73,8 @@ _GOODBYE_SECONDS = 3.0
 _LOST = -9
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Line = Annotated[str, Meta(max_length=1000)]
+_Key = tuple[str, str]
+"""The invitation and the token of a machine."""
 
 
 class Refused(DreamfleetError):
@@ -78,9 +82,10 @@ class Refused(DreamfleetError):
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a machine asks for when it joins."""
+    """What a machine offers, and what it knows of the run."""
 
     version: Name
+    digest: Name
     host: Name
     envs: Annotated[int, Meta(ge=0, le=MAX_ENVS)]
     eval_envs: Annotated[int, Meta(ge=0, le=MAX_ENVS)]
@@ -94,7 +99,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: Number = 0
     code: Annotated[int, Meta(ge=-255, le=255)] | None = None
     """How it ended; None if it runs."""
-    output: Annotated[str, Meta(max_length=8000)] = ""
+    output: Annotated[str, Meta(max_length=OUTPUT_LENGTH)] = ""
     """The end of its log, if it ended."""
     health: HealthRecord = HealthRecord()
 
@@ -105,6 +110,36 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[dict[Name, WorkerReport], Meta(max_length=MAX_ENVS)] = {}
     why: Line = ""
     """Why it makes no steps."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A worker that is to run on a machine."""
+
+    ids: tuple[int, ...]
+    is_eval: bool
+    incarnation: int
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine is to run now."""
+
+    over: str
+    """How the run ended; empty if it has not."""
+    digest: str
+    """Of the description; a machine that knows another one asks again what the run is."""
+    addresses: dict[str, str]
+    name: str = ""
+    """Of the machine; empty if it has not joined."""
+    dismissed: str = ""
+    """Why the run does not want this machine any more."""
+    workers: dict[str, Order] = {}
+
+
+class Description(Answer, frozen=True, kw_only=True):
+    """What the run is."""
+
+    config: str
+    spaces: str
 
 
 class MachineWorker:
@@ -149,31 +184,25 @@ class Machine:
 
     name: str
     invitation: str
-    envs: tuple[int, ...]
-    eval_envs: tuple[int, ...]
     groups: dict[str, tuple[tuple[int, ...], bool]]
     """The environments of each worker, and whether they evaluate."""
+    joined: float
+    """On the clock of `JoinedNodes`, as all times here."""
     heard: float
-    """On the clock of `JoinedNodes`."""
-    allocate: Callable[[Machine, str], int]
-    """Gives a worker its next incarnation."""
-    joined: float = field(default_factory=time.time)
-    heard_at: float = field(default_factory=time.time)
+    start_worker: Callable[[Machine, str], MachineWorker]
+    left: str | None = None
+    """Why it has left, if it has."""
     dismissed: str = ""
     """Why the run does not want it any more."""
     why: str = ""
-    incarnations: dict[str, int] = field(default_factory=dict)
-    """Of the newest start of each worker."""
     running: dict[str, MachineWorker] = field(default_factory=dict)
     reports: dict[str, HealthRecord] = field(default_factory=dict)
-    rates: deque[tuple[float, int]] = field(default_factory=deque)
+    rate: Rate = field(default_factory=partial(Rate, _RATE_SECONDS))
 
     # --- as a node -------------------------------------------------------------------------------
 
     def start(self, worker: Worker) -> MachineWorker:
-        running = MachineWorker(self.name, self.allocate(self, worker.name))
-        self.running[worker.name] = running
-        return running
+        return self.start_worker(self, worker.name)
 
     def log_file(self, worker: Worker) -> Path:
         return Path(f"{self.name}:logs") / f"{_local(worker.name)}.log"
@@ -197,63 +226,52 @@ class Machine:
         kind = partial(Worker, role="env", function=int, restart=policy, node=self.name)
         return [kind(name, health=partial(health, name)) for name in self.groups]
 
-    def orders(self) -> dict[str, dict[str, Any]]:
-        """What is to run there, as plain data."""
+    def orders(self) -> dict[str, Order]:
+        """What is to run there."""
         return {
-            _local(name): {
-                "ids": list(self.groups[name][0]),
-                "is_eval": self.groups[name][1],
-                "incarnation": worker.incarnation,
-            }
+            _local(name): Order(*self.groups[name], worker.incarnation)
             for name, worker in list(self.running.items())
             if worker.wait(0) is None
         }
 
     def take(self, report: MachineReport, now: float) -> None:
         """What the machine reports."""
-        self.heard, self.heard_at, self.why = now, time.time(), _printable(report.why)
+        self.heard, self.why = now, _printable(report.why)
         for name, worker in list(self.running.items()):
             told = report.workers.get(_local(name))
             if told is not None and told.incarnation == worker.incarnation:
                 self.reports[name] = told.health
                 worker.take(told)
-        steps = self.steps
-        if self.rates and steps < self.rates[-1][1]:  # a resumed run counts from 0
-            self.rates.clear()
-        self.rates.append((now, steps))
-        while now - self.rates[0][0] > _RATE_SECONDS:
-            self.rates.popleft()
+        self.rate.add(now, self.steps)
 
     def end(self) -> None:
         for worker in self.running.values():
             worker.end(STOPPED)
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return self.envs + self.eval_envs
+    def ids(self, *, is_eval: bool) -> list[int]:
+        return [envid for ids, evaluates in self.groups.values() if evaluates == is_eval
+                for envid in ids]  # fmt: skip
 
     @property
     def steps(self) -> int:
         return sum(each.steps for each in self.reports.values())
 
-    def status(self, now: float, *, left: str | None = None) -> MachineStatus:
-        """As it is shown; `left` is why it has left, if it has."""
-        (since, before) = self.rates[0] if self.rates else (now, 0)
-        rate = (self.steps - before) / (now - since) if now > since else 0.0
+    def status(self, now: float) -> MachineStatus:
+        """As it is shown."""
+        failed = max(self.reports.values(), key=lambda each: each.failures, default=HealthRecord())
         away = now - self.heard > _AWAY_SECONDS
-        failed = max(self.reports.values(), key=lambda each: each.failures, default=None)
-        present = time.time()
+        gone = self.left is not None
         return MachineStatus(
             name=self.name,
-            state="left" if left is not None else "away" if away else "joined",
-            envs=len(self.envs),
-            eval_envs=len(self.eval_envs),
-            seconds=max(0.0, present - (self.joined if left is None else self.heard_at)),
-            silence=max(0.0, present - self.heard_at),
+            state="left" if gone else "away" if away else "joined",
+            envs=len(self.ids(is_eval=False)),
+            eval_envs=len(self.ids(is_eval=True)),
+            seconds=now - (self.heard if gone else self.joined),
+            silence=now - self.heard,
             steps=self.steps,
-            steps_per_second=0.0 if left is not None else rate,
+            steps_per_second=0.0 if gone else self.rate.value,
             failures=sum(each.failures for each in self.reports.values()),
-            error=left or self.why or (_printable(failed.error) if failed else ""),
+            error=self.left or self.why or _printable(failed.error),
         )
 
 
@@ -276,8 +294,8 @@ class JoinedNodes:
     ) -> None:
         self._run, self._supervisor, self._clock = run, supervisor, clock
         self._lock = threading.RLock()
-        self._nodes: dict[str, Machine] = {}  # by a digest of what a machine proves itself with
-        self._left: deque[MachineStatus] = deque(maxlen=_KEPT_MACHINES)
+        self._nodes: dict[_Key, Machine] = {}
+        self._left: deque[Machine] = deque(maxlen=_KEPT_MACHINES)
         try:
             self._newest = read_fences(run.logdir).newest
         except ValueError as error:
@@ -294,9 +312,9 @@ class JoinedNodes:
         self._server = Server(address, "nodes", keys=run.server_keys, **hooks)
         # Nothing is doubled by a resend: a machine that does not ask again is lost.
         may: dict[str, Any] = {"repeatable": True, "roles": (ROLE,)}
-        self._server.bind("join", self.join, pass_caller=True, **may)
-        for name in ("describe", "poll", "leave"):
-            self._server.bind(name, getattr(self, name), **may)
+        self._server.bind("describe", self.describe, **may)
+        for name in ("poll", "leave"):
+            self._server.bind(name, getattr(self, name), pass_caller=True, **may)
         self._thread = threading.Thread(target=self._keep, name="nodes", daemon=True)
         with self._lock:
             self._write()  # nothing that a run before this one has started acts any more
@@ -331,109 +349,105 @@ class JoinedNodes:
         with self._lock:
             self._drop_lost()
             now = self._clock()
-            return (*(each.status(now) for each in self._nodes.values()), *self._left)
+            return tuple(each.status(now) for each in (*self._nodes.values(), *self._left))
 
     # --- what machines call ----------------------------------------------------------------------
 
-    def describe(self, version: Any) -> dict[str, Any]:
+    def describe(self, version: Any) -> Any:
         """What the run is, for a machine with this version of Dreamfleet."""
         _check_version(_checked(version, Name))
-        return {"version": dreamfleet.__version__, **self._description, **self._now()}
+        return msgspec.to_builtins(Description(**self._description, **self._now()))
 
-    def join(self, caller: Caller, asked: Any) -> dict[str, Any]:
-        """Take a machine in; returns what it proves itself with from then on."""
-        request = _checked(asked, Asked)
-        _check_version(request.version)
-        if not request.envs + request.eval_envs:
-            raise Refused("A machine joins with one environment at least.")
-        most = self._run.envs_per_process
-        if request.envs_per_process > most:
-            raise Refused(
-                f"The policy of this run is made for {most} environments of a process at most: "
-                f"use --envs-per-process {most} or less."
-            )
-        self._check_disk(request.envs + request.eval_envs)
-        token = secrets.token_urlsafe(24)
+    def poll(self, caller: Caller, token: Any, asked: Any, report: Any) -> Any:
+        """What a machine is to run now; one that is not known joins."""
+        key, told = (caller.name, _checked(token, Name)), _checked(report, MachineReport)
+        request: Asked = _checked(asked, Asked)
         with self._lock:
             self._drop_lost()
-            if self._over:
-                raise Refused(self._over)
-            if len(self._nodes) >= MAX_MACHINES:
-                raise Refused(f"{MAX_MACHINES} machines have joined this run, which are the most.")
-            node = self._nodes[_digest(token)] = self._make_node(request, caller.name)
-        log.info("%s has joined with environments %s", node.name, node.ids)
-        self._supervisor.add(node, node.workers(self._run))
-        return {"token": token, "name": node.name, **self._now()}
-
-    def poll(self, token: Any, report: Any) -> dict[str, Any]:
-        """What a machine is to run now."""
-        proof, told = _checked(token, Name), _checked(report, MachineReport)
-        with self._lock:
-            self._drop_lost()
-            node = self._nodes.get(_digest(proof))
+            node = self._nodes.get(key)
+            if node is None and not self._over and request.digest == self._description["digest"]:
+                node = self._nodes[key] = self._make_node(request, caller.name)
+                log.info("%s has joined with %s", node.name, list(node.groups.values()))
+                self._supervisor.add(node, node.workers(self._run))
+            found: dict[str, Any] = {}
             if node is not None:
                 node.take(told, self._clock())
+                found = {"name": node.name, "dismissed": node.dismissed, "workers": node.orders()}
                 if self._over or node.dismissed:
-                    self._drop(_digest(proof), node.dismissed)
-        answer: dict[str, Any] = {"known": node is not None, **self._now()}
-        if node is not None:
-            answer |= {"workers": node.orders(), "dismissed": node.dismissed}
-        return answer
+                    self._drop(key, node.dismissed)
+            answer = Answer(digest=self._description["digest"], **self._now(), **found)
+        return msgspec.to_builtins(answer)
 
-    def leave(self, token: Any) -> None:
+    def leave(self, caller: Caller, token: Any) -> None:
         """A machine leaves."""
-        proof = _digest(_checked(token, Name))
+        key = caller.name, _checked(token, Name)
         with self._lock:
-            if proof in self._nodes:
-                self._drop(proof, "")
+            if key in self._nodes:
+                self._drop(key, "")
 
     def _now(self) -> dict[str, Any]:
-        digest = self._description["digest"]
-        return {"over": self._over, "digest": digest, "addresses": addresses(self._run, self._host)}
+        return {"over": self._over, "addresses": addresses(self._run, self._host)}
 
     # --- environments ----------------------------------------------------------------------------
 
     def _make_node(self, asked: Asked, invitation: str) -> Machine:
-        envs = self._free_ids(JOINED, asked.envs)
-        eval_envs = self._free_ids(JOINED_EVAL, asked.eval_envs)
-        run, size, name = self._run, asked.envs_per_process, self._unused_name(asked.host)
+        _check_version(asked.version)
+        if not asked.envs + asked.eval_envs:
+            raise Refused("A machine joins with one environment at least.")
+        run, size = self._run, asked.envs_per_process
+        if size > run.envs_per_process:
+            most = run.envs_per_process
+            raise Refused(
+                f"The policy of this run is made for {most} environments of a process at most: "
+                f"use --envs-per-process {most} or less."
+            )
+        self._check_disk(asked.envs + asked.eval_envs)
+        if len(self._nodes) >= MAX_MACHINES:
+            raise Refused(f"{MAX_MACHINES} machines have joined this run, which are the most.")
+        name = self._unused_name(asked.host)
         groups: dict[str, tuple[tuple[int, ...], bool]] = {}
-        for ids, is_eval in ((envs, False), (eval_envs, True)):
+        for first, wanted in ((JOINED, asked.envs), (JOINED_EVAL, asked.eval_envs)):
+            is_eval = first == JOINED_EVAL
             actors = 1 if is_eval and run.eval_every else run.actors  # or the evaluator
-            for mine in groups_of(ids, size, actors):
+            for mine in groups_of(self._free_ids(first, wanted), size, actors):
                 groups[f"{name}/{'eval' if is_eval else 'env'}-{len(groups)}"] = (mine, is_eval)
-        return Machine(name, invitation, envs, eval_envs, groups, self._clock(), self._allocate)
+        now = self._clock()
+        return Machine(name, invitation, groups, now, now, self._start)
 
-    def _allocate(self, node: Machine, name: str) -> int:
-        """The next incarnation of a worker, which may act once this has returned.
+    def _start(self, node: Machine, name: str) -> MachineWorker:
+        """Start a worker with the next incarnation, which may act from then on.
 
         Raises:
             OSError: It cannot be recorded, so the worker is not started.
         """
         with self._lock:
             self._newest += 1
-            node.incarnations[name] = self._newest
-            self._write()
-            return self._newest
+            worker = node.running[name] = MachineWorker(node.name, self._newest)
+            try:
+                self._write()
+            except OSError:
+                worker.kill()
+                raise
+            return worker
 
     def _write(self) -> None:
         """Record which environments may act."""
         fences = tuple(
-            Fence(*node.groups[name], incarnation, node.invitation)
+            Fence(*node.groups[name], worker.incarnation, node.invitation)
             for node in self._nodes.values()
-            for name, incarnation in node.incarnations.items()
+            for name, worker in node.running.items()
         )
         write_fences(self._run.logdir, Fences(self._newest, fences))
 
     def _free_ids(self, first: int, wanted: int) -> tuple[int, ...]:
         """The lowest ids that are free: the streams of the replay stay few."""
-        used = {envid for node in self._nodes.values() for envid in node.ids}
-        there = sum(first <= envid < first + MAX_ENVS for envid in used)
-        if there + wanted > self._room[first]:
-            kind = "evaluation" if first == JOINED_EVAL else "training"
+        is_eval = first == JOINED_EVAL
+        used = {envid for node in self._nodes.values() for envid in node.ids(is_eval=is_eval)}
+        if len(used) + wanted > self._room[first]:
+            kind = "evaluation" if is_eval else "training"
             raise Refused(
-                f"{wanted} more {kind} environments are too many: {there} have joined, and there "
-                f"is room for {self._room[first]} in the run's replay."
+                f"{wanted} more {kind} environments are too many: {len(used)} have joined, and "
+                f"there is room for {self._room[first]} in the run's replay."
             )
         return tuple(islice((envid for envid in count(first) if envid not in used), wanted))
 
@@ -457,25 +471,26 @@ class JoinedNodes:
 
     # --- machines that leave ---------------------------------------------------------------------
 
-    def _drop(self, proof: str, why: str) -> None:
-        node = self._nodes.pop(proof)
+    def _drop(self, key: _Key, why: str) -> None:
+        node = self._nodes.pop(key)
         self._supervisor.remove(node)  # first: so the end of its workers is no failure
         node.end()
-        self._left.append(node.status(self._clock(), left=why))
+        node.left = why
+        self._left.append(node)
         with suppress(OSError):  # what it may act in is decided when its ids are given to another
             self._write()
         log.info("%s has left%s", node.name, f": {why}" if why else "")
 
     def _drop_lost(self) -> None:
         now = self._clock()
-        for proof, node in list(self._nodes.items()):
+        for key, node in list(self._nodes.items()):
             if now - node.heard > LOST_SECONDS:
-                self._drop(proof, f"was not heard of for {LOST_SECONDS:g} s")
+                self._drop(key, f"was not heard of for {LOST_SECONDS:g} s")
 
     def _drop_revoked(self, invitations: Collection[str]) -> None:
-        for proof, node in list(self._nodes.items()):
+        for key, node in list(self._nodes.items()):
             if node.invitation in invitations:
-                self._drop(proof, f"its invitation {node.invitation!r} was revoked")
+                self._drop(key, f"its invitation {node.invitation!r} was revoked")
 
     def _keep(self) -> None:
         """Drop machines that are lost or revoked, and tell the logger of the others."""
@@ -501,10 +516,6 @@ def _local(name: str) -> str:
 
 def _printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
-
-
-def _digest(token: str) -> str:
-    return hashlib.blake2b(token.encode(), digest_size=16).hexdigest()
 
 
 def metrics(machines: Iterable[MachineStatus]) -> dict[str, float]:

@@ -37,7 +37,7 @@ from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.settings import Mark
-from dreamfleet.spaces import summary, without_logs, without_reset
+from dreamfleet.spaces import space_differences, summary, without_logs, without_reset
 from dreamfleet.transport.address import parse
 from dreamfleet.transport.wire import MAX_MESSAGE
 
@@ -308,19 +308,16 @@ def check_spaces(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Non
         return
     if saved is None:
         return
-    for what, theirs, ours in (
-        ("observations", without_logs(saved.obs_space), without_logs(obs_space)),
-        ("actions", without_reset(saved.act_space), without_reset(act_space)),
+    for what, key, before, now in space_differences(
+        (saved.obs_space, saved.act_space), (obs_space, act_space)
     ):
-        for key in dict.fromkeys([*theirs, *ours]):
-            before, now = summary(theirs.get(key)), summary(ours.get(key))
-            # A user's agent may leave some of the keys out.
-            if before != now and (key in theirs or config.agent in BUILT_IN):
-                raise ConfigError(
-                    f"{config.task} has other {what} than the run in {config.logdir} was trained "
-                    f"with: {key!r} was {before} and is {now}. Make the environment as it was, or "
-                    "choose another --logdir."
-                )
+        # A user's agent may leave some of the keys out.
+        if before != summary(None) or config.agent in BUILT_IN:
+            raise ConfigError(
+                f"{config.task} has other {what}s than the run in {config.logdir} was trained "
+                f"with: {key!r} was {before} and is {now}. Make the environment as it was, or "
+                "choose another --logdir."
+            )
 
 
 def check_memory(

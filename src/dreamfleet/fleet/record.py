@@ -1,7 +1,7 @@
-"""The file `status.json` of a run: the supervisor, its workers, and how the run is doing.
+"""The status of a run: one record, in the file `status.json` of its directory.
 
-The supervisor replaces it once a second. The terminal, `dreamfleet status` and the web page read
-it; the claim (`dreamfleet.fleet.claim`) says whether it still holds.
+The supervisor replaces the file once a second. The terminal, `dreamfleet status` and the web page
+read it; the claim (`dreamfleet.fleet.claim`) says whether it still holds.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import msgspec
 import psutil
 
+from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
+from dreamfleet.formatting import clock, readable
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,12 @@ MAX_EVENTS = 100
 
 WorkerState = Literal["starting", "running", "restarting", "ended"]
 MachineState = Literal["joined", "away", "left"]
-FleetState = Literal["running", "ending", "evaluating", "ended", "failed"]
+RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed", "unknown"]
+UNDER_WAY = ("running", "ending", "evaluating")
+_DERIVED = (
+    *("message", "env_failures", "start", "share", "score", "eval_score", "updates"),
+    *("updates_per_second", "replay_ratio"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class ProcessUsage:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker of a fleet."""
+    """One worker of a run."""
 
     name: str
     """Such as env-3."""
@@ -109,36 +115,9 @@ class Scores:
     """Means of equally many episodes each, in order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunNumbers:
-    """How a run is doing."""
-
-    responding: bool
-    """Whether the logger responds."""
-    step: int
-    scores: Scores
-    metrics: Mapping[str, Any]
-    """The newest of every key."""
-    steps_per_second: float
-    seconds: float
-    """Since the run was started or resumed; 0 if it is not running."""
-    seconds_left: float | None
-    waiting: str
-    """Why the run stands still, one sentence without a period; empty if it does not."""
-    supervisor: ProcessUsage | None
-    """What the supervisor's process uses, with the workers that are its threads."""
-    checkpoint_age: float | None = None
-    """Seconds since the last checkpoint of the agent; None if there is none."""
-    hanging: str = ""
-    """Environments that take long right now, and joined machines that make no steps, while others
-    may go on; empty if there are none."""
-    machines: tuple[MachineStatus, ...] = ()
-    """Those that have joined, then those that have left."""
-
-
 @dataclass(frozen=True)
 class FleetRecord:
-    """A supervisor, its workers, and how their run is doing."""
+    """A supervisor, its workers, and how their run is doing: what the file holds."""
 
     pid: int
     created: float
@@ -149,25 +128,178 @@ class FleetRecord:
     started: float
     """Unix time at which the run was started or resumed."""
     workers: tuple[WorkerStatus, ...] = ()
-    state: FleetState = "running"
+    state: RunState = "running"
+    """Readers only: `killed` if the supervisor is gone and could not say so, `unknown` if it is on
+    another machine and there is no sign of life."""
     events: tuple[Event, ...] = ()
     """The newest failures and restarts of the run, in order."""
     written: float = 0.0
-    """Unix time."""
-    run: RunNumbers | None = field(default=None)
-    """None if the supervisor does not know yet."""
+    """Unix time; 0 as long as the supervisor knows nothing but its workers."""
+    responding: bool = False
+    """Whether the logger responds."""
+    step: int = 0
+    scores: Scores = field(default_factory=Scores)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The newest of every key."""
+    steps_per_second: float = 0.0
+    seconds: float = 0.0
+    """Since the run was started or resumed; 0 if it is not running."""
+    seconds_left: float | None = None
+    waiting: str = ""
+    """Why the run stands still, one sentence without a period; empty if it does not."""
+    hanging: str = ""
+    """Environments that take long right now, and joined machines that make no steps, while others
+    may go on; empty if there are none."""
+    supervisor: ProcessUsage | None = None
+    """What the supervisor's process uses, with the workers that are its threads."""
+    checkpoint_age: float | None = None
+    """Seconds since the last checkpoint of the agent; None if there is none."""
+    machines: tuple[MachineStatus, ...] = ()
+    """Those that have joined, then those that have left."""
 
     @classmethod
     def of_this_process(cls, launcher: str = "", events: tuple[Event, ...] = ()) -> Self:
-        """The record of a fleet that this process supervises, without workers yet."""
+        """The record of a run that this process supervises, without workers yet."""
         me, now = psutil.Process(), time.time()
-        host = socket.gethostname()
-        return cls(me.pid, me.create_time(), host, launcher, now, events=events, written=now)
+        return cls(me.pid, me.create_time(), socket.gethostname(), launcher, now, events=events)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus(FleetRecord):
+    """A record with the run's configuration: everything that displays show."""
+
+    config: RunConfig
+
+    @classmethod
+    def of(cls, record: FleetRecord, config: RunConfig, **changes: Any) -> Self:
+        """The status that a record describes."""
+        return cls(config=config, **{**vars(record), **changes})
+
+    @property
+    def running(self) -> bool:
+        return self.state in UNDER_WAY
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has made all its steps."""
+        return 0 < self.config.steps <= self.step
+
+    @property
+    def score(self) -> float | None:
+        """The mean of recent training episodes."""
+        told, recent = self._number("score"), self.scores.recent
+        return sum(recent) / len(recent) if told is None and recent else told
+
+    @property
+    def eval_score(self) -> float | None:
+        """The mean of recent evaluation episodes."""
+        return self._number("eval_score")
+
+    @property
+    def updates(self) -> float | None:
+        return self._number("learner/updates")
+
+    @property
+    def updates_per_second(self) -> float | None:
+        return self._number("learner/updates_per_second")
+
+    @property
+    def replay_ratio(self) -> float | None:
+        return self._number("learner/replay_ratio")
+
+    @property
+    def env_failures(self) -> int:
+        """How often environments have failed since the agent was started."""
+        return int(self._number("env/failures") or 0)
+
+    @property
+    def start(self) -> str:
+        """What the agent started from; empty as long as it is not known."""
+        return str(self.metrics.get("learner/start", ""))
+
+    @property
+    def share(self) -> float | None:
+        """How much of the run is done, from 0 to 1; None if it has no end."""
+        shares = [self.step / self.config.steps] if self.config.steps else []
+        if self.config.duration and self.running:
+            shares.append(self.seconds / self.config.duration)
+        return min(1.0, max(shares)) if shares else None
+
+    @property
+    def message(self) -> str:
+        """What matters beyond numbers; empty if all is well."""
+        if self.state == "evaluating":
+            return "Training is over, and the agent is being evaluated."
+        if self.running:
+            text = "; ".join(filter(None, (self.hanging, self.waiting)))
+            return f"{'Waiting: ' if self.waiting else ''}{text}." if text else ""
+        if self.complete:
+            return "The run has ended: it has made all its steps."
+        if self.state == "unknown":
+            return "The run is on another machine, and there is no sign of life."
+        how = "The run was killed" if self.state == "killed" else "The run is not under way"
+        if self.state == "failed":
+            errors = [f" ({each.name}: {each.error})" for each in self.workers if each.error]
+            how = f"The run has failed{errors[0] if errors else ''}"
+        return f"{how}. The same command resumes it."
+
+    def line(self) -> str:
+        """The numbers in one line."""
+        goal = f" of {readable(self.config.steps)}" if self.config.steps else ""
+        numbers = (
+            ("score {}", self.score),
+            ("evaluation {}", self.eval_score),
+            ("updates {}", self.updates),
+            ("{} updates/s", self.updates_per_second),
+            ("{} steps/s", self.steps_per_second),
+            ("replay ratio {}", self.replay_ratio),
+        )
+        parts = [f"step {readable(self.step)}{goal}"]
+        parts += [text.format(readable(each)) for text, each in numbers if each is not None]
+        if there := [each for each in self.machines if each.state == "joined"]:
+            envs = sum(each.envs + each.eval_envs for each in there)
+            parts.append(f"{_count(len(there), 'machine')} joined ({_count(envs, 'environment')})")
+        if away := sum(each.state == "away" for each in self.machines):
+            parts.append(f"{_count(away, 'machine')} away")
+        if self.env_failures:
+            rate = readable(self._number("env/failures_per_1000_steps") or 0.0)
+            parts.append(f"{self.env_failures} failures of environments ({rate} in 1,000 steps)")
+        if self.checkpoint_age is not None:
+            parts.append(f"saved {clock(self.checkpoint_age)} ago")
+        if self.seconds_left is not None:
+            parts.append(f"{clock(self.seconds_left)} left")
+        return "  ".join(parts)
+
+    def to_json(self) -> str:
+        """One JSON object; numbers that are not finite are null."""
+        plain = {
+            "task": self.config.task,
+            "logdir": str(self.config.logdir),
+            "steps": self.config.steps,
+            **_stored(self),
+            **{name: getattr(self, name) for name in _DERIVED},
+            "best_score": self.scores.best,
+            "episodes": self.scores.count,
+        }
+        return msgspec.json.encode(plain, enc_hook=float).decode()
+
+    def _number(self, key: str) -> float | None:
+        value = self.metrics.get(key)
+        return float(value) if isinstance(value, int | float) else None
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _stored(record: FleetRecord) -> dict[str, Any]:
+    """What the file holds of a record."""
+    return {each.name: getattr(record, each.name) for each in fields(FleetRecord)}
 
 
 def write_record(logdir: Path, record: FleetRecord) -> None:
     """Replace `status.json`."""
-    atomic_write(logdir / FILE_NAME, msgspec.json.encode(record, enc_hook=float))
+    atomic_write(logdir / FILE_NAME, msgspec.json.encode(_stored(record), enc_hook=float))
 
 
 def read_record(logdir: Path) -> FleetRecord | None:
@@ -184,12 +316,13 @@ def read_record(logdir: Path) -> FleetRecord | None:
     return None
 
 
-def record_evaluation(logdir: Path) -> None:
-    """Record that training is over, and that this process evaluates the run."""
+def record_state(logdir: Path, state: RunState, unless: tuple[RunState, ...] = ()) -> None:
+    """Record that a run goes on or has ended without its supervisor."""
     try:
-        if (record := read_record(logdir)) is not None:
-            write_record(logdir, replace(record, state="evaluating", written=0.0))
-    except OSError as error:  # a full disk must not end the evaluation
+        record = read_record(logdir)
+        if record is not None and record.state not in unless:
+            write_record(logdir, replace(record, state=state, written=0.0))
+    except OSError as error:  # a full disk must not hide how the run ends
         log.warning("The status of the run cannot be written: %s", error)
 
 
@@ -205,18 +338,10 @@ def supervisor_process(record: FleetRecord) -> psutil.Process | None:
         return None
 
 
-@contextmanager
-def recorded_end(logdir: Path) -> Iterator[None]:
-    """Record how the run of the block has ended, unless the supervisor has."""
-    state: FleetState = "failed"
-    try:
-        yield
-        state = "ended"
-    except KeyboardInterrupt:
-        state = "ended"
-        raise
-    finally:
-        record = read_record(logdir)
-        if record is not None and record.state not in ("ended", "failed"):
-            with suppress(OSError):  # a full disk must not hide why the run ended
-                write_record(logdir, replace(record, state=state))
+def run_state(record: FleetRecord | None) -> RunState:
+    """What a record says of a run, and whether its supervisor is alive."""
+    if record is None:
+        return "ended"
+    if record.state in ("ended", "failed") or supervisor_process(record) is not None:
+        return record.state
+    return "killed" if record.host == socket.gethostname() else "unknown"

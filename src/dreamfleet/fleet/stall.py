@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
-from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import MachineStatus, WorkerStatus
+from dreamfleet.fleet.record import MachineStatus, RunStatus, WorkerStatus
 from dreamfleet.roles.health import HealthRecord
 
 _MISSED_REPORTS = 3
@@ -27,77 +25,30 @@ def late_after(log_every: float) -> float:
     return 1 + _MISSED_REPORTS * log_every
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What is known of a run that stands still."""
+def why_still(status: RunStatus, still_for: float = 0.0, logger: str | None = None) -> str:
+    """Why the run stands still, without a period.
 
-    config: RunConfig
-    metrics: Mapping[str, Any]
-    """What the logger knows: `ROLE/silence` is the time since a role last reported, `actor/waiting`
-    and `replay/waiting/...` say what a role waits for, `learner/state` what the learner does."""
-    workers: Sequence[WorkerStatus]
-    machines: Sequence[MachineStatus]
-    now: float
-    """Unix time on the supervisor's machine."""
-    still_for: float = 0.0
-    """Seconds without progress."""
-    complete: bool = False
-    """Whether the run has made all its steps."""
-    logger: str | None = None
-    """Why the logger does not respond, if it does not."""
-
-    @property
-    def late(self) -> float:
-        return late_after(self.config.log_every)
-
-    def text(self, key: str) -> str:
-        return str(self.metrics.get(key, "")).rstrip(".")
-
-    def silence(self, role: str) -> float:
-        return float(self.metrics.get(f"{role}/silence", float("inf")))
-
-    def worker(self, role: str) -> WorkerStatus | None:
-        """The first worker of a role."""
-        return next((each for each in self.workers if each.role == role), None)
-
-    def age(self, role: str) -> float:
-        """Seconds since a role was started; a role that runs elsewhere was always there."""
-        found = self.worker(role)
-        return float("inf") if found is None else self.now - found.started
-
-    def unheard(self, role: str, since: float | None = None) -> float:
-        """Seconds in which a role could have reported: a restarted logger forgets reports."""
-        return min(self.age(role) if since is None else self.now - since, self.age("logger"))
-
-    def is_restarting(self, role: str) -> bool:
-        found = self.worker(role)
-        return found is not None and found.state == "restarting"
-
-
-def why_still(seen: Evidence) -> str:
-    """Why the run stands still, without a period."""
-    state = seen.text("learner/state")
-    if seen.logger is not None:
-        reasons = restarting(seen.workers)
-        return "; ".join([*reasons, *([seen.logger] if seen.logger else [])])
-    if seen.complete:
+    Args:
+        status: As it was found just now.
+        still_for: Seconds without progress.
+        logger: Why the logger does not respond, if it does not.
+    """
+    reasons = restarting(status.workers)
+    if logger is not None:
+        return "; ".join([*reasons, logger])
+    if status.complete:
+        state = _text(status, "learner/state")
         if state.startswith("making"):
             return f"the run has made all its steps, and the learner is {state}"
         return "the run has made all its steps and is being saved"
-    present = any(each.state != "left" for each in seen.machines)
-    if seen.config.bind and seen.config.remote_envs and not present:
+    config, present = status.config, any(each.state != "left" for each in status.machines)
+    if config.bind and config.remote_envs and not present:
         return (
-            f"no machine has joined: 'dreamfleet invite {seen.config.logdir}' shows what to type "
-            "there"
+            f"no machine has joined: 'dreamfleet invite {config.logdir}' shows what to type there"
         )
-    reasons = restarting(seen.workers)
-    if not seen.is_restarting("agent"):
-        reasons += _agent(seen, state)
-        reasons += [_actor(seen, each) for each in seen.workers if each.role == "actor"]
-    if not seen.is_restarting("replay"):
-        reasons += _replay(seen)
-    return "; ".join(filter(None, reasons)) or (
-        f"no progress for {seen.still_for:.0f} s, and no worker says that it waits"
+    reasons += filter(None, _Reports(status).problems())
+    return "; ".join(reasons) or (
+        f"no progress for {still_for:.0f} s, and no worker says that it waits"
     )
 
 
@@ -144,66 +95,96 @@ def some_of(names: Sequence[str]) -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
-def _agent(seen: Evidence, state: str) -> list[str]:
-    """The actor and the learner of the agent's process."""
-    acts, learns = (seen.silence(role) < seen.age("agent") for role in ("actor", "learner"))
-    if not acts and not learns:
-        return _not_reported(seen, "agent")
-    reasons = []
-    # The actor waits for a learner that prepares, and does not report meanwhile.
-    if acts:
-        late = seen.silence("actor") > seen.late
-        reasons.append(_silent("the actor", seen) if late else seen.text("actor/waiting"))
-    silence = seen.silence("learner")
-    if text := seen.text("replay/waiting/learner"):  # the replay knows more about it
-        reasons.append(text)
-    elif learns and state not in ("", "training"):
-        so_far = f" ({silence:.0f} s so far)" if state.startswith("compiling") else ""
-        reasons.append(f"the learner is {state}{so_far}")
-    elif learns and silence > seen.late:
-        reasons.append(f"the learner has made no update for {silence:.0f} s")
-    return reasons
+def _text(status: RunStatus, key: str) -> str:
+    return str(status.metrics.get(key, "")).rstrip(".")
 
 
-def _actor(seen: Evidence, worker: WorkerStatus) -> str:
-    """An actor in a process of its own, which waits for the agent before it acts."""
-    agent_acts = seen.silence("actor") < seen.age("agent")
-    if worker.state == "restarting" or not agent_acts:
-        return ""
-    return _late(seen, worker) or seen.text(f"{worker.name}/waiting")
+class _Reports:
+    """What roles have reported: `ROLE/silence` is the time since a role last reported,
+    `actor/waiting` and `replay/waiting/...` say what a role waits for, `learner/state` what the
+    learner does."""
 
+    def __init__(self, status: RunStatus) -> None:
+        self._status, self._now = status, status.written
+        self._late = late_after(status.config.log_every)
+        self._first = {each.role: each for each in reversed(status.workers)}  # of each role
 
-def _replay(seen: Evidence) -> list[str]:
-    if seen.silence("replay") >= seen.age("replay"):
-        # It reports only after a while. Meanwhile others know more.
-        return _not_reported(seen, "replay") if seen.unheard("replay") > seen.late else []
-    if seen.silence("replay") > seen.late:
-        return [_silent("the replay", seen)]
-    shards = [each for each in seen.workers if each.role == "replay" and each.name != "replay"]
-    late = [_late(seen, each) for each in shards if each.state == "running"]
-    return [*late, seen.text("replay/waiting/actor")]
+    def problems(self) -> Iterator[str]:
+        """What keeps the run from going on, as its roles say; some are empty."""
+        if not self._is_restarting("agent"):
+            yield from self._agent()
+            for each in self._status.workers:
+                if each.role == "actor" and each.state != "restarting" and self._acts("actor"):
+                    yield self._late_worker(each) or _text(self._status, f"{each.name}/waiting")
+        if not self._is_restarting("replay"):
+            yield from self._replay()
 
+    def _agent(self) -> Iterator[str]:
+        """The actor and the learner of the agent's process."""
+        acts, learns = self._acts("actor"), self._acts("learner")
+        if not acts and not learns:
+            yield self._not_reported("agent")
+            return
+        if acts:  # it waits for a learner that prepares, and does not report meanwhile
+            yield self._silent("actor") or _text(self._status, "actor/waiting")
+        state, silence = _text(self._status, "learner/state"), self._silence("learner")
+        if text := _text(self._status, "replay/waiting/learner"):  # the replay knows more about it
+            yield text
+        elif learns and state not in ("", "training"):
+            so_far = f" ({silence:.0f} s so far)" if state.startswith("compiling") else ""
+            yield f"the learner is {state}{so_far}"
+        elif learns and silence > self._late:
+            yield f"the learner has made no update for {silence:.0f} s"
 
-def _late(seen: Evidence, worker: WorkerStatus) -> str:
-    """One of several workers of a role, if it is late."""
-    silence = min(seen.silence(worker.name), seen.unheard(worker.role, worker.started))
-    return f"{worker.name} has not reported for {silence:.0f} s" if silence > seen.late else ""
+    def _replay(self) -> Iterator[str]:
+        if self._silence("replay") >= self._age("replay"):
+            # It reports only after a while. Meanwhile others know more.
+            yield self._not_reported("replay") if self._unheard("replay") > self._late else ""
+        elif text := self._silent("replay"):
+            yield text
+        else:
+            for each in self._status.workers:
+                if each.role == "replay" and each.name != "replay" and each.state == "running":
+                    yield self._late_worker(each)
+            yield _text(self._status, "replay/waiting/actor")
 
+    def _silence(self, name: str) -> float:
+        return float(self._status.metrics.get(f"{name}/silence", inf))
 
-def _silent(role: str, seen: Evidence) -> str:
-    return f"{role} has not reported for {seen.silence(role.removeprefix('the ')):.0f} s"
+    def _age(self, role: str) -> float:
+        """Seconds since a role was started; a role that runs elsewhere was always there."""
+        return self._now - self._first[role].started if role in self._first else inf
 
+    def _unheard(self, role: str, since: float | None = None) -> float:
+        """Seconds in which a role could have reported: a restarted logger forgets reports."""
+        return min(self._age(role) if since is None else self._now - since, self._age("logger"))
 
-def _not_reported(seen: Evidence, role: str) -> list[str]:
-    """A role that has not reported since its worker was started."""
-    seconds, age = seen.unheard(role), seen.age(role)
-    if seconds == float("inf"):
-        return [f"the {role} has not reported yet"]
-    if seconds <= seen.late:
-        return [f"the {role} is starting"] if seconds >= age else []
-    if role == "agent" and age < _BUILDING_SECONDS:
-        return [
-            f"the agent is starting and builds its networks ({seconds:.0f} s so far; what it does "
-            "is in logs/agent.log)"
-        ]
-    return [f"the {role} has not reported for {seconds:.0f} s"]
+    def _acts(self, part: str) -> bool:
+        """Whether a part of the agent has reported since it was started."""
+        return self._silence(part) < self._age("agent")
+
+    def _is_restarting(self, role: str) -> bool:
+        return role in self._first and self._first[role].state == "restarting"
+
+    def _late_worker(self, worker: WorkerStatus) -> str:
+        """One of several workers of a role, if it is late."""
+        silence = min(self._silence(worker.name), self._unheard(worker.role, worker.started))
+        return f"{worker.name} has not reported for {silence:.0f} s" if silence > self._late else ""
+
+    def _silent(self, role: str) -> str:
+        silence = self._silence(role)
+        return f"the {role} has not reported for {silence:.0f} s" if silence > self._late else ""
+
+    def _not_reported(self, role: str) -> str:
+        """A role that has not reported since its worker was started."""
+        seconds, age = self._unheard(role), self._age(role)
+        if seconds == inf:
+            return f"the {role} has not reported yet"
+        if seconds <= self._late:
+            return f"the {role} is starting" if seconds >= age else ""
+        if role == "agent" and age < _BUILDING_SECONDS:
+            return (
+                f"the agent is starting and builds its networks ({seconds:.0f} s so far; what it "
+                "does is in logs/agent.log)"
+            )
+        return f"the {role} has not reported for {seconds:.0f} s"

@@ -30,13 +30,13 @@ from dreamfleet.fleet.record import (
     MAX_EVENTS,
     Event,
     FleetRecord,
-    FleetState,
     MachineStatus,
+    RunState,
     WorkerState,
     WorkerStatus,
     read_record,
 )
-from dreamfleet.fleet.status import StatusWriter
+from dreamfleet.fleet.status_writer import StatusWriter
 from dreamfleet.roles.health import Health, HealthRecord, read_health
 from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, STOP_SIGNAL, STOPPED, end_signals
 
@@ -119,7 +119,7 @@ class Supervisor:
         before = read_record(logdir) if logdir is not None else None
         self._events_seen = deque(before.events if before else (), MAX_EVENTS)
         self._record = FleetRecord.of_this_process(launcher_name)
-        self._state: FleetState = "running"
+        self._state: RunState = "running"
         self._at_once = False
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
@@ -519,7 +519,7 @@ class _Member:
             return how, ""
         return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
 
-    def status(self, fleet: FleetState) -> WorkerStatus:
+    def status(self, fleet: RunState) -> WorkerStatus:
         running = self._running if self.alive else None
         state: WorkerState = "starting"
         if self.runs:

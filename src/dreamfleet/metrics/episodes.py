@@ -20,8 +20,8 @@ from dreamfleet.spaces import LOG_PREFIX, is_frame
 
 # A reward that differs less than this from the one before counts as the same.
 _SAME_REWARD = 0.01
-# What is kept of each environment, and what is counted of all of them.
-_ROWS = ("running", "score", "steps", "reward", "changes", "log_sum", "log_max", "log_count")
+_SCORE, _STEPS, _CHANGES, _LOGS = range(4)  # rows of totals; each log key has a sum and a count
+_SAVED = ("running", "reward", "totals", "peaks")
 _COUNTS = ("finished", "abandoned", "timed_out")
 
 
@@ -71,18 +71,12 @@ class EpisodeStats:
         self._envs = SlotTable(grow=self._grow)
         size = self._envs.size
         self._running = np.zeros(size, bool)
-        self._score = np.zeros(size)
-        self._steps = np.zeros(size, np.int64)
         self._reward = np.zeros(size)
-        self._changes = np.zeros(size, np.int64)
+        self._totals = np.zeros((_LOGS, size))
+        self._peaks = np.zeros((0, size))  # of each log key
         self._log_keys: tuple[str, ...] = ()
-        self._log_sum = np.zeros((0, size))
-        self._log_max = np.zeros((0, size))
-        self._log_count = np.zeros((0, size), np.int64)
         self._frames: dict[str, list[NDArray[np.uint8]]] = {}
-        self.finished = 0
-        self.abandoned = 0
-        self.timed_out = 0
+        self.finished = self.abandoned = self.timed_out = 0
 
     @property
     def running(self) -> int:
@@ -106,42 +100,36 @@ class EpisodeStats:
 
     def stats(self) -> dict[str, float]:
         """Counts since the start."""
-        return {
-            "finished": self.finished,
-            "abandoned": self.abandoned,
-            "timed_out": self.timed_out,
-            "running": self.running,
-        }
+        return {**{name: getattr(self, name) for name in _COUNTS}, "running": self.running}
 
     def save(self) -> dict[str, NDArray[Any] | str]:
         """The episodes under way, and the counts; without the frames of a video."""
         ids = list(self._envs)
         slots = self._envs.slots(ids)
-        rows = {name: getattr(self, f"_{name}")[..., slots] for name in _ROWS}
-        counts = np.array([getattr(self, name) for name in _COUNTS], np.int64)
         return {
-            **rows,
+            **{name: getattr(self, f"_{name}")[..., slots] for name in _SAVED},
             "ids": np.array(ids, np.int64),
-            "counts": counts,
+            "counts": np.array([getattr(self, name) for name in _COUNTS], np.int64),
             "log_keys": json.dumps(self._log_keys),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what `save` returned."""
-        self._adopt_log_keys(tuple(json.loads(state["log_keys"])))
-        slots = self._envs.slots(state["ids"].tolist())
-        for name in _ROWS:
-            if name in state:  # older versions have no log_count
-                getattr(self, f"_{name}")[..., slots] = state[name]
         for name, value in zip(_COUNTS, state["counts"].tolist(), strict=True):
             setattr(self, name, value)
+        if "totals" not in state:  # of an older version: its episodes under way are dropped
+            return
+        self._adopt_log_keys(tuple(json.loads(state["log_keys"])))
+        slots = self._envs.slots(state["ids"].tolist())
+        for name in _SAVED:
+            getattr(self, f"_{name}")[..., slots] = state[name]
 
     def _follow(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
-        values = self._log_values(batch)
+        logs = self._log_values(batch)
         slots = self._envs.slots(ids)
         # The rows of an environment next to each other, in their order.
         order = np.argsort(slots, kind="stable")
-        slots = slots[order]
+        slots, logs = slots[order], logs[:, order]
         first = np.asarray(batch["is_first"], bool)[order]
         last = np.asarray(batch["is_last"], bool)[order]
         reward = np.asarray(batch["reward"], np.float64)[order]
@@ -149,7 +137,6 @@ class EpisodeStats:
         follows[1:] = slots[1:] == slots[:-1]
         before = self._reward[slots]
         np.copyto(before[1:], reward[:-1], where=follows[1:])
-        changed = ~first & (np.abs(reward - before) >= _SAME_REWARD)
         # A part is the rows of one episode. The first part of an environment may go on with the
         # episode that the batches before have begun.
         at_start = first | ~follows
@@ -164,54 +151,40 @@ class EpisodeStats:
         was_running = self._running[place]
         np.copyto(was_running[1:], left[:-1], where=follows[starts[1:]])
         self.abandoned += int(np.count_nonzero(begins & was_running))
-
-        def total(values: NDArray[Any], so_far: NDArray[Any]) -> NDArray[Any]:
-            return np.add.reduceat(values, starts, -1) + np.where(continued, so_far[..., place], 0)
-
-        score = total(reward, self._score)
-        steps = total((~first).astype(np.int64), self._steps)
-        changes = total(changed.astype(np.int64), self._changes)
-        # Where an environment has several parts the last one stays, because numpy assigns in order.
-        self._running[place] = left
-        self._score[place], self._steps[place], self._changes[place] = score, steps, changes
-        self._reward[place] = reward[ends]
-        sums = peaks = counts = values
+        rows = np.empty((len(self._totals), len(ids)))
+        rows[_SCORE], rows[_STEPS] = reward, ~first
+        rows[_CHANGES] = ~first & (np.abs(reward - before) >= _SAME_REWARD)
+        present = logs != -np.inf
+        rows[_LOGS::2], rows[_LOGS + 1 :: 2] = np.where(present, logs, 0.0), present
+        so_far = np.where(continued, self._totals[:, place], 0)
+        totals = np.add.reduceat(rows, starts, -1) + so_far
+        peaks = np.where(continued, self._peaks[:, place], -np.inf)
         if self._log_keys:
-            values = values[:, order]
-            present = values != -np.inf
-            sums = total(np.where(present, values, 0.0), self._log_sum)
-            counts = total(present.astype(np.int64), self._log_count)
-            known = np.where(continued, self._log_max[:, place], -np.inf)
-            peaks = np.maximum(np.maximum.reduceat(values, starts, -1), known)
-            self._log_sum[:, place], self._log_max[:, place] = sums, peaks
-            self._log_count[:, place] = counts
+            peaks = np.maximum(np.maximum.reduceat(logs, starts, -1), peaks)
+        # Where an environment has several parts the last one stays, because numpy assigns in order.
+        self._running[place], self._reward[place] = left, reward[ends]
+        self._totals[:, place], self._peaks[:, place] = totals, peaks
         videos = self._record(ids, batch) if self._video in ids else {}
         episodes: dict[int, Episode] = {}  # by the row they end with
         for part in np.flatnonzero(ended).tolist():
-            row, count = int(order[ends[part]]), int(steps[part])
-            episodes[row] = Episode(
-                ids[row],
-                float(score[part]),
-                count,
-                float(changes[part]) / count if count else 0.0,
-                self._logs(sums[:, part], peaks[:, part], counts[:, part]),
-                videos.get(row, {}),
-            )
+            row = int(order[ends[part]])
+            score, steps, changes, *sums = totals[:, part].tolist()
+            found = self._logs(sums, peaks[:, part].tolist())
+            rate = changes / steps if steps else 0.0
+            episodes[row] = Episode(ids[row], score, int(steps), rate, found, videos.get(row, {}))
         self.finished += len(episodes)
         return [episodes[row] for row in sorted(episodes)]
 
-    def _logs(
-        self, sums: NDArray[np.float64], peaks: NDArray[np.float64], counts: NDArray[Any]
-    ) -> dict[str, float]:
+    def _logs(self, sums: list[float], peaks: list[float]) -> dict[str, float]:
         logs = {}
-        columns = (column.tolist() for column in (sums, peaks, counts))
-        for key, total, peak, count in zip(self._log_keys, *columns, strict=True):
-            if peak == -np.inf:
-                continue  # no step of this episode has it
-            name = key.removeprefix(LOG_PREFIX)
-            logs[f"{name}/avg"] = total / max(1, count)
-            logs[f"{name}/max"] = peak
-            logs[f"{name}/sum"] = total
+        for key, total, count, peak in zip(
+            self._log_keys, sums[::2], sums[1::2], peaks, strict=True
+        ):
+            if count:  # else no step of this episode has it
+                name = key.removeprefix(LOG_PREFIX)
+                logs[f"{name}/avg"] = total / count
+                logs[f"{name}/max"] = peak
+                logs[f"{name}/sum"] = total
         return logs
 
     def _record(
@@ -249,20 +222,13 @@ class EpisodeStats:
     def _adopt_log_keys(self, keys: tuple[str, ...]) -> None:
         """Add rows for new keys; keys that are missing now keep theirs."""
         new = [key for key in keys if key not in self._log_keys]
-        if new:
-            room = (len(new), self._score.size)
-            self._log_keys = (*self._log_keys, *new)
-            self._log_sum = np.concatenate([self._log_sum, np.zeros(room)])
-            self._log_max = np.concatenate([self._log_max, np.full(room, -np.inf)])
-            self._log_count = np.concatenate([self._log_count, np.zeros(room, np.int64)])
+        size = self._reward.size
+        self._log_keys = (*self._log_keys, *new)
+        self._totals = np.concatenate([self._totals, np.zeros((2 * len(new), size))])
+        self._peaks = np.concatenate([self._peaks, np.full((len(new), size), -np.inf)])
 
     def _grow(self, size: int) -> None:
-        for name in _ROWS:
-            array, nothing = getattr(self, f"_{name}"), -np.inf if name == "log_max" else 0
-            setattr(self, f"_{name}", _padded(array, size, nothing))
-
-
-def _padded(array: NDArray[Any], size: int, value: float) -> NDArray[Any]:
-    """An array with a longer last axis."""
-    more = np.full((*array.shape[:-1], size - array.shape[-1]), value, array.dtype)
-    return np.concatenate([array, more], axis=-1)
+        for name in _SAVED:
+            array = getattr(self, f"_{name}")
+            more = np.zeros((*array.shape[:-1], size - array.shape[-1]), array.dtype)
+            setattr(self, f"_{name}", np.concatenate([array, more], axis=-1))

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import psutil
-
-
-class _Total:
-    __slots__ = ("count", "longest", "seconds")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.seconds = 0.0
-        self.longest = 0.0
 
 
 class _Section:
@@ -49,7 +41,7 @@ class Timer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._totals: dict[str, _Total] = {}
+        self._totals: dict[str, tuple[int, float, float]] = {}  # count, seconds, longest
         self._since = clock()
 
     def section(self, name: str) -> _Section:
@@ -59,13 +51,8 @@ class Timer:
     def add(self, name: str, seconds: float) -> None:
         """Count a duration that was measured elsewhere."""
         with self._lock:
-            total = self._totals.get(name)
-            if total is None:
-                total = self._totals[name] = _Total()
-            total.count += 1
-            total.seconds += seconds
-            if seconds > total.longest:
-                total.longest = seconds
+            count, total, longest = self._totals.get(name, (0, 0.0, 0.0))
+            self._totals[name] = count + 1, total + seconds, max(longest, seconds)
 
     def stats(self) -> dict[str, float]:
         """`NAME/count`, `NAME/total`, `NAME/avg`, `NAME/max` and `NAME/frac` of every section."""
@@ -74,13 +61,41 @@ class Timer:
             totals, elapsed = self._totals, now - self._since
             self._totals, self._since = {}, now
         result = {}
-        for name, total in totals.items():
-            result[f"{name}/count"] = float(total.count)
-            result[f"{name}/total"] = total.seconds
-            result[f"{name}/avg"] = total.seconds / total.count
-            result[f"{name}/max"] = total.longest
-            result[f"{name}/frac"] = total.seconds / elapsed if elapsed > 0 else 0.0
+        for name, (count, total, longest) in totals.items():
+            result[f"{name}/count"] = float(count)
+            result[f"{name}/total"] = total
+            result[f"{name}/avg"] = total / count
+            result[f"{name}/max"] = longest
+            result[f"{name}/frac"] = total / elapsed if elapsed > 0 else 0.0
         return result
+
+
+class Rate:
+    """How fast a count has risen over the last seconds; one that falls starts from nothing."""
+
+    def __init__(self, seconds: float) -> None:
+        self._window = seconds
+        self._samples: deque[tuple[float, float]] = deque()
+
+    def add(self, now: float, count: float) -> None:
+        """Take the count at a time."""
+        if self._samples and count < self._samples[-1][1]:
+            self._samples.clear()
+        self._samples.append((now, count))
+        while now - self._samples[0][0] > self._window:
+            self._samples.popleft()
+
+    @property
+    def seconds(self) -> float:
+        """For how long it is known."""
+        return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
+
+    @property
+    def value(self) -> float:
+        """Counts per second."""
+        if not self.seconds:
+            return 0.0
+        return (self._samples[-1][1] - self._samples[0][1]) / self.seconds
 
 
 class Usage:

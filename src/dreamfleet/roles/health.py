@@ -7,6 +7,7 @@ stuck in code that lets no other thread run.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 from msgspec import Meta
 
 from dreamfleet.config import RunConfig
@@ -23,13 +23,24 @@ from dreamfleet.config import RunConfig
 Doing = Literal["waiting", "building", "resetting", "stepping", "closing"]
 _DOING: tuple[Doing, ...] = ("waiting", "building", "resetting", "stepping", "closing")
 
-_PROGRESS, _FAILURES, _FINAL, _DOING_NOW, _ENVID, _SINCE, _STEPS = range(7)
-_NOT_FINITE = 2  # in the place of _FINAL
-_WORDS = 8
+_NOT_FINITE = 2  # in the place of `final`
 _TEXT_BYTES = 8192
 _LINE_LENGTH = 1000
-_BYTES = 8 * _WORDS + _TEXT_BYTES
 
+
+class _Layout(ctypes.LittleEndianStructure):
+    """The bytes of the file."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("progress", "failures", "final", "doing", "envid")),
+        ("since", ctypes.c_double),
+        ("steps", ctypes.c_int64),
+        ("spare", ctypes.c_int64),
+        ("text", ctypes.c_char * _TEXT_BYTES),
+    )
+
+
+_BYTES = ctypes.sizeof(_Layout)
 Number = Annotated[int, Meta(ge=0, le=1 << 60)]
 
 
@@ -67,25 +78,19 @@ def health_path(args: RunConfig, worker: str) -> Path:
 def read_health(path: Path) -> HealthRecord:
     """What a worker has recorded; an empty record if there is no such file."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        found = _Layout.from_buffer_copy(path.read_bytes())
+    except (OSError, ValueError):  # there is none, or it is too short
         return HealthRecord()
-    if len(content) < _BYTES:
-        return HealthRecord()
-    words = np.frombuffer(content, "<i8", _WORDS)
-    floats = np.frombuffer(content, "<f8", _WORDS)
-    doing = int(words[_DOING_NOW])
-    text = content[8 * _WORDS :].rstrip(b"\0").decode(errors="replace")
-    error, _, trace = text.partition("\n")
+    error, _, trace = found.text.decode(errors="replace").partition("\n")
     return HealthRecord(
-        progress=int(words[_PROGRESS]),
-        failures=int(words[_FAILURES]),
-        steps=int(words[_STEPS]),
-        final=bool(words[_FINAL]),
-        not_finite=bool(words[_FINAL] == _NOT_FINITE),
-        doing=_DOING[doing] if 0 <= doing < len(_DOING) else "waiting",
-        envid=int(words[_ENVID]),
-        since=float(floats[_SINCE]),
+        progress=found.progress,
+        failures=found.failures,
+        steps=found.steps,
+        final=bool(found.final),
+        not_finite=found.final == _NOT_FINITE,
+        doing=_DOING[found.doing] if 0 <= found.doing < len(_DOING) else "waiting",
+        envid=found.envid,
+        since=found.since,
         error=error,
         traceback=trace,
     )
@@ -99,38 +104,34 @@ class Health:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._map = _map(path)
-        # Memoryviews are faster than arrays.
-        words = memoryview(self._map)[: 8 * _WORDS]
-        self._words, self._floats = words.cast("q"), words.cast("d")
-        self._words[_FINAL] = self._words[_DOING_NOW] = 0
+        self._record = _Layout.from_buffer(_map(path))
+        self._record.final = self._record.doing = 0
 
     def progress(self) -> None:
         """Record progress."""
-        self._words[_PROGRESS] += 1
+        self._record.progress += 1
 
     def stepped(self, count: int) -> None:
         """Record environment steps."""
-        self._words[_STEPS] += count
+        self._record.steps += count
 
     def failed(self, line: str, error: BaseException | None = None) -> None:
         """Record the failure of an environment."""
         begin = line[:_LINE_LENGTH].encode()[:_LINE_LENGTH] + b"\n"
         trace = "".join(traceback.format_exception(error)).rstrip().encode() if error else b""
-        text = begin + trace[-(_TEXT_BYTES - len(begin)) :]
-        self._map[8 * _WORDS : _BYTES] = text.ljust(_TEXT_BYTES, b"\0")
-        self._words[_FAILURES] += 1
+        self._record.text = begin + trace[-(_TEXT_BYTES - len(begin)) :]
+        self._record.failures += 1
 
     def give_up(self, *, not_finite: bool = False) -> None:
         """Record that this worker is about to end and that another start would not help."""
-        self._words[_FINAL] = _NOT_FINITE if not_finite else 1
+        self._record.final = _NOT_FINITE if not_finite else 1
 
     def now(self, doing: Doing, envid: int = 0) -> None:
         """Record what this worker begins to do with an environment."""
-        self._words[_DOING_NOW] = 0  # a reader never sees an action with the time of another one
-        self._floats[_SINCE] = time.time()
-        self._words[_ENVID] = envid
-        self._words[_DOING_NOW] = _DOING.index(doing)
+        self._record.doing = 0  # a reader never sees an action with the time of another one
+        self._record.since = time.time()
+        self._record.envid = envid
+        self._record.doing = _DOING.index(doing)
 
 
 def _map(path: Path | None) -> mmap.mmap:

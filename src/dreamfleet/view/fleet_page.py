@@ -10,8 +10,7 @@ from typing import Any
 
 from nicegui import ui
 
-from dreamfleet.fleet.record import Event, WorkerStatus
-from dreamfleet.fleet.status import RunStatus
+from dreamfleet.fleet.record import Event, RunStatus, WorkerStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.charts import GREY
 from dreamfleet.view.frame import RunPage, card, dot_cell, draw, table

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from nicegui import ui
 
-from dreamfleet.fleet.status import RunStatus
+from dreamfleet.fleet.record import RunStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.actions import add_actions
 from dreamfleet.view.charts import (

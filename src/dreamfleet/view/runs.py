@@ -1,6 +1,6 @@
 """The runs of a folder, and what each is doing.
 
-One thread reads files and asks loggers for all open pages, and only while a page is open.
+One thread reads files for all open pages, and only while a page is open.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ import numpy as np
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
-from dreamfleet.fleet.record import FILE_NAME, Event, FleetRecord, read_record
-from dreamfleet.fleet.status import RunStatus, Watcher, run_state
+from dreamfleet.fleet.record import (
+    FILE_NAME,
+    Event,
+    FleetRecord,
+    RunStatus,
+    read_record,
+    run_state,
+)
+from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.presets import PRESETS
 from dreamfleet.roles.logger import RECENT_EPISODES
@@ -287,9 +294,7 @@ class Run:
 
     def forget(self) -> None:
         """Free the memory of a run that no page shows."""
-        if self._watcher is not None:
-            self._watcher.__exit__()
-            self._watcher = self.status = None
+        self._watcher = self.status = None
         with self.lock:
             self._open_files()
         self._used = 0.0

@@ -50,21 +50,37 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
     return [envid for each in answer["workers"].values() for envid in each["ids"]]
 
 
+def poll(
+    server: JoinedNodes,
+    token: str = "one",
+    report: Any = None,
+    caller: Caller = CALLER,
+    **asked: Any,
+) -> dict[str, Any]:
+    """What a machine is told, which joins with its first question."""
+    answer: dict[str, Any] = server.poll(caller, token, request(server, **asked), report or {})
+    return answer
+
+
+def names(server: JoinedNodes) -> list[tuple[str, str]]:
+    return [(each.name, each.state) for each in server.machines()]
+
+
 def test_ids_are_handed_out_given_back_and_used_again_with_another_incarnation(
     tmp_path: Path,
 ) -> None:
     server = nodes(tmp_path)
-    first = server.join(CALLER, request(envs=2))["token"]
-    second = server.join(CALLER, request(envs=3, eval_envs=1))["token"]
-    one, two = server.poll(first, {}), server.poll(second, {})
+    one = poll(server, "one", envs=2)
+    two = poll(server, "two", envs=3, eval_envs=1)
     assert ids_of(one) == [JOINED, JOINED + 1]
     assert ids_of(two) == [JOINED + 2, JOINED + 3, JOINED + 4, JOINED_EVAL]
     assert [each["is_eval"] for each in two["workers"].values()] == [False, False, True]
-    assert [each.name for each in server.machines()] == ["box", "box (2)"]
-    server.leave(first)
-    server.leave(first)
-    assert server.poll(first, {})["known"] is False
-    three = server.poll(server.join(CALLER, request(envs=3))["token"], {})
+    assert poll(server, "one", envs=2) == one, "it has joined"
+    assert names(server) == [("box", "joined"), ("box (2)", "joined")]
+    server.leave(CALLER, "one")
+    server.leave(CALLER, "one")
+    assert names(server) == [("box (2)", "joined"), ("box", "left")]
+    three = poll(server, "three", envs=3)
     assert ids_of(three) == [JOINED, JOINED + 1, JOINED + 5]
     numbers = [each["incarnation"] for answer in (one, two, three)
                for each in answer["workers"].values()]  # fmt: skip
@@ -80,29 +96,28 @@ def test_a_machine_that_was_cut_off_keeps_its_ids_and_one_that_vanished_loses_th
 ) -> None:
     clock = Clock()
     server = nodes(tmp_path, clock=clock)
-    cut = server.join(CALLER, request(host="cut"))["token"]
-    gone = server.join(CALLER, request(host="gone"))["token"]
-    before = server.poll(cut, {})["workers"]
+    before = poll(server, "cut", host="cut")
+    gone = poll(server, "gone", host="gone")
     clock.now += LOST_SECONDS - 1
-    assert [each.state for each in server.machines()] == ["away", "away"]
-    assert server.poll(cut, {})["workers"] == before, "its processes go on"
+    assert names(server) == [("cut", "away"), ("gone", "away")]
+    assert poll(server, "cut", host="cut") == before, "its processes go on"
     clock.now += 2
-    assert [(m.name, m.state) for m in server.machines()] == [("cut", "joined"), ("gone", "left")]
-    assert server.poll(gone, {})["known"] is False
+    assert names(server) == [("cut", "joined"), ("gone", "left")]
     assert [each.ids for each in read_fences(tmp_path).workers] == [(JOINED,)]
-    new = server.join(CALLER, request())["token"]
-    assert ids_of(server.poll(new, {})) == [JOINED + 1]
+    assert ids_of(poll(server, "new")) == [JOINED + 1]
+    back = poll(server, "gone", host="gone")
+    assert ids_of(gone) == [JOINED + 1]
+    assert ids_of(back) == [JOINED + 2], "it comes back as another one"
 
 
 def test_steps_a_second_are_those_of_the_last_while(tmp_path: Path) -> None:
     clock = Clock()
     server = nodes(tmp_path, clock=clock)
-    token = server.join(CALLER, request())["token"]
-    ((name, order),) = server.poll(token, {})["workers"].items()
+    ((name, order),) = poll(server)["workers"].items()
 
     def report(steps: int) -> None:
         told = {"incarnation": order["incarnation"], "pid": 7, "health": {"steps": steps}}
-        server.poll(token, {"workers": {name: told}})
+        poll(server, report={"workers": {name: told}})
 
     for second in range(60):
         clock.now = 100.0 + second
@@ -117,36 +132,39 @@ def test_steps_a_second_are_those_of_the_last_while(tmp_path: Path) -> None:
 def test_nothing_of_a_run_before_acts_after_a_resume_and_no_incarnation_returns(
     tmp_path: Path,
 ) -> None:
-    before = nodes(tmp_path)
-    token = before.join(CALLER, request(envs=2))["token"]
-    (order,) = before.poll(token, {})["workers"].values()
-    assert token not in (tmp_path / "nodes.json").read_text()
+    (order,) = poll(nodes(tmp_path), "secret", envs=2)["workers"].values()
+    assert "secret" not in (tmp_path / "nodes.json").read_text()
     after = nodes(tmp_path)
     assert read_fences(tmp_path).workers == ()
-    assert after.poll(token, {})["known"] is False
-    new = after.join(CALLER, request(envs=2))["token"]
-    (again,) = after.poll(new, {})["workers"].values()
+    (again,) = poll(after, "secret", envs=2)["workers"].values()
     assert again["ids"] == order["ids"]
     assert again["incarnation"] > order["incarnation"]
 
 
+def test_a_machine_that_knows_other_settings_does_not_join_with_them(tmp_path: Path) -> None:
+    server = nodes(tmp_path)
+    answer = poll(server, digest="of another run")
+    assert (answer["name"], answer["workers"]) == ("", {})
+    assert answer["digest"] == server.describe(__version__)["digest"]
+    assert server.machines() == ()
+
+
 def test_a_damaged_file_lets_nothing_old_act_and_no_incarnation_returns(tmp_path: Path) -> None:
-    before = nodes(tmp_path)
-    (order,) = before.poll(before.join(CALLER, request())["token"], {})["workers"].values()
+    (order,) = poll(nodes(tmp_path))["workers"].values()
     (tmp_path / "nodes.json").write_text("{")
     assert FenceReader(tmp_path).of(JOINED) is None
-    after = nodes(tmp_path)
-    (again,) = after.poll(after.join(CALLER, request())["token"], {})["workers"].values()
+    (again,) = poll(nodes(tmp_path))["workers"].values()
     assert again["incarnation"] > order["incarnation"]
 
 
 def test_the_revoked_are_dropped(tmp_path: Path) -> None:
     server = nodes(tmp_path)
-    token = server.join(CALLER, request())["token"]
-    other = server.join(CALLER._replace(name="laptop"), request())["token"]
+    poll(server)
+    other = CALLER._replace(name="laptop")
+    kept = poll(server, caller=other)
     server._drop_revoked({"first"})
-    assert server.poll(token, {})["known"] is False
-    assert server.poll(other, {})["known"]
+    assert names(server) == [("box (2)", "joined"), ("box", "left")]
+    assert poll(server, caller=other) == kept, "the same token of another invitation"
     assert "revoked" in server.machines()[-1].error
     assert {each.invitation for each in read_fences(tmp_path).workers} == {"laptop"}
 
@@ -154,12 +172,12 @@ def test_the_revoked_are_dropped(tmp_path: Path) -> None:
 def test_there_is_room_for_so_many_only(tmp_path: Path) -> None:
     server = nodes(tmp_path)
     server._room = {JOINED: 3, JOINED_EVAL: 1}
-    server.join(CALLER, request(envs=2))
+    poll(server, "one", envs=2)
     with pytest.raises(Refused, match="2 have joined, and there is room for 3"):
-        server.join(CALLER, request(envs=2))
-    server.join(CALLER, request(envs=1, eval_envs=1))
+        poll(server, "two", envs=2)
+    poll(server, "two", envs=1, eval_envs=1)
     with pytest.raises(Refused, match="evaluation"):
-        server.join(CALLER, request(envs=0, eval_envs=1))
+        poll(server, "three", envs=0, eval_envs=1)
 
 
 def test_a_worker_that_cannot_be_recorded_is_not_started(
@@ -172,7 +190,8 @@ def test_a_worker_that_cannot_be_recorded_is_not_started(
 
     monkeypatch.setattr("dreamfleet.fleet.nodes.write_fences", full)
     with pytest.raises(OSError, match="No space"):
-        server.join(CALLER, request())
+        poll(server)
+    assert poll(server)["workers"] == {}
 
 
 def bound(logdir: Path, **changes: Any) -> RunConfig:
@@ -188,9 +207,9 @@ def nodes(logdir: Path, clock: Callable[[], float] | None = None, **changes: Any
     return JoinedNodes(bound(logdir, **changes), "tcp://127.0.0.1:{auto}", supervisor, **more)
 
 
-def request(**changes: Any) -> dict[str, Any]:
-    asked = {"version": __version__, "host": "box", "envs": 1, "eval_envs": 0}
-    return {**asked, "envs_per_process": 2, **changes}
+def request(server: JoinedNodes, **changes: Any) -> dict[str, Any]:
+    asked = {"version": __version__, "digest": server._description["digest"], "host": "box"}
+    return {**asked, "envs": 1, "eval_envs": 0, "envs_per_process": 2, **changes}
 
 
 def test_a_machine_is_told_what_the_run_is_and_nothing_private(tmp_path: Path) -> None:
@@ -227,60 +246,64 @@ def test_another_version_is_refused_with_both_named(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=words):
         server.describe("0.0.1")
     with pytest.raises(Refused, match=words):
-        server.join(CALLER, request(version="0.0.1"))
+        poll(server, version="0.0.1")
 
 
-BAD: list[tuple[str, tuple[Any, ...]]] = [
-    ("describe", (5,)),
-    ("describe", ("x" * 10_000,)),
-    ("join", (CALLER, None)),
-    ("join", (CALLER, [1, 2])),
-    ("join", (CALLER, request(envs=-1))),
-    ("join", (CALLER, request(envs=1.5))),
-    ("join", (CALLER, request(envs=10**12))),
-    ("join", (CALLER, request(envs=0))),
-    ("join", (CALLER, request(host=""))),
-    ("join", (CALLER, request(envs_per_process=0))),
-    ("join", (CALLER, request(envs_per_process=3))),
-    ("join", (CALLER, request(more=1))),
-    ("poll", (5, {})),
-    ("poll", ("token", {"workers": 5})),
-    ("poll", ("token", {"workers": {"env-0": {}}})),
-    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"steps": -1}}}})),
-    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "code": 1 << 70}}})),
-    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"doing": "nothing"}}}})),
-    ("poll", ("token", {"workers": {"env-0": {"incarnation": 1, "output": "x" * 10_000}}})),
-    (
-        "poll",
-        ("token", {"workers": {"env-0": {"incarnation": 1, "health": {"error": "x" * 2000}}}}),
-    ),
-    ("poll", ("token", {"why": "x" * 10_000})),
-    ("poll", ("token", {"other": 1})),
-    ("leave", (None,)),
+def reported(**worker: Any) -> dict[str, Any]:
+    return {"report": {"workers": {"env-0": worker}}}
+
+
+BAD: list[dict[str, Any]] = [
+    {"envs": -1},
+    {"envs": 1.5},
+    {"envs": 10**12},
+    {"envs": 0},
+    {"host": ""},
+    {"digest": ""},
+    {"envs_per_process": 0},
+    {"envs_per_process": 3},
+    {"more": 1},
+    {"token": 5},
+    {"token": "x" * 10_000},
+    {"report": {"workers": 5}},
+    reported(),
+    reported(incarnation=1, health={"steps": -1}),
+    reported(incarnation=1, code=1 << 70),
+    reported(incarnation=1, health={"doing": "nothing"}),
+    reported(incarnation=1, output="x" * 10_000),
+    reported(incarnation=1, health={"error": "x" * 2000}),
+    {"report": {"why": "x" * 10_000}},
+    {"report": {"other": 1}},
 ]
 
 
-@pytest.mark.parametrize(("method", "arguments"), BAD, ids=[str(n) for n in range(len(BAD))])
-def test_what_is_wrong_costs_the_sender_an_error(
-    tmp_path: Path, method: str, arguments: tuple[Any, ...]
-) -> None:
+@pytest.mark.parametrize("wrong", BAD, ids=[str(n) for n in range(len(BAD))])
+def test_what_is_wrong_costs_the_sender_an_error(tmp_path: Path, wrong: dict[str, Any]) -> None:
     server = nodes(tmp_path)
     with pytest.raises(Refused):
-        getattr(server, method)(*arguments)
-    token = server.join(CALLER, request())["token"]
-    assert ids_of(server.poll(token, {})) == [JOINED]
+        poll(server, **wrong)
+    assert ids_of(poll(server)) == [JOINED]
+
+
+def test_arguments_of_other_types_cost_the_sender_an_error(tmp_path: Path) -> None:
+    server = nodes(tmp_path)
+    for asked in (None, [1, 2]):
+        with pytest.raises(Refused):
+            server.poll(CALLER, "token", asked, {})
+    for version in (5, "x" * 10_000):
+        with pytest.raises(Refused):
+            server.describe(version)
+    with pytest.raises(Refused):
+        server.leave(CALLER, None)
 
 
 def test_machines_hear_that_the_run_is_over(tmp_path: Path) -> None:
     server = nodes(tmp_path)
-    token = server.join(CALLER, request())["token"]
-    assert server.poll(token, {})["over"] == ""
-    assert server.poll("another one", {})["known"] is False
+    assert poll(server)["over"] == ""
     server._over = "The run is over."
-    assert server.poll(token, {})["over"] == "The run is over."
+    assert poll(server)["over"] == "The run is over."
     assert not server._present()
-    with pytest.raises(Refused, match="over"):
-        server.join(CALLER, request())
+    assert poll(server, "another one")["name"] == "", "it does not join any more"
 
 
 class Supervised:
@@ -288,22 +311,25 @@ class Supervised:
 
     def __init__(self, supervisor: Supervisor, server: JoinedNodes) -> None:
         self.supervisor, self.server = supervisor, server
-        self.token = server.join(CALLER, request(envs=2, envs_per_process=1))["token"]
         self.told: dict[str, dict[str, Any]] = {}
+        self.last = self.poll()
         self.error: FleetError | None = None
 
     def poll(self) -> dict[str, Any]:
-        answer = self.server.poll(self.token, {"workers": self.told})
+        report = {"workers": self.told}
+        answer = poll(self.server, report=report, envs=2, envs_per_process=1)
         self.told = {
             name: {"incarnation": order["incarnation"], "pid": 7}
-            for name, order in answer.get("workers", {}).items()
+            for name, order in answer["workers"].items()
         }
+        self.last = answer
         return answer
 
     def until(self, question: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-        while not question(answer := self.poll()):
+        while not question(self.last):
             threading.Event().wait(0.01)
-        return answer
+            self.poll()
+        return self.last
 
     def fails(self, name: str, **more: Any) -> None:
         traceback = "Traceback (most recent call last):\nRuntimeError: the pole is broken"
@@ -359,7 +385,7 @@ def test_a_machine_that_fails_too_often_is_dismissed_and_the_run_goes_on(tmp_pat
         machine.fails(first)
         machine.until(lambda answer: len(answer["workers"]) == 2)
         machine.fails(second)
-        answer = machine.until(lambda answer: answer.get("dismissed"))
+        answer = machine.until(lambda answer: answer["dismissed"])
         assert "the pole is broken" in answer["dismissed"]
         assert "after 1 restarts without progress" in answer["dismissed"]
         assert read_fences(tmp_path).workers == ()
@@ -374,7 +400,7 @@ def test_a_machine_cannot_end_a_run_that_goes_on_at_nan(tmp_path: Path) -> None:
         machine.fails(
             next(iter(machine.poll()["workers"])), health={"final": True, "not_finite": True}
         )
-        machine.until(lambda answer: answer.get("dismissed"))
+        machine.until(lambda answer: answer["dismissed"])
         assert machine.supervisor._state == "running"
     assert machine.error is None
 
@@ -394,7 +420,7 @@ def test_a_failure_elsewhere_ends_a_run_that_stops_at_failures(
 ) -> None:
     with supervised(tmp_path, **settings) as machine:
         machine.fails(next(iter(machine.poll()["workers"])), **more)
-        answer = machine.until(lambda answer: answer.get("dismissed"))
+        answer = machine.until(lambda answer: answer["dismissed"])
         assert "the pole is broken" in answer["dismissed"], "the machine says why, too"
     assert machine.error is not None
     assert str(machine.error).startswith("The joined machine box failed: box/env-")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import WorkerStatus
-from dreamfleet.fleet.stall import Evidence, hanging, why_still
+from dreamfleet.fleet.record import FleetRecord, RunStatus, WorkerStatus
+from dreamfleet.fleet.stall import hanging, why_still
 from dreamfleet.roles.health import HealthRecord
 
 NOW = 1000.0
@@ -29,7 +29,10 @@ def why(metrics: dict[str, Any], *changed: WorkerStatus, log_every: float = 10.0
 
 
 def reason(metrics: dict[str, Any], workers: list[WorkerStatus], log_every: float = 10.0) -> str:
-    return why_still(Evidence(RunConfig(log_every=log_every), metrics, workers, (), NOW))
+    record = FleetRecord(
+        1, 0.0, "here", "local", 0.0, tuple(workers), written=NOW, responding=True, metrics=metrics
+    )
+    return why_still(RunStatus.of(record, RunConfig(log_every=log_every)))
 
 
 def test_a_run_in_which_no_worker_waits_says_so() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,19 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
-from dreamfleet.fleet import status as status_module
+from dreamfleet.fleet import status_writer
 from dreamfleet.fleet.claim import BEAT_NAME
 from dreamfleet.fleet.record import (
     FleetRecord,
     MachineStatus,
+    RunStatus,
     Scores,
     WorkerStatus,
     read_record,
     write_record,
 )
-from dreamfleet.fleet.status import (
-    RunStatus,
-    StatusLines,
-    StatusWriter,
-    Watcher,
-    _Progress,
-    _time_left,
-)
+from dreamfleet.fleet.status import StatusLines, Watcher
+from dreamfleet.fleet.status_writer import StatusWriter, _Progress, _time_left
 from dreamfleet.roles.health import Health
 from dreamfleet.transport import Server, resolve
 
@@ -88,8 +82,21 @@ class Run:
             yield
 
     def look(self) -> RunStatus:
-        with Watcher(self.logdir) as watcher:
-            return seen(watcher, 0.0)
+        """What a reader finds."""
+        return seen(Watcher(self.logdir))
+
+    def supervised(self, patience: float = 10.0) -> RunStatus:
+        """What the supervisor finds at its first look."""
+        with closing(StatusWriter(self.logdir, lambda: self.record)) as writer:
+            status = writer.look(self.record, patience)
+        assert status is not None
+        return status
+
+    def lines(self) -> list[str]:
+        """What is said of it."""
+        said: list[str] = []
+        StatusLines(self.supervised, said.append).show()
+        return said
 
 
 @pytest.fixture
@@ -97,8 +104,8 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def seen(watcher: Watcher, patience: float = 10.0) -> RunStatus:
-    status = watcher.look(patience)
+def seen(watcher: Watcher) -> RunStatus:
+    status = watcher.look(0.0)
     assert status is not None
     return status
 
@@ -119,10 +126,8 @@ def test_lines_display_and_json_agree(run: Run) -> None:
         "actor/waiting": "no observation from environment 2 yet",
         "learner/start": "starting from there, loaded 2 of 9 entries: nets/encoder (2)",
     }
-    lines: list[str] = []
-    with run.logger(), Watcher(run.logdir) as watcher:
-        StatusLines(watcher, lines.append).show()
-        status = seen(watcher)
+    with run.logger():
+        lines, status = run.lines(), run.supervised()
     text, plain = drawn(status), json.loads(status.to_json())
     start, numbers, waiting = lines
     assert start == f"Agent: {run.metrics['learner/start']}"
@@ -153,11 +158,12 @@ def box(name: str = "box", **changes: Any) -> MachineStatus:
 def test_machines_are_those_that_the_supervisor_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
     run = Run(tmp_path, bind="127.0.0.1", remote_envs=True)
     run.metrics["actor/steps_per_second"] = 0.0
     machines: list[MachineStatus] = []
-    with written_by(run, lambda: tuple(machines)), Watcher(tmp_path) as watcher:
+    watcher = Watcher(tmp_path)
+    with written_by(run, lambda: tuple(machines)):
         assert "no machine has joined: 'dreamfleet invite" in seen(watcher).message
         machines += [box(), box("gone", state="left", error="so")]
         while not (status := seen(watcher)).machines:
@@ -178,73 +184,43 @@ def test_machines_are_those_that_the_supervisor_knows(
 def test_a_joined_machine_that_makes_no_steps_is_named_with_why_also_while_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
     idle = box("idle", steps=0, steps_per_second=0.0, error="its port is closed.")
     machines = (idle, box("busy", error="a failure"), replace(idle, name="gone", state="left"))
     run = Run(tmp_path, bind="127.0.0.1")
-    with written_by(run, lambda: machines), Watcher(tmp_path) as watcher:
-        status = seen(watcher)
+    with written_by(run, lambda: machines):
+        status = run.look()
     assert status.waiting == ""
     assert status.message == "idle makes no steps: its port is closed."
 
 
 def test_json_holds_numbers_that_are_not_finite_as_null(run: Run) -> None:
     run.metrics["train/loss"] = float("nan")
-    with run.logger(), Watcher(run.logdir) as watcher:
-        plain = json.loads(seen(watcher).to_json())
+    with run.logger():
+        plain = json.loads(run.supervised().to_json())
     assert plain["metrics"]["train/loss"] is None
     assert plain["state"] == "running"
-    assert "\n" not in seen_json(run)
+    assert "\n" not in run.look().to_json()
 
 
-def seen_json(run: Run) -> str:
-    return run.look().to_json()
-
-
-def test_what_an_agent_starts_from_is_said_when_it_changes(run: Run) -> None:
-    said: list[str] = []
-    with run.logger(), Watcher(run.logdir) as watcher:
-        lines = StatusLines(watcher, said.append)
-        for start in ("from scratch", "from scratch", "resuming from there", "resuming from there"):
-            run.metrics["learner/start"] = start
-            lines.show()
-            while watcher._logger is not None and not watcher._logger.responding:
-                lines.show()
-    starts = [line for line in said if line.startswith("Agent: ")]
-    assert starts == ["Agent: from scratch", "Agent: resuming from there"]
-
-
-def test_memory_and_the_time_to_go_are_told_once_beside_a_display(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_agent_starts_from_and_its_memory_are_said_when_they_change(run: Run) -> None:
     said: list[str] = []
     told: list[str] = []
     run.metrics["learner/memory"] = "parameters 1MB"
-    with run.logger(), Watcher(run.logdir) as watcher:
-        lines = StatusLines(watcher, said.append, told.append)
-
-        def until(count: int) -> None:
-            for _ in range(1000):
-                lines.show()
-                if len(told) >= count:
-                    return
-
-        until(1)
-        assert told == ["Memory for training: parameters 1MB"]
-        monkeypatch.setattr("dreamfleet.fleet.status._FORECAST_SECONDS", 0.0)
-        until(2)
-        for _ in range(3):
+    with run.logger():
+        lines = StatusLines(run.supervised, said.append, told.append)
+        for start in ("from scratch", "from scratch", "resuming from there", "resuming from there"):
+            run.metrics["learner/start"] = start
             lines.show()
-    assert len(told) == 2
-    assert told[1].startswith("After the first minute of training: ")
-    assert "steps/s; its processes on this machine use" in told[1]
-    assert not set(told) & set(said)
+    starts = [line for line in said if line.startswith("Agent: ")]
+    assert starts == ["Agent: from scratch", "Agent: resuming from there"]
+    assert told == ["Memory for training: parameters 1MB"], "beside a display"
 
 
 def test_a_line_before_the_first_numbers_says_what_there_is(run: Run) -> None:
     run.metrics = {"step": 0, "score": None, "eval_score": None}
-    with run.logger(), Watcher(run.logdir) as watcher:
-        status = seen(watcher)
+    with run.logger():
+        status = run.supervised()
     assert status.line() == "step 0 of 600  0 steps/s"
     assert "no episode has ended yet" in drawn(status)
 
@@ -255,32 +231,18 @@ def test_a_line_before_the_first_numbers_says_what_there_is(run: Run) -> None:
 def test_a_logger_that_does_not_respond_is_said(run: Run) -> None:
     said: list[str] = []
     run.write(workers=(run.worker("logger", state="restarting", pid=None, error="OSError: full"),))
-    with Watcher(run.logdir) as watcher:
-        status = seen(watcher, 0.0)
+    status = run.supervised(0.0)
     assert not status.responding
     assert status.waiting == "logger is restarting (OSError: full); the logger does not respond"
-    with Watcher(run.logdir) as watcher:
-        StatusLines(watcher, said.append).show()
+    StatusLines(lambda: status, said.append).show()
     assert said == [status.message], "numbers from files are old"
 
 
 def test_a_logger_that_does_not_know_the_step_yet_does_not_set_it_back(run: Run) -> None:
     (run.logdir / "scores.jsonl").write_text('{"step": 250, "episode/score": 1.0}\n')
     run.metrics = {"step": 0, "score": None, "eval_score": None}
-    with run.logger(), Watcher(run.logdir) as watcher:
-        assert seen(watcher).step == 250
-
-
-def test_roles_that_are_threads_are_asked_only_inside_their_process(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    config = replace(run.config, logger_addr="inproc://somewhere")
-    (tmp_path / "config.json").write_text(config.to_json())
-    other = psutil.Process(os.getppid())
-    run.write(pid=other.pid, created=other.create_time())
-    status = run.look()
-    assert status.state == "running"
-    assert not status.responding
-    assert status.waiting == "", "nothing is known about it"
+    with run.logger():
+        assert run.supervised().step == 250
 
 
 def test_the_age_of_the_newest_checkpoint_is_known_while_the_run_is_under_way(run: Run) -> None:
@@ -327,27 +289,18 @@ def test_states_of_a_run(run: Run) -> None:
 def test_a_health_check_needs_a_run_that_is_under_way_and_responds(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dreamfleet.cli.status._PATIENCE", 10.0)
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
     words = ["status", str(run.logdir), "--check"]
-    with run.logger():
+    with written_by(run):
         assert main(words) == 0
         assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr("dreamfleet.cli.status._PATIENCE", 0.0)
+    run.write(written=0.0)
     assert main(words) == 1
     assert "its logger does not respond" in capfd.readouterr().err
     run.write(state="failed")
     assert main(words) == 1
     assert "is failed" in capfd.readouterr().err
     assert main(["status", str(run.logdir / "other"), "--check"]) == 1
-
-
-def test_a_run_on_another_machine_is_running_while_its_logger_responds(run: Run) -> None:
-    run.write(host="elsewhere", workers=(run.worker("agent", host="elsewhere"),))
-    with run.logger(), Watcher(run.logdir) as watcher:
-        status = seen(watcher)
-    assert status.state == "running"
-    assert status.workers[0].usage is None
-    assert status.supervisor is None
 
 
 def test_a_run_that_failed_says_why(run: Run) -> None:
@@ -363,14 +316,14 @@ def test_a_run_that_failed_says_why(run: Run) -> None:
 def test_workers_show_what_their_process_uses(run: Run) -> None:
     other = psutil.Process(os.getppid())
     run.write(workers=(run.worker("agent", pid=other.pid), run.worker("env-0", restarts=2)))
-    agent, env = run.look().workers
+    agent, env = run.supervised(0.0).workers
     assert agent.usage is not None
     assert agent.usage.memory > 0
     assert env.restarts == 2
 
 
 def test_threads_of_the_supervisor_have_no_share_of_their_own(run: Run) -> None:
-    status = run.look()
+    status = run.supervised(0.0)
     assert status.workers[0].pid == os.getpid()
     assert status.workers[0].usage is None
     assert status.supervisor is not None
@@ -380,7 +333,7 @@ def test_threads_of_the_supervisor_have_no_share_of_their_own(run: Run) -> None:
 
 def test_a_process_that_is_gone_is_not_measured(run: Run) -> None:
     run.write(workers=(run.worker("agent", pid=1 << 80),))
-    assert run.look().workers[0].usage is None
+    assert run.supervised(0.0).workers[0].usage is None
 
 
 # --- the file that the supervisor writes ----------------------------------------------------------
@@ -392,21 +345,18 @@ def written_by(
 ) -> Iterator[None]:
     """The run's supervisor writes `status.json` with what the logger told it."""
     with run.logger(), StatusWriter(run.logdir, lambda: run.record, machines):
-        while (record := read_record(run.logdir)) is None or record.run is None:
+        while (record := read_record(run.logdir)) is None or not record.written:
             time.sleep(0.01)
         yield
 
 
-def test_a_look_takes_what_the_supervisor_wrote_and_asks_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
-    with written_by(run), Watcher(run.logdir) as watcher:
+def test_a_look_takes_what_the_supervisor_wrote(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
+    with written_by(run):
         written = read_record(run.logdir)
         assert written is not None
-        found = seen(watcher, 0.0)
-        assert watcher._logger is None
-    assert written.run is not None
+        found = run.look()
+    assert written.step == 300
     assert (found.step, found.score, found.responding) == (300, 12.5, True)
     assert json.loads(found.to_json())["metrics"] == run.metrics
     assert [worker.name for worker in found.workers] == ["agent"]
@@ -417,7 +367,7 @@ def test_what_a_supervisor_wrote_that_is_gone_or_stuck_is_not_shown(
     run: Run, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """The claim alone says whether the file still holds."""
-    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
     with written_by(run):
         record = read_record(run.logdir)
     assert record is not None
@@ -430,25 +380,26 @@ def test_what_a_supervisor_wrote_that_is_gone_or_stuck_is_not_shown(
     found = run.look()
     assert found.state == {"stuck": "running"}.get(change, change)
     assert (found.step, found.responding) == (0, False), "derived from the directory"
+    stuck = re.fullmatch(r"the supervisor has not written its status for \d+ s", found.waiting)
+    assert bool(stuck) == (change == "stuck")
 
 
 def test_a_run_on_another_machine_is_followed_by_its_beat(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_module, "_WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
     with written_by(run):
         record = read_record(run.logdir)
     assert record is not None
-    assert record.run is not None
-    numbers = replace(record.run, seconds=77.0)  # by its own clock, which may be an hour late
-    write_record(run.logdir, replace(record, host="elsewhere", written=5.0, run=numbers))
+    # By its own clock, which may be an hour late.
+    write_record(run.logdir, replace(record, host="elsewhere", written=5.0, seconds=77.0))
     beat = run.logdir / BEAT_NAME
-    with Watcher(run.logdir) as watcher:
-        assert seen(watcher, 0.0).state == "unknown"
-        for count in range(3):
-            beat.write_text(f"name {count} 7.0")
-            found = seen(watcher, 0.0)
-        assert (found.state, found.step, found.seconds) == ("running", 300, 77.0)
+    watcher = Watcher(run.logdir)
+    assert seen(watcher).state == "unknown"
+    for count in range(3):
+        beat.write_text(f"name {count} 7.0")
+        found = seen(watcher)
+    assert (found.state, found.step, found.seconds) == ("running", 300, 77.0)
 
 
 def test_a_run_of_the_version_before_is_shown(run: Run) -> None:
@@ -469,16 +420,14 @@ def test_a_run_of_the_version_before_is_shown(run: Run) -> None:
 
 
 def test_a_directory_without_a_configuration_holds_no_run(tmp_path: Path) -> None:
-    with Watcher(tmp_path) as watcher:
-        assert watcher.look(0.0) is None
+    assert Watcher(tmp_path).look(0.0) is None
 
 
 def test_a_run_that_ended_is_shown_with_its_last_logged_step(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(RunConfig(steps=900, logdir=tmp_path).to_json())
     (tmp_path / "scores.jsonl").write_text('{"step": 700, "episode/score": 1.0}\n')
     (tmp_path / "metrics.jsonl").write_text('{"step": 800}\n{"step": 900}\n{"step": 95')
-    with Watcher(tmp_path) as watcher:
-        status = seen(watcher, 0.0)
+    status = seen(Watcher(tmp_path))
     assert (status.step, status.scores, status.score) == (900, Scores(1, 1.0, (1.0,), (1.0,)), 1.0)
     assert status.state == "ended"
     assert status.message == "The run has ended: it has made all its steps."
@@ -495,22 +444,29 @@ def test_a_look_reads_a_bounded_part_of_the_scores_and_keeps_a_bounded_number(
     (tmp_path / "config.json").write_text(RunConfig(logdir=tmp_path).to_json())
     count, path = 5000, tmp_path / "scores.jsonl"
     write_scores(path, map(float, range(count)))
-    with Watcher(tmp_path, score_bytes=path.stat().st_size / 3) as watcher:
-        found = [seen(watcher, 0.0).scores for _ in range(4)]
-        with path.open("a") as file:
-            file.write('damaged\n{"step": 1, "episode/score": null}\n{"step": 9, "episode/sco')
-        assert seen(watcher, 0.0).scores == found[-1]
+    watcher = Watcher(tmp_path, score_bytes=path.stat().st_size / 3)
+    found = [seen(watcher).scores for _ in range(4)]
     counts = [each.count for each in found]
     assert 0 < counts[0] < counts[1] < count == counts[2] == counts[3]
     last = found[-1]
+    with path.open("a") as file:
+        file.write('damaged\n{"step": 1, "episode/score": null}\n{"step": 9, "episode/sco')
+    assert seen(watcher).scores == last
     assert last.best == count - 1
     assert list(last.recent) == list(range(count - len(last.recent), count))
     assert len(last.recent) < 100
     assert 30 < len(last.curve) < 100
     assert last.curve[0] < 200
     assert list(last.curve) == sorted(last.curve)
-    with Watcher(tmp_path, score_bytes=math.inf) as watcher:
-        assert seen(watcher, 0.0).scores == last
+    assert seen(Watcher(tmp_path)).scores == last, "read in one piece"
+
+
+def test_metrics_of_a_damaged_file_do_not_hide_the_run(run: Run) -> None:
+    row = {"step": "many", "score": [1], "learner/updates": None, "env/failures": 10**400}
+    (run.logdir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    status = run.look()
+    assert (status.step, status.score, status.updates, status.env_failures) == (0, None, None, 0)
+    assert json.loads(status.to_json())["state"] == "running"
 
 
 # --- progress -------------------------------------------------------------------------------------
@@ -582,8 +538,8 @@ def test_a_first_look_trusts_what_roles_report() -> None:
 def test_a_run_without_progress_is_never_silent(run: Run) -> None:
     """Also if nobody says that it waits."""
     run.metrics["actor/steps_per_second"] = 0.0
-    with run.logger(), Watcher(run.logdir) as watcher:
-        status = seen(watcher)
+    with run.logger():
+        status = run.supervised()
     assert status.waiting == "no progress for 0 s, and no worker says that it waits"
 
 
@@ -592,12 +548,10 @@ def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) ->
     for name, seconds in (("env-0", 42.0), ("env-8", 3.0)):
         health = Health(run.logdir / "workers" / name)
         health.now("stepping", 3)
-        health._floats[5] = time.time() - seconds
+        health._record.since = time.time() - seconds
     run.metrics |= {"env/failures": 4.0, "env/failures_per_1000_steps": 13.3}
-    lines: list[str] = []
-    with run.logger(), Watcher(run.logdir) as watcher:
-        StatusLines(watcher, lines.append).show()
-        status = seen(watcher)
+    with run.logger():
+        lines, status = run.lines(), run.supervised()
     assert re.fullmatch(
         r"environment 3 is in a step for 4\d s: after 300 s \(env_timeout\) its process is ended "
         r"and started again\.",
@@ -620,9 +574,8 @@ def test_a_run_that_compiles_says_so_and_shows_no_speed_of_before(run: Run) -> N
         "learner/state": "compiling the agent; with these settings it took 41 s the last time",
     }
     run.write(workers=(run.worker("agent", started=time.time() - 20),))
-    lines: list[str] = []
-    with run.logger(), Watcher(run.logdir) as watcher:
-        StatusLines(watcher, lines.append).show()
+    with run.logger():
+        lines = run.lines()
     assert "  0 steps/s" in lines[0]
     assert lines[1] == (
         "Waiting: the learner is compiling the agent; with these settings it took 41 s the last "
@@ -632,10 +585,10 @@ def test_a_run_that_compiles_says_so_and_shows_no_speed_of_before(run: Run) -> N
 
 def test_a_run_that_has_made_all_its_steps_is_being_saved(run: Run) -> None:
     run.metrics |= {"step": 600, "actor/steps_per_second": 0.0}
-    with run.logger(), Watcher(run.logdir) as watcher:
-        assert seen(watcher).waiting == "the run has made all its steps and is being saved"
+    with run.logger():
+        assert run.supervised().waiting == "the run has made all its steps and is being saved"
         run.metrics["learner/state"] = "making the last 7 updates (train_ratio)"
-        assert seen(watcher).waiting == (
+        assert run.supervised().waiting == (
             "the run has made all its steps, and the learner is making the last 7 updates "
             "(train_ratio)"
         )
@@ -648,9 +601,9 @@ def test_no_time_is_left_once_all_steps_are_made() -> None:
 
 def test_time_left_is_that_of_what_ends_first(tmp_path: Path) -> None:
     run = Run(tmp_path, duration=1000.0)
-    with run.logger(), Watcher(tmp_path) as watcher:
-        assert seen(watcher).seconds_left == pytest.approx(6.0), "300 steps at 50 a second"
+    with run.logger():
+        assert run.supervised().seconds_left == pytest.approx(6.0), "300 steps at 50 a second"
     run.metrics["actor/steps_per_second"] = 0.1
-    with run.logger(), Watcher(tmp_path) as watcher:
-        status = seen(watcher)
+    with run.logger():
+        status = run.supervised()
     assert status.seconds_left == pytest.approx(1000.0 - status.seconds)

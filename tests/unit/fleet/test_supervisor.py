@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fleet_parts import until_stopped
 
-from dreamfleet.fleet import status, supervisor
+from dreamfleet.fleet import status_writer, supervisor
 from dreamfleet.fleet.launchers import (
     Launcher,
     RestartPolicy,
@@ -193,7 +193,7 @@ def test_a_record_that_cannot_be_written_keeps_nobody_from_saving(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(status, "write_record", full)
+    monkeypatch.setattr(status_writer, "write_record", full)
     leader = Worker("agent", "agent", lambda: saved.append("agent"), ends_run=True)
     with find_launcher("serial")(tmp_path) as launcher:
         Supervisor(
@@ -215,8 +215,8 @@ def test_a_record_is_written_when_there_is_room_again(
             raise OSError(28, "No space left on device")
         written.set()
 
-    monkeypatch.setattr(status, "write_record", full_at_first)
-    monkeypatch.setattr(status, "_WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(status_writer, "write_record", full_at_first)
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
     leader = Worker("agent", "agent", lambda: written.wait(120), ends_run=True)
     replay = Worker("replay", "replay", until_stopped)
     with find_launcher("serial")(tmp_path) as launcher:

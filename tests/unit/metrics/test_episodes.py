@@ -124,7 +124,7 @@ def test_memory_is_reused_when_environments_come_and_go() -> None:
     for envid in range(1000):
         stats.add(*batch((envid, 0, "f")))
         stats.forget([envid - 5])
-    assert stats._score.size <= 16
+    assert stats._reward.size <= 16
 
 
 def frames(*values: int) -> np.ndarray:

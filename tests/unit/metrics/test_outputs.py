@@ -239,7 +239,7 @@ def test_prometheus_reads_the_newest_numbers() -> None:
 def test_tensorboard_gets_hyperparameters(tmp_path: Path) -> None:
     from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-    settings = {"seed": 3, "dreamer": {"loss": {"horizon": 100.0}}, "outputs": ["jsonl"]}
+    settings = {"seed": 3, "dreamer.loss.horizon": 100.0, "outputs": ["jsonl"]}
     output = TensorBoardOutput(tmp_path, settings=settings)
     output.write(5, {"eval/score": 2.0})
     output.close()

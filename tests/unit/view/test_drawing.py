@@ -15,8 +15,14 @@ import pytest
 from view_parts import made_up_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import Event, MachineStatus, ProcessUsage, Scores, WorkerStatus
-from dreamfleet.fleet.status import RunStatus
+from dreamfleet.fleet.record import (
+    Event,
+    MachineStatus,
+    ProcessUsage,
+    RunStatus,
+    Scores,
+    WorkerStatus,
+)
 from dreamfleet.metrics.glossary import explain
 from dreamfleet.view.charts import (
     CurveOptions,
@@ -237,6 +243,11 @@ def worker(name: str, **more: Any) -> WorkerStatus:
 
 def status(*workers: WorkerStatus, **more: Any) -> RunStatus:
     return RunStatus(
+        pid=1,
+        created=0.0,
+        host="here",
+        launcher="local",
+        started=0.0,
         config=RunConfig(),
         state="running",
         responding=True,

@@ -26,15 +26,14 @@ class Output(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of one step; `kind_of` says what each value is."""
-        ...
 
     def flush(self) -> None:
         """Make what was written survive the process."""
-        ...
+        return
 
     def close(self) -> None:
         """Release what it holds."""
-        ...
+        return
 
 
 def kind_of(value: Any) -> Kind | None:

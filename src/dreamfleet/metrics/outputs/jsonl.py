@@ -126,17 +126,19 @@ class JsonlTail:
             yield from _row(line)
 
     def lines(self, most: float = math.inf) -> Iterator[bytes]:
-        """The lines that are new, until they have so many bytes."""
+        """The lines that are new, until so many bytes were read."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
-                if not line.endswith(b"\n") or most <= 0:
+                if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
                 most -= len(line)
                 yield line
+                if most <= 0:
+                    return
 
 
 def last_rows(file: BinaryIO, most: int) -> list[dict[str, Any]]:

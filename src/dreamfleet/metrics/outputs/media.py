@@ -9,10 +9,10 @@ from typing import Any
 
 from dreamfleet.files import atomic_write
 from dreamfleet.metrics.frames import as_frames, encode_png, write_video
-from dreamfleet.metrics.outputs.base import kind_of
+from dreamfleet.metrics.outputs.base import Output, kind_of
 
 
-class MediaOutput:
+class MediaOutput(Output):
     """Images as PNG; labelled videos as MP4, or GIF without an encoder: `DIRECTORY/KEY/STEP.mp4`.
 
     Args:
@@ -45,9 +45,3 @@ class MediaOutput:
         if self._keep:
             for old in sorted(folder.glob("[0-9]*"))[: -self._keep]:
                 old.unlink(missing_ok=True)
-
-    def flush(self) -> None:
-        """Files are complete when they appear."""
-
-    def close(self) -> None:
-        """Nothing is held."""

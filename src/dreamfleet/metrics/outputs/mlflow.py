@@ -13,14 +13,14 @@ from typing import Any
 from dreamfleet.errors import import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.metrics.frames import as_frames, encode_gif, encode_png
-from dreamfleet.metrics.outputs.base import kind_of
+from dreamfleet.metrics.outputs.base import Output, kind_of
 
 _MOST = 1000
 """Metrics, and parameters a tenth of it, that the server takes at once."""
 _LONGEST = 500
 
 
-class MlflowOutput:
+class MlflowOutput(Output):
     """Scalars as metrics, images and videos as artifacts, and the settings as parameters.
 
     The server is the one that MLFLOW_TRACKING_URI names; without it, the file mlflow.db in the
@@ -82,9 +82,6 @@ class MlflowOutput:
             path = Path(folder) / f"{step:09d}.{'gif' if video else 'png'}"
             path.write_bytes(data)
             self._client.log_artifact(self._run, str(path), key)
-
-    def flush(self) -> None:
-        """The package sends at once."""
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.metrics.outputs.base import kind_of
+from dreamfleet.metrics.outputs.base import Output, kind_of
 
 
-class PrometheusOutput:
+class PrometheusOutput(Output):
     """Serves http://127.0.0.1:PORT/metrics, as Prometheus reads it.
 
     `train/loss` is `dreamfleet_train_loss`, and `dreamfleet_step` the newest step.
@@ -69,9 +69,6 @@ class PrometheusOutput:
             shown = repr(value).replace("inf", "Inf").replace("nan", "NaN")
             lines[name] = f"# TYPE {name} gauge\n{name}{self._labels} {shown}\n"
         return "".join(lines.values())
-
-    def flush(self) -> None:
-        """Nothing is kept."""
 
     def close(self) -> None:
         self._server.shutdown()

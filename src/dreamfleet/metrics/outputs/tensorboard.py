@@ -19,7 +19,7 @@ class TensorBoardOutput:
 
     Args:
         directory: Where event files go.
-        settings: Hyperparameters of the run, for TensorBoard's page of them; groups may be nested.
+        settings: Hyperparameters of the run, by their path, for TensorBoard's page of them.
         results: Keys of the metrics that this page shows next to them.
         fps: Of videos.
     """
@@ -39,8 +39,12 @@ class TensorBoardOutput:
         self._fps = fps
         if settings is not None:
             module: Any = importlib.import_module("tensorboardX.summary")
+            plain = {
+                key: value if isinstance(value, bool | int | float) else str(value)
+                for key, value in settings.items()
+            }
             # Into this very file: the package's own way makes a directory, and so a second run.
-            for summary in module.hparams(_flat(settings), dict.fromkeys(results)):
+            for summary in module.hparams(plain, dict.fromkeys(results)):
                 self._writer.file_writer.add_summary(summary)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -76,16 +80,3 @@ class TensorBoardOutput:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
-    """Settings by their path, as the plugin takes them."""
-    flat: dict[str, bool | float | str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, (bool, int, float, str)):
-            flat[f"{prefix}{key}"] = value
-        else:
-            flat[f"{prefix}{key}"] = str(value)
-    return flat

@@ -11,10 +11,10 @@ import numpy as np
 
 from dreamfleet.errors import import_extra
 from dreamfleet.metrics.frames import as_frames, encode_gif
-from dreamfleet.metrics.outputs.base import EVAL_STEP, kind_of
+from dreamfleet.metrics.outputs.base import EVAL_STEP, Output, kind_of
 
 
-class WandbOutput:
+class WandbOutput(Output):
     """Scalars, histograms, images, videos and text.
 
     Args:
@@ -63,9 +63,6 @@ class WandbOutput:
             path.write_bytes(encode_gif(as_frames(value), self._fps))
             return self._wandb.Video(str(path), format="gif")
         return value if kind == "text" else None
-
-    def flush(self) -> None:
-        """The package sends in the background."""
 
     def close(self) -> None:
         self._run.finish()
