@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import inspect
+import itertools
 import os
 import re
 import runpy
@@ -52,14 +53,25 @@ def test_every_page_is_listed() -> None:
             assert f"({page.relative_to(ROOT / 'docs').as_posix()})" in index
 
 
+def test_the_path_is_linear() -> None:
+    """Each page of the path ends with a link to the next, in the order of the side bar."""
+    found = re.search(r'"The path": \[(.*?)\]', (ROOT / "docs" / "conf.py").read_text())
+    assert found is not None
+    path = re.findall(r'"(\w+)"', found[1])
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert re.findall(r"^\d+\. \[[^]]+\]\((\w+)\.md\)", index, re.MULTILINE) == path
+    for name, following in itertools.pairwise(path):
+        last = (ROOT / "docs" / f"{name}.md").read_text().strip().rpartition("\n\n")[2]
+        assert re.match(rf"Next: \[[^]]+\]\({following}\.md\)", last), name
+
+
 def test_blocks_say_what_they_are() -> None:
     """A shell or Python block without its language would not be run by the tests."""
     for page in PAGES:
         for block in blocks(page):
             # Blocks of several machines, `console`, are run by a test of their own.
-            assert block.language in ("sh", "python", "console", "{eval-rst}", "")
+            assert block.language in ("sh", "python", "console", "")
             assert block.language != "console" or block.page == "machines.md"
-            assert block.language != "{eval-rst}" or block.page == "api.md"
             if not block.language:
                 assert "$ " not in block.text
                 assert not re.search(r"^(dreamfleet|python|pip) ", block.text, re.MULTILINE)
@@ -67,7 +79,7 @@ def test_blocks_say_what_they_are() -> None:
 
 def test_who_typed_make_train_is_told_where_the_command_is() -> None:
     """`make` installs into .venv, which no shell looks into by itself."""
-    for page in ("README.md", "docs/quickstart.md", "Makefile"):
+    for page in ("README.md", "docs/install.md", "Makefile"):
         text = (ROOT / page).read_text().replace("$(BIN)", ".venv/bin")
         assert ". .venv/bin/activate" in text, page
         assert ".venv/bin/dreamfleet" in text, page
@@ -79,7 +91,7 @@ def test_extras_in_the_text_exist_and_those_that_are_listed_are_all() -> None:
     for page in PAGES:
         for names in re.findall(r"(?:dreamfleet|'\.)\[([\w,]+)\]", page.read_text()):
             assert set(names.split(",")) <= extras, page.name
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`([a-z]+)`", row)}
     # Tools of developers.
     assert extras - listed == {"dev", "bench"}
@@ -164,7 +176,7 @@ def test_commands_in_the_text_exist() -> None:
 
 
 def test_every_way_to_install_and_every_system_is_told() -> None:
-    page = (ROOT / "docs" / "quickstart.md").read_text()
+    page = (ROOT / "docs" / "install.md").read_text()
     for words in ("a repository", "git+URL", "a wheel", "make wheel", "macOS", "Windows", "WSL 2"):
         assert words in page
     assert "no GPU was tried" in page

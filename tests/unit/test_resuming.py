@@ -302,7 +302,7 @@ def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["resume"], "Say which run it is: dreamfleet resume LOGDIR."),
+        (["resume"], "Name the run: dreamfleet resume LOGDIR."),
         (["resume", "--steps", "5"], "Say which run it is"),
         (["resume", "nowhere"], "nowhere holds no run: there is no nowhere/config.json."),
     ],

@@ -87,7 +87,7 @@ def eval(  # noqa: A001 - the command's name
     if video and not result.video_error:
         tell(f"video          {video}")
     if result.video_error:
-        raise ConfigError(f"There is no video of it: {result.video_error}")
+        raise ConfigError(f"No video was recorded: {result.video_error}")
 
 
 def _show(result: Evaluation, as_json: bool) -> None:

@@ -40,7 +40,7 @@ def invite(
         )
     if revoke is not None:
         revoke_invitation(logdir, revoke)
-        say(f"Revoked {revoke}: machines that have joined with it are sent away.")
+        say(f"Revoked {revoke}: machines that joined with it are disconnected.")
     if name is not None:
         # The directory may have been moved, and its key with it.
         own = logdir / "keys"

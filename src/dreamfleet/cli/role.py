@@ -94,5 +94,5 @@ def _read(config: Path | None, logdir: Path | None) -> tuple[RunConfig, Path]:
     if config is not None:
         return read_config_file(config), config
     if logdir is None:
-        raise ConfigError("Say which run it is: --logdir DIR, or --config FILE.")
+        raise ConfigError("Name the run: --logdir DIR, or --config FILE.")
     return read_config(logdir), logdir

@@ -49,8 +49,8 @@ def view(
     def ready(address: PageAddress) -> None:
         say(address.url)
         if not is_loopback(host):
-            say("This address is enough to see and stop the runs. It is not encrypted.")
-        say("Ctrl-C ends the page; runs go on.")
+            say("The address gives access to the runs. The connection is not encrypted.")
+        say("Ctrl-C ends the page; runs continue.")
         if browser:
             _open(address.url)
 

@@ -520,8 +520,8 @@ def _port_problem(address: Address, seconds: float) -> str:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
     except socket.gaierror:
         return (
-            f"this machine does not know the name {address.host}: write its number, or fix its "
-            "entry in DNS or /etc/hosts"
+            f"this machine does not know the name {address.host}: use the IP address, or fix DNS "
+            "or /etc/hosts"
         )
     except ConnectionRefusedError:
         return _REFUSED
@@ -594,9 +594,9 @@ def _unreachable(address: Address, error: TransportError) -> str:
 
 def _turned_away(error: DreamfleetError) -> str:
     if isinstance(error, JoinError):
-        return f"The run does not want this machine any more: {error}"
+        return f"The run has dismissed this machine: {error}"
     return (
-        "The run refuses this machine's key by now: it was revoked. The environments have ended. "
+        "The key of this machine was revoked, and its environments have ended. "
         "Ask for a new line, which 'dreamfleet invite DIR' prints there."
     )
 

@@ -238,7 +238,7 @@ class StatusLines:
         try:
             status = self._watcher.look(patience=1.0)
         except OSError as error:  # what cannot be shown must not end the run
-            log.warning("The run cannot be looked at: %s", error)
+            log.warning("The status of the run cannot be read: %s", error)
             return
         if status is None:
             return

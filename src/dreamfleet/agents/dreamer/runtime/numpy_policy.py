@@ -3,7 +3,7 @@
 The arithmetic of `acting.policy_step`, without the cost of dispatching a compiled program with a
 hundred arguments, and without waiting for the compiler's thread pool while a training step has it.
 Calls are so short that Python's own work counts: parameters are unpacked once into plain tuples,
-and arrays that nobody else holds are changed in place.
+and arrays without another holder are changed in place.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Publisher(Generic[Actor]):
         return self._current[1]
 
     def newest(self) -> Any:
-        """Anybody: the newest parameters that have arrived."""
+        """The newest parameters that have arrived; from any thread."""
         return self._current[0].nets
 
     def age(self) -> tuple[int, float]:
