@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import inspect
 import itertools
@@ -10,10 +9,11 @@ import os
 import re
 import runpy
 import shlex
+import sys
 import tomllib
 
 import pytest
-from documents import PAGES, ROOT, blocks, commands, python_blocks
+from documents import PAGES, ROOT, blocks, commands, python_blocks, sentences
 
 from dreamfleet.cli import COMMANDS
 from dreamfleet.cli.train import config_of
@@ -51,6 +51,25 @@ def test_every_page_is_listed() -> None:
     for page in PAGES:
         if page.name != "README.md":
             assert f"({page.relative_to(ROOT / 'docs').as_posix()})" in index
+
+
+BUDGET = {
+    "configuration.md": 4_500, "machines.md": 2_000, "scaling.md": 1_500, "operations.md": 1_500,
+    "environments.md": 1_500, "metrics.md": 1_300, "agents.md": 1_250,
+}  # fmt: skip
+"""Words of a page, as `wc -w` counts them; of any other page 1,000."""
+
+
+def test_pages_over_their_budget_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not fail: who reads a document pays for each word, who writes one should know."""
+    words = {page: len(page.read_text().split()) for page in PAGES}
+    over = [
+        f"{page.name} {count:,} of {most:,}"
+        for page, count in words.items()
+        if count > (most := BUDGET.get(page.name, 1_000))
+    ]
+    with capsys.disabled():
+        sys.stdout.write(f"\n{sum(words.values()):,} words; over budget: {', '.join(over)}\n")
 
 
 def test_the_path_is_linear() -> None:
@@ -138,19 +157,6 @@ def test_the_protocol_of_atari_100k_is_told() -> None:
     page = (ROOT / "docs" / "suites" / "atari.md").read_text()
     (words,) = re.findall(r"`atari100k:` has the same options.*?\n\n", page, re.DOTALL)
     assert {**real("atari:pong"), **documented(words)} == real("atari100k:pong")
-
-
-def sentences() -> str:
-    """Everything the code may say: its strings, with {} for what is only known when it runs."""
-    found = []
-    for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in node.values]
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
 
 
 def test_messages_that_are_quoted_are_those_that_appear() -> None:
