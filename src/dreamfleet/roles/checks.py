@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 MOST_IDS = 1 << 17
 """Environments of machines that have joined, of one actor, in all."""
-_MAGNITUDE = 1e18  # numbers beyond it are nobody's, and their squares overflow a float32
+_MAGNITUDE = 1e18  # no real value is beyond it, and larger squares overflow a float32
 _SLACK = 1e3  # environments leave their bounds a little; this many times their width is absurd
 _MOST_LOGS = 1024  # distinct keys that are only logged
 _MOST_PLANS = 256
