@@ -23,8 +23,9 @@ This page is made from the code by `make docs`, and a test keeps it current.
 
 Every setting of `dreamfleet.RunConfig` is a flag with its path: `--replay.capacity 100000`,
 `--dreamer.loss.entropy-scale 0.001`. A switch needs no value (`--remote-envs`); `no-` before its
-name turns it off (`--replay.no-online`). A model is chosen by its size: `--dreamer.model 1m`. From
-Python: `RunConfig().changed({"dreamer.model": "1m", "replay.capacity": 100_000})`.
+name turns it off (`--replay.no-online`). Pairs are NAME=VALUE words (`--env-options repeat=2`). A
+model is chosen by its size: `--dreamer.model 1m`. From Python:
+`RunConfig().changed({"dreamer.model": "1m", "replay.capacity": 100_000})`.
 
 `--config run.yaml` reads a file with nested settings; flags beside it win. `--print-config` prints
 such a file and trains nothing. YAML needs `pip install pyyaml`; `.json` does not. Your own code in
@@ -42,7 +43,8 @@ _SHORT = {
     r"NAME=VALUE pairs": "pairs",
     r"one of ": "",
     r"a list, each entry (\w+)": r"list of \1",
-    r", (at least|above) (\S+) and at most (\S+)": r" \2 to \3",
+    r", at least (\S+) and at most (\S+)": r" \1 to \2",
+    r" and at most ": " to ",
     r", at least ": " ≥",
     r", above ": " >",
 }
