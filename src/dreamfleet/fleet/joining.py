@@ -274,7 +274,7 @@ class _Machine:
     def _check_task(self, task: str) -> None:
         named = self._offer.task
         if named is not None and named != task:
-            raise ConfigError(f"The run's task is {task}, not {named}: say --task {task}.")
+            raise ConfigError(f"The run's task is {task}, not {named}: use --task {task}.")
         stated = ["task"] if named else []
         code = code_in([("task", task)])
         admit("The run", code, trust=self._offer.trust, stated=stated, rule=A_MACHINE)
