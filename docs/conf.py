@@ -1,9 +1,11 @@
 """How `make docs` makes a site of the Markdown pages: settings of Sphinx.
 
 The pages stay what a forge shows. All that a site needs beyond them is here: the order of the
-pages, and how the docstrings that `api.md` names are read.
+pages, and the API reference, which is made from each package's `__all__`.
 """
 
+import importlib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the site needs no accelerator t
 
 ROOT = Path(__file__).parents[1]
 NAVIGATION = {
-    "The path": [
-        "quickstart", "environments", "evaluation", "python", "machines", "algorithm",
-    ],
+    "The path": ["install", "quickstart", "environments", "evaluation", "machines", "algorithm"],
     "When something is wrong": ["troubleshooting", "learning"],
-    "Training": [
-        "presets", "from_sb3", "sweeps", "datasets", "agents", "view", "dream", "export", "sharing",
-        "examples", "gallery",
+    "Guides": [
+        "python", "presets", "from_sb3", "sweeps", "datasets", "agents", "view", "dream", "export",
+        "sharing", "examples", "gallery",
     ],
     "Suites": [
         "suites/gym", "suites/dmc", "suites/atari", "suites/crafter", "suites/minigrid",
         "suites/bundled",
     ],
-    "Operation": ["operations", "scaling", "accelerators", "security", "reliability", "chaos"],
+    "Operation": [
+        "operations", "scaling", "performance", "accelerators", "security", "reliability", "chaos",
+    ],
     "Reference": ["README", "configuration", "metrics", "api"],
     "Decisions": [
         *("decisions/transport", "decisions/replay", "decisions/web_page", "decisions/site"),
@@ -38,6 +40,8 @@ NAVIGATION = {
     "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
 }  # fmt: skip
 """What the side bar shows; a page that is missing here fails the build."""
+API = ("", ".envs", ".agents", ".dream", ".replay", ".transport", ".metrics")
+"""Packages of the API reference, in its order."""
 
 # Settings have a page of their own.
 for _function in (dreamfleet.train, dreamfleet.resume):
@@ -74,12 +78,49 @@ def _complete(_: Sphinx, name: str, source: list[str]) -> None:
     if name == "docs/examples":
         for path in sorted((ROOT / "examples").glob("*.py")):
             source[0] += f"\n## `{path.name}`\n\n```python\n{path.read_text()}```\n"
+    if name == "docs/api":
+        source[0] += _api()
     if name == root_doc:
         for caption, pages in NAVIGATION.items():
             names = "\n".join(os.path.normpath(f"docs/{page}") for page in pages)
             source[0] += (
                 f"\n```{{toctree}}\n:hidden:\n:titlesonly:\n:caption: {caption}\n\n{names}\n```\n"
             )
+
+
+def _api() -> str:
+    """The public names of every package: functions, classes, exceptions; each name once."""
+    shown, text = set[int](), ""
+    for package in (f"dreamfleet{suffix}" for suffix in API):
+        found: dict[str, list[str]] = {"function": [], "class": [], "exception": []}
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if id(value) in shown or isinstance(value, str):
+                continue
+            shown.add(id(value))
+            error = isinstance(value, type) and issubclass(value, Exception)
+            kind = "exception" if error else "class" if isinstance(value, type) else "function"
+            lines = f".. auto{kind}:: {package}.{name}\n"
+            if kind == "class":
+                lines += f"   :members: {_methods(value)}\n" if _is_settings(name) else _MEMBERS
+            found[kind].append(lines)
+        names = "".join(line for lines in found.values() for line in lines)
+        text += f"\n## `{package}`\n\n```{{eval-rst}}\n{names}```\n"
+    return text
+
+
+_MEMBERS = "   :members:\n   :special-members: __call__\n   :private-members: _begin, _advance\n"
+
+
+def _is_settings(name: str) -> bool:
+    """Settings have a page of their own."""
+    return name.endswith("Config")
+
+
+def _methods(value: type) -> str:
+    own = [n for n, each in vars(value).items() if inspect.isfunction(each) and each.__doc__]
+    return ", ".join(n for n in own if not n.startswith("_")) or "__doc__"
 
 
 def _add_index(app: Sphinx, error: Exception | None) -> None:
@@ -99,7 +140,7 @@ def _mark_code(*event: Any) -> None:
 
 def _shorten(_: Sphinx, kind: str, name: str, *_about: object) -> tuple[str, None] | None:
     """The fields of settings are on the page of the configuration."""
-    return ("", None) if kind == "class" and name.endswith("Config") else None
+    return ("", None) if kind == "class" and _is_settings(name) else None
 
 
 def setup(app: Sphinx) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,34 @@ _INTRODUCTION = """\
 
 This page is made from the code by `make docs`, and a test keeps it current.
 
-Settings are those of `dreamfleet.RunConfig`. On the command line each has a flag with its path:
-`replay.capacity` is `--replay.capacity 100000`, and `dreamer.loss.entropy_scale` is
+Every setting of `dreamfleet.RunConfig` is a flag with its path: `--replay.capacity 100000`,
 `--dreamer.loss.entropy-scale 0.001`. A switch needs no value (`--remote-envs`); `no-` before its
-name turns it off (`--replay.no-online`). A model is chosen by its size: `--dreamer.model 1m`.
-From Python the same is `RunConfig().changed({"dreamer.model": "1m", "replay.capacity": 100_000})`.
+name turns it off (`--replay.no-online`). Pairs are NAME=VALUE words (`--env-options repeat=2`). A
+model is chosen by its size: `--dreamer.model 1m`. From Python:
+`RunConfig().changed({"dreamer.model": "1m", "replay.capacity": 100_000})`.
 
-In a file (`--config run.yaml`) the parts of a path stand inside each other, and flags beside it
-replace what it says. `--print-config` prints such a file with every setting of the run, and trains
-nothing. YAML needs PyYAML (`pip install pyyaml`); a file that ends in `.json` does not. Code of
-your own that a file names (a task, an agent, networks) is named again as a flag, or `--trust` is
-added.
+`--config run.yaml` reads a file with nested settings; flags beside it win. `--print-config` prints
+such a file and trains nothing. YAML needs `pip install pyyaml`; `.json` does not. Your own code in
+a file (a task, an agent, networks) must be named again as a flag, or trusted with `--trust`.
 
-What is not given is taken from the preset, or from the run if it exists. The configuration is saved
-as `config.json` in the run's directory. A setting that does not exist, is out of its range or
-contradicts another is refused at the start, with the fix.
+Settings that you do not give come from the preset, or from the run if it exists. A setting that
+does not exist, is out of range or contradicts another is refused at the start, with the fix.
 """
+
+_SHORT = {
+    r"a whole number": "integer",
+    r"a number": "number",
+    r"true or false": "switch",
+    r"a path": "path",
+    r"NAME=VALUE pairs": "pairs",
+    r"one of ": "",
+    r"a list, each entry (\w+)": r"list of \1",
+    r", at least (\S+) and at most (\S+)": r" \1 to \2",
+    r" and at most ": " to ",
+    r", at least ": " ≥",
+    r", above ": " >",
+}
+"""How the page shortens the words of an error about a value."""
 
 
 def reference() -> str:
@@ -48,9 +61,12 @@ def reference() -> str:
     for setting in config.settings():
         groups.setdefault(setting.path.rpartition(".")[0], []).append(setting)
     for path, members in groups.items():
+        if path.startswith("resources."):
+            continue
         if path:
             parts += [f"## `{path}`\n", f"{words[path]}\n"]
         parts.append(_table(members))
+    parts += ["## `resources`\n", _resources(groups)]
     parts += ["## Presets\n", _presets(), "## Sizes of the model\n", _sizes()]
     return "\n".join(parts)
 
@@ -73,9 +89,38 @@ def _descriptions(config: Any, path: str) -> Iterator[tuple[str, str]]:
 def _table(settings: Sequence[Setting]) -> str:
     rows = ["| setting | value | default | |", "|---|---|---|---|"]
     rows += [
-        f"| `{each.path}` | {describe(each.type)} | {_shown(each.value)} | {each.help} |"
+        f"| `{each.path}` | {_value(each.type)} | {_shown(each.value)} | {each.help} |"
         for each in settings
     ]
+    return "\n".join(rows) + "\n"
+
+
+def _value(kind: Any) -> str:
+    text = describe(kind)
+    for words, short in _SHORT.items():
+        text = re.sub(words, short, text)
+    return text
+
+
+def _resources(groups: Mapping[str, Sequence[Setting]]) -> str:
+    """One row for each kind of resource; the roles differ in their defaults only."""
+    roles = {p.removeprefix("resources."): g for p, g in groups.items() if "resources." in p}
+    names = ", ".join(f"`{role}`" for role in roles)
+    rows = [
+        f"What the launcher ray reserves for each process of a ROLE: {names}.\n",
+        "| setting | value | default | |",
+        "|---|---|---|---|",
+    ]
+    for column in zip(*roles.values(), strict=True):
+        name, first = column[0].path.rpartition(".")[2], column[0]
+        same = [role for role, each in zip(roles, column, strict=True) if each.value == first.value]
+        default = _shown(first.value)
+        if len(same) < len(roles):
+            other = next(each for each in column if each.value != first.value)
+            default += f" for {', '.join(same)}; else {_shown(other.value)}"
+        rows.append(
+            f"| `resources.ROLE.{name}` | {_value(first.type)} | {default} | {first.help} |"
+        )
     return "\n".join(rows) + "\n"
 
 
@@ -88,8 +133,8 @@ def _shown(value: Any) -> str:
 def _presets() -> str:
     """What each preset changes."""
     rows = [
-        "`--preset NAME`, or `--preset NAME,size50m` for another size of its model. Presets have "
-        "the defaults above, or what `published` has, and settings of their own.\n",
+        "`--preset NAME`, or `--preset NAME,size50m` for another model size. What differs from the "
+        "defaults above, or from `published`:\n",
         "| preset | its own settings |",
         "|---|---|",
     ]
@@ -125,12 +170,13 @@ def _own(name: str) -> str:
 
 
 def _sizes() -> str:
+    sizes = [size for size in SIZES if size != "debug"]
     names = [field.name for field in dataclasses.fields(size_preset("1m"))]
-    shown = [n for n in names if len({str(getattr(size_preset(s), n)) for s in SIZES}) > 1]
-    rows = ["`--dreamer.model NAME`; those with a number of parameters are published.\n"]
+    shown = [n for n in names if len({str(getattr(size_preset(s), n)) for s in sizes}) > 1]
+    rows = ["`--dreamer.model NAME`; those with a number are published. `debug` is for tests.\n"]
     rows += ["| size | " + " | ".join(f"`{name}`" for name in shown) + " |"]
     rows += ["|---" * (1 + len(shown)) + "|"]
-    for size in SIZES:
+    for size in sizes:
         cells = [str(getattr(size_preset(size), name)) for name in shown]
         rows.append(f"| `{size}` | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

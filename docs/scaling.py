@@ -1,7 +1,8 @@
-"""The tables and the picture of `docs/scaling.md`, from what `make bench ARGS=scale` measured.
+"""The tables and the picture of `docs/scaling.md`, and a table of `docs/performance.md`.
 
     python -m benchmarks scale --json docs/scaling.json
     python -m docs.scaling docs/scaling.json docs/scaling.md docs/images/scaling.png
+    python -m docs.scaling docs/scaling.json docs/performance.md
 
 A table stands in the page between `<!-- NAME -->` and `<!-- end -->`. The text around it is written
 by hand.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,3 +43,26 @@ def python_blocks(name: str) -> list[str]:
 def glossary() -> list[str]:
     """Regular expressions of the metrics that the page explains."""
     return [entry.pattern.pattern for entry in entries()]
+
+
+def sentences(without: str = "-") -> str:
+    """Every message: strings that are no docstrings, with {} for what is known when they appear.
+
+    Args:
+        without: A package to leave out.
+    """
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        if without in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
+        for node in ast.walk(tree):
+            if id(node) in docstrings:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)

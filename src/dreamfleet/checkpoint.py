@@ -171,7 +171,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: There are checkpoints and every one is damaged. A run that silently
-                started from scratch would look like one that resumed, so a person has to decide.
+                started from scratch would look like one that resumed, so the user has to decide.
         """
         while paths := self._candidates(which):
             problems = []

@@ -75,7 +75,7 @@ class Resources:
         for name, amount in self.custom.items():
             if isinstance(amount, bool) or not isinstance(amount, (int, float)) or amount <= 0:
                 raise ConfigError(
-                    f"{name}={amount} is no amount of a resource: use a number above 0."
+                    f"{name}={amount} is not an amount of a resource: use a number above 0."
                 )
 
     def amounts(self) -> dict[str, float]:
@@ -143,8 +143,7 @@ class RunConfig:
     env_options: Annotated[Joined[dict[str, Any]], _WHAT] = field(default_factory=dict)
     """Options of the task, such as time_limit=500."""
     logdir: Annotated[Incidental[PerRole[Path]], _WHAT] = _LOGDIR
-    """Where the run keeps everything; the same directory again resumes the run. {task}
-    stands for the name of the task."""
+    """The run's directory; an existing run is resumed. {task} stands for the name of the task."""
     seed: Annotated[Incidental[Joined[CountOrZero]], _WHAT] = 0
     """Seed of the agent, of the environments and of the replay's samples."""
     steps: Annotated[Incidental[CountOrZero], _END] = 30_000
@@ -152,35 +151,32 @@ class RunConfig:
     duration: Annotated[Incidental[PerHost[ZeroOrMore]], _END] = 0.0
     """Seconds after which the run ends; 0 for no end."""
     target_score: Annotated[Incidental[float | None], _END] = None
-    """Mean score of the last 20 episodes (evaluation episodes if there are evaluation
-    environments, else training episodes), or of a round of `eval_every`, at which the run ends;
-    None for no end."""
+    """End the run at this mean score of the last 20 episodes, or of a round of `eval_every`; None
+    for no end. Evaluation episodes count if there are evaluation environments, else training
+    episodes."""
 
     eval_episodes: Annotated[Incidental[PerHost[CountOrZero]], _END] = 20
     """Episodes of the evaluation at the end, and of each round of `eval_every`; 0 for none."""
     eval_every: Annotated[Incidental[PerHost[Joined[CountOrZero]]], _END] = 0
-    """Training environment steps between two rounds of evaluation while training; 0 for none. A
-    round is played with the parameters that the run had when it began, by `eval_envs` environments,
-    which is at least one then."""
+    """Training environment steps between two rounds of evaluation, played by `eval_envs`
+    environments (at least one); 0 for none."""
     eval_max_steps: Incidental[PerHost[Count]] = 27_000
-    """Steps after which an evaluation episode is cut short; its score so far counts. The default is
-    that of Atari: 108,000 frames at four a step. In the evaluation at the end an episode is also
-    cut short after as many steps as the run has trained."""
+    """Steps after which an evaluation episode is cut short; its score so far counts. The final
+    evaluation also cuts episodes at the number of trained steps."""
 
     launcher: Annotated[Incidental[str], _PROCESSES] = "local"
-    """What starts the roles: local (processes of this machine), serial (one thread, in which the
-    roles take turns: for a debugger, and for runs that follow from their seed alone) or ray
-    (processes on the machines of a Ray cluster)."""
+    """What starts the roles: local (processes of this machine), serial (one thread, for debuggers
+    and repeatable runs) or ray (processes of a Ray cluster)."""
     ray_address: Incidental[PerHost[Local[str]]] = ""
-    """The Ray cluster: auto for one that this machine is part of, HOST:PORT, ray://HOST:PORT from
-    outside of it, local for a new one on this machine. Empty takes RAY_ADDRESS, or a cluster that
-    runs on this machine, or else a new one."""
+    """The Ray cluster: auto (this machine is part of it), HOST:PORT, ray://HOST:PORT (from
+    outside), or local (a new one). Empty takes RAY_ADDRESS, a cluster on this machine, or a new
+    one."""
     ray_runtime_env: Incidental[PerHost[Local[dict[str, Any]]]] = field(default_factory=dict)
     """Ray's runtime environment of the workers: files and packages that the machines lack, such as
     working_dir=. pip=[\"minigrid\"]."""
     ray_wait: Incidental[PerHost[ZeroOrMore]] = 0.0
-    """Seconds to wait for Ray nodes that have what the workers ask for, such as those that an
-    autoscaler adds; 0 refuses a run for which there are none."""
+    """Seconds to wait for Ray nodes with the resources of the workers, such as those of an
+    autoscaler; 0 refuses a run without them."""
     resources: Incidental[PerHost[RunResources]] = field(default_factory=RunResources)
     """What each role's process asks for, where the launcher places processes on machines."""
     agent: Annotated[Fixed[Code[str]], _WHAT] = "dreamer"
@@ -190,51 +186,47 @@ class RunConfig:
     them under the agent's name, such as `dreamer.loss.horizon`."""
 
     hosts: CountOrZero = 1
-    """Hosts that learn together: each runs a fleet of its own with environments and a replay, all
-    train the same parameters with one batch, a part from each host. The same command is started on
-    every one, with the same directory; the launcher ray starts all of them. 0 takes the number
-    from Slurm, or from the nodes of the Ray cluster."""
+    """Hosts that train one agent together, each with its own environments and replay. Start the
+    same command on each, with the same directory; the launcher ray starts all. 0 takes the number
+    from Slurm or Ray."""
     host_index: Incidental[PerHost[CountOrZero]] = 0
-    """Which of the `hosts` this is, from 0; Slurm and Ray tell it where they start them."""
+    """Number of this host, from 0; Slurm and Ray set it."""
     coordinator: Incidental[PerHost[str]] = ""
-    """Where the hosts meet: HOST:PORT of host 0, as the others reach it. Empty lets host 0 take a
-    free port, and write it into the run's directory with its name."""
+    """HOST:PORT of host 0, as the other hosts reach it. Empty: host 0 takes a free port and
+    publishes it in the run's directory."""
     envs: Annotated[PerHost[Count], _PROCESSES] = 8
     """Environments that collect training data; with several `hosts`, of each."""
     eval_envs: Annotated[Incidental[PerHost[CountOrZero]], _PROCESSES] = 0
-    """Environments for evaluation while training: with `eval_every` for its rounds, without it they
-    play all the time, and their data is kept apart, for reports and evaluation scores."""
+    """Environments for evaluation while training: for the rounds of `eval_every`, or else all the
+    time. Their data is kept apart."""
     envs_per_process: Annotated[PerHost[Joined[Count]], _PROCESSES] = 8
     """Environments that share a process and are stepped together, one message for all."""
     actors: Incidental[PerHost[Joined[Count]]] = 1
-    """Servers that choose actions; environment n calls number n % actors. The first one is a part
-    of the agent's process. Each other one has a process of its own, on the CPU, and gets the
-    parameters of the learner about once a second."""
+    """Policy servers; environment n calls number n % actors. The first is part of the agent's
+    process. Others have their own process on the CPU, with parameters about a second old."""
     bind: Incidental[PerHost[str]] = ""
-    """Where other machines may join the run with `dreamfleet join`: 0.0.0.0 (every network of this
-    machine), one of its names or addresses, or an interface such as eth0, each also with :PORT;
-    empty for nowhere. The line to type on the other machine is printed at the start."""
+    """Where other machines may join with `dreamfleet join`: 0.0.0.0 (every network), a name or
+    address of this machine, or an interface such as eth0, each also with :PORT; empty for nowhere.
+    """
     expect_envs: Incidental[PerHost[CountOrZero]] = 0
-    """Environments that must be connected before the run starts to act, those of joined machines
-    included; 0 starts with the first one."""
+    """Environments that must be connected before the run starts, including joined machines; 0
+    starts with the first one."""
     env_lanes: PerHost[Joined[Annotated[int, Meta(ge=1, le=256)]]] = 1
-    """Groups that the environments of a process are split into, with a message each: while the
-    observations of one are on their way, the others are stepped. Two or more hide the delay of a
-    network behind the time that steps take."""
+    """Groups that the environments of a process are split into, with a message each: one is stepped
+    while the others wait. Use two or more over a slow network."""
     remote_envs: Incidental[PerHost[bool]] = False
-    """Start no environments here: they are started elsewhere with `dreamfleet role env`, or, with
-    `bind`, with `dreamfleet join`."""
+    """Start no environments here: `dreamfleet role env` starts them elsewhere, or, with `bind`,
+    `dreamfleet join`."""
     remote_replay: Incidental[bool] = False
-    """Start no replay here: it is started elsewhere with `dreamfleet role replay`."""
+    """Start no replay here: `dreamfleet role replay` starts it elsewhere."""
     replay_shards: Fixed[Annotated[int, Meta(ge=1, le=1024)]] = 1
-    """Processes that the replay is spread over: steps of environment n are stored by process n %
-    replay_shards, and batches are drawn from all of them as from one. A run keeps its number."""
+    """Processes of the replay: process n % replay_shards stores the steps of environment n, and
+    batches are drawn from all. It cannot change on resume."""
 
     actor_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the actor listens, such as tcp://10.0.0.5:5551; {auto} chooses a free port or file."""
     replay_addr: Incidental[PerRole[str]] = "ipc://{auto}"
-    """Where the replay listens. With `replay_shards` the first shard listens there, and the others
-    at the next ports (or files)."""
+    """Where the replay listens; further `replay_shards` listen at the next ports or files."""
     logger_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the logger listens."""
     evaluator_addr: Incidental[PerRole[str]] = "ipc://{auto}"
@@ -242,14 +234,14 @@ class RunConfig:
     learner_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the learner listens, if there are several `actors`, which call it."""
     keys: Incidental[PerRole[str]] = ""
-    """File of the run key, or of a role's key, which tcp addresses need; made in the logdir if it
-    is not given."""
+    """File of the run key or of a role's key, which tcp addresses need; by default made in the
+    logdir."""
     actor_batch: PerHost[Annotated[int, Meta(ge=-1)]] = 8
     """Environments in a policy call, at most all of an actor's; 0 or less for half of them."""
     actor_wait: PerHost[ZeroOrMore] = 0.02
     """Seconds that a policy call waits for more environments."""
     actor_threads: PerHost[Count] = 1
-    """Threads that take batches apart and put answers together; one at a time is in the policy."""
+    """Threads that prepare batches and answers; one at a time calls the policy."""
 
     batch_size: Annotated[Count, _LEARNING] = 16
     """Sequences in a training batch; those of all `hosts` together."""
@@ -263,34 +255,32 @@ class RunConfig:
     # with an update for every second step, eight episodes of CartPole were 2,000 updates, and a
     # policy heard of its mistakes that late.
     train_ratio: Annotated[float, Meta(ge=-1), _LEARNING] = 64.0
-    """Replayed steps trained on per environment step collected (steps as the agent counts them,
-    so repeated actions count once); 0 or less for no limit. Training starts after max(batch_size,
-    envs) x (batch_length + context) steps."""
+    """Replayed steps trained on per environment step (a repeated action is one step); 0 or less for
+    no limit. Training starts after max(batch_size, envs) x (batch_length + context) steps."""
     catch_up: bool = True
-    """Make the updates that were not made before training started: some at once, the others at the
-    end of a run with `steps`. False leaves them out, as the reference implementation does."""
+    """Make up for the updates before training started: some at once, the others at the end of a run
+    with `steps`. The reference does not."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 
     log_every: Incidental[PerHost[AboveZero]] = 10.0
     """Seconds between two writes of metrics; in a serial run 100 environment steps are a second."""
     report_every: Incidental[ZeroOrMore] = 300.0
-    """Seconds between two reports, and between two videos of an environment with images; 0 for
-    never. In a serial run 100 environment steps are a second."""
+    """Seconds between two reports, and between two videos of an environment; 0 for never. In a
+    serial run 100 environment steps are a second."""
     outputs: Annotated[Incidental[PerHost[Code[tuple[str, ...]]]], _WRITTEN] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb, mlflow, or your own as package.module:Class."""
     metrics_port: Incidental[Annotated[int, Meta(ge=0, le=65535)]] = 0
-    """The port of this machine at which Prometheus reads the newest metrics; 0 for none."""
+    """Port of this machine where Prometheus reads the newest metrics; 0 for none."""
     save_every: Incidental[ZeroOrMore] = 120.0
-    """Seconds between two checkpoints; 0 saves at the end only. The first one comes a minute after
-    the first update, and the next ones after twice as long each."""
+    """Seconds between two checkpoints; 0 saves at the end only. The first one comes after a minute,
+    and the intervals double up to this."""
     profile: Incidental[bool] = False
-    """Write JAX's profile of a few training steps to the folder `profile`. A resumed run does not
-    repeat it."""
+    """Write JAX's profile of a few training steps to the folder `profile`, once."""
     episode_timeout: Incidental[AboveZero] = 180.0
-    """Seconds without a step after which an environment that has no connection any more is dropped,
-    with its episode."""
+    """Seconds without a step after which a disconnected environment is dropped, with its episode.
+    """
 
     prefill: Annotated[tuple[str, ...], _SOURCES] = ()
     """Directories of runs whose steps a new run starts with."""
@@ -309,15 +299,15 @@ class RunConfig:
     on_failure: Incidental[Joined[Literal["restart", "stop"]]] = "restart"
     """Whether a process that fails is started again, or ends the run."""
     max_restarts: Incidental[Joined[CountOrZero]] = 10
-    """Restarts of one process, or of one environment, without progress in between, after which the
-    run gives up. Progress is a finished episode or 20 steps of an environment, a checkpoint of the
-    agent, and stored steps or written metrics of the others."""
+    """Failures of one process, or of one environment, without progress in between, after which the
+    run ends. Progress is a finished episode, 20 steps, a checkpoint, stored steps or written
+    metrics."""
     on_nan: Incidental[Joined[Literal["end", "stop"]]] = "end"
-    """What NaN or infinity in a reward or an observation ends: the episode, before the bad step is
+    """What NaN or infinity in a reward or observation ends: the episode, before the bad step is
     stored, or the run."""
     env_timeout: Incidental[PerHost[Joined[ZeroOrMore]]] = 300.0
-    """Seconds an environment may take to start or to step before it counts as hung, is killed and
-    started again; 0 for no timeout."""
+    """Seconds that an environment may take to start or step before it is killed and restarted; 0
+    for no limit."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -481,9 +471,8 @@ class RunConfig:
         if not isinstance(keys, RoleKey):
             return keys
         raise ConfigError(
-            f"{self.keys} is the key of the role {keys.role!r}, which opens what that role may "
-            "call: a role that others call needs the run's own key, the file 'keys' of its "
-            "directory."
+            f"{self.keys} is the key of the role {keys.role!r}, and a server needs the run key: "
+            "the file 'keys' of the run's directory."
         )
 
     def settings(self, mark: Mark | None = None) -> list[Setting]:
@@ -615,7 +604,7 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: "seed" in c.env_options,
      "env_options may not hold a seed: every environment gets its own; set the run's seed."),
     (lambda c: c.from_checkpoint_regex and not c.from_checkpoint,
-     "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both."),
+     "from_checkpoint_regex needs from_checkpoint: set both."),
     (lambda c: c.offline and c.prefill,
      "offline and prefill are mutually exclusive: name all directories after offline."),
     (lambda c: c.offline and (c.pretrain or c.offline_fraction),
@@ -625,13 +614,13 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: c.offline_fraction and c.replay_shards > 1,
      "offline_fraction cannot be used with replay_shards={c.replay_shards}: leave one out."),
     (lambda c: c.offline and c.bind,
-     "bind lets machines with environments join, and offline needs none: leave one out."),
+     "bind and offline are mutually exclusive: leave one out."),
     (lambda c: c.offline and c.actors > 1,
-     "actors choose actions in environments, and offline has none: leave actors out."),
+     "actors and offline are mutually exclusive: leave actors out."),
     (lambda c: c.offline and c.eval_every,
-     "eval_every plays episodes while training, and offline has no environments: leave one out."),
+     "eval_every and offline are mutually exclusive: leave one out."),
     (lambda c: c.eval_every and not c.eval_episodes,
-     "eval_every plays rounds of eval_episodes episodes: set eval_episodes to 1 or more."),
+     "eval_every needs eval_episodes of 1 or more."),
     (lambda c: c.replay_shards > c.envs and not c.offline and not c.bind,
      "replay_shards={c.replay_shards} with envs={c.envs} would leave shards without steps: use at "
      "most as many shards as environments, or set bind, so that other machines can join."),
@@ -639,8 +628,7 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "expect_envs={c.expect_envs} waits for more environments than the {c.actor_envs} that the "
      "agent acts in: lower it, or set bind, so that other machines can join."),
     (lambda c: 1 < c.actors > c.actor_envs and not c.bind,
-     "actors={c.actors} has more servers than there are environments to act in, {c.actor_envs}: "
-     "use fewer actors."),
+     "actors={c.actors} exceeds the {c.actor_envs} environments to act in: use fewer actors."),
     # Machines that join are told the addresses.
     (lambda c: c.remote_envs and not c.bind and not _is_reachable(c.actor_addr),
      f"remote_envs needs an actor_addr {_ADDR}, or set bind, so that they can join."),

@@ -58,8 +58,8 @@ _COLORS: dict[WorkerState, str] = {
 def live(logdir: Path, console: Console | None = None, say: Say | None = None) -> Iterator[Say]:
     """Show a run until the block ends, if there is a notebook or a terminal to show it on.
 
-    Yields what takes the lines about progress: nobody if the display shows the same, and `say`
-    if there is no display.
+    Yields what takes the lines about progress: they are dropped if the display shows the same, and
+    go to `say` if there is no display.
     """
     console = console or Console(highlight=False)
     if publish := _notebook():

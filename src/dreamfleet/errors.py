@@ -26,7 +26,7 @@ from types import ModuleType
 
 
 class DreamfleetError(Exception):
-    """Something a person can understand and fix."""
+    """An error that users can understand and fix."""
 
 
 class ConfigError(DreamfleetError, ValueError):
@@ -75,7 +75,7 @@ def import_extra(module: str, purpose: str, extra: str, *, hint: str = "") -> Mo
 def install_command(extra: str) -> str:
     """The command that adds an extra of this package to the interpreter that is running.
 
-    A person who runs `.venv/bin/dreamfleet` without activating .venv has another pip on the PATH,
+    A user who runs `.venv/bin/dreamfleet` without activating .venv has another pip on the PATH,
     which would install into another place.
     """
     pip = shutil.which("pip")

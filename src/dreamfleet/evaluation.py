@@ -469,9 +469,8 @@ class _Recorded(Wrapper):
         frame = self._frame_of(obs)
         if frame is None:
             raise ConfigError(
-                f"{self._recording.task} renders no frames, so there is no video of it: give its "
-                "constructor a parameter render_mode, and let render() return a frame if that is "
-                '"rgb_array", or leave the video out.'
+                f"{self._recording.task} renders no frames: give its constructor a parameter "
+                'render_mode, and return a frame from render() if that is "rgb_array".'
             )
         self._frames += 1
         self._score += float(obs["reward"])

@@ -91,7 +91,7 @@ def read_evaluations(logdir: Path, frames_per_step: int = 1) -> Scores:
     path = logdir / "evaluations.jsonl"
     if not path.is_file():
         raise MetricsError(f"{logdir} holds no evaluations: there is no {path}.")
-    # Of several at one step (one that was interrupted, one that a person asked for) the one with
+    # Of several at one step (one that was interrupted, one that a user asked for) the one with
     # the most episodes counts, and the last of equal ones.
     found: dict[float, tuple[int, float]] = {}
     for row in read_jsonl(path):

@@ -51,7 +51,7 @@ _RAW = "or use policy.for_gym(env), which takes what a Gymnasium environment ret
 BLUEPRINT = "blueprint"
 """The part of a checkpoint that describes the agent."""
 _FUNCTION = "function"
-"""Stands for the settings of an agent whose type nobody has named."""
+"""Stands for the settings of an agent whose type has no name."""
 
 
 @dataclass(frozen=True)
@@ -456,8 +456,8 @@ def find_checkpoint(
                 return snapshot
     except MissingPartError as error:
         raise ConfigError(
-            f"{error} It was saved before checkpoints described their agent: resume that run for "
-            "a moment, and its next checkpoint does."
+            f"{error} It was saved by an older version: resume that run briefly to write a new "
+            "checkpoint."
         ) from error
     if which == "best":
         raise ConfigError(

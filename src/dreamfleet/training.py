@@ -241,7 +241,7 @@ def _config_of(
 
 
 def _refuse_shared(config: RunConfig, chosen: bool) -> None:
-    """Refuse a directory that nobody has chosen and another environment would have as well."""
+    """Refuse a default directory that another environment would have as well."""
     if (
         is_shared(config.task)
         and not chosen
@@ -325,7 +325,7 @@ def _is_over(config: RunConfig, say: Say) -> bool:
             f"more, such as --steps {2 * step}."
         )
     else:
-        say(f"Resuming at step {step:,} with the settings that the run was last with")
+        say(f"Resuming at step {step:,} with the run's last settings")
     if holds_run(config.logdir):  # or it is another one of its hosts
         before = read_config(config.logdir)
         for line in [*differences(before, config), *unknown(before, config)]:
@@ -398,7 +398,7 @@ def _final_evaluation(
     for note in result.notes():
         say(note)
     if problem := no_encoder or result.video_error:
-        say(f"There is no video of it: {problem}")
+        say(f"No video was recorded: {problem}")
     elif video:
         say(f"Video of its first episode: {path}")
     checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")

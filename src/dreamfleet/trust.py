@@ -82,10 +82,10 @@ def admit(
     for path, name in refused:
         if path == "task" and name.startswith(PROGRAM):  # trust would not find it either
             raise ConfigError(only_there(name))
-    fix = "say --trust (trust=True in Python)"
+    fix = "add --trust (trust=True in Python)"
     if may_state is None or {ref.path for ref in refused} <= set(may_state):
         flags = " ".join(f"--{path.replace('_', '-')} {name}" for path, name in refused)
-        fix = f"say {flags}, or --trust (trust=True in Python)"
+        fix = f"add {flags}, or --trust (trust=True in Python)"
     raise ConfigError(
         f"{source} names {' and '.join(name for _, name in refused)}, which is not part of "
         f"Dreamfleet, and {rule}: {fix}."

@@ -198,7 +198,7 @@ def test_an_agent_of_your_own_is_trained_and_used(
     run([*command, "--agent", "bandit:BanditType"], tmp_path)
     refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "say --agent bandit:BanditType, or --trust" in refused.stderr
+    assert "add --agent bandit:BanditType, or --trust" in refused.stderr
     # What only reads a run's directory needs no code of its agent.
     (tmp_path / "bandit.py").unlink()
     monkeypatch.chdir(tmp_path)

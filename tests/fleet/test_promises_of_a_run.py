@@ -183,4 +183,4 @@ def test_a_run_that_is_ended_while_it_compiles_ends_at_once(tmp_path: Path) -> N
     assert lines[-1] == "There is no checkpoint: the run ended before its first one."
     assert not [line for line in lines if "did not stop" in line]
     log = (tmp_path / "logs" / "agent.log").read_text()
-    assert "asked to stop before it has learned anything" in log
+    assert "stopped before its first update" in log

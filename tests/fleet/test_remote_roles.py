@@ -71,5 +71,5 @@ def test_a_run_whose_replay_never_comes_says_so_and_can_be_ended(tmp_path: Path)
             combined(**parts(config, make_agent=CountingAgent), args=config, say=read)
     # The agent has ended by itself, and was not left to be killed.
     log = (tmp_path / "logs" / "agent.log").read_text()
-    assert "asked to stop before it has learned anything" in log
+    assert "stopped before its first update" in log
     assert left_behind() == []

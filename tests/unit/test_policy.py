@@ -142,7 +142,7 @@ def test_no_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         Policy.load(tmp_path)
     Checkpoint(tmp_path).save({"agent": {}}, step=1)
-    with pytest.raises(ConfigError, match="before checkpoints described their agent"):
+    with pytest.raises(ConfigError, match="saved by an older version"):
         Policy.load(tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_an_agent_of_your_own_is_imported_only_when_you_name_it(
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first.endswith("say --agent my_own_agent:AGENT, or --trust (trust=True in Python).")
+    assert first.endswith("add --agent my_own_agent:AGENT, or --trust (trust=True in Python).")
     assert second == "imported"
     for agent in (name, config.agent_type, mine):
         policy = Policy.load(tmp_path, agent=agent)
@@ -470,13 +470,13 @@ def test_networks_of_your_own_are_imported_only_when_you_name_them(
     Checkpoint(tmp_path / "ckpt" / "agent").save(parts, step=1)
     name = "surprise_package.networks:Encoder"
     for arguments in ({}, {"agent": "dreamer"}, {"agent": find_agent("dreamer"), "trust": ["x:Y"]}):
-        with pytest.raises(ConfigError, match=rf"names {name}, which .* say --trust \(trust"):
+        with pytest.raises(ConfigError, match=rf"names {name}, which .* add --trust \(trust"):
             Policy.load(tmp_path, **arguments)
     for trust in (True, [name], name):  # now it is looked for
         with pytest.raises(ConfigError, match="There is no module 'surprise_package"):
             Policy.load(tmp_path, trust=trust)
     assert main(["eval", str(tmp_path), "--agent", "dreamer"]) == 2
-    assert "say --trust" in capsys.readouterr().err
+    assert "add --trust" in capsys.readouterr().err
     # The evaluation at the end of a run, and its rounds, trust what the run itself is made of.
     own = replace(config, logdir=tmp_path, eval_episodes=1)
     with pytest.raises(ConfigError, match="There is no module 'surprise_package"):

@@ -163,7 +163,7 @@ def test_a_downloaded_checkpoint_runs_no_command(
     monkeypatch.chdir(tmp_path)
     assert main([word.format(run=run) for word in command]) == 2
     said = capsys.readouterr().err
-    assert "a file does not choose code that is imported: say --task subprocess:getoutput" in said
+    assert "a file does not choose code that is imported: add --task subprocess:getoutput" in said
     assert not marker.exists()
 
 
@@ -302,8 +302,8 @@ def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["resume"], "Say which run it is: dreamfleet resume LOGDIR."),
-        (["resume", "--steps", "5"], "Say which run it is"),
+        (["resume"], "Name the run: dreamfleet resume LOGDIR."),
+        (["resume", "--steps", "5"], "Name the run"),
         (["resume", "nowhere"], "nowhere holds no run: there is no nowhere/config.json."),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_file_chooses_no_code(
         assert main(["train", *here, *more]) == 2
         said = capsys.readouterr().err
         if not more or "agent" in values:
-            assert f"say {' '.join(typed)}, or --trust" in said
+            assert f"add {' '.join(typed)}, or --trust" in said
     assert RAN not in sys.modules
     if "agent" not in values:  # which would be imported
         path = typed[0].removeprefix("--").replace("-", "_")

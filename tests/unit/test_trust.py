@@ -40,12 +40,12 @@ def test_what_the_user_names_or_trusts_is_admitted(allowed: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("allowed", "words"),
     [
-        ({}, "say --task mine:make --dreamer.model.encoder mine:Encoder, or --trust"),
+        ({}, "add --task mine:make --dreamer.model.encoder mine:Encoder, or --trust"),
         ({"trust": ["mine"]}, "a run names mine:make and mine:Encoder, which is not part"),
         ({"trust": "mine:make"}, "a run names mine:Encoder, which"),
         ({"stated": ["task", "dreamer.mod"]}, "a run names mine:Encoder, which"),
-        ({"may_state": ["task"]}, "imported: say --trust (trust=True in Python)."),
-        ({"trust": []}, "say --task"),
+        ({"may_state": ["task"]}, "imported: add --trust (trust=True in Python)."),
+        ({"trust": []}, "add --task"),
     ],
 )
 def test_everything_else_is_refused(allowed: dict[str, Any], words: str) -> None:

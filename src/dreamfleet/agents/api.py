@@ -2,7 +2,7 @@
 
 `Agent` is the whole interface, and `Player` the part of it that acts. `AgentBase` has bodies for
 what an agent may leave out. The functions below the classes pass the state that acting needs on,
-and work on the rows of a carry: one walk for everybody who keeps, pads or cuts carries.
+and work on the rows of a carry: one walk for all code that keeps, pads or cuts carries.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Guess:
 
 
 class WorldModel(Protocol):
-    """A world model that a person can play with; an agent that has one gives it away with a method
+    """A world model that users can play with; an agent that has one gives it away with a method
     `world_model()`, which is optional.
 
     A latent state is whatever the model passes to itself, and is never changed in place. The same

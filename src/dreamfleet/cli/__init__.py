@@ -22,10 +22,10 @@ from dreamfleet.errors import DreamfleetError
 
 COMMANDS = {
     "train": "train an agent",
-    "resume": "resume a run with the settings that it was last with",
+    "resume": "resume a run with its last settings",
     "sweep": "train several seeds or settings, or search for settings",
     "eval": "play episodes with a trained agent",
-    "status": "say what a run is doing",
+    "status": "show what a run is doing",
     "view": "show runs in a browser, live",
     "export": "write a trained policy as ONNX or StableHLO",
     "push": "upload a trained policy to the Hugging Face Hub",
@@ -33,10 +33,10 @@ COMMANDS = {
     "dataset": "write the steps of a run as a dataset",
     "plot": "draw learning curves, with published ones",
     "join": "join a run on another machine with environments of this one",
-    "invite": "list, make or revoke the lines by which machines join a run",
+    "invite": "list, make or revoke the lines that let machines join a run",
     "role": "run one role of a run by hand, for example on a second computer",
-    "check-env": "play an environment and say what is wrong with it",
-    "doctor": "look over this machine, and say what it lacks",
+    "check-env": "test an environment and report its problems",
+    "doctor": "test this machine and report what is missing",
 }
 
 MOVED = {
@@ -61,16 +61,16 @@ EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("join 'dreamfleet://10.0.0.5:5550/#KEY' --eval-envs 1", "one for evaluation"),
     ),
     "invite": (
-        ("invite runs/gym-CartPole-v1", "the lines that there are"),
-        ("invite runs/gym-CartPole-v1 --name laptop", "another one"),
-        ("invite runs/gym-CartPole-v1 --revoke laptop", "which ends here"),
+        ("invite runs/gym-CartPole-v1", "all lines"),
+        ("invite runs/gym-CartPole-v1 --name laptop", "another line"),
+        ("invite runs/gym-CartPole-v1 --revoke laptop", "revoke it"),
     ),
     "plot": (("plot runs/seed-0 runs/seed-1 --out curves.png", "seeds as mean and range"),),
     "check-env": (
         ("check-env gym:Pendulum-v1", "can an agent use it?"),
         ("check-env bundled:catch --options size=[32,32]", "with options"),
     ),
-    "doctor": (("doctor", "what this machine has, and what it lacks"),),
+    "doctor": (("doctor", "what works, and what is missing"),),
 }
 
 
@@ -190,5 +190,5 @@ def _usage() -> str:
     return (
         "usage: dreamfleet COMMAND [OPTIONS]\n\n"
         f"commands:\n{rows}\n\n"
-        "'dreamfleet COMMAND --help' explains one. 'dreamfleet --version' tells the version."
+        "'dreamfleet COMMAND --help' explains one. 'dreamfleet --version' prints the version."
     )

@@ -233,10 +233,10 @@ def _with_dashes(word: str) -> str:
 def _unknown_option(word: str, options: Sequence[Option]) -> ConfigError:
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
-        return ConfigError(f"{word!r} belongs to no option. See --help.")
+        return ConfigError(f"Unexpected argument {word!r}. See --help.")
     for option in options:
         if option.positional and flag == f"--{option.path}":
-            return ConfigError(f"{option.flag} is written without {flag}: its value alone will do.")
+            return ConfigError(f"Give {option.flag} as a plain argument, without {flag}.")
     flags = {option.path: option.flag for option in options if not option.positional}
     close = closest_setting(flag, flags)
     hint = f"Did you mean {flags[close]}?" if close else "See --help."

@@ -45,7 +45,7 @@ def check_env(
     timeout: Annotated[float, Meta(ge=0)] = RunConfig.env_timeout,
     sheet: Path | None = Path("check-env.png"),
 ) -> None:
-    """Play an environment and say what is wrong with it, and how to fix it.
+    """Test an environment with random actions and report each problem with its fix.
 
     Args:
         task: Such as gym:CartPole-v1, dmc:walker_walk or my_package.my_module:my_factory.

@@ -22,7 +22,7 @@ def dataset(words: tuple[str, ...], /, out: Path = Path("dataset"), name: str = 
         name: The dataset's id, such as cartpole/mine-v0; by the run's directory if not given.
     """
     if len(words) != 2 or words[0] != "export":
-        raise ConfigError("Say which run is to be written: dreamfleet dataset export LOGDIR.")
+        raise ConfigError("Name the run: dreamfleet dataset export LOGDIR.")
     logdir = Path(words[1])
     directories = replay_directories(logdir)
     named = name or f"dreamfleet/{logdir.absolute().name}-v0"

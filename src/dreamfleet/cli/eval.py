@@ -31,7 +31,7 @@ def eval(  # noqa: A001 - the command's name
     task: str | None = None,
     trust: bool = False,
 ) -> None:
-    """Play complete episodes with a trained agent and say what it scores.
+    """Play complete episodes with a trained agent and print their scores.
 
     The environments are new ones with seeds that training never uses. Actions are sampled from the
     policy, as in training and in the paper, unless you ask for greedy ones. The newest checkpoint
@@ -47,14 +47,12 @@ def eval(  # noqa: A001 - the command's name
         keep: Add the result to the run's evaluations.jsonl, which pages and plots show.
         seed: Another seed plays other episodes.
         fps: Frames a second of the video.
-        agent: An agent of your own, as package.module:name, which is imported then.
+        agent: Your own agent, as package.module:name.
         best: Take the checkpoint with the best evaluation score instead of the newest.
-        envs: Environments at the same time, no more of which are made; 0 for the run's eval_envs,
-            or as many as it trained with.
+        envs: Environments that play at the same time; 0 for the run's eval_envs, or envs.
         max_steps: Steps after which an episode is cut short; 0 for the run's eval_max_steps.
-        task: The environment, if it is not the one that the run names; also for a run of a program
-            that had an environment of its own.
-        trust: Import code of others that the run names: your own environment, agent or networks.
+        task: Another environment, or the module:name of one that a script defined.
+        trust: Import your own environment, agent or networks that the run names.
     """
     tell = note if json else say
     policy = Policy.load(
@@ -87,7 +85,7 @@ def eval(  # noqa: A001 - the command's name
     if video and not result.video_error:
         tell(f"video          {video}")
     if result.video_error:
-        raise ConfigError(f"There is no video of it: {result.video_error}")
+        raise ConfigError(f"No video was recorded: {result.video_error}")
 
 
 def _show(result: Evaluation, as_json: bool) -> None:

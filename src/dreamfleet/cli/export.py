@@ -34,8 +34,8 @@ def export(
         latent: Sample the latent state, as in training, or take its mode.
         actions: Sample actions, as in evaluation, or take the mode of the policy.
         best: Take the checkpoint with the best evaluation score instead of the newest.
-        task: The environment, if it is not the one that the run names.
-        trust: Import code of others that the run names: your own environment or networks.
+        task: Another environment than the one that the run names.
+        trust: Import your own environment or networks that the run names.
     """
     policy = Policy.load(logdir, "best" if best else "latest", trust=trust)
     folder = out or run_of(logdir) / "export"

@@ -21,15 +21,15 @@ def invite(
     name: str | None = None,
     revoke: str | None = None,
 ) -> None:
-    """List the lines by which other machines join a run, make another one, or revoke one.
+    """List the lines that let other machines join a run, make another one, or revoke one.
 
-    It works while the run goes on, and also between its end and its resume.
+    It works during the run, and also between its end and its resume.
 
     Args:
         logdir: The run's directory.
-        name: Make another line, with a key of its own, and call it so.
+        name: Make another line with this name and a key of its own.
         revoke: Make the line of this name invalid. Machines that have joined with it
-            are sent away within seconds.
+            are disconnected within seconds.
     """
     config = read_config(logdir)
     place = read_place(logdir)
@@ -40,7 +40,7 @@ def invite(
         )
     if revoke is not None:
         revoke_invitation(logdir, revoke)
-        say(f"Revoked {revoke}: machines that have joined with it are sent away.")
+        say(f"Revoked {revoke}: machines that joined with it are disconnected.")
     if name is not None:
         # The directory may have been moved, and its key with it.
         own = logdir / "keys"

@@ -12,7 +12,7 @@ def pull(repository: str, /, out: Path | None = None) -> None:
     """Download a trained policy from the Hugging Face Hub.
 
     Only data is downloaded. 'dreamfleet eval' and Policy.load take the directory; they import code
-    of others only if you name or trust it.
+    outside of Dreamfleet only if you name or trust it.
 
     Args:
         repository: At the Hub, as user/name.

@@ -29,6 +29,6 @@ def push(
         private: Make a repository that others do not see.
     """
     if len(words) != 2:
-        raise ConfigError("Say which run goes where: dreamfleet push LOGDIR user/name.")
+        raise ConfigError("Name the run and the repository: dreamfleet push LOGDIR user/name.")
     which: Which = "best" if best else "latest"
     say(upload(Path(words[0]), words[1], which=which, video=video, private=private))

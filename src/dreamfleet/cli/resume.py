@@ -14,9 +14,9 @@ from dreamfleet.resuming import holds_run
 from dreamfleet.settings import Section
 
 SUMMARY = """\
-Resume a run with the settings that it was last with.
+Resume a run with its last settings.
 
-It takes the options of 'dreamfleet train', for settings to change; what is changed is said."""
+It takes the options of 'dreamfleet train', for settings to change, and prints each change."""
 
 EXAMPLES = (
     ("resume runs/gym-CartPole-v1", "as it was"),
@@ -52,4 +52,4 @@ def _directory(arguments: Sequence[str]) -> tuple[Path, Sequence[str]]:
         word = words[place] if words else "-"
         if not word.startswith("-") and (place == 0 or holds_run(Path(word))):
             return Path(word), words[1:] if place == 0 else words[:-1]
-    raise ConfigError("Say which run it is: dreamfleet resume LOGDIR.")
+    raise ConfigError("Name the run: dreamfleet resume LOGDIR.")

@@ -42,8 +42,8 @@ def role(
     """Run one role of a run by hand: on a second computer, under Slurm or under Kubernetes.
 
     Every role needs the run's config.json, which 'dreamfleet train' writes, and, if the run uses
-    tcp, a copy of its file 'keys', with mode 600. Settings of the run that are others here, such as
-    an address, may be changed; what is changed is said.
+    tcp, a copy of its file 'keys', with mode 600. Settings that differ here, such as an address,
+    may be changed; each change is printed.
 
     Args:
         name: agent (acts and learns), actor (acts only; one of several `actors`), env
@@ -94,5 +94,5 @@ def _read(config: Path | None, logdir: Path | None) -> tuple[RunConfig, Path]:
     if config is not None:
         return read_config_file(config), config
     if logdir is None:
-        raise ConfigError("Say which run it is: --logdir DIR, or --config FILE.")
+        raise ConfigError("Name the run: --logdir DIR, or --config FILE.")
     return read_config(logdir), logdir

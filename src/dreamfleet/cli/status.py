@@ -25,14 +25,14 @@ def status(
     svg: Path | None = None,
     check: bool = False,
 ) -> None:
-    """Say what a run is doing, also from another terminal.
+    """Show what a run is doing, also from another terminal.
 
     Args:
         logdir: The run's directory.
-        follow: Show it again and again, until Ctrl-C; without a terminal until the run ends.
-        json: Print one JSON object in a line instead of the picture.
-        svg: Also write the picture to this file.
-        check: Say nothing, and exit with code 1 unless the run is under way and responds: a health
+        follow: Repeat until Ctrl-C; without a terminal until the run ends.
+        json: Print one JSON object in a line instead of the table.
+        svg: Also write the table to this file, as a picture.
+        check: Print nothing, and exit with code 1 unless the run is alive and responds: a health
             check for containers.
     """
     if check:

@@ -29,15 +29,15 @@ def view(
 ) -> None:
     """Serve a page about a run, or a folder of runs, live while they run and afterwards.
 
-    The address that is printed holds a token, and nothing is shown or done without it. Only this
+    The printed address holds a token, which every request needs. Only this
     machine reaches the page, unless you name another address to listen on.
 
     Args:
         folder: A run's directory, or a folder of runs.
-        host: The address to listen on, such as 0.0.0.0 for all of this machine.
+        host: The address to listen on, such as 0.0.0.0 for all networks.
         port: The port; without one 8765, or another one if that is taken.
         browser: Also open the page in a browser, if there is a terminal.
-        trust: Import code of others that the runs name: your own environments, agents or networks,
+        trust: Import your own environments, agents or networks that the runs name,
             to dream with them and to evaluate them.
     """
     _need_the_extra()
@@ -49,8 +49,8 @@ def view(
     def ready(address: PageAddress) -> None:
         say(address.url)
         if not is_loopback(host):
-            say("This address is enough to see and stop the runs. It is not encrypted.")
-        say("Ctrl-C ends the page; runs go on.")
+            say("The address gives access to the runs. The connection is not encrypted.")
+        say("Ctrl-C ends the page; runs continue.")
         if browser:
             _open(address.url)
 

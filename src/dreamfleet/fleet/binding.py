@@ -57,7 +57,7 @@ def parse_bind(text: str, here: Addresses | None = None) -> Binding:
     mine = [number for number in numbers if number in known or _loopback(number)]
     if not mine:
         has = ", ".join(f"{name} ({', '.join(own)})" for name, own in interfaces.items() if own)
-        what = f"stands for {numbers[0]}, which is" if numbers and numbers[0] != host else "is"
+        what = f"resolves to {numbers[0]}, which is" if numbers and numbers[0] != host else "is"
         raise ConfigError(
             f"bind={text}: {host} {what} no address of this machine. Write 0.0.0.0 for all of its "
             f"networks, or one of them: {has}."
@@ -65,8 +65,8 @@ def parse_bind(text: str, here: Addresses | None = None) -> Binding:
     far = [number for number in mine if not _loopback(number)]
     if not far and host not in mine and host != "localhost":
         raise ConfigError(
-            f"bind={text}: {host} stands for {mine[0]} on this machine, which no other one "
-            f"reaches. Write 0.0.0.0, or an address of this machine's."
+            f"bind={text}: {host} resolves to {mine[0]} on this machine, which no other machine "
+            f"can reach. Write 0.0.0.0, or an address of this machine's."
         )
     return Binding((far or mine)[0], host, port)
 

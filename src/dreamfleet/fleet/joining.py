@@ -236,7 +236,7 @@ class _Machine:
     def _check_task(self, task: str) -> None:
         named = self._offer.task
         if named is not None and named != task:
-            raise ConfigError(f"The run's task is {task}, not {named}: say --task {task}.")
+            raise ConfigError(f"The run's task is {task}, not {named}: use --task {task}.")
         stated = ["task"] if named else []
         code = code_in([("task", task)])
         admit("The run", code, trust=self._offer.trust, stated=stated, rule=A_MACHINE)
@@ -483,8 +483,8 @@ def _port_problem(address: Address, seconds: float) -> str:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
     except socket.gaierror:
         return (
-            f"this machine does not know the name {address.host}: write its number, or fix its "
-            "entry in DNS or /etc/hosts"
+            f"this machine does not know the name {address.host}: use the IP address, or fix DNS "
+            "or /etc/hosts"
         )
     except ConnectionRefusedError:
         return _REFUSED

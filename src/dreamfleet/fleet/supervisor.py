@@ -74,7 +74,7 @@ def unless_full(say: Say) -> Say:
         except BrokenPipeError:
             raise
         except OSError as error:
-            log.warning("It cannot be said (%s): %s", error, line)
+            log.warning("A line could not be printed (%s): %s", error, line)
 
     return said
 
@@ -305,9 +305,9 @@ class Supervisor:
             if not self._told_of_envs:
                 self._told_of_envs = True
                 self._say(
-                    f"A failure: {health.error}. Its episode was cut short and the environment is "
-                    "built or reset again; the others go on. This is said once; the status shows "
-                    f"how often it happens, and {member.log_file} has the traceback."
+                    f"A failure: {health.error}. Its episode was cut short, and the environment is "
+                    "rebuilt or reset. The status counts further failures; "
+                    f"{member.log_file} has the traceback."
                 )
 
     def _stop_all(self, failed: bool) -> None:
@@ -508,7 +508,7 @@ class _Member:
             return f"was killed by signal {-code}", str(self.error or "")[:_REASON_LENGTH]
         how = f"ended with code {code}"
         if is_full(folder := self.log_file.parent):  # it could not even write why
-            return how, f"the disk of {folder} is full: make room, and the run goes on"
+            return how, f"the disk of {folder} is full: make room, and the run continues"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
             health, seconds = self.health(), hung.removeprefix(_HUNG).rstrip(")!")

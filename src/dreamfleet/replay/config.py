@@ -49,11 +49,10 @@ class PriorityConfig:
     max_fraction: Fraction = 0.5
     """Share of the largest step in the weight of a sequence; the rest is the mean of its steps."""
     initial: Annotated[float, Meta(ge=0, le=1e38)] | None = None
-    """Priority of a step that was never trained on. None means infinite, which JSON cannot hold:
-    sequences with such a step are chosen before all others."""
+    """Priority of a step that was never trained on. None: such sequences are sampled before all
+    others."""
     zero_on_sample: bool = True
-    """Whether the priorities of a sequence's steps become 0 when it is sampled for training, until
-    the agent sends new ones."""
+    """Set the priorities of a sampled sequence to 0 until the agent sends new ones."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -64,12 +63,12 @@ class ReplayConfig:
     """What the replay keeps, and which sequences it samples."""
 
     capacity: PerHost[Count] = 1_000_000
-    """Sequences that are kept; the oldest leave first. One new step makes one sequence. Of
-    evaluation data, which only reports use, a tenth of it is kept."""
+    """Sequences to keep, one for each step; the oldest are removed first. Evaluation data keeps a
+    tenth."""
     chunk: Incidental[PerHost[Count]] = 1024
     """Steps in a file of the replay. A directory that has files already keeps their size."""
     max_bytes: PerHost[Count | None] = None
-    """Bytes that the files may take; the oldest sequences leave earlier then. None for no bound."""
+    """Limit of the files' size in bytes; None for no limit."""
     online: bool = True
     """Whether each new sequence that overlaps no earlier one is trained on once, before others."""
     fractions: Fractions = field(default_factory=Fractions)

@@ -53,7 +53,7 @@ class SamplesPerInsert:
 
     @property
     def lock(self) -> threading.Condition:
-        """Held while something is counted. Whoever holds it may look and count in one go."""
+        """Held while something is counted. Its holder may look and count in one go."""
         return self._changed
 
     @property

@@ -129,8 +129,8 @@ def _settle(journal: Journal, every: Ticks) -> None:
     staged = [tick for tick in journal.staged() if tick <= complete]
     tick = staged[-1] if staged else complete
     log.warning(
-        "The newest entry of the replay's journal is not whole. By its chunks, %d steps more than "
-        "the entry before says were committed; they are kept.",
+        "The newest entry of the replay's journal is damaged. Its chunks hold %d more committed "
+        "steps than the entry before; they are kept.",
         tick - journal.committed,
     )
     journal.settle(tick)

@@ -294,7 +294,7 @@ class Replay:
             values, priority = update_values(table.store.schema, arrays, lead)
             flat = stepid.reshape(-1, STEPID_BYTES)
             runs = table.store.locate(flat)
-            # Nobody copies a sequence out while its states change, so none is half old, half new.
+            # No reader copies a sequence while its states change, so none is half old, half new.
             self._readers.wait_until_none()
             here = sum(run.size for run in runs if run.slot >= 0)
             self._statistics.skipped_updates += count - here

@@ -324,7 +324,7 @@ class Table:
             try:
                 free = shutil.disk_usage(store.directory).free + self.data_bytes
             except FileNotFoundError:
-                return problems  # Whoever writes next is told that the directory is gone.
+                return problems  # The next write reports that the directory is gone.
             if full.disk > free:
                 problems.append(
                     f"The replay needs {_readable(full.disk)} of disk when full, but "

@@ -137,7 +137,7 @@ def serve_actor(
             if progress.error is None:
                 actor.log_metrics(server, held=opening.closed)
         finally:
-            # After a failure nobody waits for the replay or the logger any longer.
+            # After a failure the replay and the logger are not waited for.
             flush = actor.flush_seconds if progress.error is None else 0.0
             with _given_up(flush):
                 server.close(flush=flush)
@@ -154,7 +154,7 @@ def _given_up(seconds: float) -> Iterator[None]:
     except Timeout as error:
         if seconds > _GIVE_UP_SECONDS:
             raise
-        log.warning("The run ends without what was on its way. %s", error)
+        log.warning("On forced shutdown, unconfirmed steps are dropped. %s", error)
 
 
 class Opening:
@@ -398,7 +398,7 @@ class Actor:
     @property
     def flush_seconds(self) -> float:
         """How long the replay and the logger may take nothing before the run's end gives up on
-        them. One that is not connected comes back only if somebody restarts it."""
+        them. One that is not connected comes back only if it is restarted."""
         if self._progress.stopped and self._progress.waiting():
             return _GIVE_UP_SECONDS  # without a learner the replay may take nothing
         for reply in (*(reply for reply, _ in self._stored), *self._logged):

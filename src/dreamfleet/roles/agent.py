@@ -116,7 +116,7 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, hosts: Hos
 def _leave_if_unprepared(progress: Progress) -> None:
     """Leave the process if it is asked to stop while it compiles, which may take a minute."""
     if progress.stopped and not progress.prepared and process_was_asked_to_stop():
-        log.info("The agent is asked to stop before it has learned anything: nothing is saved.")
+        log.info("The agent is stopped before its first update: nothing is saved.")
         logging.shutdown()
         os._exit(STOPPED)
 
@@ -137,6 +137,6 @@ def _wait_while(sending: Callable[[], bool], progress: Progress, args: RunConfig
             if replay is None:
                 replay = Client(find_server(args, "replay"), "agent-end", keys=args.run_keys)
                 stack.callback(replay.close, 0.0)
-                log.info("Learning does not keep up: the replay is to take what is left at once.")
+                log.info("Learning is behind: the replay stores the remaining steps at once.")
             with suppress(TransportError):
                 replay.call("release").wait(_LOOK_SECONDS)

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 MOST_IDS = 1 << 17
 """Environments of machines that have joined, of one actor, in all."""
-_MAGNITUDE = 1e18  # numbers beyond it are nobody's, and their squares overflow a float32
+_MAGNITUDE = 1e18  # no real value is beyond it, and larger squares overflow a float32
 _SLACK = 1e3  # environments leave their bounds a little; this many times their width is absurd
 _MOST_LOGS = 1024  # distinct keys that are only logged
 _MOST_PLANS = 256
@@ -127,7 +127,7 @@ def check_ids(
     if args.eval_every:  # the evaluator serves them
         fits &= ~evaluates
     if not fits.all():
-        raise ArgumentError(f"This run has no environment {ids[~fits][0]} for you.")
+        raise ArgumentError(f"Environment {ids[~fits][0]} is not one of this run's.")
     wrong = evaluates != (evaluates if is_eval is None else is_eval)
     if wrong.any():
         what = "evaluation" if evaluates[wrong][0] else "training"
@@ -143,7 +143,7 @@ def check_acting(args: RunConfig) -> CheckEnvs:
         ids, incarnations = ids_of(sent), incarnations_of(sent)
         if not invitation:
             own = (ids < JOINED) & (incarnations == 0)
-            require(bool(own.all()), "Environments from there need an invitation.")
+            require(bool(own.all()), "Environments of other machines need an invitation.")
         check_ids(args, ids, is_eval)
         if invitation:
             for envid, incarnation in zip(ids.tolist(), incarnations.tolist(), strict=True):
@@ -161,12 +161,11 @@ def _check_column_of_ids(args: RunConfig, envids: Any, is_eval: Any = None) -> i
     fits = isinstance(envids, np.ndarray) and envids.dtype == np.int64 and envids.ndim == 1
     require(
         fits and len(envids) <= _MOST_ROWS,
-        f"A message has an int64 for each row, which tells its environment, and {_MOST_ROWS} rows "
-        "at most.",
+        f"envids must be an int64 array with at most {_MOST_ROWS} rows.",
     )
     require(
         is_eval is None or type(is_eval) is bool or _is_column(is_eval, len(envids), "b"),
-        "Whether steps are of evaluation is a bool, of a message or of each row.",
+        "is_eval must be a bool, or a bool for each row.",
     )
     check_ids(args, envids, is_eval)
     return len(envids)
@@ -174,8 +173,8 @@ def _check_column_of_ids(args: RunConfig, envids: Any, is_eval: Any = None) -> i
 
 def _check_number(source: Any, number: Any) -> None:
     """Refuse what does not tell a message that is sent again from another one."""
-    require(type(source) is str and len(source) <= _LONGEST_KEY, "A source is a short text.")
-    require(_is_whole(number, 0, 2**62), "The messages of a source are counted from 0.")
+    require(type(source) is str and len(source) <= _LONGEST_KEY, "source must be a short text.")
+    require(_is_whole(number, 0, 2**62), "number must be an integer of 0 or more.")
 
 
 # --- steps of the run ----------------------------------------------------------------------------
@@ -223,14 +222,17 @@ class StepBound:
         self._most = -1
 
     def check(self, step: Any) -> None:
-        require(_is_whole(step, -1, _MOST_STEPS), f"A run has made 0 to {_MOST_STEPS} steps.")
+        require(
+            _is_whole(step, -1, _MOST_STEPS),
+            f"step must be between 0 and {_MOST_STEPS}.",
+        )
         if step <= self._most:
             return
         made = read_steps(self._path)
         if self._by_time:
             made = max(made, self._known + int(_FASTEST * (self._clock() - self._start)))
         self._most = made + self._ahead
-        require(step <= self._most, f"The run has made {made} steps so far, and not {step}.")
+        require(step <= self._most, f"step is {step}, but the run has made {made} steps so far.")
 
 
 # --- observations --------------------------------------------------------------------------------
@@ -370,14 +372,14 @@ class Owners:
     def _check_room(self, owner: _Owner, more: int) -> None:
         require(
             owner.count + more <= self._most_each,
-            f"A client has {self._most_each} environments at most.",
+            f"A client may have at most {self._most_each} environments.",
         )
         if len(self._owner_of) + more > self._most:
             for envid, other in list(self._owner_of.items()):
                 if other is not owner and not self._holds(other):
                     self._take(envid, other)
             if len(self._owner_of) + more > self._most:
-                raise Occupied(f"There are {self._most} environments, which are the most.")
+                raise Occupied(f"The limit of {self._most} environments is reached.")
 
     def _give(self, envid: int, owner: _Owner) -> None:
         other = self._owner_of.get(envid)
@@ -478,7 +480,7 @@ class ObservationCheck:
         if len(args) != 1 or type(args[0]) is not dict or not rows:
             raise ArgumentError("'act' takes one block of observations.")
         if rows > self._most_rows:
-            raise ArgumentError(f"A block holds {self._most_rows} observations at most.")
+            raise ArgumentError(f"A block may hold at most {self._most_rows} observations.")
         obs: dict[str, NDArray[Any]] = args[0]
         if not self._spaces:
             self._adopt(_spaces_of(obs))
@@ -491,7 +493,7 @@ class ObservationCheck:
                 or value.shape[1:] != space.shape
             ):
                 needed = f"{space.dtype}{[*space.shape]}"
-                raise ArgumentError(f"{key!r} is {_text(value)}, and has to be {needed}.")
+                raise ArgumentError(f"{key!r} is {_text(value)}, and must be {needed}.")
         for key in logs:
             _check_loggable(key, obs[key])
         at = {leaf.path[1]: index for index, leaf in enumerate(request.schema.leaves)}
@@ -566,7 +568,7 @@ def _spaces_of(obs: Mapping[str, Any]) -> dict[str, Space]:
             if not key.startswith(LOG_PREFIX)
         }
     except Exception as problem:
-        raise ArgumentError(f"This is no observation: {problem}") from None
+        raise ArgumentError(f"The observation is not valid: {problem}") from None
 
 
 def _check_loggable(key: str, value: Any) -> None:
@@ -658,18 +660,20 @@ class ReplayChecks:
         source: Any,
         seq: Any,
     ) -> None:
-        require(type(is_eval) is bool, "Whether steps are of evaluation is a bool.")
+        require(type(is_eval) is bool, "is_eval must be a bool.")
         rows = _check_column_of_ids(self._args, envids, is_eval)
-        require(type(source) is str and 0 < len(source) <= _LONGEST_KEY, "A source is a name.")
-        require(_is_whole(seq, 0, 2**62), "The number of a batch counts from 0.")
-        require(type(steps) is dict and len(steps) <= _MOST_LOGS, "Steps are a dict of arrays.")
+        require(
+            type(source) is str and 0 < len(source) <= _LONGEST_KEY, "source must be a short name."
+        )
+        require(_is_whole(seq, 0, 2**62), "seq must be an integer of 0 or more.")
+        require(type(steps) is dict and len(steps) <= _MOST_LOGS, "steps must be a dict of arrays.")
         for key, value in steps.items():
             if value.__class__ is not np.ndarray or value.shape[:1] != (rows,):
-                raise ArgumentError(f"{key!r:.200} has not one row for each environment.")
+                raise ArgumentError(f"{key!r:.200} must have one row for each environment.")
             space = self._spaces.get(key)
             if space is not None and (value.dtype != space.dtype or value.shape[1:] != space.shape):
                 raise ArgumentError(
-                    f"{key!r} is {_text(value)}, and has to be {space.dtype}{[*space.shape]}."
+                    f"{key!r} is {_text(value)}, and must be {space.dtype}{[*space.shape]}."
                 )
             if value.dtype.kind == "f":  # policies and environments leave their bounds a little
                 check_floats(key, value, *self._bounds.get(key, (-_MAGNITUDE, _MAGNITUDE)))
@@ -687,68 +691,80 @@ class ReplayChecks:
             self._owners.claim(caller, ids, first, marks=marks, key=source.encode())
 
     def finished(self, read: Any) -> None:
-        require(type(read) is dict and set(read) == {"train", "eval"}, "There are two buffers.")
+        require(
+            type(read) is dict and set(read) == {"train", "eval"},
+            "read must have the keys train and eval.",
+        )
         for each in read.values():
-            require(type(each) in (list, tuple) and len(each) == 2, "An epoch has a tick.")
+            require(
+                type(each) in (list, tuple) and len(each) == 2,
+                "read must hold pairs of epoch and tick.",
+            )
             fits = type(each[0]) is str and _is_whole(each[1], 0, 2**62)
-            require(fits, "An epoch is a name, and a tick counts from 0.")
+            require(fits, "An epoch must be a text, and a tick an integer of 0 or more.")
 
     def update(self, data: Any) -> None:
-        require(type(data) is dict and len(data) <= _MOST_LOGS, "An update is a dict of arrays.")
+        require(type(data) is dict and len(data) <= _MOST_LOGS, "data must be a dict of arrays.")
         stepid = data.get(STEPID)
         if stepid.__class__ is not np.ndarray or stepid.shape[-1:] != (STEPID_BYTES,):
             raise ArgumentError(f"An update needs a {STEPID!r}.")
         for key, value in data.items():
-            require(value.__class__ is np.ndarray, f"{key!r:.200} is no array.")
+            require(value.__class__ is np.ndarray, f"{key!r:.200} must be an array.")
             if key in self._protected or (
                 key not in (STEPID, PRIORITY) and is_image(value.dtype, value.shape[2:])
             ):
                 raise ArgumentError(
-                    f"{key!r} is what an environment sent, and is never changed: an update holds "
-                    "what the agent stores with a step, and priorities."
+                    f"{key!r} comes from an environment and cannot be updated: send latent states "
+                    "and priorities only."
                 )
 
     def raise_position(self, steps: Any) -> None:
         most = max(saved_steps(self._args), self._known.stored())
         if shares_no_directory(self._args):  # and so has no checkpoints
             most = self._args.steps or _MOST_STEPS
-        require(_is_whole(steps, 0, most), f"No checkpoint is of a step above {most}.")
+        require(_is_whole(steps, 0, most), f"steps must be between 0 and {most}.")
 
     def grant(self, sequences: Any) -> None:
         most = self._known.most_granted()
-        require(_is_whole(sequences, 0, most), f"{most} sequences at most are asked for at once.")
+        require(_is_whole(sequences, 0, most), f"sequences must be between 0 and {most}.")
 
     def sample_batch_train(self, known: Any = None) -> None:
         if known is not None:
             self.permit(known)
 
     def permit(self, known: Any) -> None:
-        require(_is_whole(known, 0, 2**62), "Samples are counted from 0.")
+        require(_is_whole(known, 0, 2**62), "known must be an integer of 0 or more.")
 
     def shares(self, mode: Any) -> None:
         fits = type(mode) is str and mode in ("train", "report", "eval")
-        require(fits, "There are batches to train, to report and to evaluate on.")
+        require(fits, "mode must be train, report or eval.")
 
     def sample_part(self, fresh: Any, drawn: Any, everywhere: Any) -> None:
-        require(_is_whole(fresh, 0, _MOST_ROWS), "So many fresh sequences are in no batch.")
-        require(_is_whole(everywhere, 0, _MOST_STEPS), "Sequences are counted from 0.")
+        require(
+            _is_whole(fresh, 0, _MOST_ROWS),
+            f"fresh must be between 0 and {_MOST_ROWS}.",
+        )
+        require(
+            _is_whole(everywhere, 0, _MOST_STEPS),
+            f"everywhere must be between 0 and {_MOST_STEPS}.",
+        )
         fits = isinstance(drawn, (list, tuple)) and len(drawn) <= _MOST_LOGS
         require(
             fits and all(_is_whole(count, 0, _MOST_ROWS) for count in drawn),
-            "How many sequences a selector draws is a number for each.",
+            f"drawn must hold an integer from 0 to {_MOST_ROWS} for each selector.",
         )
 
     def opened(self, shard: Any, steps: Any, size: Any) -> None:
         self.inserted(shard, steps)
         most = 2 * self._args.replay.capacity + _MOST_ROWS
-        require(_is_whole(size, 0, most), f"A shard holds 0 to {most} steps.")
+        require(_is_whole(size, 0, most), f"size must be between 0 and {most}.")
 
     def inserted(self, shard: Any, steps: Any) -> None:
         others = self._args.replay_shards - 1
-        require(_is_whole(shard, 0, others), f"The other shards are numbered from 1 to {others}.")
+        require(_is_whole(shard, 0, others), f"shard must be between 0 and {others}.")
         # A shard tells of each message before it takes the next one.
         most = self._known.told(shard) + 2 * _MOST_ROWS
-        require(_is_whole(steps, 0, most), f"Shard {shard} has stored {most} steps at most.")
+        require(_is_whole(steps, 0, most), f"steps of shard {shard} must be between 0 and {most}.")
 
 
 # --- the learner ---------------------------------------------------------------------------------
@@ -775,22 +791,24 @@ class ReportCheck:
             message: What was sent.
             counted: How many of these steps are counted; None for a report that is not counted.
         """
-        require(type(message) is dict, "A report is a dict.")
+        require(type(message) is dict, "A report must be a dict.")
         for key in ("learner", "actor", "source"):
             value = message.get(key)
-            require(type(value) is str and len(value) <= _LONGEST_KEY, f"{key!r} is a short text.")
+            require(
+                type(value) is str and len(value) <= _LONGEST_KEY, f"{key!r} must be a short text."
+            )
         for key in ("steps", "unstored", "failures", "env_steps", "present"):
             value = message.get(key)
             counts = type(value) in (int, float) and 0 <= value <= _MOST_STEPS
-            require(counts and value == int(value), f"{key!r} counts from 0.")
+            require(counts and value == int(value), f"{key!r} must be an integer of 0 or more.")
         for key in ("busy", "reached"):
-            require(type(message.get(key)) is bool, f"{key!r} is a bool.")
+            require(type(message.get(key)) is bool, f"{key!r} must be a bool.")
         number = self._names.get(message["actor"])
         require(number is not None and message["source"], "The run has no such actor.")
         before = counted(message)
         if before is not None:
             new = message["steps"] - before
-            require(0 <= new <= self._ahead, f"An actor makes no {new} steps between two reports.")
+            require(0 <= new <= self._ahead, f"{new} steps between two reports are too many.")
         which, new_episode = np.array([number]), np.ones(1, bool)
         self._owners.claim(caller, which, new_episode, key=message["source"].encode())
 
@@ -821,9 +839,12 @@ class CheckedLogger:
         number: Any = 0,
     ) -> bool:
         _check_number(source, number)
-        require(isinstance(is_eval, np.ndarray), "Whether steps are of evaluation is a bool each.")
+        require(isinstance(is_eval, np.ndarray), "is_eval must be a bool for each row.")
         rows = _check_column_of_ids(self._args, envids, is_eval)
-        require(type(transitions) is dict and len(transitions) <= _MOST_LOGS, "No transitions.")
+        require(
+            type(transitions) is dict and len(transitions) <= _MOST_LOGS,
+            "transitions must be a dict of arrays.",
+        )
         for key in FLAGS:
             kind = "f" if key == "reward" else "b"
             require(_is_column(transitions.get(key), rows, kind), f"{key!r} is missing or wrong.")
@@ -831,10 +852,12 @@ class CheckedLogger:
         self._check_names(key for key in transitions if key not in FLAGS)
         for key, value in transitions.items():
             if key not in FLAGS:
-                require(key.startswith(LOG_PREFIX), f"{key!r:.200} is nothing to log.")
-                require(np.shape(value)[:1] == (rows,), f"{key!r} has not a row for each step.")
+                require(key.startswith(LOG_PREFIX), f"{key!r:.200} must start with {LOG_PREFIX}.")
+                require(np.shape(value)[:1] == (rows,), f"{key!r} must have one row for each step.")
                 _check_log(key, value)
-        require(type(frames) is dict and len(frames) <= _MOST_LOGS, "Frames are a dict of images.")
+        require(
+            type(frames) is dict and len(frames) <= _MOST_LOGS, "frames must be a dict of images."
+        )
         for key, value in frames.items():
             fits = isinstance(value, np.ndarray) and is_image(value.dtype, value.shape[1:])
             require(fits and len(value) == 1, f"{key!r:.200} is not a single image.")
@@ -859,13 +882,13 @@ class CheckedLogger:
             require(type(value) is float, f"{key!r} is not a number.")
             require(key.startswith("eval/"), f"{key!r} is not a metric of an evaluation.")
         score = metrics.get("eval/score", 0.0)
-        require(-_MAGNITUDE <= score <= _MAGNITUDE, f"A score of {score:g} is none.")
-        require(_is_whole(step, 0, _MOST_STEPS), "A round began at a step of the run.")
+        require(-_MAGNITUDE <= score <= _MAGNITUDE, f"The score {score:g} is out of range.")
+        require(_is_whole(step, 0, _MOST_STEPS), f"step must be between 0 and {_MOST_STEPS}.")
         self._steps.check(step)
         self._logger.evaluated(step, metrics, source, number)
 
     def _check_metrics(self, metrics: Any) -> None:
-        require(type(metrics) is dict, "Metrics are a dict.")
+        require(type(metrics) is dict, "metrics must be a dict.")
         self._check_names(metrics)
         for key, value in metrics.items():
             text = isinstance(value, str) and len(value) <= _LONGEST_TEXT

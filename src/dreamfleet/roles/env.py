@@ -56,11 +56,11 @@ def parallel_env(
     one group are on their way to the agent and its actions back, the others are stepped.
 
     An environment that raises loses its own episode and is built again, while the others go on; see
-    `RestartedEnv`. One whose step takes longer than `env_timeout` ends the process, and whoever
-    supervises it starts it again.
+    `RestartedEnv`. One whose step takes longer than `env_timeout` ends the process, and its
+    supervisor restarts it.
 
     When the connection to the agent is lost, environments whose observations are on their way give
-    their episodes up and are reset as soon as it is back: nobody knows whether it received them.
+    their episodes up and are reset as soon as it is back: it is unknown whether they arrived.
 
     Args:
         make_env: Called with an environment's id, returns the environment. If it takes `attempt`,
@@ -69,7 +69,7 @@ def parallel_env(
         envid: Unique in the run; several share a process.
         args: The run; tells where the actions come from.
         is_eval: Whether the data is for evaluation.
-        in_run: Whether it is a part of a run, whose settings a person may change.
+        in_run: Whether it is a part of a run, whose settings users may change.
         incarnation: On a joined machine: the number of this start, see `roles.fences`.
 
     Raises:
@@ -246,7 +246,7 @@ class Lane:
                 self._on_occupied(error)
             elif error.kind != ActorFailed.__name__:
                 raise
-            # Else the agent process is about to end; whoever supervises it decides what comes next.
+            # Else the agent process is about to end; its supervisor decides what comes next.
             self.due = time.monotonic() + _PAUSE
             return False
         else:

@@ -237,16 +237,16 @@ class Meeting:
             return [index for index in range(self._count) if index not in room]
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Wake all hosts that wait."""
         with self._changed:
             self._end = self._end or End("done", "The run is over.")
             self._changed.notify_all()
 
     def _verdict(self) -> End | None:
-        """How the run ends, if somebody is lost, has failed or was asked to stop.
+        """How the run ends, if a host is lost, has failed or was asked to stop.
 
         A host that is lost makes the others fail. So a failure counts when it is known that
-        nobody is lost: everybody was heard of since.
+        no host is lost: all were heard of since.
         """
         if self._end is not None:
             return self._end
@@ -370,7 +370,7 @@ class Membership:
 
 
 def _first_line(text: str) -> str:
-    """How a host has failed, without the end of a log that nobody else has."""
+    """How a host has failed, without the end of a log that no other host has."""
     line = next(iter(text.splitlines()), "").partition(". The end of ")[0]
     return line.rstrip(".")[:300]
 
@@ -419,7 +419,7 @@ def _served(config: RunConfig) -> Iterator[Meeting]:
     server = Server(listen, "hosts", keys=Keys.load(path))
     server.bind("enter", meeting.enter, repeatable=True)
     server.bind("beat", meeting.beat, repeatable=True)
-    # Everybody in a round, and everybody in that of a checkpoint.
+    # Every host in a round, and every host in that of a checkpoint.
     server.bind("gather", meeting.gather, workers=2 * config.hosts, repeatable=True)
     server.bind("missing", meeting.missing, repeatable=True)
     server.start(block=False)

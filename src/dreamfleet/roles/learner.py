@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 ReplayClient = Client | ShardedReplay
 
 SAVE_REQUEST = "save.request"
-"""A file in the run's directory by which a person asks for a checkpoint."""
+"""A file in the run's directory by which users ask for a checkpoint."""
 EARLY_SECONDS = 60.0
 """After the first update: when the first checkpoint is due. Later ones follow after longer and
 longer times, up to `save_every`."""
@@ -58,7 +58,7 @@ _COMPILING = (
 _TRACE_FROM, _TRACED = 5, 5
 """Updates before those of which the agent writes a profile, and how many these are."""
 _END_SECONDS = 20.0
-"""After which learning that is over waits for nobody any more, and the agent is saved."""
+"""After which finished learning waits no longer for other workers, and the agent is saved."""
 
 
 def parallel_learner(
@@ -117,7 +117,7 @@ def parallel_learner(
             except TransportError as error:
                 if not (progress.stopped or progress.learning_over):
                     raise
-                log.warning("The agent is saved although others are away: %s", error)
+                log.warning("The agent is saved without replay or logger: %s", error)
             saver.save()
 
 
@@ -242,7 +242,7 @@ class Saver:
         )
 
     def _connect_to_replay(self) -> None:
-        """Wait for the replay, which somebody may start later, unless the run ends before."""
+        """Wait for the replay, which may be started later, unless the run ends before."""
         deadline = time.monotonic() + _FIRST_TIMEOUT
         while True:
             try:
@@ -258,7 +258,7 @@ class Saver:
         return int(self._position["samples"])
 
     def asked(self) -> bool:
-        """Whether a person wants a checkpoint now, and has said so with a file."""
+        """Whether a file asks for a checkpoint now."""
         if not self._may_look():
             return False
         try:
@@ -823,7 +823,7 @@ def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory_in_words(needed: Mapping[str, float]) -> str:
-    """What training needs, for a person."""
+    """The memory that training needs, as text."""
     parts = ("parameters", "optimizer", "activations")
     words = ", ".join(f"{name} {readable(needed[name])}B" for name in parts if name in needed)
     whole = f"; a step {readable(needed['step'])}B" if "step" in needed else ""

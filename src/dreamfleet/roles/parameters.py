@@ -179,7 +179,7 @@ class Follower:
     """Keeps the parameters of an actor near those of the learner, with a thread of its own.
 
     Args:
-        agent: Acts; it is given parameters while nobody holds the lock.
+        agent: Acts; it is given parameters while the lock is free.
         progress: The actor's, which talks to the learner.
         lock: Held while the agent chooses actions.
         health: Told when there is progress.

@@ -117,7 +117,7 @@ class Progress:
         return self.begun
 
     def waiting(self) -> str:
-        """Whom counting waits for, in words; empty if for nobody."""
+        """What counting waits for, in words, or empty."""
         return ""
 
     def finish(self) -> None:
@@ -125,7 +125,7 @@ class Progress:
         self.finished.set()
 
     def stop(self) -> None:
-        """Somebody asks the run to stop."""
+        """The run is asked to stop."""
         self.stopped = True
         self.finished.set()
 
@@ -155,7 +155,7 @@ class SharedProgress(Progress):
     """The progress of a run as an actor in a process of its own knows it.
 
     The learner counts. It is told of steps before they are sent to the replay, so every step that
-    is stored was counted; whoever reports while it is away waits until it is back. So all actors
+    is stored was counted; a report while it is away waits until it is back. So all actors
     together make at most `_margin` steps that were not counted, and when the run has no more left
     than that, every policy call reports.
 

@@ -96,7 +96,7 @@ _HERE = Caller(RUN, "", "this process", b"here")
 
 
 class InProcessClient:
-    """A server and its clients in one object: a call is made at once, by whoever makes it."""
+    """A server and its clients in one object: a call runs at once, in the caller's thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name

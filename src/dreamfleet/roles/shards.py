@@ -262,7 +262,7 @@ class Homes:
                 del self._shards[next(iter(self._shards))]
 
     def find(self, stepid: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """The shard of each step. Those that nobody remembers are the lead's, which counts them as
+        """The shard of each step. Unknown ones are the lead's, which counts them as
         steps that are gone."""
         chunks, sizes = _runs(stepid)
         with self._lock:

@@ -1,7 +1,7 @@
 """Read files of a run: never through a link, each byte once, thinned for a chart.
 
-Names come from a browser, and anyone with write access to a run chooses its directories. So each
-part of a path is opened below the part before it, and none may be a link.
+Names come from a browser, and every user with write access to a run chooses its directories. So
+each part of a path is opened below the part before it, and none may be a link.
 """
 
 from __future__ import annotations

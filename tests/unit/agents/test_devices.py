@@ -160,9 +160,9 @@ for _ in range(20):
     [
         ("10.0.0.5", nullcontext()),
         ("fe80::1%eth0", nullcontext()),
-        ("127.0.1.1", pytest.raises(ConfigError, match=r"node7, stands for 127\.0\.1\.1 here")),
-        ("::1", pytest.raises(ConfigError, match="let it stand for its address in the network")),
-        ("", pytest.raises(ConfigError, match="node7, has no address here: add a line")),
+        ("127.0.1.1", pytest.raises(ConfigError, match=r"node7, resolves to 127\.0\.1\.1")),
+        ("::1", pytest.raises(ConfigError, match="map it to its network address")),
+        ("", pytest.raises(ConfigError, match="node7, has no address, and hosts connect by name")),
     ],
 )
 def test_hosts_on_other_machines_need_a_name_that_leads_there(

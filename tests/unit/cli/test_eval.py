@@ -248,7 +248,7 @@ def test_training_keeps_its_evaluation_when_the_video_fails(
     text = "\n".join(said)
     assert "Evaluation: mean score" in text
     reason = "It is out of order." if failure == "close" else "OSError('gone')"
-    assert f"There is no video of it: {reason}" in text
+    assert f"No video was recorded: {reason}" in text
     assert len(json.loads((tmp_path / "evaluations.jsonl").read_text())["returns"]) == 3
 
 

@@ -54,7 +54,7 @@ def test_what_is_not_here_is_refused_with_what_is(text: str, words: str) -> None
 def test_a_name_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    with pytest.raises(ConfigError, match=r"127\.0\.1\.1 on this machine, which no other one"):
+    with pytest.raises(ConfigError, match=r"127\.0\.1\.1 on this machine, which no other machine"):
         parse_bind("gpu-box", HERE)
 
 

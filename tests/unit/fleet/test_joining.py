@@ -213,7 +213,7 @@ def test_code_that_the_run_names_is_named_again(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     run, line = listening(tmp_path / "run", task="no_such_module:make")
     with run:
-        with pytest.raises(ConfigError, match="say --task no_such_module:make, or --trust"):
+        with pytest.raises(ConfigError, match="add --task no_such_module:make, or --trust"):
             joined(line)
         with pytest.raises(ConfigError, match="is no_such_module:make, not mine:make"):
             joined(line, task="mine:make")
@@ -315,7 +315,7 @@ def test_a_revoked_machine_is_told_so_and_nothing_else(
         machine.says("Joined")
         revoke(tmp_path / "run", "first")
         said = machine.ends()
-    assert "it was revoked" in str(machine.error)
+    assert "was revoked" in str(machine.error)
     assert not any("does not answer" in each for each in said), said
 
 

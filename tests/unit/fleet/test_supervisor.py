@@ -278,7 +278,7 @@ def test_a_full_disk_is_the_reason_when_workers_cannot_write_theirs(
     leader = Worker("agent", "agent", until_stopped, ends_run=True)
     replay = Worker("replay", "replay", until_stopped, restart=RestartPolicy(max_restarts=1))
     lines: list[str] = []
-    words = r"the disk of \S+ is full: make room, and the run goes on"
+    words = r"the disk of \S+ is full: make room, and the run continues"
     with find_launcher("serial")(tmp_path) as launcher:
         room: Any = NoRoom(launcher, "replay", -1)
         with pytest.raises(FleetError, match=words):

@@ -241,7 +241,7 @@ def test_an_end_gives_up_on_the_replay_only_if_nobody_learns(
     progress.stop()
     with nullcontext() if given_up else pytest.raises(Timeout):
         actor.wait_for_replies(actor.flush_seconds)
-    assert ("ends without what was on its way" in caplog.text) == given_up
+    assert ("unconfirmed steps are dropped" in caplog.text) == given_up
 
 
 @pytest.mark.parametrize(("kind", "given_up"), [(WithoutLearner, True), (Progress, False)])

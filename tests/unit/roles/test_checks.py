@@ -382,10 +382,10 @@ def test_environments_are_bounded_for_each_connection_and_in_all() -> None:
     fake = Fake()
     fake.claim("ann", [0, 1])
     fake.claim("ann", [2, 3])
-    with pytest.raises(ArgumentError, match="has 4 environments at most"):
+    with pytest.raises(ArgumentError, match="at most 4 environments"):
         fake.claim("ann", [4])
     fake.claim("bob", [4, 5])
-    with pytest.raises(Occupied, match="6 environments, which are the most"):
+    with pytest.raises(Occupied, match="limit of 6 environments is reached"):
         fake.claim("eve", [6])
     fake.gone.add(b"ann")
     fake.claim("eve", [6, 7])
@@ -613,7 +613,7 @@ def test_an_update_changes_only_what_the_agent_stores(run: RunConfig) -> None:
     stepid = np.zeros((2, 3, 20), np.uint8)
     checked.update({"stepid": stepid, "state": np.zeros((2, 3, 7)), "priority": np.ones((2, 3))})
     for key in (*SPACES, "action", "reset", "is_first"):
-        with pytest.raises(ArgumentError, match="never changed"):
+        with pytest.raises(ArgumentError, match="cannot be updated"):
             checked.update({"stepid": stepid, key: np.zeros((2, 3))})
     for wrong in (7, None, {}, {"state": stepid}, {"stepid": 5}, {"stepid": stepid, "state": 1}):
         with pytest.raises(ArgumentError):
@@ -625,7 +625,7 @@ def test_without_spaces_an_update_leaves_flags_and_images_alone(run: RunConfig) 
     service, checked = guarded(run)
     stepid = np.zeros((2, 3, 20), np.uint8)
     for key, value in (("reward", np.zeros((2, 3))), ("image", np.zeros((2, 3, 4, 4, 3), "u1"))):
-        with pytest.raises(ArgumentError, match="never changed"):
+        with pytest.raises(ArgumentError, match="cannot be updated"):
             checked.update({"stepid": stepid, key: value})
     assert service.calls == []
 
@@ -694,7 +694,7 @@ def test_checkpoints_say_where_the_run_may_be(run: RunConfig) -> None:
     checkpoint = Checkpoint(run.checkpoints)
     checkpoint.save({"agent": {}}, step=7000)
     checked.raise_position(7000)
-    with pytest.raises(ArgumentError, match="of a step above 7000"):
+    with pytest.raises(ArgumentError, match="between 0 and 7000"):
         checked.raise_position(7001)
     _, elsewhere = checked_replay(replace(run, **ELSEWHERE, steps=9000))
     elsewhere.raise_position(9000)

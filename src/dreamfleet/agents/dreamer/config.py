@@ -34,7 +34,10 @@ Percentile = Annotated[float, Meta(ge=0, le=100)]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Widths and depths of the networks. The defaults are the 12m preset."""
+    """Widths and depths of the networks.
+
+    The defaults of the class are those of 12m.
+    """
 
     deter: Count = 2048
     """Width of the recurrent (deterministic) state."""
@@ -51,8 +54,8 @@ class ModelConfig:
     depth: Count = 16
     """Channels of the image networks, before the multipliers."""
     mults: Annotated[tuple[Count, ...], Meta(min_length=1)] = (2, 3, 4, 4)
-    """Channel multiplier of each image stage; every stage halves the resolution. Images that would
-    end with less than 3 pixels a side skip the first ones."""
+    """Channel multiplier of each image stage, which halves the resolution. Images that would end
+    below 3 pixels a side skip the first ones."""
     kernel: Count = 5
     """Width of the convolution kernels; must be odd."""
     decoder_blocks: Count = 8
@@ -115,9 +118,8 @@ class LossConfig:
     """What is optimised, and how the terms are weighed."""
 
     representation: Literal["reconstruction", "barlow"] = "reconstruction"
-    """What shapes the latent state: reconstructed observations, or tokens predicted by the features
-    (Barlow Twins, as in R2-Dreamer), which needs no decoder; one is then trained beside it, without
-    a gradient into the model, to show what it knows."""
+    """What shapes the latent state: reconstructed observations, or Barlow Twins (as in R2-Dreamer).
+    With barlow the decoder is trained without a gradient into the model."""
     reconstruction_scale: ZeroOrMore = 1.0
     """Weight of each decoded key's loss; 0 leaves the decoder out."""
     barlow_scale: ZeroOrMore = 0.05
@@ -218,10 +220,10 @@ class OptimizerConfig:
     warmup: CountOrZero = 1000
     """Updates over which the learning rate rises linearly from zero."""
     decay: Annotated[int, Meta(ge=-1)] = 0
-    """Update at which the learning rate has fallen linearly to `final_rate`; -1 for the last one of
-    a run with `steps`, 0 keeps it constant, as in the paper."""
+    """Update at which the learning rate has fallen linearly to `final_rate`; -1 for the last update
+    of a run with `steps`, 0 for never, as in the paper."""
     final_rate: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    """What is left of the learning rate after the decay, as a share of it."""
+    """Share of the learning rate that is left after the decay."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -242,24 +244,24 @@ class ExecutionConfig:
     replay_context: Count = 1
     """Steps before each training sequence whose stored state it continues from."""
     send_priority: bool = False
-    """Whether the world model's loss at each trained step goes back to the replay as the step's
-    priority; prioritised sampling needs it."""
+    """Send the world model's loss of each trained step to the replay as its priority, for
+    prioritised sampling."""
     train_platform: Incidental[PerHost[str]] = ""
     """Devices that train: cpu, gpu or tpu; empty takes JAX's default."""
     train_devices: Incidental[tuple[CountOrZero, ...]] = ()
-    """Numbers of the devices that train, from 0, among those of their platform; empty takes as many
-    as there are, or as batches split over evenly."""
+    """Numbers of the training devices of their platform, from 0; empty takes all, or as many as
+    split the batch evenly."""
     policy_platform: Incidental[PerHost[str]] = ""
     """Device that acts: cpu, gpu or tpu; empty takes one of the training platform."""
     policy_devices: Incidental[PerHost[tuple[CountOrZero, ...]]] = ()
-    """Number of the device that acts, among those of its platform; empty takes the first training
-    device, or the first of `policy_platform`."""
+    """Number of the acting device of its platform; empty takes the first training device, or the
+    first of `policy_platform`."""
     shard_parameters: Incidental[bool] = False
-    """Split parameters and optimizer state over the training devices (fully sharded)
-    instead of keeping a copy on each (data parallel)."""
+    """Split parameters and optimizer state over the training devices (fully sharded) instead of
+    copying them (data parallel)."""
     shard_over: Incidental[CountOrZero] = 0
-    """Devices among which `shard_parameters` splits one copy: two groups of four have a copy each
-    on eight devices. 0 for all, with one copy."""
+    """Devices among which `shard_parameters` splits one copy; 0 for all. With 4 of eight devices
+    there are two copies."""
     publish_every: Count = 1
     """Updates after which the learner publishes parameters for the actor."""
     report_rows: Incidental[CountOrZero] = 6
@@ -282,13 +284,12 @@ class ExecutionConfig:
         )
         require(
             not self.shard_over or self.shard_parameters,
-            f"execution.shard_over={self.shard_over} says how execution.shard_parameters splits "
-            "them, which is off: set both.",
+            f"execution.shard_over={self.shard_over} needs execution.shard_parameters: set both.",
         )
         require(
             len(self.policy_devices) <= 1,
-            f"execution.policy_devices={self.policy_devices} names several, and one device acts: "
-            "name one. Further actors have processes of their own (actors=2).",
+            f"execution.policy_devices={self.policy_devices} names several devices, and only one "
+            "acts: name one.",
         )
 
 

@@ -586,7 +586,7 @@ def _unfit(place: Place) -> str:
             "machine share, at the same path."
         )
     if not place.writes:
-        return f"{where} cannot write to the run's directory: let its user write there."
+        return f"{where} cannot write to the run's directory: fix its permissions."
     if place.version != __version__:
         return (
             f"{where} has Dreamfleet {place.version}, and this machine has {__version__}: install "

@@ -30,7 +30,7 @@ from dreamfleet.replay.storage.memory import Arena, BufferPool, Prefault
 
 Ints = NDArray[np.int64]
 
-# Below the kernel's default limit of 65,530 mappings a process, with room for everybody else.
+# Below the kernel's default limit of 65,530 mappings a process, with room for other mappings.
 MAX_SLOTS = 60_000
 _MAX_ADDRESSES = 1 << 45
 _NONE = -1

@@ -45,7 +45,7 @@ from dreamfleet.spaces import Space, without_logs
 
 log = logging.getLogger(__name__)
 
-_AHEAD = 3  # steps that may be under way before anybody looks at the oldest
+_AHEAD = 3  # steps that may be under way before the oldest is checked
 
 
 class _Step(NamedTuple):
@@ -301,7 +301,7 @@ class Dreamer(ActingAgent):
     def save_later(self) -> Callable[[], Flat]:
         """What returns the state of now, called by another thread, while training goes on.
 
-        Nobody waits for steps that are under way. On an accelerator the state is copied there if
+        It does not wait for steps under way. On an accelerator the state is copied there if
         there is room for it; otherwise, and with several hosts, this is `save`.
         """
         self._check_health(unless_newest=_AHEAD)

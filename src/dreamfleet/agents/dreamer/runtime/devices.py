@@ -35,7 +35,7 @@ _SHARD_FROM = 4096
 def join_hosts(index: int, count: int, gather: Gather, address: str) -> None:
     """Make the devices of all hosts one set of devices, before anything else is done with JAX.
 
-    Nobody is watched here: who is lost is noticed, and told, by those who started this process.
+    JAX does not watch the hosts here: the supervisors notice and report a lost host.
     """
     port = 0
     if index == 0:
@@ -82,24 +82,23 @@ def _loopback() -> str:
 
 
 def check_own_name() -> None:
-    """Other machines reach the processor's collectives (Gloo) where this machine's name leads.
+    """Refuse a host name that other hosts cannot reach: the CPU's collectives (Gloo) use it.
 
     Raises:
-        ConfigError: That is this machine for each of them, as with some installers of Linux.
+        ConfigError: The name has no address, or a loopback address.
     """
     name = socket.gethostname()
     try:
         address = str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
         raise ConfigError(
-            f"This machine's own name, {name}, has no address here: add a line with its address in "
-            "the network to /etc/hosts, because processors of several hosts connect by names."
+            f"This machine's name, {name}, has no address, and hosts connect by name: add its "
+            "network address to /etc/hosts."
         ) from None
     if ip_address(address.partition("%")[0]).is_loopback:
         raise ConfigError(
-            f"This machine's own name, {name}, stands for {address} here, where no other host can "
-            "reach it: let it stand for its address in the network, in /etc/hosts, because "
-            "processors of several hosts connect by names."
+            f"This machine's name, {name}, resolves to {address}, which no other host can reach, "
+            "and hosts connect by name: map it to its network address in /etc/hosts."
         )
 
 

@@ -130,7 +130,7 @@ class DreamerType(AgentType[DreamerConfig]):
 
     def anywhere(self, config: DreamerConfig) -> DreamerConfig:
         # Only what the parameters are used with. Folders and devices are those of this machine: a
-        # file that someone sent must not choose where programs are loaded from.
+        # received file must not choose where programs are loaded from.
         trained = config.execution
         execution = ExecutionConfig(
             compute_dtype=trained.compute_dtype,

@@ -123,7 +123,7 @@ class ActingAgent:
             obs = {k: np.zeros((size, *s.shape), s.dtype) for k, s in self.obs_space.items()}
             obs["is_last"][:] = True  # where a mask of zeros is nothing to warn of
             self.policy(self.init_policy(size), obs)
-        self._actions = actions  # nobody took these: a run that resumes draws as if it had not
+        self._actions = actions  # not taken: a resumed run draws as if they had not been drawn
 
     def policy_state(self) -> Flat:
         """The parameters that choose actions, in compute precision."""

@@ -23,7 +23,7 @@ COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expens
 def enable_cache(folder: str) -> bool:
     """Keep compiled programs between runs; returns whether the folder is fit for it.
 
-    Programs that are found there are executed, so nobody else may write to it.
+    Programs that are found there are executed, so no other user may write to it.
     """
     if not folder:
         return False

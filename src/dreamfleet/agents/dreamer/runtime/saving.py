@@ -33,7 +33,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def to_flat(tree: Any) -> dict[str, NDArray[Any]]:
-    """All leaves as numpy arrays, by name; nobody may write to them.
+    """All leaves as numpy arrays, by name; they are read-only.
 
     From an accelerator they are copies. On a CPU they are the memory of the leaves, which nothing
     overwrites either: what is computed there is not donated.
