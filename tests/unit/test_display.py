@@ -184,7 +184,7 @@ def test_sparks_rise_with_the_scores() -> None:
 class Looking:
     """Finds a run that continues for a while and then has ended."""
 
-    def __init__(self, logdir: Path) -> None:
+    def __init__(self, logdir: Path, score_bytes: float = 0.0) -> None:
         self._steps: Iterator[int] = iter((2000, 3000, 4000))
 
     def look(self, patience: float = 0.0) -> RunStatus:

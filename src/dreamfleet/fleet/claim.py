@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +23,12 @@ from typing import IO
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import (
+    UNDER_WAY,
     FleetRecord,
     RunState,
     read_record,
     record_state,
-    supervisor_process,
+    run_state,
     write_record,
 )
 
@@ -98,17 +98,15 @@ def _locked(logdir: Path, lock: IO[str]) -> bool:
 def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> None:
     """Refuse a directory in use by a supervisor that the lock did not keep out."""
     record = read_record(logdir)
-    if record is None or record.state in ("ended", "failed"):
-        return
-    if record.host == socket.gethostname():
-        if not locked and supervisor_process(record) is not None:
-            raise _in_use(logdir, record)
-        return  # its process is dead: on one machine a lock, or a look at the process, tells
-    say(
-        f"The run in {logdir} was last on {record.host} (process {record.pid}), which did not say "
-        f"that it ended: watching for {_SILENT_SECONDS:g} s whether it still runs"
-    )
-    if BeatWatch(logdir).beats(_SILENT_SECONDS):
+    state = run_state(record)
+    alive = state in UNDER_WAY and not locked  # on one machine the lock tells
+    if record is not None and state == "unknown":
+        say(
+            f"The run in {logdir} was last on {record.host} (process {record.pid}), which did not "
+            f"say that it ended: watching for {_SILENT_SECONDS:g} s whether it still runs"
+        )
+        alive = BeatWatch(logdir).beats(_SILENT_SECONDS)
+    if alive:
         raise _in_use(logdir, record)
 
 

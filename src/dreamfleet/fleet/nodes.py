@@ -392,6 +392,8 @@ class JoinedNodes:
 
     def _make_node(self, asked: Asked, invitation: str) -> Machine:
         _check_version(asked.version)
+        if self._invited and invitation in self._invited.revoked():
+            raise Refused("The key of this machine is not valid any more: it was revoked.")
         if not asked.envs + asked.eval_envs:
             raise Refused("A machine joins with one environment at least.")
         run, size = self._run, asked.envs_per_process

@@ -129,7 +129,7 @@ class EpisodeStats:
         slots = self._envs.slots(ids)
         # The rows of an environment next to each other, in their order.
         order = np.argsort(slots, kind="stable")
-        slots, logs = slots[order], logs[:, order]
+        slots = slots[order]
         first = np.asarray(batch["is_first"], bool)[order]
         last = np.asarray(batch["is_last"], bool)[order]
         reward = np.asarray(batch["reward"], np.float64)[order]
@@ -154,16 +154,19 @@ class EpisodeStats:
         rows = np.empty((len(self._totals), len(ids)))
         rows[_SCORE], rows[_STEPS] = reward, ~first
         rows[_CHANGES] = ~first & (np.abs(reward - before) >= _SAME_REWARD)
-        present = logs != -np.inf
-        rows[_LOGS::2], rows[_LOGS + 1 :: 2] = np.where(present, logs, 0.0), present
-        so_far = np.where(continued, self._totals[:, place], 0)
-        totals = np.add.reduceat(rows, starts, -1) + so_far
-        peaks = np.where(continued, self._peaks[:, place], -np.inf)
+        peaks = logs
         if self._log_keys:
-            peaks = np.maximum(np.maximum.reduceat(logs, starts, -1), peaks)
+            logs = logs[:, order]
+            present = logs != -np.inf
+            rows[_LOGS::2], rows[_LOGS + 1 :: 2] = np.where(present, logs, 0.0), present
+            known = np.where(continued, self._peaks[:, place], -np.inf)
+            peaks = np.maximum(np.maximum.reduceat(logs, starts, -1), known)
+            self._peaks[:, place] = peaks
+        totals = np.add.reduceat(rows, starts, -1)
+        totals += np.where(continued, self._totals[:, place], 0)
         # Where an environment has several parts the last one stays, because numpy assigns in order.
         self._running[place], self._reward[place] = left, reward[ends]
-        self._totals[:, place], self._peaks[:, place] = totals, peaks
+        self._totals[:, place] = totals
         videos = self._record(ids, batch) if self._video in ids else {}
         episodes: dict[int, Episode] = {}  # by the row they end with
         for part in np.flatnonzero(ended).tolist():

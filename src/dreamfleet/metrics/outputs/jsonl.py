@@ -103,13 +103,9 @@ def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict):
-                yield row
-            else:
+            rows = list(_row(line))
+            yield from rows
+            if not rows:
                 log.warning("%s line %d is damaged and was skipped", path, number)
 
 
