@@ -106,7 +106,7 @@ class RunResources:
 
 
 CONFIG_FILE = "config.json"
-"""In the directory of a run: the settings that it was last with."""
+"""In the directory of a run: its last settings."""
 
 JOINED = 1 << 20
 """Environments of machines that have joined are numbered from here, above all others."""

@@ -1,4 +1,4 @@
-"""What a run starts from: a preset, or the settings that the run in its directory was last with.
+"""What a run starts from: a preset, or the last settings of the run in its directory.
 
 The latter stand in the `config.json` of the directory. Code that this file or a file of settings
 names is imported only if the user names it again or trusts it (see `dreamfleet.trust`).

@@ -59,7 +59,7 @@ def configure(
 ) -> RunConfig:
     """The configuration of a run with some settings changed, as the command makes it.
 
-    A run that exists keeps the settings that it was last with; a new one has those of a preset. The
+    A run that exists keeps its last settings; a new one has those of a preset. The
     directory is named after the task, and an offline run takes its task from the first source.
 
     Args:
@@ -294,7 +294,7 @@ def _maker(config: RunConfig, env: Task | None) -> Task:
 
 @takes_settings(RunConfig)
 def resume(logdir: Path | str, **arguments: Any) -> Evaluation | None:
-    """Resume the run in a directory with the settings that it was last with.
+    """Resume the run in a directory with its last settings.
 
     Args:
         logdir: Its directory.

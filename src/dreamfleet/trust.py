@@ -27,14 +27,20 @@ class CodeRef(NamedTuple):
 
     path: str
     name: str
+    given: str = ""
+    """What is typed after the name, such as =0.1."""
 
 
 def code_in(values: Iterable[tuple[str, Any]]) -> list[CodeRef]:
     """The code outside of this package that settings name, by their paths and values."""
     found = []
     for path, value in values:
-        names = value if isinstance(value, (dict, tuple, list)) else (value,)
-        found += [CodeRef(path, str(name)) for name in names if _is_outside(path, str(name))]
+        if isinstance(value, dict):
+            refs = [CodeRef(path, str(name), f"={each}") for name, each in value.items()]
+        else:
+            names = value if isinstance(value, (tuple, list)) else (value,)
+            refs = [CodeRef(path, str(name)) for name in names]
+        found += [ref for ref in refs if _is_outside(path, ref.name)]
     return found
 
 
@@ -79,14 +85,14 @@ def admit(
         return
     from dreamfleet.envs.registry import PROGRAM, only_there
 
-    for path, name in refused:
-        if path == "task" and name.startswith(PROGRAM):  # trust would not find it either
-            raise ConfigError(only_there(name))
+    for ref in refused:
+        if ref.path == "task" and ref.name.startswith(PROGRAM):  # trust would not find it either
+            raise ConfigError(only_there(ref.name))
     fix = "add --trust (trust=True in Python)"
     if may_state is None or {ref.path for ref in refused} <= set(may_state):
-        flags = " ".join(f"--{path.replace('_', '-')} {name}" for path, name in refused)
+        flags = " ".join(f"--{p.replace('_', '-')} {name}{given}" for p, name, given in refused)
         fix = f"add {flags}, or --trust (trust=True in Python)"
     raise ConfigError(
-        f"{source} names {' and '.join(name for _, name in refused)}, which is not part of "
+        f"{source} names {' and '.join(ref.name for ref in refused)}, which is not part of "
         f"Dreamfleet, and {rule}: {fix}."
     )

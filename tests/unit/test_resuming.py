@@ -107,7 +107,7 @@ def test_a_preset_that_is_named_again_changes_nothing_and_says_so(tmp_path: Path
         ),
         (
             {"agent": "dreamer", "dreamer.loss.extra": {f"{RAN}:Loss": 0.1}},
-            f"--dreamer.loss.extra {RAN}:Loss",
+            f"--dreamer.loss.extra {RAN}:Loss=0.1",
         ),
     ],
     ids=["task", "gym", "agent", "network", "loss"],
@@ -133,7 +133,7 @@ def test_code_that_a_file_names_is_not_imported(
     ):
         assert main(command) == 2
         said = capsys.readouterr().err
-        assert "a file does not choose code that is imported: say" in said
+        assert "a file does not choose code that is imported: add" in said
         assert (flag in said) == (command[0] != "role")
         assert said.count("\n") == 1
     with pytest.raises(ConfigError, match="trust=True"):

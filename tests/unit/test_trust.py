@@ -18,7 +18,7 @@ def test_names_of_this_package_are_no_code_of_others() -> None:
     assert code_in(values) == []
     named = [("task", "gym:mine:Env-v0"), ("outputs", ("jsonl", "a:B")), ("x", {"c:D": 1})]
     expected = [("task", "gym:mine:Env-v0"), ("outputs", "a:B"), ("x", "c:D")]
-    assert code_in(named) == expected
+    assert [ref[:2] for ref in code_in(named)] == expected
     assert RunConfig().named_code == []
     config = RunConfig(task="mine:make").changed({"dreamer.model.encoder": "mine:Encoder"})
     assert config.code_refs == CODE
@@ -35,6 +35,12 @@ def test_names_of_this_package_are_no_code_of_others() -> None:
 )
 def test_what_the_user_names_or_trusts_is_admitted(allowed: dict[str, Any]) -> None:
     admit("a run", CODE, **allowed)
+
+
+def test_the_flag_in_the_message_can_be_typed() -> None:
+    code = code_in([("dreamer.loss.extra", {"mine:Loss": 0.1})])
+    with pytest.raises(ConfigError, match=r"add --dreamer\.loss\.extra mine:Loss=0\.1, or"):
+        admit("a run", code)
 
 
 @pytest.mark.parametrize(
