@@ -113,7 +113,7 @@ def test_a_sweep_is_seen_in_a_browser(tmp_path: Path) -> None:
             const names = chart ? chart.getOption().series.map(each => each.name) : [];
             return names.filter(name => name.includes('2 seeds')).length === 2; })"""
         wait(page, seeds)
-        assert page.get_by_label("95 % interval").get_attribute("aria-checked") == "true"
+        page.wait_for_selector("[aria-checked=true]:has-text('95 % interval')")
 
 
 @contextmanager

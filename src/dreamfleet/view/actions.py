@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -109,10 +110,11 @@ class Job:
         self.run, self.name, self.step = run, name, step
         self.code: int | None = None
         self._said = "running"
+        self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
         self.process = subprocess.Popen(
             tied([*words, "--json"]),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._result,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
@@ -130,17 +132,17 @@ class Job:
         return f"{self.name} · step {self.step:,} · {self._said}"
 
     def _follow(self) -> None:
-        with self.process as process:
+        with self._result as result, self.process as process:
             assert process.stderr is not None
-            assert process.stdout is not None
             for line in process.stderr:
                 self._said = line.strip() or self._said
-            result = process.stdout.read()
-        if process.returncode:
-            self._said = with_hint(self._said)
-        with suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
-            found = msgspec.json.decode(result)
-            self._said = f"mean return {found['mean']:.4g} of {found['episodes']} episodes"
+            if process.wait():
+                self._said = with_hint(self._said)
+            else:
+                result.seek(0)
+                with suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
+                    found = msgspec.json.decode(result.read())
+                    self._said = f"mean return {found['mean']:.4g} of {found['episodes']} episodes"
         self.code = process.returncode
 
 

@@ -168,7 +168,7 @@ def fleet_graph(rows: Sequence[Mapping[str, Any]], traffic: Mapping[str, float])
             rate = traffic.get(role, 0.0)
             width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
             style = {"width": round(width, 1), "color": color, "opacity": 0.5}
-            text = f"{readable(float(f'{rate:.2g}'))}B/s"
+            text = f"{rate / 1e6:.1f} MB/s" if rate >= 1e6 else f"{rate / 1e3:.0f} kB/s"
             told = {"show": rate > 0, "formatter": text, "color": GREY, "opacity": 1}
             links.append({"source": role, "target": "agent", "lineStyle": style, "label": told})
     for node in nodes:  # centred in its column

@@ -137,8 +137,8 @@ def test_a_job_shows_its_result_or_its_error(run: Run, tmp_path: Path) -> None:
     said = "x.pt was trained with mine:Agent, which is not part of Dreamfleet: pass agent=..."
     assert with_hint("The run has no checkpoint yet.") == "The run has no checkpoint yet."
     (tmp_path / "fake_eval.py").write_text(
-        f"import sys\nif 'bad' in sys.argv: sys.exit({said!r})\n"
-        'print(\'{"mean": 2.5, "episodes": 10}\')\n'
+        'import sys\nprint(\'{"mean": 2.5, "episodes": 10}\')\n'
+        f"if 'bad' in sys.argv: sys.exit({said!r})\n"  # such as a video that cannot be written
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

@@ -291,7 +291,7 @@ def test_the_graph_has_a_node_per_role_in_the_colour_of_its_worst_state() -> Non
     assert nodes["env"] == nodes["replay"] == nodes["machine"] != nodes["agent"] == nodes["logger"]
     assert series["data"][0]["label"]["formatter"] == "env x 30\n15.0 cores"
     links = {link["source"]: link for link in series["links"]}
-    assert links["env"]["label"]["formatter"] == "1MB/s"
+    assert links["env"]["label"]["formatter"] == "1.0 MB/s"
     assert links["env"]["lineStyle"]["width"] > links["replay"]["lineStyle"]["width"]
     assert len({tuple(node["value"]) for node in series["data"]}) == 5
 
