@@ -36,6 +36,19 @@ def made_up_run(
     return logdir
 
 
+def made_up_sweep(folder: Path) -> None:
+    """Two settings with two seeds each; one run is not over yet."""
+    for size, seed in ((8, 0), (8, 1), (16, 0), (16, 1)):
+        run = made_up_run(folder / f"batch_size={size},seed={seed}", batch_size=size, seed=seed)
+        result = {"state": "complete", "score": 20.0 + 2 * seed, "seed": seed, "setting": {}}
+        if size == 16:
+            result |= {"state": "pruned", "score": 19.5}
+        if (size, seed) != (16, 1):
+            (run / "sweep.json").write_text(json.dumps(result))
+    plan = {"train": [], "values": {"batch_size": "('8', '16')", "agent": "('dreamer',)"}}
+    (folder / "sweep.json").write_text(json.dumps(plan, indent=2))
+
+
 def save_random_agent(logdir: Path, step: int) -> None:
     """A checkpoint of a run that was made up; it can be evaluated."""
     from dreamfleet.agents import RandomAgent  # environments import this file, and stay small

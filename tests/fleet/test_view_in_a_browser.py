@@ -20,7 +20,7 @@ from typing import Any
 
 from browser_parts import chromium
 from dream_parts import small_run
-from view_parts import made_up_run, save_random_agent
+from view_parts import made_up_run, made_up_sweep, save_random_agent
 
 from dreamfleet.fleet.record import read_record, supervisor_process
 
@@ -95,6 +95,25 @@ def test_a_run_is_stopped_and_resumed_from_its_page(tmp_path: Path) -> None:
         page.wait_for_selector("main :text('Resuming')")
         follow(page, "Overview")
         stop_run(page)
+
+
+def test_a_sweep_is_seen_in_a_browser(tmp_path: Path) -> None:
+    made_up_sweep(tmp_path / "runs" / "sweep")
+    with (
+        chromium() as browser,
+        served(tmp_path / "runs") as address,
+        entered(browser, address) as page,
+    ):
+        follow(page, "sweep runs/sweep")
+        wait(page, "() => document.querySelectorAll('.runs .dot').length === 2")
+        wait(page, f"() => ({_LINES})('.chart') === 2")
+        follow(page, "curves by setting")
+        seeds = """() => [...document.querySelectorAll('.chart.tall')].some(element => {
+            const chart = getElement(Number(element.id.slice(1))).chart;
+            const names = chart ? chart.getOption().series.map(each => each.name) : [];
+            return names.filter(name => name.includes('2 seeds')).length === 2; })"""
+        wait(page, seeds)
+        page.wait_for_selector("[aria-checked=true]:has-text('95 % interval')")
 
 
 @contextmanager
@@ -244,6 +263,14 @@ const series = chart ? chart.getOption().series : [];
 return Math.max(0, ...series.flatMap(each => each.data.map(point => point[0])));
 }"""
 """The last step that a chart shows."""
+
+
+_LINES = """selector => {
+const element = document.querySelector(selector);
+const chart = element && getElement(Number(element.id.slice(1))).chart;
+return chart ? chart.getOption().series[0].data.length : 0;
+}"""
+"""The lines of a plot of parallel coordinates."""
 
 
 _POINTS = """(selector, name) => {

@@ -41,18 +41,18 @@ def view(
             to dream with them and to evaluate them.
     """
     _need_the_extra()
-    from dreamfleet.view.app import PageAddress, is_loopback, serve
+    from dreamfleet.view.app import is_loopback, serve
 
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder}: name one that holds runs, or a run.")
 
-    def ready(address: PageAddress) -> None:
-        say(address.url)
+    def ready(url: str) -> None:
+        say(url)
         if not is_loopback(host):
             say("The address gives access to the runs. The connection is not encrypted.")
         say("Ctrl-C ends the page; runs continue.")
         if browser:
-            _open(address.url)
+            _open(url)
 
     serve(folder, host=host, port=port, trust=trust, ready=ready)
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 MAX_VIEWERS = 4
 IDLE_SECONDS = 900.0
 _TIMEOUT_SECONDS = 300.0
-_METHODS = ("describe", "start", "step", "predict", "go", "reset", "show")
+_METHODS = ("describe", "start", "step", "predict", "go", "show")
 
 
 class DreamClosedError(DreamfleetError):
@@ -169,23 +169,24 @@ class DreamHost:
                 self.close(name)
 
     def stop(self) -> None:
-        """End the worker."""
+        """End the worker, and what its environments have started."""
         with self._lock:
             self._resources.close()
             self._called.clear()
             self._client = self.process = None
 
     def _start(self) -> None:
-        folder = self._resources.enter_context(temporary_folder())
-        address = f"ipc://{folder}/dreams"
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __spec__.name, address, str(self._max)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        address = f"ipc://{self._resources.enter_context(temporary_folder())}/dreams"
+        self.process = self._resources.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", __spec__.name, address, str(self._max)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         )
-        self._resources.callback(_kill, self.process)
+        self._resources.callback(_kill, self.process.pid)
         assert self.process.stdout is not None
         if not self.process.stdout.readline():
             raise DreamfleetError("The worker for dreams did not start: see the terminal.")
@@ -215,10 +216,9 @@ class DreamHost:
         return found
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill the worker, and what its environments have started."""
-    with process, suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +73,8 @@ class Reality:
         self._paints = True
         self._begin: Callable[[], Arrays] | None = None
         self._now: Real | None = None
-        self._path = hashlib.blake2b(digest_size=16)  # of all actions so far
-        self._seen: dict[bytes, bytes] = {}  # hashes of observations by path
+        self._path = 0  # a hash of all actions so far
+        self._seen: dict[int, int] = {}  # hashes of observations by path
 
     def fresh(self, seed: int = 0) -> Real:
         """Start a new episode; a dream can start from its first observation (`steps`)."""
@@ -133,12 +133,12 @@ class Reality:
         return self._take(action)
 
     def _take(self, action: Mapping[str, Any], *, draw: bool = True) -> Real:
-        before = self.now
-        if before.last:
+        before, env = self.now, self._env
+        if before.last or env is None:
             return before
         taken = {key: np.asarray(value) for key, value in action.items()}
-        obs = self._attempt(lambda: self._advance(taken))
-        self._path.update(b"".join(taken[key].tobytes() for key in sorted(taken)))
+        obs = self._attempt(lambda: env.step({**taken, RESET: np.array(False)}))
+        self._path = hash((self._path, *(taken[key].tobytes() for key in sorted(taken))))
         return self._arrive(before.number + 1, obs, draw=draw or bool(obs["is_last"]))
 
     def repeat(self, actions: Iterable[Mapping[str, Any]]) -> Real:
@@ -149,7 +149,7 @@ class Reality:
         """
         taken = list(actions)
         if self._begin is not None:
-            self._restart(self._attempt(self._begin))
+            self._arrive(0, self._attempt(self._begin))
         for number, action in enumerate(taken, 1):
             self._take(action, draw=number == len(taken))
         return self.now
@@ -159,15 +159,13 @@ class Reality:
         state; None if it has neither."""
         if (image := image_of(obs)) is not None or not self._paints:
             return image
-        try:
+        with suppress(Exception):  # an environment's code, in a state it may never reach
             if self._painter is None:
                 self._painter = make_visible_env(self._maker, **self._config.env_options)
                 self._painter.step(noop(self._painter.act_space))
-            frame = self._painter.render() if restore(self._painter, obs) else None
-        except Exception:  # an environment's code, in a state it may never reach
-            frame = None
-        self._paints = frame is not None
-        return frame
+            image = self._painter.render() if restore(self._painter, obs) else None
+        self._paints = image is not None
+        return image
 
     def close(self) -> None:
         """Release the environments."""
@@ -185,35 +183,25 @@ class Reality:
     def _start(self, begin: Callable[[], Arrays], obs: Arrays | None = None) -> Real:
         obs = self._attempt(begin) if obs is None else obs
         self._begin, self._seen = begin, {}
-        return self._restart(obs)
-
-    def _restart(self, obs: Arrays) -> Real:
-        self._path = hashlib.blake2b(digest_size=16)
         return self._arrive(0, obs)
 
     def _arrive(self, number: int, obs: Arrays, *, draw: bool = True) -> Real:
         """Arrive at a moment, which must be the same as after the same actions before."""
-        parts = b"".join(np.ascontiguousarray(obs[key]).tobytes() for key in self._keys)
-        seen = hashlib.blake2b(parts, digest_size=16).digest()
-        if self._seen.setdefault(self._path.digest(), seen) != seen:
+        self._path = self._path if number else 0
+        seen = hash(tuple(np.asarray(obs[key]).tobytes() for key in self._keys))
+        if self._seen.setdefault(self._path, seen) != seen:
             raise RealityError(
                 "The environment does not repeat itself after the same seed and actions, so it "
                 "cannot go back."
             )
-        while len(self._seen) > _MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
-        try:
-            frame = self._frame(obs) if draw else None
-        except Exception:  # continue without a picture
-            frame = None
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.clear()
+        frame = image_of({key: obs[key] for key in self._keys}) if draw else None
+        if draw and frame is None and self._env is not None:
+            with suppress(Exception):  # continue without a picture
+                frame = self._env.render()
         self._now = Real(number, obs, float(obs["reward"]), bool(obs["is_last"]), frame)
         return self._now
-
-    def _frame(self, obs: Arrays) -> NDArray[np.uint8] | None:
-        """The observed image, or what the environment renders."""
-        assert self._env is not None
-        seen = image_of({key: obs[key] for key in self._keys})
-        return self._env.render() if seen is None else seen
 
     def _attempt(self, call: Callable[[], Arrays]) -> Arrays:
         try:
@@ -221,13 +209,8 @@ class Reality:
         except (MissingExtraError, ConfigError, RealityError):
             raise
         except Exception as error:  # the environment's code
-            raise RealityError(
-                f"The environment failed: {type(error).__name__}: {error}"
-            ) from error
-
-    def _advance(self, action: Arrays) -> Arrays:
-        assert self._env is not None
-        return self._env.step({**action, RESET: np.array(False)})
+            what = f"{type(error).__name__}: {error}"
+            raise RealityError(f"The environment failed: {what}") from error
 
     def _relive(self, episode: StoredEpisode, observe: int) -> Arrays:
         """Repeat all actions of an environment up to a step of an episode."""
@@ -243,23 +226,19 @@ class Reality:
             for index in range(len(rows["is_first"])):
                 first = bool(rows["is_first"][index])
                 obs = env.step({**action, RESET: np.array(first)})
-                if not self._same(obs, {key: rows[key][index] for key in self._keys}):
+                if not all(_same(obs[key], rows[key][index]) for key in self._keys):
                     raise _unreachable("the same seed and actions lead it elsewhere")
-                action = {
-                    key: rows[key][index] if key in rows else value for key, value in action.items()
-                }
+                action |= {key: rows[key][index] for key in action.keys() & rows.keys()}
             if time.monotonic() - started > _MAX_SECONDS:
                 raise _unreachable(f"repeating {episode.history:,} steps takes too long")
         assert obs is not None
         return obs
 
-    def _same(self, obs: Arrays, stored: Arrays) -> bool:
-        return all(
-            np.array_equal(obs[key], value)
-            if value.dtype.kind != "f"
-            else np.allclose(obs[key], value, rtol=1e-5, atol=1e-6)
-            for key, value in stored.items()
-        )
+
+def _same(found: NDArray[Any], stored: NDArray[Any]) -> bool:
+    if stored.dtype.kind != "f":
+        return np.array_equal(found, stored)
+    return np.allclose(found, stored, rtol=1e-5, atol=1e-6)
 
 
 def image_of(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:

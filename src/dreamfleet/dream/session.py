@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Arrays
 from dreamfleet.dream.dream import Dream, Imagined
-from dreamfleet.dream.reality import Reality, image_of
+from dreamfleet.dream.reality import Real, Reality, image_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.masks import ACTION_MASK
 from dreamfleet.metrics.frames import encode_png
@@ -32,6 +31,7 @@ MAX_PREDICTED = 48
 _MAX_EPISODES = 200
 _MIN_CONTINUATION = 0.5
 """The predicted probability below which an episode is over."""
+_ERROR = "Error of the dream"
 
 Who = Literal["you", "policy", "recorded"]
 Plain = dict[str, Any]
@@ -39,11 +39,10 @@ Plain = dict[str, Any]
 
 @dataclass
 class _Branch:
-    """One line of a dream, and the truth by the number of the moment."""
+    """One line of a dream, and the true numbers of its moments by title."""
 
     dream: Dream
-    truth: dict[int, list[float]] = field(default_factory=dict)
-    """Reward, error of the dream, and the numbers of the observation."""
+    truth: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 class Session:
@@ -56,9 +55,9 @@ class Session:
         self._episodes: list[StoredEpisode] = []
         self._recorded: list[Arrays] = []  # steps of the stored episode, by number
         self._real: Reality | None = None
-        self._note = ""
-        """Why there is no real environment."""
         self._follows = False
+        self._note = ""
+        """Why the real environment does not follow."""
         try:
             if dream.blueprint is not None:
                 self._real = Reality(dream.blueprint, trust=trust)
@@ -116,6 +115,7 @@ class Session:
         if not 0 <= episode < len(self._episodes):
             raise ConfigError(f"There is no episode {episode}: choose another one.")
         chosen = self._episodes[episode]
+        observe = min(max(observe, 1), chosen.length)
         dream.start(chosen, observe=observe)
         end = min(chosen.length, observe + MAX_STEPS)
         rows = chosen.read(observe - 1, end, {*dream.obs_space, *dream.act_space, "reward"})
@@ -123,7 +123,7 @@ class Session:
         self._recorded = [{key: value[n] for key, value in rows.items()} for n in range(count)]
         if self._real is not None:
             self._follows, self._note = True, ""
-            self._try(partial(self._real.follow, chosen, observe))
+            self._let_follow(lambda real: real.follow(chosen, observe))
         return self.show()
 
     def step(self, who: Who, action: Mapping[str, Any] | None = None) -> Plain:
@@ -132,7 +132,7 @@ class Session:
         dream = self.dream
         number = dream.now.number
         if number >= MAX_STEPS:
-            raise ConfigError(f"A dream has {MAX_STEPS:,} steps at most: go back, or reset it.")
+            raise ConfigError(f"A dream has {MAX_STEPS:,} steps at most: go back, or start again.")
         if _is_over(dream.now):
             raise ConfigError(
                 "The dream is over: the world model predicts that the episode ends here. Go back, "
@@ -151,14 +151,13 @@ class Session:
             if following:
                 self._branch_off()
             self.dream.step(chosen)
-        if self._real is not None and self._follows:
-            self._try(partial(self._real.step, chosen))
+        self._let_follow(lambda real: real.step(chosen))
         return self.show()
 
     def predict(self) -> Plain:
         """Imagine what the recorded actions lead to, at once."""
         for _ in range(MAX_PREDICTED):
-            if not self._recorded_left(self.dream.now.number) or _is_over(self.dream.now):
+            if not self._recorded_left or _is_over(self.dream.now):
                 break
             self.step("recorded")
         return self.show()
@@ -170,22 +169,16 @@ class Session:
                 raise ConfigError(f"There is no branch {branch}.")
             self._current = branch
         self.dream.go(min(number, self.dream.line[-1].number))
-        if self._real is not None and self._follows:
-            self._try(partial(self._real.repeat, self._actions()))
+        self._let_follow(lambda real: real.repeat(self._actions()))
         return self.show()
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def _let_follow(self, act: Callable[[Reality], object]) -> None:
         """Let the environment act; it no longer follows if it fails."""
-        try:
-            act()
-        except DreamfleetError as error:
-            self._follows, self._note = False, str(error)
-
-    def reset(self) -> Plain:
-        """Back to the start, without branches."""
-        self._branches, self._current = [_Branch(self.dream)], 0
-        self.dream.reset()
-        return self.go(0)
+        if self._real is not None and self._follows:
+            try:
+                act(self._real)
+            except DreamfleetError as error:
+                self._follows, self._note = False, str(error)
 
     def close(self) -> None:
         """Release the environments."""
@@ -195,7 +188,7 @@ class Session:
     def show(self) -> Plain:
         """The moment, and the curves up to it."""
         dream, now = self.dream, self.dream.now
-        truth = self._truth(now.number)
+        truth = self._truth()
         return {
             "number": now.number,
             "length": dream.line[-1].number,
@@ -207,7 +200,7 @@ class Session:
             "value": now.value,
             "frame": _png(self._draw(now.obs)),
             "allowed": [] if now.allowed is None else np.ravel(now.allowed).tolist(),
-            "recorded": self._recorded_left(now.number),
+            "recorded": self._recorded_left,
             "names": list(self._real.action_names) if self._real else [],
             "note": self._note if truth else self._why_unknown(),
             "truth": truth,
@@ -216,52 +209,44 @@ class Session:
 
     def _curves(self) -> Plain:
         """Numbers of the last moments by title: of the dream, and of reality where it is known."""
-        dream, truth = self.dream, self._branches[self._current].truth
-        end = dream.now.number
-        line = [each for each in dream.line if end - MAX_POINTS < each.number <= end]
-        titles = _titles(dream.now.obs)
-        unknown = [np.nan] * (2 + len(titles))
-        rows = [[each.reward, each.continuation, each.value, *_values(each.obs)] for each in line]
-        imagined = np.array(rows, np.float32).T
-        real = np.array([truth.get(each.number, unknown) for each in line], np.float32).T
-        found = {
-            title: {"dream": values}
-            for title, values in zip(("Reward", "Continuation", "Value"), imagined, strict=False)
-        }
-        if known := bool(np.isfinite(real[1]).any()):
-            found["Reward"]["reality"] = real[0]
-            found["Error of the dream"] = {"error": real[1]}
-        for title, values, true in zip(titles, imagined[3:], real[2:], strict=True):
-            found[title] = {"dream": values} | ({"reality": true} if known else {})
+        end = self.dream.now.number
+        line = [each for each in self.dream.line if end - MAX_POINTS < each.number <= end]
+        real = [self._branches[self._current].truth.get(each.number, {}) for each in line]
+        rows = [
+            {"Reward": each.reward, "Continuation": each.continuation, "Value": each.value}
+            | {_ERROR: np.nan, **_numbers(each.obs)}
+            for each in line
+        ]
+        found: dict[str, Plain] = {}
+        for title in rows[-1]:
+            imagined, true = (_column(each, title) for each in (rows, real))
+            lines = {"error": true} if title == _ERROR else {"dream": imagined, "reality": true}
+            lines = {name: values for name, values in lines.items() if np.isfinite(values).any()}
+            found |= {title: lines} if lines else {}
         return {"at": np.array([each.number for each in line], np.float32), "lines": found}
 
     # --- truth -----------------------------------------------------------------------------------
 
-    def _truth(self, number: int) -> Plain | None:
+    def _truth(self) -> Plain | None:
         """What really happens: in the environment until its episode ends, or in the recording while
         its actions are taken."""
         now = self.dream.now
         if self._real is not None and self._follows:
             real, source = self._real.now, "environment"
-            if real.number < number:
-                return None
-            obs, reward, last, frame = real.obs, real.reward, real.last, real.frame
         elif self._as_recorded():
-            obs, source = self._recorded[number], "recording"
-            reward, last = float(obs["reward"]), number == len(self._recorded) - 1
-            frame = self._draw(obs)
+            obs, last = self._recorded[now.number], not self._recorded_left
+            real = Real(now.number, obs, float(obs["reward"]), last, self._draw(obs))
+            source = "recording"
         else:
             return None
-        difference = _difference(now.obs, obs)
-        values = _values({key: obs[key] for key in now.obs})
-        self._branches[self._current].truth[number] = [reward, difference, *values]
-        return {
-            "source": source,
-            "frame": _png(frame),
-            "reward": reward,
-            "last": last,
-            "difference": difference,
-        }
+        if real.number < now.number:
+            return None
+        error = _difference(now.obs, real.obs)
+        numbers = _numbers({key: real.obs[key] for key in now.obs})
+        truth = {"Reward": real.reward, _ERROR: error, **numbers}
+        self._branches[self._current].truth[now.number] = truth
+        told = {"source": source, "frame": _png(real.frame), "difference": error}
+        return {**told, "reward": real.reward, "last": real.last}
 
     def _draw(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
         return self._real.draw(obs) if self._real else image_of(obs)
@@ -272,12 +257,13 @@ class Session:
             return f"The real episode ended at step {self._real.now.number}."
         return self._note or "The truth is unknown: these are not the recorded actions."
 
-    def _recorded_left(self, number: int) -> int:
+    @property
+    def _recorded_left(self) -> int:
         """Actions of the recording that are left."""
-        return max(len(self._recorded) - 1 - number, 0)
+        return max(len(self._recorded) - 1 - self.dream.now.number, 0)
 
     def _recorded_action(self, number: int) -> Arrays:
-        if not self._recorded_left(number):
+        if number >= len(self._recorded) - 1:
             raise ConfigError("The recording is over: choose actions, or let the policy act.")
         step, dream = self._recorded[number], self.dream
         return dream.checked_action({key: step[key] for key in dream.act_space})
@@ -326,31 +312,28 @@ def _equal(left: Arrays | None, right: Arrays) -> bool:
     return left is not None and all(np.array_equal(left[key], right[key]) for key in right)
 
 
-def _shown(obs: Mapping[str, NDArray[Any]]) -> list[tuple[str, NDArray[Any]]]:
-    """Keys that are drawn as curves: all but images."""
-    return [(key, obs[key]) for key in sorted(obs) if obs[key].ndim < 3 and key != ACTION_MASK]
+def _numbers(obs: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """Numbers of an observation that are drawn as curves, by title: all but images."""
+    found = (
+        (f"{key} {number}" if obs[key].ndim else key, float(value))
+        for key in sorted(obs)
+        if obs[key].ndim < 3 and key != ACTION_MASK
+        for number, value in enumerate(np.ravel(obs[key])[:MAX_NUMBERS].tolist())
+    )
+    return dict(islice(found, MAX_NUMBERS))
 
 
-def _titles(obs: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Titles of the numbers that are drawn."""
-    parts = ([f"{k} {n}" for n in range(v.size)] if v.ndim else [k] for k, v in _shown(obs))
-    return list(chain.from_iterable(parts))[:MAX_NUMBERS]
-
-
-def _values(obs: Mapping[str, NDArray[Any]]) -> list[float]:
-    """The numbers that are drawn."""
-    values = [float(each) for _, value in _shown(obs) for each in np.ravel(value)[:MAX_NUMBERS]]
-    return values[:MAX_NUMBERS]
+def _column(rows: list[dict[str, float]], title: str) -> NDArray[np.float32]:
+    return np.array([row.get(title, np.nan) for row in rows], np.float32)
 
 
 def _difference(imagined: Mapping[str, NDArray[Any]], true: Mapping[str, NDArray[Any]]) -> float:
     """Error of an imagined observation: the mean absolute error of images, from 0 to 1, or else the
     root mean square error of numbers."""
-    images: list[NDArray[np.float64]] = []
-    numbers: list[NDArray[np.float64]] = []
-    for key in imagined.keys() & true.keys():
-        error = imagined[key].astype(np.float64) - true[key]
-        (images if imagined[key].ndim == 3 else numbers).append(np.ravel(error))
-    if images:
+    errors = {
+        key: np.ravel(imagined[key].astype(np.float64) - true[key])
+        for key in imagined.keys() & true.keys()
+    }
+    if images := [each for key, each in errors.items() if imagined[key].ndim == 3]:
         return float(np.mean(np.abs(np.concatenate(images))) / 255)
-    return float(np.sqrt(np.mean(np.square(np.concatenate(numbers))))) if numbers else 0.0
+    return float(np.sqrt(np.mean(np.square(np.concatenate([*errors.values()])))) if errors else 0.0)

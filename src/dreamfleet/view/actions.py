@@ -10,23 +10,22 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import psutil
-from nicegui import app, ui
+from nicegui import ui
 
 from dreamfleet.checkpoint import Checkpoint, step_of
-from dreamfleet.errors import ConfigError
-from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.record import read_record, supervisor_process
 from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.roles.learner import SAVE_REQUEST
-from dreamfleet.view.frame import card, keep_fresh, with_hint
+from dreamfleet.view.frame import card, keep_fresh, show, with_hint
 from dreamfleet.view.reading import read_tail
 from dreamfleet.view.runs import Run
 
@@ -98,35 +97,33 @@ def resume_text(run: Run) -> str:
         return ""
     if process.returncode is None:
         return "resuming…"
-    lines = read_tail(run.path, "logs", RESUME_LOG, max_bytes=_TAIL_BYTES)[0].decode(
-        errors="replace"
-    )
-    return with_hint(f"resuming failed: {(lines.strip().splitlines() or ['see its log'])[-1]}")
+    content, _ = read_tail(run.path, "logs", RESUME_LOG, max_bytes=_TAIL_BYTES)
+    lines = content.decode(errors="replace").strip().splitlines()
+    return with_hint(f"resuming failed: {(lines or ['see its log'])[-1]}")
 
 
 class Job:
-    """An evaluation of a checkpoint, in a process of its own with low priority."""
+    """An evaluation of a checkpoint, in a process of its own with low priority. It ends with this
+    process."""
 
     def __init__(self, run: Run, name: str, words: Sequence[str], step: int) -> None:
         self.run, self.name, self.step = run, name, step
         self.code: int | None = None
         self._said = "running"
-        self._resources = ExitStack()
-        self._result = self._resources.enter_context(temporary_folder()) / "result.json"
-        with self._result.open("w") as result:
-            self._process = subprocess.Popen(
-                tied([*words, "--json"]),
-                stdin=subprocess.PIPE,
-                stdout=result,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-                # Accelerators belong to training.
-                env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
-            )
+        self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
+        self.process = subprocess.Popen(
+            tied([*words, "--json"]),
+            stdin=subprocess.PIPE,
+            stdout=self._result,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            # Accelerators belong to training.
+            env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
+        )
         with suppress(psutil.Error):
-            psutil.Process(self._process.pid).nice(_NICE)
+            psutil.Process(self.process.pid).nice(_NICE)
         threading.Thread(target=self._follow, name=name, daemon=True).start()
 
     @property
@@ -134,26 +131,17 @@ class Job:
         """Its progress or result in a line."""
         return f"{self.name} · step {self.step:,} · {self._said}"
 
-    def stop(self) -> None:
-        """End it."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-
     def _follow(self) -> None:
-        with self._resources:
-            with self._process as process:
-                assert process.stderr is not None
-                for line in process.stderr:
-                    self._said = line.strip() or self._said
-            if process.returncode:
+        with self._result as result, self.process as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                self._said = line.strip() or self._said
+            if process.wait():
                 self._said = with_hint(self._said)
             else:
-                with suppress(OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
-                    found = msgspec.json.decode(self._result.read_bytes())
+                result.seek(0)
+                with suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
+                    found = msgspec.json.decode(result.read())
                     self._said = f"mean return {found['mean']:.4g} of {found['episodes']} episodes"
         self.code = process.returncode
 
@@ -161,21 +149,16 @@ class Job:
 _jobs: list[Job] = []
 
 
-def evaluate(
-    run: Run, checkpoint: Path | None = None, *, episodes: int = 10, video: bool = False
-) -> None:
-    """Evaluate a checkpoint, by default the newest, in the background.
-
-    Raises:
-        ConfigError: There is no checkpoint, or two evaluations are running.
-    """
+def evaluate(run: Run, checkpoint: Path | None = None, *, video: bool = False) -> str:
+    """Evaluate a checkpoint, by default the newest, in the background, or record a video of it;
+    returns what was done."""
     path = checkpoint or Checkpoint(run.path / "ckpt" / "agent").latest()
     if path is None:
-        raise ConfigError("The run has no checkpoint yet.")
+        return "The run has no checkpoint yet."
     if sum(job.code is None for job in _jobs) >= _MAX_RUNNING:
-        raise ConfigError("Two evaluations are running: wait for one of them.")
+        return "Two evaluations are running: wait for one of them."
     step = step_of(path)
-    words = ["dreamfleet.cli", "eval", str(path), "--episodes", str(episodes)]
+    words = ["dreamfleet.cli", "eval", str(path), "--episodes", "1" if video else "10"]
     words += ["--trust"] if run.trust else []
     if video:
         words += ["--video", str(run.path / "media" / VIDEO_FOLDER / f"{step:012d}.mp4")]
@@ -183,6 +166,7 @@ def evaluate(
         words += ["--no-keep"]
     _jobs.append(Job(run, "video" if video else "evaluation", words, step))
     del _jobs[:-_MAX_KEPT]
+    return "Recording a video." if video else "Playing ten episodes."
 
 
 def jobs_of(run: Run) -> list[Job]:
@@ -190,64 +174,47 @@ def jobs_of(run: Run) -> list[Job]:
     return [job for job in reversed(_jobs) if job.run is run]
 
 
-@app.on_shutdown
-def _stop_jobs() -> None:
-    for job in _jobs:
-        job.stop()
-
-
-def start_evaluation(run: Run, checkpoint: Path | None = None, *, video: bool = False) -> None:
-    """Evaluate, and tell the viewer."""
-    try:
-        evaluate(run, checkpoint, episodes=1 if video else 10, video=video)
-        ui.notify("Recording a video." if video else "Playing ten episodes.")
-    except ConfigError as error:
-        ui.notify(str(error))
-
-
 def add_actions(run: Run) -> None:
     """Buttons that act on a run, and the progress of its evaluations."""
+
+    def copy_command() -> None:
+        ui.clipboard.write(resume_command(run))
+        ui.notify(f"Copied: {resume_command(run)}")
+
+    acts: dict[str, Callable[[], object]] = {
+        "Stop": lambda: _confirm_stop(run),
+        "Save now": lambda: ui.notify(request_save(run)),
+        "Resume": lambda: ui.notify(resume_run(run)),
+        "Copy command": copy_command,
+        "Evaluate": lambda: ui.notify(evaluate(run)),
+        "Video": lambda: ui.notify(evaluate(run, video=True)),
+    }
     with ui.element("div").classes("acts"):
-        stop = _button("Stop", lambda: _confirm_stop(run))
-        save = _button("Save now", lambda: ui.notify(request_save(run)))
-        resume = _button("Resume", lambda: ui.notify(resume_run(run)))
-        copy = _button("Copy command", lambda: _copy(run)).props('title="dreamfleet resume"')
-        _button("Evaluate", lambda: start_evaluation(run))
-        _button("Video", lambda: start_evaluation(run, video=True))
+        buttons = {text: ui.button(text, on_click=act) for text, act in acts.items()}
+    for button in buttons.values():
+        button.props("outline dense no-caps").classes("act")
     jobs = ui.label().classes("jobs small muted")
 
     def refresh() -> None:
         row = run.row
         unfinished = run.config is not None and not 0 < row.steps <= row.step
-        shown = {stop: row.running, save: row.running, copy: unfinished}
-        for button, visible in (shown | {resume: unfinished and not row.running}).items():
-            button.set_visibility(visible)
+        shown = {"Stop": row.running, "Save now": row.running, "Copy command": unfinished}
+        for text, visible in (shown | {"Resume": unfinished and not row.running}).items():
+            buttons[text].set_visibility(visible)
         told = [resume_text(run), *(job.text for job in jobs_of(run)[:3])]
-        jobs.text = "\n".join(filter(None, told))
-        jobs.set_visibility(bool(jobs.text))
+        show(jobs, "\n".join(filter(None, told)))
 
     keep_fresh(refresh, 1.0)
 
 
-def _button(text: str, act: Callable[[], object]) -> ui.button:
-    return ui.button(text, on_click=act).props("outline dense no-caps").classes("act")
-
-
-def _copy(run: Run) -> None:
-    ui.clipboard.write(resume_command(run))
-    ui.notify(f"Copied: {resume_command(run)}")
-
-
-def _confirm_stop(run: Run) -> None:
-    def stop() -> None:
-        dialog.close()
-        ui.notify(stop_run(run))
-
+async def _confirm_stop(run: Run) -> None:
     with ui.dialog() as dialog, card("Stop this run?"):
         ui.label("It saves a checkpoint and stops. Resume continues it.")
         with ui.element("div").classes("row-of"):
             ui.element("div").classes("space")
             ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
-            ui.button("Stop", on_click=stop).props('no-caps color="negative" unelevated')
-    dialog.on("hide", dialog.delete)
-    dialog.open()
+            stop = ui.button("Stop", on_click=lambda: dialog.submit(True))
+            stop.props('no-caps color="negative" unelevated')
+    if await dialog:
+        ui.notify(stop_run(run))
+    dialog.delete()

@@ -6,16 +6,15 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from nicegui import ui
+from nicegui import app, ui
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.view import curves_page, videos_page
+from dreamfleet.view import curves_page, sweep_page, videos_page
 from dreamfleet.view.dream_page import DreamPage
 from dreamfleet.view.fleet_page import FleetPage
 from dreamfleet.view.frame import add_style
@@ -30,34 +29,16 @@ _RUN_PAGES = (
     *(OverviewPage, FleetPage, LogsPage, CheckpointsPage, ConfigurationPage, VideosPage),
     DreamPage,
 )
-
-
-@dataclass(frozen=True)
-class PageAddress:
-    """Where a server listens, and its token."""
-
-    host: str
-    port: int
-    token: str
-
-    @property
-    def url(self) -> str:
-        """The address to open in a browser."""
-        shown = self.host
-        if self.host in ("0.0.0.0", "::"):
-            shown = socket.gethostname()
-        elif ":" in self.host:
-            shown = f"[{self.host}]"
-        return f"http://{shown}:{self.port}/?token={self.token}"
+_FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="#0b6fb8">\
+<circle cx="16" cy="16" r="5"/><circle cx="6" cy="8" r="3"/><circle cx="26" cy="8" r="3"/>\
+<circle cx="6" cy="24" r="3"/><circle cx="26" cy="24" r="3"/></g></svg>"""
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to this address."""
-    if host == "localhost":
-        return True
     with suppress(ValueError):
         return ip_address(host).is_loopback
-    return False
+    return host == "localhost"
 
 
 def serve(
@@ -66,54 +47,43 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     trust: bool = False,
-    ready: Callable[[PageAddress], None],
+    ready: Callable[[str], None],
 ) -> None:
-    """Serve pages about the runs in a folder, until Ctrl-C.
+    """Serve pages about the runs in a folder, until Ctrl-C; `ready` gets their address.
 
     Raises:
         ConfigError: The address cannot be listened on.
     """
-    listening = _listen(host, port)
-    address = PageAddress(host, listening.getsockname()[1], secrets.token_urlsafe(24))
-    with Runs(folder, trust=trust) as runs, listening:
-        guarded = Guard(make_app(runs), address.token, host, address.port)
+    with _listen(host, port) as listening, Runs(folder, trust=trust) as runs:
+        port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        shown = f"[{shown}]" if ":" in shown else shown
+        app.on_startup(lambda: ready(f"http://{shown}:{port}/?token={token}"))
         config = uvicorn.Config(
-            guarded,
+            Guard(make_app(runs), token, host, port),
             log_level="warning",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=1,
             ws_max_size=1 << 20,
         )
-        server = _Server(config, lambda: ready(address))
+        server = uvicorn.Server(config)
         server.run(sockets=[listening])
     if server.should_exit:  # Ctrl-C is ignored in a shell's background
         raise KeyboardInterrupt
-
-
-class _Server(uvicorn.Server):
-    """Calls `ready` when it listens."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
 
 
 def make_app(runs: Runs) -> FastAPI:
     """The pages without a guard. Call it once per process: the library has one list of pages."""
     add_style()
     curves_page.add(runs)
+    sweep_page.add(runs)
     videos_page.add_media(runs)
     for page in _RUN_PAGES:
         page.add(runs)
-    app = FastAPI(openapi_url=None)
+    server = FastAPI(openapi_url=None)
     ui.run_with(
-        app,
+        server,
         title="dreamfleet",
         dark=None,
         favicon=_FAVICON,
@@ -123,7 +93,7 @@ def make_app(runs: Runs) -> FastAPI:
         binding_refresh_interval=None,
         show_welcome_message=False,
     )
-    return app
+    return server
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
@@ -135,8 +105,3 @@ def _listen(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             problem = error
     raise ConfigError(f"Cannot listen on {host}:{wanted[0]}: {problem.strerror or problem}.")
-
-
-_FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="#0b6fb8">\
-<circle cx="16" cy="16" r="5"/><circle cx="6" cy="8" r="3"/><circle cx="26" cy="8" r="3"/>\
-<circle cx="6" cy="24" r="3"/><circle cx="26" cy="24" r="3"/></g></svg>"""

@@ -12,20 +12,23 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from msgspec import Meta
 
 from dreamfleet.plotting import (
     Curve,
     Group,
     Panel,
     PlottedRun,
-    PublishedCurve,
     Scores,
     action_repeat,
+    bin_width,
+    combine,
     panels_of,
 )
+from dreamfleet.statistics import mean_interval
 from dreamfleet.view.reading import Floats, thinned
 from dreamfleet.view.runs import EVALUATION, SCORE, Run
 
@@ -34,7 +37,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 COLORS = ("#2b87d1", "#d95568", "#3a9d68", "#9a73cc", "#c9922a", "#4fa3ae")
 GREY = "#8792a2"
 _FAINT = "rgba(128,140,156,.16)"
-_SCORE_BINS, _METRIC_POINTS, _MAX_DOTS = 60, 500, 400
+_BINS, _METRIC_POINTS, _MAX_DOTS = 60, 500, 400
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,12 @@ class CurveOptions:
     """How curves are drawn."""
 
     axis: Axis = "steps"
-    smoothing: float = 0.0
+    smoothing: Annotated[float, Meta(ge=0, le=0.98)] = 0.0
     """Weight of the previous point, from 0 to below 1."""
     log: bool = False
     join_seeds: bool = True
+    interval: bool = False
+    """The band of several seeds is the 95 % interval of their mean, and not their range."""
     published: bool = True
 
 
@@ -61,9 +66,7 @@ class _PlottedRun(PlottedRun):
         return {**found, "run": self.name} if self.separate else found
 
 
-def panels(
-    runs: Sequence[Run], metric: str, options: CurveOptions, bins: int = _SCORE_BINS
-) -> list[Panel]:
+def panels(runs: Sequence[Run], metric: str, options: CurveOptions) -> list[Panel]:
     """A panel for each task of the runs that have logged a metric."""
     plotted = []
     for run in runs:
@@ -72,7 +75,7 @@ def panels(
         config = replace(run.config, logdir=run.path)
         scores = Scores(points[:, 0], points[:, 1])
         plotted.append(_PlottedRun(config, scores, run.name, points, not options.join_seeds))
-    return panels_of(plotted, bins)
+    return panels_of(plotted, _BINS)
 
 
 def _at_axis(run: Run, metric: str, axis: Axis) -> Floats | None:
@@ -86,11 +89,9 @@ def _at_axis(run: Run, metric: str, axis: Axis) -> Floats | None:
             hours = run.scores.hours
         if hours is None:
             return None
-        if metric == SCORE:
-            points[:, 0] = hours[:, 1]
-        else:
-            order = np.argsort(hours[:, 0], kind="stable")
-            points[:, 0] = np.interp(points[:, 0], *hours[order].T)
+        order = np.argsort(hours[:, 0], kind="stable")
+        over = hours[:, 1] if metric == SCORE else np.interp(points[:, 0], *hours[order].T)
+        points[:, 0] = over
     elif axis == "frames":
         points[:, 0] *= action_repeat(run.config)
     found: Floats = points[np.argsort(points[:, 0], kind="stable")]
@@ -99,10 +100,10 @@ def _at_axis(run: Run, metric: str, axis: Axis) -> Floats | None:
 
 def missing_hours(runs: Sequence[Run], options: CurveOptions) -> str:
     """Why runs are missing on the axis of hours."""
-    if options.axis != "hours":
-        return ""
     names = [run.name for run in runs if run.scores.rows and run.scores.hours is None]
-    return f"Not drawn over hours, because episodes lack a time: {', '.join(names)}." * bool(names)
+    if options.axis != "hours" or not names:
+        return ""
+    return f"Not drawn over hours, because episodes lack a time: {', '.join(names)}."
 
 
 def smoothed(values: Floats, weight: float) -> Floats:
@@ -117,18 +118,31 @@ def smoothed(values: Floats, weight: float) -> Floats:
     return result
 
 
-def _curve(group: Group, metric: str, weight: float) -> Curve:
+def _curve(panel: Panel, group: Group, metric: str, options: CurveOptions) -> Curve:
     """The curve of a group. A single run keeps more points, and the range of joined rows."""
-    curve = group.curve
-    run = group.runs[0]
-    if len(group.runs) == 1 and metric not in (SCORE, EVALUATION) and isinstance(run, _PlottedRun):
+    curve, run = group.curve, group.runs[0]
+    if len(group.runs) > 1:
+        curve = _with_interval(panel, group) if options.interval else curve
+    elif metric != SCORE and isinstance(run, _PlottedRun):
         at, mean, low, high = thinned(run.points, _METRIC_POINTS).T
         curve = Curve(at, mean, low, high, np.ones(len(at), np.int64), 1)
-    elif metric == EVALUATION and len(group.runs) == 1:
-        at, mean = run.scores.at, run.scores.score
-        curve = Curve(at, mean, mean, mean, np.ones(len(at), np.int64), 1)
-    mean, low, high = (smoothed(each, weight) for each in (curve.mean, curve.low, curve.high))
+    edges = (curve.mean, curve.low, curve.high)
+    mean, low, high = (smoothed(each, options.smoothing) for each in edges)
     return replace(curve, mean=mean, low=low, high=high)
+
+
+def _with_interval(panel: Panel, group: Group) -> Curve:
+    """The curve with the 95 % interval of its mean; a point of one run has none."""
+    width = bin_width(panel.end, _BINS)
+    values: dict[int, list[float]] = {}
+    for run in group.runs:
+        own = combine([run.scores], width)
+        for number, mean in zip(np.ceil(own.at / width - 1e-9).tolist(), own.mean, strict=True):
+            values.setdefault(int(number), []).append(mean)
+    found = [mean_interval(values[number]) for number in sorted(values)]
+    edges = np.array([(each.low, each.high) for each in found]).T
+    low, high = np.where(np.isnan(edges), group.curve.mean, edges)
+    return replace(group.curve, low=low, high=high)
 
 
 def to_csv(found: Sequence[tuple[str, Panel]], options: CurveOptions) -> str:
@@ -139,7 +153,7 @@ def to_csv(found: Sequence[tuple[str, Panel]], options: CurveOptions) -> str:
     writer.writerow(["metric", *columns])
     for metric, panel in found:
         for group in panel.groups:
-            curve = _curve(group, metric, options.smoothing)
+            curve = _curve(panel, group, metric, options)
             about = [_csv_text(metric), _csv_text(panel.task), _csv_text(group.label), group.seeds]
             values = (curve.at, curve.mean, curve.low, curve.high, curve.present)
             writer.writerows([*about, *point] for point in zip(*values, strict=True))
@@ -151,197 +165,154 @@ def _csv_text(text: str) -> str:
     return f"'{text}" if text[:1] in "=+-@\t\r" else text
 
 
-def panel_chart(panel: Panel, metric: str, options: CurveOptions) -> dict[str, Any]:
+def panel_chart(panel: Panel, metric: str, options: CurveOptions) -> Chart:
     """The curves of one metric and one task; of a single run also its episodes as dots."""
-    chart = base(options.axis, log=options.log)
-    names: list[str] = []
-    series: list[dict[str, Any]] = []
+    chart = Chart(options.axis, log=options.log)
+    first = panel.groups[0].runs[0]
     if metric == SCORE and len(panel.groups) == len(panel.groups[0].runs) == 1:
-        scores = panel.groups[0].runs[0].scores
-        points = thinned(np.stack([scores.at, scores.score], 1), _MAX_DOTS)
-        series.append(dots("episodes", points[:, 0], points[:, 1], log=options.log))
-    published = panel.published if metric in (SCORE, EVALUATION) and options.published else None
-    if published is not None and options.axis != "hours":  # it is over frames
-        frames = action_repeat(panel.groups[0].runs[0].config) if options.axis == "steps" else 1
-        longest = max((group.curve.at for group in panel.groups), key=len)
-        series += _published(published, frames, longest, options.log)
-        names.append(series[-1]["name"])
+        points = thinned(np.stack([first.scores.at, first.scores.score], 1), _MAX_DOTS)
+        chart.dots("episodes", points)
+    scored = metric in (SCORE, EVALUATION) and options.published
+    if panel.published and scored and options.axis != "hours":  # it is over frames
+        own = panel.published.frames / (
+            action_repeat(first.config) if options.axis == "steps" else 1
+        )
+        shown = max((group.curve.at for group in panel.groups), key=len)
+        after = own[(own > shown[-1]) & (own <= max(shown[-1] * 1.25, own[1]))]
+        # A point wherever the curves have one, so that a tooltip shows both values.
+        x = np.concatenate([shown[(shown >= own[0]) & (shown <= own[-1])], after])
+        mean, std = (np.interp(x, own, y) for y in (panel.published.mean, panel.published.std))
+        chart.band(x, mean - std, mean + std, GREY)
+        name = f"published · {panel.published.seeds} seeds"
+        chart.line(name, x, mean, GREY, lineStyle={"type": "dashed", "width": 1.5}, z=2)
     for number, group in enumerate(panel.groups):
-        color, curve = COLORS[number % len(COLORS)], _curve(group, metric, options.smoothing)
+        color, curve = COLORS[number % len(COLORS)], _curve(panel, group, metric, options)
         label = group.label if curve.runs == 1 else f"{group.label} · {group.size}"
         if (curve.high > curve.low).any():
-            series += band(number, curve.at, curve.low, curve.high, color, log=options.log)
-        series += _mean(label, curve, color, options.log)
-        names.append(label)
-    chart["series"], chart["legend"]["data"] = series, names
+            chart.band(curve.at, curve.low, curve.high, color)
+        chart.line(label, curve.at, np.where(curve.whole, curve.mean, np.nan), color, z=3)
+        if not curve.whole.all():  # dotted, with the number of runs, where some have no value
+            mean = np.where(curve.partial, curve.mean, np.nan)
+            dotted = chart.line(label, curve.at, mean, color, z=3, lineStyle={"type": "dotted"})
+            for point, present in zip(dotted["data"], curve.present.tolist(), strict=True):
+                point.append(f"{present} of {curve.runs} runs")
     return chart
 
 
-def _mean(label: str, curve: Curve, color: str, log: bool) -> list[dict[str, Any]]:
-    """The mean; dotted, with the number of runs, where some runs have no value."""
-    lines = [line(label, curve.at, np.where(curve.whole, curve.mean, np.nan), color, log=log, z=3)]
-    if not curve.whole.all():
-        mean = np.where(curve.partial, curve.mean, np.nan)
-        dotted = line(label, curve.at, mean, color, log=log, z=3, lineStyle={"type": "dotted"})
-        for point, present in zip(dotted["data"], curve.present.tolist(), strict=True):
-            point.append(f"{present} of {curve.runs} runs")
-        lines.append(dotted)
-    return lines
-
-
-def _published(
-    theirs: PublishedCurve, repeat: int, shown: Floats, log: bool
-) -> list[dict[str, Any]]:
-    """With a point wherever the curves have one, so that a tooltip shows both values."""
-    own = theirs.frames / repeat
-    after = own[(own > shown[-1]) & (own <= max(shown[-1] * 1.25, own[1]))]
-    x = np.concatenate([shown[(shown >= own[0]) & (shown <= own[-1])], after])
-    mean, std = (np.interp(x, own, y) for y in (theirs.mean, theirs.std))
-    style = {"type": "dashed", "width": 1.5}
-    name = f"published · {theirs.seeds} seeds"
-    return [
-        *band(1000, x, mean - std, mean + std, GREY, log=log),
-        line(name, x, mean, GREY, log=log, lineStyle=style, z=2),
-    ]
-
-
-def metrics_chart(curves: Sequence[tuple[str, Floats]], *, log: bool = False) -> dict[str, Any]:
-    """Several metrics of one run in a small chart."""
-    chart = base("steps", log=log, tools=False)
-    chart["series"] = [
-        line(name, points[:, 0], points[:, 1], COLORS[number % len(COLORS)], log=log)
-        for number, (name, points) in enumerate(curves)
-    ]
-    chart["legend"]["data"] = [name for name, _ in curves]
-    return chart
-
-
-def base(x_name: str = "", *, log: bool = False, tools: bool = True) -> dict[str, Any]:
-    """A chart without curves."""
-    axis: dict[str, Any] = {
-        "axisLine": {"lineStyle": {"color": _FAINT}},
-        "axisTick": {"show": False},
-        "splitLine": {"lineStyle": {"color": _FAINT}},
-        "axisLabel": {"color": GREY, ":formatter": "v => dreamfleet.short(v, 3)"},
-        "nameTextStyle": {"color": GREY},
-    }
-    axis["axisLabel"]["hideOverlap"] = True
-    legend = {"type": "scroll", "left": 0, "top": 3, "icon": "roundRect", "data": []}
-    legend |= {"itemWidth": 14, "itemHeight": 4}
-    legend |= {"width": "62%"} if tools else {"right": 0}
-    # A longer name would overlap the tools.
-    width = "innerWidth < 700 ? 110 : 320"
-    legend["textStyle"] = {"color": GREY, ":width": width, "overflow": "truncate"}
-    options: dict[str, Any] = {
-        "animation": False,
-        "textStyle": {"fontFamily": "inherit"},
-        "grid": {"left": 8, "right": 18, "top": 34, "bottom": 30, "containLabel": True},
-        "legend": legend,
-        "tooltip": {
-            "trigger": "axis",
-            "confine": True,
-            "transitionDuration": 0,
-            ":formatter": "items => dreamfleet.tip(items)",
-            "backgroundColor": "rgba(24,31,41,.94)",
-            "borderWidth": 0,
-            "textStyle": {"color": "#e8edf4", "fontSize": 13},
-        },
-        "xAxis": {
-            **axis,
-            "type": "value",
-            "name": x_name,
-            "nameLocation": "middle",
-            "nameGap": 26,
-            "splitLine": {"show": False},
-            "axisLabel": {**axis["axisLabel"], "showMaxLabel": False},
-            "min": 0,
-            "max": "dataMax",
-        },
-        "yAxis": {**axis, "type": "log" if log else "value", "scale": True},
-        "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl"}],
-        "series": [],
-    }
-    if tools:
-        feature = {
-            "dataZoom": {"title": {"zoom": "zoom", "back": "back"}, "filterMode": "none"},
-            "restore": {"title": "reset"},
-            "saveAsImage": {"title": "PNG", "name": "dreamfleet", "pixelRatio": 2},
-        }
-        style = {"borderColor": GREY}
-        options["toolbox"] = {"right": 6, "top": -4, "itemSize": 14, "iconStyle": style}
-        options["toolbox"]["feature"] = feature
-    return options
-
-
-def line(
-    name: str, x: Floats, y: Floats, color: str, *, log: bool = False, **more: Any
-) -> dict[str, Any]:
-    """A curve."""
-    return {
-        "type": "line",
-        "name": name,
-        "showSymbol": len(x) == 1,
-        "symbolSize": 5,
-        "color": color,
-        "data": pairs(x, y, log=log),
-        "emphasis": {"disabled": True},
-        **more,
-        "lineStyle": {"color": color, "width": 2, **more.get("lineStyle", {})},
-    }
-
-
-def add_diamonds(chart: dict[str, Any], run: Run, options: CurveOptions) -> float | None:
+def add_diamonds(chart: Chart, run: Run, options: CurveOptions) -> float | None:
     """Add the evaluations of a run to a chart of its scores; returns the newest mean."""
-    found = _at_axis(run, EVALUATION, options.axis)
-    if found is None:
+    if (found := _at_axis(run, EVALUATION, options.axis)) is None:
         return None
-    series = dots("evaluation", found[:, 0], found[:, 1], log=options.log)
-    series |= {"symbol": "diamond", "symbolSize": 11, "z": 5, "silent": False}
-    series |= {"itemStyle": {"color": COLORS[1]}, "tooltip": {"trigger": "item"}}
-    chart["series"].append(series)
+    style = {"symbol": "diamond", "symbolSize": 11, "z": 5, "silent": False}
+    color = {"itemStyle": {"color": COLORS[1]}, "tooltip": {"trigger": "item"}}
+    chart.dots("evaluation", found, **style, **color)
     return float(found[-1, 1])
 
 
-def dots(name: str, x: Floats, y: Floats, *, log: bool = False) -> dict[str, Any]:
-    """Points behind the curves, without a tooltip."""
-    return {
-        "type": "scatter",
-        "name": name,
-        "data": pairs(x, y, log=log),
-        "symbolSize": 3,
-        "itemStyle": {"color": COLORS[0], "opacity": 0.35},
-        "emphasis": {"disabled": True},
-        "silent": True,
-        "tooltip": {"show": False},
-    }
+class Chart:
+    """The options of a chart with curves. Only curves with a name are in its legend."""
 
+    def __init__(self, x_name: str = "", *, log: bool = False, tools: bool = True) -> None:
+        self._log = log
+        self.series: list[dict[str, Any]] = []
+        label = {"color": GREY, ":formatter": "v => dreamfleet.short(v, 3)", "hideOverlap": True}
+        axis: dict[str, Any] = {
+            "axisLine": {"lineStyle": {"color": _FAINT}},
+            "axisTick": {"show": False},
+            "splitLine": {"lineStyle": {"color": _FAINT}},
+            "axisLabel": label,
+            "nameTextStyle": {"color": GREY},
+        }
+        # A longer name would overlap the tools.
+        text = {"color": GREY, ":width": "innerWidth < 700 ? 110 : 320", "overflow": "truncate"}
+        legend = {"type": "scroll", "left": 0, "top": 3, "icon": "roundRect", "textStyle": text}
+        legend |= {"itemWidth": 14, "itemHeight": 4}
+        legend |= {"width": "62%"} if tools else {"right": 0}
+        self.options: dict[str, Any] = {
+            "animation": False,
+            "textStyle": {"fontFamily": "inherit"},
+            "grid": {"left": 8, "right": 18, "top": 34, "bottom": 30, "containLabel": True},
+            "legend": legend,
+            "tooltip": {
+                "trigger": "axis",
+                "confine": True,
+                "transitionDuration": 0,
+                ":formatter": "items => dreamfleet.tip(items)",
+                "backgroundColor": "rgba(24,31,41,.94)",
+                "borderWidth": 0,
+                "textStyle": {"color": "#e8edf4", "fontSize": 13},
+            },
+            "xAxis": {
+                **axis,
+                "type": "value",
+                "name": x_name,
+                "nameLocation": "middle",
+                "nameGap": 26,
+                "splitLine": {"show": False},
+                "axisLabel": {**label, "showMaxLabel": False},
+                "min": 0,
+                "max": "dataMax",
+            },
+            "yAxis": {**axis, "type": "log" if log else "value", "scale": True},
+            "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl"}],
+            "series": self.series,
+        }
+        if tools:
+            feature = {
+                "dataZoom": {"title": {"zoom": "zoom", "back": "back"}, "filterMode": "none"},
+                "restore": {"title": "reset"},
+                "saveAsImage": {"title": "PNG", "name": "dreamfleet", "pixelRatio": 2},
+            }
+            place = {"right": 6, "top": -4, "itemSize": 14, "iconStyle": {"borderColor": GREY}}
+            self.options["toolbox"] = {**place, "feature": feature}
 
-def band(
-    number: int, x: Floats, low: Floats, high: Floats, color: str, *, log: bool = False
-) -> list[dict[str, Any]]:
-    """The area between two curves: an invisible lower one, and the rest stacked on it. A
-    logarithmic axis cannot stack, so there the edges are drawn."""
-    common: dict[str, Any] = {"silent": True, "z": 1}
-    if log:
-        common["lineStyle"] = {"width": 1, "opacity": 0.35}
-        edges = ((f".{number}low", low), (f".{number}high", high))
-        return [line(name, x, y, color, log=True, **common) for name, y in edges]
-    common |= {"stack": f"band-{number}", "stackStrategy": "all"}
-    common["lineStyle"] = {"width": 0, "opacity": 0}
-    area = {"color": color, "opacity": 0.16}
-    return [
-        line(f".{number}low", x, low, color, **common),
-        line(f".{number}high", x, high - low, color, areaStyle=area, **common),
-    ]
+    def line(self, name: str, x: Floats, y: Floats, color: str, **more: Any) -> dict[str, Any]:
+        """A curve; a logarithmic axis and NaN leave gaps."""
+        series = {
+            "type": "line",
+            "showSymbol": len(x) == 1,
+            "symbolSize": 5,
+            "color": color,
+            "data": self._pairs(x, y),
+            "emphasis": {"disabled": True},
+            **({"name": name} if name else {}),
+            **more,
+            "lineStyle": {"color": color, "width": 2, **more.get("lineStyle", {})},
+        }
+        self.series.append(series)
+        return series
 
+    def dots(self, name: str, points: Floats, **more: Any) -> None:
+        """Points behind the curves, without a tooltip."""
+        series = {
+            "type": "scatter",
+            "name": name,
+            "data": self._pairs(points[:, 0], points[:, 1]),
+            "symbolSize": 3,
+            "itemStyle": {"color": COLORS[0], "opacity": 0.35},
+            "emphasis": {"disabled": True},
+            "silent": True,
+            "tooltip": {"show": False},
+        }
+        self.series.append(series | more)
 
-def pairs(x: Floats, y: Floats, *, log: bool = False) -> list[list[Any]]:
-    """Points of a chart; values that cannot be drawn are gaps."""
-    drawn = np.isfinite(y) & ((y > 0) if log else True)
-    return [
-        [_rounded(at), _rounded(value) if shown else None]
-        for at, value, shown in zip(x.tolist(), y.tolist(), drawn.tolist(), strict=True)
-    ]
+    def band(self, x: Floats, low: Floats, high: Floats, color: str) -> None:
+        """The area between two curves: an invisible lower one, and the rest stacked on it. A
+        logarithmic axis cannot stack, so there the edges are drawn."""
+        style: dict[str, Any] = {"silent": True, "z": 1, "lineStyle": {"width": 1, "opacity": 0.35}}
+        if not self._log:
+            style |= {"stack": f"band-{len(self.series)}", "stackStrategy": "all"}
+            style["lineStyle"] = {"width": 0, "opacity": 0}
+        self.line("", x, low, color, **style)
+        area = {} if self._log else {"areaStyle": {"color": color, "opacity": 0.16}}
+        self.line("", x, high if self._log else high - low, color, **style, **area)
+
+    def _pairs(self, x: Floats, y: Floats) -> list[list[Any]]:
+        drawn = np.isfinite(y) & ((y > 0) if self._log else True)
+        return [
+            [_rounded(at), _rounded(value) if shown else None]
+            for at, value, shown in zip(x.tolist(), y.tolist(), drawn.tolist(), strict=True)
+        ]
 
 
 def _rounded(value: float) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
 from fastapi import Request
 from nicegui import ui
 from nicegui.events import GenericEventArguments
@@ -15,36 +17,30 @@ from nicegui.events import GenericEventArguments
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.glossary import explain
 from dreamfleet.plotting import Panel, differing
-from dreamfleet.view.charts import (
-    AXES,
-    Axis,
-    CurveOptions,
-    missing_hours,
-    panel_chart,
-    panels,
-    to_csv,
-)
+from dreamfleet.view.charts import AXES, CurveOptions, missing_hours, panel_chart, panels, to_csv
 from dreamfleet.view.frame import (
+    NAME_CELL,
+    STATE_CELL,
     card,
-    dot_cell,
     draw,
     find_run,
     frame,
     keep_fresh,
     search_box,
+    set_rows,
     table,
 )
 from dreamfleet.view.overview_page import OverviewPage
 from dreamfleet.view.runs import EVALUATION, SCORE, Run, Runs
+from dreamfleet.view.sweep_page import add_links
 
 _REFRESH_SECONDS = 2.0
-_MAX_RUNS, _FIRST_RUNS, _MAX_METRICS = 40, 8, 12
+_MAX_RUNS, _FIRST_RUNS, _MAX_METRICS, _MAX_COMPARED = 40, 8, 12, 6
 _NAMES = ("name", "task", "preset", "seed", "state", "step", "score", "rate", "hours", "machine")
 _LABELS = {name: name for name in (*_NAMES, "tags", "note")}
 _LABELS |= {"name": "run", "rate": "steps/s", "hours": "time"}
-_NAME_CELL = """<q-td :props="props"><a :href="'/run?run=' + encodeURIComponent(props.row.name)"
- :title="props.row.name" @click.stop>{{ props.row.name }}</a></q-td>"""
-_SWITCHES = {"log": "log", "join_seeds": "join seeds", "published": "published"}
+_SWITCHES = {"log": "log", "join_seeds": "join seeds", "interval": "95 % interval"}
+_SWITCHES |= {"published": "published"}
 
 
 def add(runs: Runs) -> None:
@@ -66,43 +62,39 @@ def add(runs: Runs) -> None:
             CurvesPage(runs, request, found)
 
 
-def read_options(query: Any) -> CurveOptions:
+def read_options(query: Mapping[str, str]) -> CurveOptions:
     """The options that an address names; what is not valid has its default."""
-    axis: Axis = query.get("axis") if query.get("axis") in get_args(Axis) else "steps"
-    found = re.fullmatch(r"0?\.\d{1,3}", query.get("smoothing", ""))
-    switches = {name: query.get(name, "") for name in _SWITCHES}
-    given = {name: value == "1" for name, value in switches.items() if value in ("0", "1")}
-    return CurveOptions(axis=axis, smoothing=min(float(found[0]), 0.98) if found else 0.0, **given)
+    options = CurveOptions()
+    for name in asdict(options).keys() & query.keys():
+        with suppress(msgspec.ValidationError):
+            given = {**asdict(options), name: query[name]}
+            options = msgspec.convert(given, CurveOptions, strict=False)
+    return options
 
 
 def write_query(names: list[str], metrics: list[str], options: CurveOptions) -> str:
     """The query of an address; defaults are left out."""
     pairs = [*(("run", name) for name in names), *(("metric", each) for each in metrics)]
     default = asdict(CurveOptions())
-    for key, value in asdict(options).items():
-        if value != default[key]:
-            pairs.append((key, str(int(value)) if isinstance(value, bool) else f"{value}"))
-    return urlencode(pairs)
+    changed = {key: value for key, value in asdict(options).items() if value != default[key]}
+    plain = {key: int(v) if isinstance(v, bool) else v for key, v in changed.items()}
+    return urlencode([*pairs, *plain.items()])
 
 
 class CurvesPage:
     """One viewer's page, of all runs or of one run that may be compared with others."""
 
     def __init__(self, runs: Runs, request: Request, run: Run | None = None) -> None:
-        self._runs, self._run = runs, run
+        self._runs = runs
         self._charts: dict[str, ui.echart] = {}
         self._drawn: object = None
-        self._listed: object = None
-        self._version = -1
         query = request.query_params
         self._metrics = query.getlist("metric")[:_MAX_METRICS] or [SCORE]
-        options = read_options(query)
-        runs.attend("table", "")
         with frame(runs, run, "curves"):
             with card("Runs") if run is None else _closed("Compare with other runs"):
                 self._add_runs()
             with card("Curves"):
-                self._add_options(options)
+                self._add_options(read_options(query))
                 self._places = ui.element("div").classes("grid")
                 self._hint = ui.label().classes("muted")
             self._chooser = None if run else _closed("Choose metrics")
@@ -117,6 +109,7 @@ class CurvesPage:
         with ui.element("div").classes("row-of finder"):
             search = search_box("filter: words of any column", label="filter")
             self._count = ui.label().classes("muted small")
+            add_links(self._runs)
         self._table = table(
             _LABELS,
             phone=("name", "state", "score"),
@@ -126,8 +119,8 @@ class CurvesPage:
             selection="multiple",
             on_select=self.draw,
         )
-        self._table.add_slot("body-cell-name", _NAME_CELL)
-        self._table.add_slot("body-cell-state", dot_cell("alert"))
+        self._table.add_slot("body-cell-name", NAME_CELL)
+        self._table.add_slot("body-cell-state", STATE_CELL)
 
     def _add_options(self, options: CurveOptions) -> None:
         with ui.element("div").classes("row-of options"):
@@ -136,8 +129,7 @@ class CurvesPage:
             with ui.element("label").classes("slider"):
                 ui.label("smoothing").classes("muted small")
                 self._smoothing = ui.slider(min=0, max=0.98, step=0.02, value=options.smoothing)
-                self._smoothing.props('dense aria-label="smoothing"')
-                self._smoothing.on("change", lambda: self.draw())
+                self._smoothing.props('dense aria-label="smoothing"').on("change", self.draw)
             self._switches = {
                 name: ui.switch(label, value=getattr(options, name), on_change=self.draw)
                 for name, label in _SWITCHES.items()
@@ -157,8 +149,7 @@ class CurvesPage:
             search=search,
             selection="multiple",
         )
-        self._list.classes("metrics").props("wrap-cells")
-        self._list.on("selection", self._select_metrics)
+        self._list.classes("metrics").props("wrap-cells").on("selection", self._select_metrics)
 
     def _choose(self, names: list[str]) -> None:
         """Choose the runs of the address, or else those of the task that changed last."""
@@ -181,36 +172,29 @@ class CurvesPage:
 
     def refresh(self) -> None:
         """Show what has changed."""
-        self._runs.attend("table", "")
         chosen = self._chosen
         lists = self._chooser is None or bool(self._chooser.value)
         needs_metrics = lists or not set(self._metrics) <= {SCORE, EVALUATION}
         self._runs.attend("metrics" if needs_metrics else "scores", *(run.name for run in chosen))
-        if self._run is not None:
-            self._runs.attend("live", self._run.name)
-        if self._version != self._runs.version:
-            self._version = self._runs.version
-            rows = [run.row.to_dict() for run in self._runs.all()]
-            self._table.rows = rows
-            running = sum(run.row.running for run in self._runs.all())
-            self._count.text = f"{len(rows)} runs" + (f", {running} running" if running else "")
-        if lists:
+        rows = [run.row for run in self._runs.all()]
+        set_rows(self._table, [row.to_dict() for row in rows])
+        running = sum(row.running for row in rows)
+        self._count.text = f"{len(rows)} runs" + (f", {running} running" if running else "")
+        if lists and chosen:
             self._list_metrics(chosen)
         self.draw()
 
     def _list_metrics(self, chosen: list[Run]) -> None:
-        versions = [(run.name, run.version(SCORE), run.metrics.rows) for run in chosen]
-        if versions == self._listed:
-            return
-        self._listed = versions
         names = {SCORE, EVALUATION}
         for run in chosen:
             with run.lock:
                 names |= {*run.metrics.newest, *run.metrics.texts}
         order = sorted(names, key=lambda name: (name not in (SCORE, EVALUATION), name))
-        rows = {name: _metric_row(name, chosen[0]) for name in order if chosen}
-        self._list.rows = list(rows.values())
-        self._list.selected = [rows[name] for name in self._metrics if name in rows]
+        rows = {name: _metric_row(name, chosen[0]) for name in order}
+        set_rows(self._list, list(rows.values()))
+        selected = [rows[name] for name in self._metrics if name in rows]
+        if self._list.selected != selected:
+            self._list.selected = selected
         behind = any(run.metrics.behind for run in chosen)
         self._reading.text = f"{len(rows)} metrics{', reading…' if behind else ''}"
 
@@ -218,7 +202,6 @@ class CurvesPage:
         names = [str(row["name"]) for row in event.args["rows"]]
         kept = [name for name in self._metrics if name not in names]
         self._metrics = ([*kept, *names] if event.args["added"] else kept)[-_MAX_METRICS:]
-        self._listed = None
         self.refresh()
 
     def _panels(self) -> list[tuple[str, Panel]]:
@@ -238,8 +221,9 @@ class CurvesPage:
         for title in set(self._charts) - set(found):
             self._charts.pop(title).parent_slot.parent.delete()  # type: ignore[union-attr]
         for title, (metric, panel) in found.items():
-            place = card(title, meaning(metric), within=self._places)
-            draw(self._charts, title, panel_chart(panel, metric, options), place, "chart tall")
+            chart = panel_chart(panel, metric, options)
+            place = card(title, meaning(metric), self._places)
+            draw(self._charts, title, chart.options, place, "chart tall")
         query = write_query([run.name for run in chosen], self._metrics, options)
         ui.run_javascript(f"history.replaceState(null, '', '?{query}')")
 
@@ -247,20 +231,22 @@ class CurvesPage:
         ui.download.content(to_csv(self._panels(), self._options), "curves.csv")
 
     def _differences(self) -> None:
-        chosen = [run for run in self._chosen if run.config is not None][:6]
-        flat = [run.config.flat() for run in chosen if run.config is not None]
+        configs = {run.name: run.config.flat() for run in self._chosen if run.config is not None}
+        shown = dict(list(configs.items())[:_MAX_COMPARED])
+        # Columns have numbers, because the library gives names of columns a meaning.
         rows = [
             {"name": key, **{f"run{n}": str(each.get(key, "")) for n, each in enumerate(flat)}}
+            for flat in [list(shown.values())]
             for key in differing(flat)
             if key != "logdir"
         ]
         with ui.dialog() as dialog, card("Settings that differ"):
-            if len(chosen) < 2 or not rows:
-                text = "The settings are the same." if len(chosen) > 1 else "Choose two runs."
-                ui.label(text).classes("muted")
-            else:
-                labels = {"name": "setting"} | {f"run{n}": r.name for n, r in enumerate(chosen)}
+            if rows:
+                labels = {"name": "setting"} | {f"run{n}": name for n, name in enumerate(shown)}
                 table(labels, phone=labels, rows=rows)
+            else:
+                text = "The settings are the same." if len(shown) > 1 else "Choose two runs."
+                ui.label(text).classes("muted")
         dialog.on("hide", dialog.delete)
         dialog.open()
 
@@ -282,15 +268,12 @@ def meaning(metric: str) -> str:
 
 def _metric_row(name: str, run: Run) -> dict[str, Any]:
     """A row of the table of metrics, with the newest value of a run."""
+    value = run.row.score if name == SCORE else run.newest(name)
+    shown = "not finite" if name in run.metrics.newest else ""
+    shown = shown if value is None else readable(float(f"{value:.4g}"))
     entry = _explain(name)
-    value: float | str | None = run.metrics.texts.get(name)
-    if value is None:
-        value = run.row.score if name == SCORE else run.newest(name)
-    if value is None and name in run.metrics.newest:
-        value = "not finite"
-    shown = readable(float(f"{value:.4g}")) if isinstance(value, float) else value
-    section = entry.section if entry else ""
-    return {"name": name, "newest": shown, "meaning": meaning(name), "section": section}
+    about = {"meaning": meaning(name), "section": entry.section if entry else ""}
+    return {"name": name, "newest": run.metrics.texts.get(name, shown), **about}
 
 
 def _hint(chosen: list[Run]) -> str:

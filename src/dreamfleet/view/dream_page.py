@@ -17,17 +17,15 @@ from nicegui.events import KeyEventArguments
 
 from dreamfleet.dream.host import DreamClosedError, DreamHost
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.view import charts
+from dreamfleet.view.charts import COLORS, Chart
 from dreamfleet.view.frame import RunPage, card, draw, with_hint
 from dreamfleet.view.records_page import checkpoint_rows
-from dreamfleet.view.runs import Run
 
 FRESH = -1
 """The start from a fresh episode of the environment."""
 _MAX_CONTROLS, _MAX_CHOICES = 32, 64
 _DRAW_SECONDS = 0.2
 """Between two drawings of the curves while the dream plays; all frames are shown."""
-_LOADING = "Loading the world model…"
 _LETTERS = "123456789qwertyuiopasdfghjklzxcvbnm"
 _ARROWS = {
     "ArrowLeft": ("left", "west"),
@@ -36,24 +34,17 @@ _ARROWS = {
     "ArrowDown": ("down", "back", "south", "stay", "noop", "rest"),
 }
 _SIGNS = {"ArrowLeft": "←", "ArrowRight": "→", "ArrowUp": "↑", "ArrowDown": "↓"}
-_WHO = {"you": "You", "policy": "Policy", "recorded": "Recorded"}
 _SPEEDS = {2: "2 /s", 5: "5 /s", 10: "10 /s", 20: "20 /s", 60: "fastest"}
-_COLORS = {"dream": charts.COLORS[0], "reality": charts.COLORS[2], "error": charts.COLORS[0]}
-_BLUR = "() => document.activeElement?.blur()"  # keys go to the game
-_NO_SCROLLING = """<script>addEventListener("keydown", e => {
+_COLORS = {"dream": COLORS[0], "reality": COLORS[2], "error": COLORS[0]}
+_KEYS_GO_TO_THE_GAME = """<script>
+addEventListener("click", e => e.target.closest("button") && document.activeElement?.blur());
+addEventListener("keydown", e => {
   if ([" ", "ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Backspace"].includes(e.key) &&
       e.target === document.body) e.preventDefault();
 });</script>"""
 
 _host = DreamHost()
 app.on_shutdown(_host.stop)
-
-
-def checkpoints(run: Run) -> dict[str, str]:
-    """Checkpoints of a run and their titles, the newest first."""
-    found = [row for row in checkpoint_rows(run) if "step" in row]
-    scores = ["" if row["score"] is None else f", score {row['score']:.4g}" for row in found]
-    return {r["name"]: f"step {r['step']:,}{text}" for r, text in zip(found, scores, strict=True)}
 
 
 def keys_of(names: Sequence[str], count: int) -> dict[str, int]:
@@ -101,13 +92,13 @@ class DreamPage(RunPage):
         self._opened = ""
         self._action: dict[str, list[float]] = {}
         self._keys: dict[str, int] = {}
-        self._buttons: list[ui.element] = []
+        self._buttons: list[ui.button] = []  # of the first discrete action
         self._sliders: list[ui.slider] = []
         self._charts: dict[str, ui.echart] = {}
         self._lock = asyncio.Lock()
         self._drawn = 0.0
         ui.context.client.on_delete(lambda: run.io_bound(_host.close, self._viewer))
-        ui.add_body_html(_NO_SCROLLING)
+        ui.add_body_html(_KEYS_GO_TO_THE_GAME)
         with card("Dream", "what the world model imagines, one action at a time"):
             self._add_start()
         with ui.element("div").classes("stack") as self._stage:
@@ -115,37 +106,45 @@ class DreamPage(RunPage):
         self._stage.visible = False
         ui.keyboard(self._on_key)
         self._timer = ui.timer(0.1, self._tick, active=False)
+        icons = {True: "pause", False: "play_arrow"}
+        self._play.bind_icon_from(self._timer, "active", lambda plays: icons[plays])
         ui.timer(0, self._open, once=True)
         ui.timer(60.0, lambda: run.io_bound(_host.close_idle))
 
+    def _checkpoints(self) -> dict[str, str]:
+        """Checkpoints of the run and their titles, the newest first."""
+        return {
+            row["name"]: f"step {row['step']:,}"
+            + ("" if row["score"] is None else f", score {row['score']:.4g}")
+            for row in checkpoint_rows(self._run)
+            if "step" in row
+        }
+
     def refresh(self) -> None:
         """Offer the checkpoints that are stored now, and the one in memory."""
-        names = checkpoints(self._run)
-        offered: dict[str, str] = dict(self._checkpoint.options)
-        if self._opened in offered:
-            names.setdefault(self._opened, offered[self._opened])
+        names, offered = self._checkpoints(), dict(self._checkpoint.options)
+        names |= {key: offered[key] for key in {self._opened} & offered.keys() - names.keys()}
         if names and names != offered:
             chosen = self._checkpoint.value
-            value = chosen if chosen in names else next(iter(names))
-            self._checkpoint.set_options(names, value=value)
+            self._checkpoint.set_options(
+                names, value=chosen if chosen in names else next(iter(names))
+            )
 
     def _add_start(self) -> None:
         with ui.element("div").classes("row-of"):
-            names = checkpoints(self._run)
+            names = self._checkpoints()
             first = next(iter(names), None)
             self._checkpoint = ui.select(
                 names, label="checkpoint", value=first, on_change=self._open
             )
             self._episode = ui.select({}, label="start from", on_change=self._choose_start)
-            for choice in (self._checkpoint, self._episode):
-                choice.props("outlined dense options-dense").classes("medium")
             self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
             self._seed = ui.number("seed", value=0, min=0, precision=0)
-            for field in (self._observe, self._seed):
-                field.props("outlined dense").classes("narrow")
-            with _button(self._start).classes("chosen"):
-                ui.label("Start")
-        self._said = ui.label(_LOADING).classes("muted small")
+            for field in (self._checkpoint, self._episode, self._observe, self._seed):
+                kind = "medium" if isinstance(field, ui.select) else "narrow"
+                field.props("outlined dense options-dense").classes(kind)
+            _button("Start", self._start).classes("chosen")
+        self._said = ui.label("").classes("muted small")
 
     def _add_stage(self) -> None:
         with ui.element("div").classes("stage"):
@@ -157,20 +156,20 @@ class DreamPage(RunPage):
                 self._real_line = ui.label().classes("small")
         with card():
             with ui.element("div").classes("row-of"):
-                self._who = ui.toggle(_WHO, value="you")
-                _tool("first_page", "to the start", partial(self._move, "reset"))
+                self._who = ui.toggle(
+                    {"you": "You", "policy": "Policy", "recorded": "Recorded"}, value="you"
+                )
+                _tool("first_page", "to the start", partial(self._move, "go", 0))
                 _tool("fast_rewind", "10 steps back", partial(self._rewind, 10))
                 _tool("chevron_left", "one step back (backspace)", partial(self._rewind, 1))
                 self._play = _tool("play_arrow", "play or pause (space)", self._toggle)
                 _tool("chevron_right", "one step (enter)", self._step)
-                self._predict = _button(partial(self._move, "predict"))
-                with self._predict.props('title="predict the rest from the recorded actions"'):
-                    ui.label("Predict")
-                self._speed = ui.select(_SPEEDS, value=10, on_change=self._change_speed)
-                self._speed.props("outlined dense options-dense")
+                self._predict = _button("Predict", partial(self._move, "predict"))
+                self._predict.props('title="predict the rest from the recorded actions"')
+                self._speed = ui.toggle(_SPEEDS, value=10, on_change=self._change_speed)
                 self._branch = ui.toggle({}, on_change=self._change_branch)
-                for toggle in (self._who, self._branch):
-                    toggle.props("dense no-caps unelevated").on("click", js_handler=_BLUR)
+                for toggle in (self._who, self._speed, self._branch):
+                    toggle.props("dense no-caps unelevated")
             self._place = ui.slider(min=0, max=1, value=0).props('label aria-label="moment"')
             self._place.on("change", lambda: self._move("go", int(self._place.value or 0)))
             self._acts = ui.element("div").classes("play-acts")
@@ -186,7 +185,6 @@ class DreamPage(RunPage):
         self._buttons, self._sliders, self._keys = [], [], {}
         spaces: list[dict[str, Any]] = self._about["actions"]
         single = len(spaces) == 1 and spaces[0]["discrete"] and not spaces[0]["shape"]
-        names: list[str] = self._scene["names"] if single else []
         self._action = {
             each["name"]: [max(0.0, low) if each["discrete"] else 0.0 for low in each["low"]]
             for each in spaces
@@ -194,7 +192,7 @@ class DreamPage(RunPage):
         with self._acts:
             for space in spaces:
                 for index in range(min(space["size"], _MAX_CONTROLS)):
-                    self._add_action(space, index, names)
+                    self._add_action(space, index, self._scene["names"] if single else [])
 
     def _add_action(self, space: dict[str, Any], index: int, names: Sequence[str]) -> None:
         key, low = space["name"], space["low"][index]
@@ -207,19 +205,19 @@ class DreamPage(RunPage):
                 slider.on_value_change(lambda event: self._set(key, index, float(event.value)))
                 self._sliders.append(slider)
             return
-        count = space["choices"][index]
-        has_keys = not self._keys  # the first action
+        count, has_keys = space["choices"][index], not self._keys
         self._keys = self._keys or keys_of(names, count)
         shown = {choice: _SIGNS.get(name, name) for name, choice in self._keys.items()}
+        buttons = []
         with ui.element("div").classes("act-choices"):
             if len(self._action) > 1 or space["size"] > 1:
                 ui.label(label).classes("muted small")
             for choice in range(min(count, _MAX_CHOICES)):
-                with _button(partial(self._choose, key, index, choice + low)) as button:
-                    ui.label(names[choice] if choice < len(names) else str(choice))
+                name = names[choice] if choice < len(names) else str(choice)
+                with _button(name, partial(self._choose, key, index, choice + low)) as button:
                     ui.label(shown.get(choice, "") if has_keys else "").classes("muted small")
-                if has_keys:
-                    self._buttons.append(button)
+                buttons.append(button)
+        self._buttons = self._buttons or buttons
 
     # --- starting --------------------------------------------------------------------------------
 
@@ -228,11 +226,11 @@ class DreamPage(RunPage):
         wanted = self._checkpoint.value
         if wanted is None:
             self._said.text = "The run has no checkpoint yet."
-        elif wanted not in checkpoints(self._run):
+        elif wanted not in self._checkpoints():
             self.refresh()  # the run has removed it
         elif wanted != self._opened:
             self._pause()
-            self._opened, self._said.text = wanted, _LOADING
+            self._opened, self._said.text = wanted, "Loading the world model…"
             path = self._run.path / "ckpt" / "agent" / wanted
             about = await self._ask(lambda: _host.open(self._viewer, path, trust=self._run.trust))
             if about is None:
@@ -259,7 +257,7 @@ class DreamPage(RunPage):
     def _choose_start(self) -> None:
         chosen = self._episode.value
         self._observe.enabled = chosen != FRESH
-        if chosen is not None and chosen != FRESH:
+        if chosen not in (None, FRESH):
             self._observe.value = steps_to_observe(self._about["episodes"][chosen]["length"])
 
     async def _start(self) -> None:
@@ -267,15 +265,13 @@ class DreamPage(RunPage):
             await self._open()
             return
         self._pause()
-        ui.run_javascript(f"({_BLUR})()")
+        ui.run_javascript("document.activeElement?.blur()")
         chosen = self._episode.value
         if chosen is None:
             return
-        length = self._about["episodes"][chosen]["length"] if chosen >= 0 else 1
-        observe = min(max(int(self._observe.value or 1), 1), length)
         self._said.text = "The dream starts…"
-        episode = None if chosen == FRESH else int(chosen)
-        scene = await self._call("start", episode, observe, int(self._seed.value or 0))
+        episode, observe = (None, 1) if chosen == FRESH else (int(chosen), self._observe.value)
+        scene = await self._call("start", episode, int(observe or 1), int(self._seed.value or 0))
         if scene is None:
             why = self._said.text
             if self._opened and (about := await self._call("describe")):  # the replay has changed
@@ -320,20 +316,17 @@ class DreamPage(RunPage):
         self._mark_actions()
 
     def _change_speed(self) -> None:
-        ui.run_javascript(f"({_BLUR})()")
-        self._timer.interval = 1 / int(self._speed.value or 10)
+        self._timer.interval = 1 / self._speed.value
 
     def _toggle(self) -> None:
         if self._timer.active or not self._scene:
             self._pause()
-            return
-        self._timer.activate()
-        self._play.name = "pause"
+        else:
+            self._timer.activate()
 
     def _pause(self) -> None:
         if self._timer.active:
             self._timer.deactivate()
-            self._play.name = "play_arrow"
             self._draw(self._scene["curves"])
 
     async def _tick(self) -> None:
@@ -360,7 +353,7 @@ class DreamPage(RunPage):
         elif key == "Backspace":
             await self._rewind(1)
         elif key in self._keys:
-            space = next(each for each in self._about["actions"] if each["discrete"])
+            space = self._first_discrete
             await self._choose(space["name"], 0, self._keys[key] + space["low"][0])
 
     async def _push(self, key: str, *, pressed: bool) -> None:
@@ -390,7 +383,7 @@ class DreamPage(RunPage):
             f"{' · the dream is over' if scene['over'] else ''}"
             f"{'' if scene['frame'] else ' · see its numbers below'}"
         )
-        self._real_line.text = _truth_text(truth, scene["note"])
+        self._real_line.text = _truth_text(truth) if truth else scene["note"]
         self._place.props(f"max={max(scene['length'], 1)}")
         self._place.value = scene["number"]
         branches = {n: f"branch {n + 1}" for n in range(scene["branches"])}
@@ -400,32 +393,35 @@ class DreamPage(RunPage):
         if draw or time.monotonic() - self._drawn > _DRAW_SECONDS:
             self._draw(scene["curves"])
 
+    @property
+    def _first_discrete(self) -> dict[str, Any]:
+        return next(each for each in self._about["actions"] if each["discrete"])
+
     def _mark_actions(self) -> None:
         """Mark the chosen action, and those that the world model predicts to be masked."""
         if not self._buttons:
             return
-        space = next(each for each in self._about["actions"] if each["discrete"])
+        space = self._first_discrete
         chosen = int(self._action[space["name"]][0] - space["low"][0])
         allowed = self._scene.get("allowed") or [True] * len(self._buttons)
         for number, button in enumerate(self._buttons):
-            _mark(button, "chosen", number == chosen)
-            _mark(button, "forbidden", not allowed[number])
+            marks = {"chosen": number == chosen, "forbidden": not allowed[number]}
+            add, remove = (" ".join(m for m in marks if marks[m] == on) for on in (True, False))
+            button.classes(add, remove=remove)
 
     def _draw(self, curves: dict[str, Any]) -> None:
         self._drawn = time.monotonic()
         x = np.asarray(curves["at"], float)
         for title, lines in curves["lines"].items():
-            options = charts.base(tools=False)
-            options["grid"] |= {"top": 28, "bottom": 2}
-            options["xAxis"] |= {"min": x[0], "max": max(x[0] + 20, x[-1])}
-            options["series"] = [
-                charts.line(name, x, np.asarray(values, float), _COLORS[name])
-                for name, values in lines.items()
-            ]
-            options["legend"]["data"] = list(lines) if len(lines) > 1 else []
-            draw(self._charts, title, options, card(title, within=self._grid), "chart low")
-        for title, chart in self._charts.items():
-            chart.parent_slot.parent.visible = title in curves["lines"]  # type: ignore[union-attr]
+            chart = Chart(tools=False)
+            chart.options["grid"] |= {"top": 28, "bottom": 2}
+            chart.options["xAxis"] |= {"min": x[0], "max": max(x[0] + 20, x[-1])}
+            chart.options["legend"]["show"] = len(lines) > 1
+            for name, values in lines.items():
+                chart.line(name, x, np.asarray(values, float), _COLORS[name])
+            draw(self._charts, title, chart.options, card(title, within=self._grid), "chart low")
+        for title, shown in self._charts.items():
+            shown.parent_slot.parent.visible = title in curves["lines"]  # type: ignore[union-attr]
 
     # --- the worker ------------------------------------------------------------------------------
 
@@ -445,20 +441,13 @@ class DreamPage(RunPage):
                 return None
 
 
-def _button(act: Callable[[], Any]) -> ui.element:
-    """A button that does not take the focus: keys stay with the game."""
-    button = ui.element("button").classes("plain").props("type=button")
-    button.on("mousedown", js_handler="e => e.preventDefault()")
-    return button.on("click", act, args=[])
+def _button(text: str, act: Callable[[], Any], icon: str | None = None) -> ui.button:
+    button = ui.button(text, on_click=act, icon=icon, color=None)
+    return button.props("flat dense no-caps").classes("plain")
 
 
-def _tool(icon: str, title: str, act: Callable[[], Any]) -> ui.icon:
-    with _button(act).classes("tool").props(f'aria-label="{title}" title="{title}"'):
-        return ui.icon(icon)
-
-
-def _mark(element: ui.element, name: str, on: bool) -> None:
-    element.classes(add=name if on else "", remove="" if on else name)
+def _tool(icon: str, title: str, act: Callable[[], Any]) -> ui.button:
+    return _button("", act, icon).classes("tool").props(f'aria-label="{title}" title="{title}"')
 
 
 def _set_frame(image: ui.element, png: bytes) -> None:
@@ -469,14 +458,11 @@ def _set_frame(image: ui.element, png: bytes) -> None:
 
 def _episode_text(each: dict[str, Any]) -> str:
     rest = "" if each["begins"] and each["ends"] else ", a part" if each["ends"] else ", not over"
-    return (
-        f"{each['length']:,} steps, score {each['score']:.4g}{rest} · environment {each['stream']}"
-    )
+    about = f"{each['length']:,} steps, score {each['score']:.4g}{rest}"
+    return f"{about} · environment {each['stream']}"
 
 
-def _truth_text(truth: dict[str, Any] | None, note: str) -> str:
-    if truth is None:
-        return note
+def _truth_text(truth: dict[str, Any]) -> str:
     over = " · the episode is over" if truth["last"] else ""
     source = "environment" if truth["source"] == "environment" else "as recorded"
     error = truth["difference"]

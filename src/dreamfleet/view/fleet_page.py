@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from nicegui import ui
 
-from dreamfleet.fleet.record import Event, RunStatus, WorkerStatus
+from dreamfleet.fleet.record import Event, RunStatus
 from dreamfleet.formatting import clock, readable
 from dreamfleet.view.charts import GREY
-from dreamfleet.view.frame import RunPage, card, dot_cell, draw, table
+from dreamfleet.view.frame import STATE_CELL, RunPage, card, draw, set_rows, table
+from dreamfleet.view.reading import finite
 from dreamfleet.view.runs import Run
 
 _MIN_WAIT_SHARE = 0.3
-_MAX_FAILURES = 50
+_MAX_FAILURES, _MAX_SAMPLES = 50, 40
 _COLUMNS = {"env": 0, "eval": 0, "machine": 0, "replay": 2, "logger": 2}
 """Where roles are in the graph; all others are in the middle."""
+_TRAFFIC = {"env": "actor/server", "replay": "actor/replay_client", "logger": "actor/logger_client"}
+"""Whose byte counters are between the agent and each role."""
 _BAD, _WARN, _GOOD = "#d95568", "#c9922a", "#3a9d68"
 _STATE_COLORS = dict.fromkeys(("restarting", "away", "failed"), _BAD) | {"starting": _WARN}
 _STATE_COLORS |= dict.fromkeys(("running", "joined"), _GOOD)
@@ -35,6 +39,7 @@ class FleetPage(RunPage):
 
     def build(self) -> None:
         self._charts: dict[str, ui.echart] = {}
+        self._samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=_MAX_SAMPLES)
         with card("Fleet"):
             self._sentence = ui.label()
             self._usage = ui.label().classes("muted small")
@@ -43,7 +48,7 @@ class FleetPage(RunPage):
             self._table = table(
                 _LABELS, phone=("name", "state"), numbers=numbers, formats={"pid": "v => v"}
             )
-            self._table.add_slot("body-cell-state", dot_cell("alert"))
+            self._table.add_slot("body-cell-state", STATE_CELL)
         with card("Failures", "newest first"):
             self._count = ui.label().classes("muted small")
             labels = {"time": "when", "worker": "process", "error": "error"}
@@ -54,18 +59,15 @@ class FleetPage(RunPage):
         if status is None:
             return
         self._sentence.text, self._usage.text = bottleneck(run, status), usage_text(status)
-        with run.lock:
-            events = list(run.events)
-        rows, failed = process_rows(status, run.recently_failed), failure_rows(events, time.time())
-        for shown, new in ((self._table, rows), (self._failures, failed[:_MAX_FAILURES])):
-            if shown.rows != new:
-                shown.rows = new
+        rows, failed = process_rows(status, run.recently_failed), failure_rows(status.events)
+        set_rows(self._table, rows)
+        set_rows(self._failures, failed[:_MAX_FAILURES])
         count = "1 failure" if len(failed) == 1 else f"{len(failed):,} failures"
         self._count.text = count if failed else "No process has failed."
         self._failures.set_visibility(bool(failed))
-        graph = fleet_graph(rows, rates(list(run.traffic)))
-        if "graph" not in self._charts or self._charts["graph"].options != graph:
-            draw(self._charts, "graph", graph, self._graph, "chart low")
+        self._samples.append((time.time(), status.metrics))
+        graph = fleet_graph(rows, rates(self._samples))
+        draw(self._charts, "graph", graph, self._graph, "chart low")
 
 
 def bottleneck(run: Run, status: RunStatus) -> str:
@@ -91,55 +93,45 @@ def usage_text(status: RunStatus) -> str:
     return f"{text} · {readable(disk)}B of replay on disk" if disk else text
 
 
-def rates(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Recent bytes per second between the agent and each role."""
-    if len(samples) < 2:
-        return {}
+def rates(samples: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, float]:
+    """Recent bytes per second between the agent and each role, from metrics at some times."""
+
+    def sent(metrics: Mapping[str, Any], client: str) -> float:
+        return sum(finite(metrics.get(f"{client}/bytes_{way}")) or 0.0 for way in ("in", "out"))
+
     (start, first), (end, last) = samples[0], samples[-1]
     seconds = max(end - start, 1e-3)
-    return {role: max(0.0, last[role] - first[role]) / seconds for role in last}
+    return {
+        role: max(0.0, sent(last, client) - sent(first, client)) / seconds
+        for role, client in _TRAFFIC.items()
+    }
 
 
 def process_rows(status: RunStatus, recently_failed: Collection[str]) -> list[dict[str, Any]]:
     """Workers, then machines that have joined, as rows of a table."""
-    return [
-        *(_worker_row(each, each.name in recently_failed) for each in status.workers),
-        *(
-            {
-                "name": each.name,
-                "role": "machine",
-                "state": each.state,
-                "host": f"{each.envs + each.eval_envs} envs, {each.steps_per_second:.0f} steps/s",
-                "running": clock(each.silence if each.state == "away" else each.seconds),
-                "restarts": each.failures,
-                "error": each.error,
-                "alert": each.error if each.state == "away" else "",
-            }
-            for each in status.machines
-            if each.state != "left"
-        ),
-    ]
+    rows: list[dict[str, Any]] = []
+    for worker in status.workers:
+        state = "restarting" if worker.name in recently_failed else worker.state
+        row = {name: getattr(worker, name) for name in ("name", "role", "host", "pid", "restarts")}
+        row |= {"state": state, "error": worker.error}
+        row["alert"] = worker.error if state == "restarting" else ""
+        row["cpu"] = round(worker.usage.cpu, 1) if worker.usage else None
+        row["memory"] = worker.usage.memory if worker.usage else None
+        rows.append(row | {"running": clock(worker.seconds) if worker.pid else ""})
+    for machine in status.machines:
+        away = machine.state == "away"
+        envs = f"{machine.envs + machine.eval_envs} envs"
+        row = {"name": machine.name, "role": "machine", "state": machine.state}
+        row |= {"host": f"{envs}, {machine.steps_per_second:.0f} steps/s", "error": machine.error}
+        row |= {"restarts": machine.failures, "alert": machine.error if away else ""}
+        row |= {"running": clock(machine.silence if away else machine.seconds)}
+        rows += [row] if machine.state != "left" else []
+    return rows
 
 
-def _worker_row(worker: WorkerStatus, failed: bool) -> dict[str, Any]:
-    state = "restarting" if failed else worker.state
-    return {
-        "name": worker.name,
-        "role": worker.role,
-        "state": state,
-        "host": worker.host,
-        "pid": worker.pid,
-        "cpu": round(worker.usage.cpu, 1) if worker.usage else None,
-        "memory": worker.usage.memory if worker.usage else None,
-        "running": clock(worker.seconds) if worker.pid else "",
-        "restarts": worker.restarts,
-        "error": worker.error,
-        "alert": worker.error if state == "restarting" else "",
-    }
-
-
-def failure_rows(events: Sequence[Event], now: float) -> list[dict[str, Any]]:
+def failure_rows(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Failures as rows of a table, the newest first."""
+    now = time.time()
     failed = [each for each in events if each.event == "failed"]
     return [
         {
@@ -167,37 +159,28 @@ def fleet_graph(rows: Sequence[Mapping[str, Any]], traffic: Mapping[str, float])
         cores = sum(row.get("cpu") or 0.0 for row in members)
         count = f" x {len(members)}" if len(members) > 1 else ""
         color = _STATE_COLORS.get(state, GREY)
-        node = {
-            "name": role,
-            "value": [column, depth[column]],
-            "itemStyle": {"color": color},
-            "label": {"formatter": f"{role}{count}\n{cores:.1f} cores"},
-        }
+        label = {"formatter": f"{role}{count}\n{cores:.1f} cores"}
+        node = {"name": role, "value": [column, depth[column]], "label": label}
+        nodes.append(node | {"itemStyle": {"color": color}})
         depth[column] += 1
-        nodes.append(node)
         if role in ("env", "machine", "replay", "logger"):
             rate = traffic.get(role, 0.0)
             width = 1.5 + min(7.0, max(0.0, math.log10(max(rate, 1.0)) - 2) * 1.3)
             style = {"width": round(width, 1), "color": color, "opacity": 0.5}
             text = f"{rate / 1e6:.1f} MB/s" if rate >= 1e6 else f"{rate / 1e3:.0f} kB/s"
-            label = {"show": rate > 0, "formatter": text, "color": GREY, "opacity": 1}
-            links.append({"source": role, "target": "agent", "lineStyle": style, "label": label})
+            told = {"show": rate > 0, "formatter": text, "color": GREY, "opacity": 1}
+            links.append({"source": role, "target": "agent", "lineStyle": style, "label": told})
     for node in nodes:  # centred in its column
         column, place = node["value"]
         node["value"] = [column, (depth[column] - 1) / 2 - place]
     names = {node["name"] for node in nodes}
     high = (max(depth.values()) - 1) / 2 or 1.0
-    hidden = {"show": False, "type": "value"}
+    margin = "innerWidth < 700 ? 42 : 80"
     return {
         "animation": False,
-        "grid": {
-            ":left": "innerWidth < 700 ? 42 : 80",
-            ":right": "innerWidth < 700 ? 42 : 80",
-            "top": 34,
-            "bottom": 34,
-        },
-        "xAxis": {**hidden, "min": 0, "max": 2},
-        "yAxis": {**hidden, "min": -high, "max": high},
+        "grid": {":left": margin, ":right": margin, "top": 34, "bottom": 34},
+        "xAxis": {"show": False, "type": "value", "min": 0, "max": 2},
+        "yAxis": {"show": False, "type": "value", "min": -high, "max": high},
         "series": [
             {
                 "type": "graph",

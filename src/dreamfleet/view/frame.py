@@ -14,18 +14,20 @@ from nicegui import ui
 from dreamfleet.view.runs import Run, Runs
 
 _FIRST_REFRESH_SECONDS = 0.4
-
-RUN_PAGES: dict[str, str] = {
-    "run": "Overview",
-    "curves": "Curves",
-    "fleet": "Fleet",
-    "logs": "Logs",
-    "checkpoints": "Checkpoints",
-    "configuration": "Configuration",
-    "videos": "Videos",
-    "dream": "Dream",
-}
-"""Titles of a run's pages by their path."""
+_ATTEND_SECONDS = 3.0
+_PAGES = ("run", "curves", "fleet", "logs", "checkpoints", "configuration", "videos", "dream")
+"""The paths of a run's pages; the first one is the overview."""
+_FILTER = (
+    "(rows, words) => rows.filter(row => words.toLowerCase().split(/\\s+/).every("
+    "word => Object.values(row).some(value => String(value).toLowerCase().includes(word))))"
+)
+STATE_CELL = """<q-td :props="props" :title="props.row.alert"><span class="dot"
+ :class="props.value"></span>{{ props.value }}<span v-if="props.row.alert" class="warn"> ⚠</span>
+</q-td>"""
+"""A state, its colour and an alert. Values of runs are text or attributes, never markup."""
+NAME_CELL = """<q-td :props="props"><a :href="'/run?run=' + encodeURIComponent(props.row.name)"
+ :title="props.row.name" @click.stop>{{ props.row.name }}</a></q-td>"""
+"""A link to a run."""
 
 
 def add_style() -> None:
@@ -52,18 +54,18 @@ def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
         if run is not None:
             ui.label(run.name).classes("place strong")
         ui.element("div").classes("space")
-        ui.element("button").classes("shade").props('aria-label="light or dark"').on(
-            "click", js_handler="() => dreamfleet.shade()"
-        )
+        shade = ui.element("button").classes("shade").props('aria-label="light or dark"')
+        shade.on("click", js_handler="() => dreamfleet.shade()")
     if run is not None:
         with ui.element("nav").classes("pages"):
-            for path, title in RUN_PAGES.items():
-                link = ui.link(title, link_to(path, run))
+            for path in _PAGES:
+                link = ui.link("Overview" if path == "run" else path.title(), link_to(path, run))
                 if path == page:
                     link.classes("here").props('aria-current="page"')
     with ui.element("main").classes("body"):
         if run is not None:
             _add_alert(run)
+            keep_fresh(lambda: runs.attend("live", run.name), _ATTEND_SECONDS)
         yield
 
 
@@ -73,16 +75,20 @@ def _add_alert(run: Run) -> None:
 
     def refresh() -> None:
         failed = ", ".join(sorted(run.recently_failed))
-        text = run.row.alert or (f"{failed} failed, and is restarted." if failed else "")
-        banner.set_text(text)
-        banner.set_visibility(bool(text))
+        show(banner, run.row.alert or (f"{failed} failed, and is restarted." if failed else ""))
 
     keep_fresh(refresh, 1.0)
 
 
+def show(label: ui.label, text: str) -> None:
+    """Show a text, or hide an empty one."""
+    label.text = text
+    label.set_visibility(bool(text))
+
+
 @contextmanager
 def card(
-    title: str = "", note: str = "", *, within: ui.element | None = None, link: str = ""
+    title: str = "", note: str = "", within: ui.element | None = None, link: str = ""
 ) -> Iterator[ui.element]:
     """A box with a title, which may be a link; what the block adds is inside."""
     with within or nullcontext(), ui.element("section").classes("card") as box:
@@ -104,17 +110,14 @@ class RunPage(ABC):
     """A page about a run, for one viewer."""
 
     path: ClassVar[str]
-    """A key of `RUN_PAGES`."""
-    seconds: ClassVar[float] = 0.0
-    """Between two refreshes; 0 for a page that does not change."""
+    seconds: ClassVar[float] = 3.0
+    """Between two refreshes."""
 
     def __init__(self, runs: Runs, run: Run) -> None:
-        self._runs, self._run = runs, run
-        runs.attend("live", run.name)
+        self._run = run
         with frame(runs, run, self.path):
             self.build()
-        if self.seconds:
-            keep_fresh(self._refresh, self.seconds)
+        keep_fresh(self.refresh, self.seconds)
 
     @classmethod
     def add(cls, runs: Runs) -> None:
@@ -131,10 +134,6 @@ class RunPage(ABC):
 
     def refresh(self) -> None:  # noqa: B027 - a page need not change
         """Show what has changed."""
-
-    def _refresh(self) -> None:
-        self._runs.attend("live", self._run.name)
-        self.refresh()
 
 
 def find_run(runs: Runs, name: str) -> Run | None:
@@ -154,13 +153,13 @@ def draw(
     kind: str = "chart",
 ) -> None:
     """Create a chart in its place, or update it without changing its zoom."""
-    if name in charts:
+    if name not in charts:
+        with place:
+            charts[name] = ui.echart(options).classes(kind)
+    elif charts[name].options != options:
         charts[name].options.clear()
         charts[name].options.update(options)
         charts[name].update()
-    else:
-        with place:
-            charts[name] = ui.echart(options).classes(kind)
 
 
 def search_box(
@@ -169,12 +168,6 @@ def search_box(
     """A field for words to search."""
     box = ui.input(placeholder=hint, on_change=changed).classes("search")
     return box.props(f'outlined dense clearable debounce="200" aria-label="{label}"')
-
-
-_FILTER = (
-    "(rows, words) => rows.filter(row => words.toLowerCase().split(/\\s+/).every("
-    "word => Object.values(row).some(value => String(value).toLowerCase().includes(word))))"
-)
 
 
 def table(
@@ -198,8 +191,8 @@ def table(
         search: A field; rows that lack one of its words are hidden.
         more: Arguments of `ui.table`.
     """
-    short = dict.fromkeys(numbers, "v => typeof v === 'number' ? dreamfleet.short(v) : v")
-    formatted = {**short, **(formats or {})}
+    formatted = dict.fromkeys(numbers, "v => typeof v === 'number' ? dreamfleet.short(v) : v")
+    formatted |= formats or {}
     columns = [
         {
             "name": name,
@@ -209,7 +202,7 @@ def table(
             "align": "right" if name in numbers else "left",
             "classes": f"col-{name}" if name in phone else f"col-{name} wide-only",
             "headerClasses": "" if name in phone else "wide-only",
-            **({":format": formatted[name]} if name in formatted else {}),
+            ":format": formatted.get(name, "v => v"),
         }
         for name, label in labels.items()
     ]
@@ -223,13 +216,10 @@ def table(
     return made
 
 
-def dot_cell(title: str) -> str:
-    """The template of a table's cell that shows a state and its colour. Values of runs are text
-    or attributes, never markup."""
-    return (
-        f'<q-td :props="props" :title="props.row.{title}"><span class="dot" :class="props.value">'
-        f'</span>{{{{ props.value }}}}<span v-if="props.row.{title}" class="warn"> ⚠</span></q-td>'
-    )
+def set_rows(shown: ui.table, rows: list[dict[str, Any]]) -> None:
+    """Show rows, if they have changed."""
+    if shown.rows != rows:
+        shown.rows = rows
 
 
 def with_hint(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import NamedTuple
+from dataclasses import replace
 from urllib.parse import urlencode
 
 from nicegui import ui
@@ -14,39 +14,33 @@ from dreamfleet.formatting import clock, readable
 from dreamfleet.view.actions import add_actions
 from dreamfleet.view.charts import (
     AXES,
+    COLORS,
+    Chart,
     CurveOptions,
     add_diamonds,
-    metrics_chart,
     missing_hours,
     panel_chart,
     panels,
 )
-from dreamfleet.view.frame import RunPage, card, draw
+from dreamfleet.view.frame import RunPage, card, draw, show
 from dreamfleet.view.reading import thinned
 from dreamfleet.view.runs import EVALUATION, SCORE, Run
 
 _DRAW_SECONDS = 5.0  # drawing is most of what an open page costs
 _MAX_POINTS = 250
-
-
-class _Chart(NamedTuple):
-    title: str
-    note: str
-    pattern: str
-    """Of its metrics."""
-    log: bool = False
-
-
 _CHARTS = (
-    _Chart("World model", "losses", r"train/loss/(reconstruction/.+|reward|continue|mask)", True),
-    _Chart("Latent state", "KL divergence, nats", r"train/loss/(dynamics|representation)"),
-    _Chart("Actor and critic", "imagined", r"train/(value|target|slow_value)"),
-    _Chart("Exploration", "0 deterministic, 1 uniform", r"train/randomness/.+"),
-    _Chart("Gradient", "norm before clipping", r"train/(opt/grad_norm|gradient_norm/.+)", True),
-    _Chart("Speed", "per second", r"(actor(-\d+)?/steps|learner/updates)_per_second"),
-    _Chart("Replay ratio", "replayed per collected step", r"learner/replay_ratio"),
-    _Chart("Policy age", "updates behind the learner", r"actor(-\d+)?/policy/updates_behind"),
+    ("World model", "losses", r"train/loss/(reconstruction/.+|reward|continue|mask)", True),
+    ("Latent state", "KL divergence, nats", r"train/loss/(dynamics|representation)", False),
+    ("Actor and critic", "imagined", r"train/(value|target|slow_value)", False),
+    ("Exploration", "0 deterministic, 1 uniform", r"train/randomness/.+", False),
+    ("Gradient", "norm before clipping", r"train/(opt/grad_norm|gradient_norm/.+)", True),
+    ("Speed", "per second", r"(actor(-\d+)?/steps|learner/updates)_per_second", False),
+    ("Replay ratio", "replayed per collected step", r"learner/replay_ratio", False),
+    ("Policy age", "updates behind the learner", r"actor(-\d+)?/policy/updates_behind", False),
 )
+"""Title, note, pattern of the metrics, and whether the axis is logarithmic."""
+_SHORT = re.compile(r"^(train|report|learner)/(loss/|opt/)?")
+"""What a name leaves out in a chart whose title names the group."""
 
 
 class OverviewPage(RunPage):
@@ -56,10 +50,8 @@ class OverviewPage(RunPage):
 
     def build(self) -> None:
         self._draw_at = 0.0
-        self._drawn_scores: object = None
-        self._drawn_metrics: object = None
+        self._drawn: dict[str, object] = {}
         self._charts: dict[str, ui.echart] = {}
-        self._values: dict[str, ui.label] = {}
         self._evaluation: float | None = None
         with card():
             self._add_head()
@@ -80,12 +72,10 @@ class OverviewPage(RunPage):
             self._about = ui.label().classes("muted")
             ui.element("div").classes("space")
             add_actions(self._run)
-        with ui.element("div").classes("progress"):
-            with ui.element("div").classes("bar"):
-                self._bar = ui.element("div")
-            self._progress = ui.label().classes("small muted")
+        self._bar = ui.linear_progress(0, show_value=False, size="8px").props("rounded")
+        self._bar.classes("progress")
         self._message = ui.label().classes("message")
-        self._numbers = ui.element("div").classes("numbers")
+        self._numbers = ui.label().classes("numbers")
         known = self._run.annotations()
         with ui.element("div").classes("row-of notes"):
             self._note = ui.input("note", value=known.note).classes("note")
@@ -95,9 +85,8 @@ class OverviewPage(RunPage):
                 box.on("keydown.enter", self._annotate)
 
     def _annotate(self) -> None:
-        tags = (self._tags.value or "").split(",")
         try:
-            self._run.annotate(self._note.value or "", tags)
+            self._run.annotate(self._note.value or "", (self._tags.value or "").split(","))
         except OSError as error:
             ui.notify(f"The run's directory cannot be written: {error.strerror}.")
 
@@ -118,81 +107,55 @@ class OverviewPage(RunPage):
             self._state.text = row.state
         about = [row.task, row.preset, f"seed {row.seed}", row.machine]
         self._about.text = " · ".join(filter(None, about))
-        share = (status.share if status else None) or 0.0
-        self._bar.style(f"width: {100 * share:.1f}%")
-        self._progress.text = progress_text(row.step, row.steps, status)
-        self._message.text = status.message if status and not row.alert else ""
-        self._message.set_visibility(bool(self._message.text))
-        for name, value in _numbers(self._run, status, self._evaluation).items():
-            if name not in self._values:
-                with self._numbers, ui.element("div").classes("number"):
-                    self._values[name] = ui.label().classes("value")
-                    ui.label(name).classes("name")
-            self._values[name].text = value
+        show(self._message, status.message if status and not row.alert else "")
+        if status is not None:
+            self._bar.value = status.share or 0.0
+            self._numbers.text = " · ".join(numbers_of(self._run, status, self._evaluation))
+
+    def _is_drawn(self, what: str, version: object) -> bool:
+        before, self._drawn[what] = self._drawn.get(what), version
+        return before == version
 
     def _draw_scores(self) -> None:
         run, options = self._run, CurveOptions(axis=self._axis.value, log=bool(self._log.value))
-        drawn = (run.version(SCORE), run.version(EVALUATION), options)
-        if drawn == self._drawn_scores:
+        if self._is_drawn("scores", (run.version(SCORE), run.version(EVALUATION), options)):
             return
-        self._drawn_scores = drawn
         found = panels([run], SCORE, options)
         self._place.set_visibility(bool(found))
-        self._no_score.set_visibility(not found)
-        if not found:
-            self._no_score.text = missing_hours([run], options) or "No episode has ended yet."
-            return
-        chart = panel_chart(found[0], SCORE, options)
-        self._evaluation = add_diamonds(chart, run, options)
-        draw(self._charts, "score", chart, self._place, "chart tall score")
+        none = missing_hours([run], options) or "No episode has ended yet."
+        show(self._no_score, "" if found else none)
+        if found:
+            chart = panel_chart(found[0], SCORE, options)
+            self._evaluation = add_diamonds(chart, run, options)
+            draw(self._charts, "score", chart.options, self._place, "chart tall score")
 
     def _draw_metrics(self) -> None:
         run = self._run
-        if run.metrics.rows == self._drawn_metrics:
+        if self._is_drawn("metrics", run.metrics.rows):
             return
-        self._drawn_metrics = run.metrics.rows
         with run.lock:
             columns = {key: column.points for key, column in run.metrics.columns.items()}
-        for each in _CHARTS:
-            keys = sorted(key for key in columns if re.fullmatch(each.pattern, key))[:8]
+        for title, note, pattern, log in _CHARTS:
+            keys = sorted(key for key in columns if re.fullmatch(pattern, key))[:8]
             if not keys:
                 continue
-            curves = [(_short(key), thinned(columns[key], _MAX_POINTS)) for key in keys]
-            log = each.log and all((points[:, 1] > 0).any() for _, points in curves)
+            positive = all((columns[key][:, 1] > 0).any() for key in keys)
+            chart = Chart("steps", log=log and positive, tools=False)
+            for number, key in enumerate(keys):
+                x, y = thinned(columns[key], _MAX_POINTS).T[:2]
+                chart.line(_SHORT.sub("", key), x, y, COLORS[number % len(COLORS)])
             link = f"/curves?{urlencode([('run', run.name), *(('metric', key) for key in keys)])}"
-            place = card(each.title, each.note, within=self._grid, link=link)
-            draw(self._charts, each.title, metrics_chart(curves, log=log), place)
+            draw(self._charts, title, chart.options, card(title, note, self._grid, link))
 
 
-def _short(key: str) -> str:
-    """A metric's name in a chart whose title names the group."""
-    return re.sub(r"^(train|report|learner)/(loss/|opt/)?", "", key)
-
-
-def progress_text(step: int, steps: int, status: RunStatus | None) -> str:
-    """How far a run is."""
-    text = f"{readable(step)} of {readable(steps)} steps" if steps else f"{readable(step)} steps"
-    if status is not None and status.share is not None:
-        text += f" · {status.share:.0%}"
-    if status is not None and status.running:
-        text += f" · {clock(status.seconds)} running"
-        if status.seconds_left is not None:
-            text += f" · {clock(status.seconds_left)} left"
-    return text
-
-
-def _numbers(run: Run, status: RunStatus | None, evaluation: float | None) -> dict[str, str]:
-    found: dict[str, float | None] = {"score": run.row.score}
-    if status is not None:
-        found["best episode"] = status.scores.best
-        found["episodes"] = float(status.scores.count)
-    evaluated = [evaluation, run.newest("eval_score"), run.newest("eval/score")]
-    found["evaluation"] = next((value for value in evaluated if value is not None), None)
-    found["steps/s"] = run.row.rate
-    found["updates"] = run.newest("learner/updates")
-    found["updates/s"] = run.newest("learner/updates_per_second")
-    found["replay ratio"] = run.newest("learner/replay_ratio")
-    found["updates behind"] = run.newest("actor/policy/updates_behind")
-    return {
-        name: readable(float(f"{value:.4g}")) for name, value in found.items() if value is not None
-    }
+def numbers_of(run: Run, status: RunStatus, evaluation: float | None) -> list[str]:
+    """What `dreamfleet status` tells in a line; of a run that has ended, from its files."""
+    known = {key: value for key, value in run.metrics.newest.items() if value is not None}
+    known |= {} if evaluation is None else {"eval_score": evaluation}
+    rate = run.row.rate or 0.0
+    status = replace(status, metrics={**known, **status.metrics}, steps_per_second=rate)
+    fields = [*status.line().split("  "), f"{status.scores.count:,} episodes"]
+    fields += [f"best {readable(status.scores.best)}"] if status.scores.best is not None else []
+    fields += [f"{clock(status.seconds)} running"] if status.running else []
+    behind = run.newest("actor/policy/updates_behind")
+    return [*fields, *([] if behind is None else [f"{readable(behind)} updates behind"])]

@@ -9,25 +9,25 @@ from __future__ import annotations
 import math
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.roles.logger import RECENT_EPISODES
+
 Floats = NDArray[np.float64]
-T = TypeVar("T")
 
 MAX_READ_BYTES = 2 << 20
 """Per call."""
 MAX_POINTS = 2048
 """Per metric."""
-_MAX_METRICS = 4000
-_MAX_NAME = 200
-_MAX_TEXT = 500
+_MAX_METRICS, _MAX_NAME, _MAX_TEXT = 4000, 200, 500
 _DAMAGED = (msgspec.MsgspecError, ValueError, RecursionError)
 _ROWS = msgspec.json.Decoder(dict[str, Any])
 
@@ -39,20 +39,17 @@ def open_inside(folder: Path, *names: str) -> Iterator[BinaryIO]:
     Raises:
         OSError: The file is missing, not regular, or behind a link.
     """
-    *folders, name = names
-    with _open_folder(folder, folders) as directory:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(_checked_name(name), flags, dir_fd=directory)
-    with os.fdopen(descriptor, "rb") as file:
+    with _descend(folder, names, os.O_NONBLOCK) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FileNotFoundError(f"{name} is not a regular file")
-        yield file
+            raise FileNotFoundError(f"{names[-1]} is not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            yield file
 
 
 def list_inside(folder: Path, *names: str) -> list[str]:
     """Sorted names in a directory below a folder, without links; empty if it cannot be read."""
     try:
-        with _open_folder(folder, names) as directory, os.scandir(directory) as entries:
+        with _descend(folder, names, os.O_DIRECTORY) as directory, os.scandir(directory) as entries:
             return sorted(entry.name for entry in entries if not entry.is_symlink())
     except OSError:
         return []
@@ -71,61 +68,20 @@ def read_tail(folder: Path, *names: str, max_bytes: int) -> tuple[bytes, int]:
 
 
 @contextmanager
-def _open_folder(folder: Path, names: Sequence[str]) -> Iterator[int]:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    descriptor = os.open(folder, flags)
+def _descend(folder: Path, names: Sequence[str], kind: int) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    descriptor = os.open(folder, flags | os.O_DIRECTORY)
     try:
-        for name in names:
-            inner = os.open(_checked_name(name), flags | os.O_NOFOLLOW, dir_fd=descriptor)
+        for number, name in enumerate(names, 1):
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise FileNotFoundError(f"{name!r} is not a file name")
+            own = (kind if number == len(names) else os.O_DIRECTORY) | os.O_NOFOLLOW
+            inner = os.open(name, flags | own, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _checked_name(name: str) -> str:
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise FileNotFoundError(f"{name!r} is not a file name")
-    return name
-
-
-class Tail:
-    """Complete lines of a growing file; each is returned once."""
-
-    def __init__(self, folder: Path, *names: str) -> None:
-        self._folder, self._names = folder, names
-        self._inode = 0
-        self._skip_line = False
-        self._offset = 0
-        self.behind = False
-        """Whether the file holds more than one call reads."""
-        self.replaced = 0
-        """How often the file was replaced or truncated, and read from its start again."""
-
-    def read(self) -> bytes:
-        """The next lines with their newlines; empty if there are none."""
-        try:
-            with open_inside(self._folder, *self._names) as file:
-                found = os.fstat(file.fileno())
-                if self._inode and (found.st_ino != self._inode or found.st_size < self._offset):
-                    self._offset, self._skip_line = 0, False
-                    self.replaced += 1
-                self._inode = found.st_ino
-                file.seek(self._offset)
-                block = file.read(MAX_READ_BYTES) if found.st_size > self._offset else b""
-        except OSError:
-            return b""
-        self.behind = len(block) == MAX_READ_BYTES
-        end = block.rfind(b"\n") + 1
-        if not end:
-            if self.behind:  # longer than any line of a run: skip it
-                self._offset, self._skip_line = self._offset + len(block), True
-            return b""
-        self._offset += end
-        start = block.find(b"\n") + 1 if self._skip_line else 0
-        self._skip_line = False
-        return block[start:end]
 
 
 class Column:
@@ -141,8 +97,7 @@ class Column:
         """Add pairs of step and value."""
         self.rows += len(rows)
         self._rest += rows
-        whole = len(self._rest) // self._width * self._width
-        if whole:
+        if whole := len(self._rest) // self._width * self._width:
             joined = _join(_columns(self._rest[:whole]), self._width)
             del self._rest[:whole]
             self._points = np.concatenate([self._points, joined])
@@ -161,8 +116,7 @@ class Column:
 
 
 def _columns(rows: list[tuple[float, float]]) -> Floats:
-    found = np.array(rows)
-    return np.column_stack([found, found[:, 1], found[:, 1]])
+    return np.array(rows)[:, [0, 1, 1, 1]]
 
 
 def _join(points: Floats, width: int) -> Floats:
@@ -174,41 +128,37 @@ def _join(points: Floats, width: int) -> Floats:
 
 
 class MetricsFile:
-    """A growing file of JSON rows with a `step`: each number becomes a column. Rows without a
-    number under each key of `needed` are left out."""
+    """A growing file of JSON rows with a `step`: each number becomes a column. Each row is read
+    once. Rows without a number under each key of `needed` are left out."""
 
-    def __init__(
-        self, folder: Path, name: str = "metrics.jsonl", needed: Sequence[str] = ("step",)
-    ) -> None:
-        self._tail, self._needed = Tail(folder, name), needed
-        self._replaced = 0
+    def __init__(self, folder: Path, name: str, *needed: str) -> None:
+        self._folder, self._name, self._needed = folder, name, ("step", *needed)
+        self._inode = 0
+        self.behind = False
+        """Whether there is more to read."""
         self._clear()
 
     def _clear(self) -> None:
+        """Start again: the file was replaced or truncated."""
+        self._offset = self.rows = 0
         self._names: set[str] = set()
+        self.step = 0.0
+        self.recent: deque[float] = deque(maxlen=RECENT_EPISODES)
+        """Values of the last key of `needed`."""
         self.columns: dict[str, Column] = {}
         self.texts: dict[str, str] = {}
         self.newest: dict[str, float | None] = {}
         """None if the value is not finite."""
-        self.rows = 0
-
-    @property
-    def behind(self) -> bool:
-        """Whether there is more to read."""
-        return self._tail.behind
 
     def read(self) -> None:
         """Read what is new, at most `MAX_READ_BYTES`."""
-        rows = decode_lines(_ROWS, self._tail.read())
-        if self._tail.replaced != self._replaced:
-            self._replaced = self._tail.replaced
-            self._clear()
         added: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
+        for row in decode_lines(self._new_lines()):
             if any(finite(row.get(name)) is None for name in self._needed):
                 continue
             self.rows += 1
-            step = float(row["step"])
+            step = self.step = float(row["step"])
+            self.recent.append(float(row[self._needed[-1]]))
             for name, value in row.items():
                 if not self._keeps(name):
                     continue
@@ -221,6 +171,23 @@ class MetricsFile:
         for name, pairs in added.items():
             self.columns.setdefault(name, Column()).extend(pairs)
 
+    def _new_lines(self) -> bytes:
+        try:
+            with open_inside(self._folder, self._name) as file:
+                found = os.fstat(file.fileno())
+                if self._inode and (found.st_ino != self._inode or found.st_size < self._offset):
+                    self._clear()
+                self._inode = found.st_ino
+                file.seek(self._offset)
+                block = file.read(MAX_READ_BYTES) if found.st_size > self._offset else b""
+        except OSError:
+            return b""
+        self.behind = len(block) == MAX_READ_BYTES
+        end = block.rfind(b"\n") + 1
+        # A line that is longer than any line of a run is read in parts, which are damaged rows.
+        self._offset += end or len(block) * self.behind
+        return block[:end]
+
     def _keeps(self, name: str) -> bool:
         """Bound names, so that a run cannot fill the memory with new ones."""
         if name in self._names:
@@ -230,16 +197,9 @@ class MetricsFile:
         self._names.add(name)
         return True
 
-
-class ScoresFile(MetricsFile):
-    """`scores.jsonl`: the score of each training episode, and when it ended."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "scores.jsonl", ("step", "episode/score"))
-
     @property
     def hours(self) -> Floats | None:
-        """Steps and training hours, in two columns; None unless every episode has a time."""
+        """Steps and training hours, in two columns; None unless every row has a time."""
         times = self.columns.get("time")
         if times is None or times.rows != self.rows:
             return None
@@ -278,14 +238,14 @@ def finite(value: Any) -> float | None:
         return None
 
 
-def decode_lines(decoder: msgspec.json.Decoder[T], block: bytes) -> list[T]:
+def decode_lines(block: bytes) -> list[dict[str, Any]]:
     """The rows of a block, without damaged lines."""
     with suppress(*_DAMAGED):
-        return decoder.decode_lines(block)
+        return _ROWS.decode_lines(block)
     rows = []
     for line in block.splitlines():
         with suppress(*_DAMAGED):
-            rows.append(decoder.decode(line))
+            rows.append(_ROWS.decode(line))
     return rows
 
 

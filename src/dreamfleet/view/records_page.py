@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from nicegui import events, ui
@@ -16,9 +14,9 @@ from dreamfleet.agents.registry import BUILT_IN
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
-from dreamfleet.view.actions import add_actions, start_evaluation
-from dreamfleet.view.frame import RunPage, card, search_box, table
-from dreamfleet.view.reading import list_inside, read_tail
+from dreamfleet.view.actions import add_actions, evaluate
+from dreamfleet.view.frame import RunPage, card, search_box, set_rows, table
+from dreamfleet.view.reading import finite, list_inside, read_tail
 from dreamfleet.view.runs import Run
 
 _TAIL_BYTES = 1 << 19
@@ -94,7 +92,7 @@ def log_lines(block: bytes, least: str, words: str) -> list[tuple[str, str, str]
 class CheckpointsPage(RunPage):
     """Checkpoints with their scores, and evaluations."""
 
-    path, seconds = "checkpoints", 3.0
+    path = "checkpoints"
 
     def build(self) -> None:
         with card("Checkpoints", "the newest two, the best one, and one being evaluated"):
@@ -112,54 +110,42 @@ class CheckpointsPage(RunPage):
             self._evaluations = table(labels | more, phone=labels, numbers=numbers)
 
     def refresh(self) -> None:
-        checkpoints, evaluations = checkpoint_rows(self._run), evaluation_rows(self._run)
-        for shown, rows in ((self._table, checkpoints), (self._evaluations, evaluations)):
-            if shown.rows != rows:
-                shown.rows = rows
+        set_rows(self._table, checkpoint_rows(self._run))
+        set_rows(self._evaluations, evaluation_rows(self._run))
 
     def _evaluate(self, event: events.GenericEventArguments) -> None:
         names = [row["name"] for row in checkpoint_rows(self._run)]
         if event.args in names:  # a name from a browser is looked up, never opened
-            start_evaluation(self._run, self._run.path / "ckpt" / "agent" / str(event.args))
+            path = self._run.path / "ckpt" / "agent" / str(event.args)
+            ui.notify(evaluate(self._run, path))
 
 
 def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
     """Rows of a table of checkpoints."""
     directory = Checkpoint(run.path / "ckpt" / "agent")
-    best = directory.best()
-    return [_checkpoint_row(path, path == best) for path in directory.all()]
-
-
-def _checkpoint_row(path: Path, best: bool) -> dict[str, Any]:
-    try:
-        found = describe(path)
-    except CheckpointError as error:
-        return {"name": path.name, "note": str(error)}
-    return {
-        "name": path.name,
-        "step": found.step,
-        "score": found.score,
-        "saved": time.strftime("%d %b %H:%M", time.localtime(found.time)),
-        "size": found.bytes,
-        "note": ", ".join(["best"] * best + ["being evaluated"] * found.pending),
-    }
+    best, rows = directory.best(), []
+    for path in directory.all():
+        row: dict[str, Any] = {"name": path.name}
+        try:
+            found = describe(path)
+            row |= {"step": found.step, "score": found.score, "size": found.bytes}
+            row["saved"] = time.strftime("%d %b %H:%M", time.localtime(found.time))
+            row["note"] = ", ".join(["best"] * (path == best) + ["being evaluated"] * found.pending)
+        except CheckpointError as error:
+            row["note"] = str(error)
+        rows.append(row)
+    return rows
 
 
 def evaluation_rows(run: Run) -> list[dict[str, Any]]:
     """Rows of a table of evaluations, the newest first."""
     rows = []
     for number, each in enumerate(run.evaluations()):
-        with suppress(ValueError, TypeError, KeyError, OverflowError):
-            row = {
-                "name": str(number),
-                "step": int(each["step"]),
-                "mean": float(each["mean"]),
-                "error": each.get("standard_error"),
-                "episodes": int(each.get("episodes", 0)),
-                "kind": str(each.get("kind", "")),
-                "note": "interrupted" if each.get("partial") else str(each.get("error") or ""),
-            }
-            rows.append(row)
+        row: dict[str, Any] = {"name": str(number), "kind": str(each.get("kind", ""))}
+        keys = {"step": "step", "mean": "mean", "error": "standard_error", "episodes": "episodes"}
+        row |= {name: finite(each.get(key)) for name, key in keys.items()}
+        row["note"] = "interrupted" if each.get("partial") else str(each.get("error") or "")
+        rows += [row] if None not in (row["step"], row["mean"]) else []
     return rows[: -_MAX_EVALUATIONS - 1 : -1]
 
 
@@ -179,8 +165,7 @@ class ConfigurationPage(RunPage):
         with card("Configuration", f"compared with the preset {name}; differences come first"):
             search = search_box("search names, values and meanings").classes("finder")
             labels = {"name": "setting", "value": "value", "preset": f"preset {name}"}
-            shown = labels | {"meaning": "meaning"}
-            rows = setting_rows(config, theirs)
+            rows, shown = setting_rows(config, theirs), labels | {"meaning": "meaning"}
             made = table(shown, phone=labels, rows=rows, search=search)
             made.classes("settings").props("wrap-cells")
 

@@ -10,10 +10,10 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,7 +25,6 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.record import (
     FILE_NAME,
-    Event,
     FleetRecord,
     RunStatus,
     read_record,
@@ -34,15 +33,7 @@ from dreamfleet.fleet.record import (
 from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.presets import PRESETS
-from dreamfleet.roles.logger import RECENT_EPISODES
-from dreamfleet.view.reading import (
-    Floats,
-    MetricsFile,
-    ScoresFile,
-    decode_lines,
-    finite,
-    read_tail,
-)
+from dreamfleet.view.reading import Floats, MetricsFile, decode_lines, finite, read_tail
 
 log = logging.getLogger(__name__)
 
@@ -51,28 +42,17 @@ SCORE, EVALUATION = "episode/score", "evaluation"
 ANNOTATIONS_FILE = "annotations.json"
 _RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "scores.jsonl", "ckpt")
 """A directory that holds one of these is a run."""
-_MAX_DEPTH = 5
-_MAX_FOLDERS = 20_000
-_SCAN_SECONDS = 4.0
+_MAX_DEPTH, _MAX_FOLDERS = 6, 20_000
 _POLL_SECONDS = 1.0
 _TABLE_SECONDS = 3.0
-_ATTENTION_SECONDS = 6.0
-_FORGET_SECONDS = 300.0
-_RECENT_SECONDS = 6.0
-_FIRST_PATIENCE = 0.5
-_TAIL_BYTES = 1 << 14
-_MAX_SAMPLES, _MAX_EVENTS, _MAX_EVALUATIONS_BYTES = 40, 500, 1 << 20
-_TRAFFIC = {
-    "env": ("actor/server/bytes_in", "actor/server/bytes_out"),
-    "replay": ("actor/replay_client/bytes_in", "actor/replay_client/bytes_out"),
-    "logger": ("actor/logger_client/bytes_in", "actor/logger_client/bytes_out"),
-}
-"""Byte counters between the agent and other roles."""
+_ATTENTION_SECONDS = 20.0
+_RECENT_SECONDS = 10.0
+_FIRST_PATIENCE, _PATIENCE = 0.5, 0.05
+_TAIL_BYTES, _MAX_EVALUATIONS_BYTES = 1 << 14, 1 << 20
 _LOSS = re.compile(r"train/loss(/.+)?")
-_JSON = msgspec.json.Decoder(dict[str, Any])
 
-Level = Literal["table", "scores", "metrics", "live"]
-"""What an open page needs: rows of the table, or of a run its scores, its metrics, or all of it."""
+Level = Literal["scores", "metrics", "live"]
+"""What an open page needs of a run, beside its row in the table."""
 
 
 class Annotations(msgspec.Struct, frozen=True):
@@ -111,7 +91,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """For a table in a browser."""
-        fields = asdict(self).items()
+        fields = vars(self).items()
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in fields if k != "changed"}
 
 
@@ -123,22 +103,12 @@ class Run:
         self._row = Row(name)
         self.config: RunConfig | None = None
         self.status: RunStatus | None = None
-        self.traffic: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
-        """Unix time, and bytes so far between the agent and each role."""
-        self.events: tuple[Event, ...] = ()
         self.lock = threading.Lock()
         """Held while files are read."""
-        self._signature: object = None
-        self._config_written = 0
+        self._signature: tuple[int, ...] = ()
         self._watcher: Watcher | None = None
-        self._recent: dict[str, float] = {}
-        self._since = time.time()
-        self._used = 0.0
-        self._open_files()
-
-    def _open_files(self) -> None:
-        self.scores, self.metrics = ScoresFile(self.path), MetricsFile(self.path)
-        self.events = ()
+        self.scores = MetricsFile(path, "scores.jsonl", SCORE)
+        self.metrics = MetricsFile(path, "metrics.jsonl")
 
     @property
     def row(self) -> Row:
@@ -150,31 +120,26 @@ class Run:
         files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl", ANNOTATIONS_FILE)
         written = tuple(_written(self.path / name) for name in files)
         self.read(metrics=False)
-        signature = (*written, self.scores.rows)
-        if signature == self._signature and not self._row.running:
+        before, self._signature = self._signature, (*written, self.scores.rows)
+        if self._signature == before and not self._row.running:
             return
-        if written[0] != self._config_written:
-            self.config = None
-            self._config_written = written[0]
-        self._signature = signature
+        changed = max(written) / 1e9
         try:
-            if self.config is None:
+            if self.config is None or before[:1] != written[:1]:
+                self.config = None
                 if (self.path / CONFIG_FILE).is_symlink():
                     raise ConfigError(f"{CONFIG_FILE} is a link, and links are not followed.")
                 self.config = read_config(self.path)
-            self._row = self._make_row(self.config, max(written) / 1e9)
+            self._row = self._make_row(self.config, changed)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            self._row = Row(self.name, alert=str(error), changed=max(written) / 1e9)
+            self._row = Row(self.name, alert=str(error), changed=changed)
 
     def _make_row(self, config: RunConfig, changed: float) -> Row:
-        record, annotations = read_record(self.path), self.annotations()
-        scores, metrics = (
-            decode_lines(_JSON, read_tail(self.path, name, max_bytes=_TAIL_BYTES)[0])
-            for name in ("scores.jsonl", "metrics.jsonl")
-        )
-        step = int(max([0.0, *_numbers([*scores[-1:], *metrics[-1:]], "step")]))
-        recent = _numbers(scores, SCORE)[-RECENT_EPISODES:]
-        trained = None if self.scores.behind else self.scores.hours
+        record, annotations, scores = read_record(self.path), self.annotations(), self.scores
+        metrics = self._tail("metrics.jsonl")
+        logged = [finite(row.get("step")) or 0.0 for row in metrics[-1:]]
+        step = int(max(scores.step, *logged, 0.0))
+        trained = None if scores.behind else scores.hours
         hours = float(trained[-1, 1]) if trained is not None and trained[:, 1].any() else None
         return Row(
             name=self.name,
@@ -185,7 +150,7 @@ class Run:
             alert=_alert(record, metrics),
             step=step,
             steps=config.steps,
-            score=sum(recent) / len(recent) if recent else None,
+            score=float(np.mean(scores.recent)) if scores.recent else None,
             rate=step / (3600 * hours) if hours else None,
             hours=hours,
             machine=record.host if record else "",
@@ -193,6 +158,9 @@ class Run:
             note=annotations.note,
             changed=changed,
         )
+
+    def _tail(self, name: str, max_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
+        return decode_lines(read_tail(self.path, name, max_bytes=max_bytes)[0])
 
     def annotations(self) -> Annotations:
         """The note and tags; empty if there are none, or the file is damaged."""
@@ -213,47 +181,32 @@ class Run:
         atomic_write(self.path / ANNOTATIONS_FILE, content)
         self.refresh()
 
-    def poll(self, patience: float) -> None:
-        """Ask the run what it is doing, for `patience` seconds at most; longer the first time, so
-        that no run seems to stall before it could answer."""
+    def poll(self) -> None:
+        """Ask the run what it is doing. It has longer to answer the first time, so that no run
+        seems to stall before it could answer."""
         if self.config is None:
             return
-        if self._watcher is None:
-            self._watcher, patience = Watcher(self.path), max(patience, _FIRST_PATIENCE)
-        self._used = time.monotonic()
+        patience = _PATIENCE if self._watcher else _FIRST_PATIENCE
+        self._watcher = self._watcher or Watcher(self.path)
         try:
-            status = self._watcher.look(patience)
+            self.status = self._watcher.look(patience)
         except Exception as error:  # one run must not hide the others
             log.debug("Cannot read %s: %s", self.path, error)
-            return
-        self.status = status
-        if status is not None and status.running:
-            counts = {
-                role: sum(finite(status.metrics.get(key)) or 0.0 for key in keys)
-                for role, keys in _TRAFFIC.items()
-            }
-            self.traffic.append((time.time(), counts))
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
-        self._used = time.monotonic()
+        files = [self.scores, self.metrics] if metrics else [self.scores]
         with self.lock:
-            self.scores.read()
-            if metrics:
-                self.metrics.read()
-                record = read_record(self.path)
-                self.events = record.events if record else ()
-                for event in self.events:
-                    if event.event == "failed" and event.time > self._since:
-                        self._recent[event.worker] = self._used + _RECENT_SECONDS
-                        self._since = event.time
-            return self.scores.behind or (metrics and self.metrics.behind)
+            for file in files:
+                file.read()
+            return any(file.behind for file in files)
 
     @property
     def recently_failed(self) -> set[str]:
         """Workers that failed seconds ago: most are back before a page polls."""
-        now = time.monotonic()
-        return {name for name, until in self._recent.items() if until > now}
+        since = time.time() - _RECENT_SECONDS
+        events = self.status.events if self.status else ()
+        return {each.worker for each in events if each.event == "failed" and each.time > since}
 
     def points(self, metric: str) -> Floats | None:
         """Step, mean, minimum and maximum of a metric; None if the run has not logged it."""
@@ -266,8 +219,7 @@ class Run:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows of its evaluations, in order."""
-        limit = _MAX_EVALUATIONS_BYTES
-        return decode_lines(_JSON, read_tail(self.path, EVALUATIONS_FILE, max_bytes=limit)[0])
+        return self._tail(EVALUATIONS_FILE, _MAX_EVALUATIONS_BYTES)
 
     def _evaluation_points(self) -> Floats | None:
         """At each step the evaluation with the most episodes counts, as in `dreamfleet plot`."""
@@ -289,20 +241,13 @@ class Run:
     def newest(self, metric: str) -> float | None:
         """The newest value: what the logger reports, or else what the file holds."""
         value = self.status.metrics.get(metric) if self.status else None
-        value = self.metrics.newest.get(metric) if value is None else value
-        return finite(value)
+        return finite(self.metrics.newest.get(metric) if value is None else value)
 
     def forget(self) -> None:
         """Free the memory of a run that no page shows."""
         self._watcher = self.status = None
         with self.lock:
-            self._open_files()
-        self._used = 0.0
-
-    @property
-    def unused(self) -> bool:
-        """Whether it holds memory that no page has used for a while."""
-        return 0 < self._used < time.monotonic() - _FORGET_SECONDS
+            self.metrics = MetricsFile(self.path, "metrics.jsonl")
 
 
 class Runs:
@@ -313,11 +258,9 @@ class Runs:
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
         self._attended: dict[tuple[Level, str], float] = {}
-        self._scanned = self._refreshed = 0.0
+        self._refreshed = 0.0
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="view", daemon=True)
-        self.version = 0
-        """Changes when a row does."""
 
     def __enter__(self) -> Self:
         self._scan()
@@ -345,17 +288,18 @@ class Runs:
         return self._runs.get(name)
 
     def attend(self, level: Level, *names: str) -> None:
-        """An open page shows this; it is kept fresh for some seconds."""
-        now = time.monotonic()
+        """An open page shows the table and these runs; they are kept fresh for some seconds."""
+        attended = dict.fromkeys(((level, name) for name in ("", *names)), time.monotonic())
         with self._lock:
-            new = any((level, name) not in self._attended for name in names)
-            self._attended.update({(level, name): now for name in names})
+            new = attended.keys() - self._attended.keys()
+            self._attended.update(attended)
         if new:
             self._wake.set()
 
     def _loop(self) -> None:
         while not self._ended.is_set():
             self._wake.clear()
+            seconds: float | None
             try:
                 seconds = self._turn()
             except Exception:  # what cannot be read must not end the server
@@ -363,82 +307,60 @@ class Runs:
                 seconds = _POLL_SECONDS
             self._wake.wait(seconds)
 
-    def _turn(self) -> float:
-        """Read everything that open pages show; returns the seconds until the next turn."""
+    def _turn(self) -> float | None:
+        """Read everything that open pages show; returns the seconds until the next turn, or None if
+        no page is open."""
         start = time.monotonic()
-        for run in self._runs.values():
-            if run.unused:
-                run.forget()
         with self._lock:
-            recent = {k: at for k, at in self._attended.items() if start - at < _ATTENTION_SECONDS}
+            before = self._attended
+            recent = {k: at for k, at in before.items() if start - at < _ATTENTION_SECONDS}
             self._attended = recent
-            levels: dict[Level, list[Run]] = {"table": [], "scores": [], "metrics": [], "live": []}
-            for level, name in recent:
-                levels[level] += [self._runs[name]] if name in self._runs else []
+        for name in {name for _, name in before} - {name for _, name in recent} - {""}:
+            if name in self._runs:
+                self._runs[name].forget()
         if not recent:
-            return _FORGET_SECONDS / 5
-        if start - self._scanned > _SCAN_SECONDS:
-            self._scan()
+            return None
         behind = False
-        for run in levels["live"]:
-            run.refresh()
-            run.poll(0.3)
-            behind |= run.read(metrics=True)
-        for run in levels["metrics"]:
-            behind |= run.read(metrics=True)
-        for run in levels["scores"]:
-            behind |= run.read(metrics=False)
-        if ("table", "") in recent and start - self._refreshed > _TABLE_SECONDS:
-            before = [run.row for run in self._runs.values()]
+        for level, name in recent:
+            if (shown := self._runs.get(name)) is None:
+                continue
+            if level == "live":
+                shown.refresh()
+                shown.poll()
+            behind |= shown.read(metrics=level != "scores")
+        if start - self._refreshed > _TABLE_SECONDS:
+            self._scan()
             for run in self._runs.values():
                 run.refresh()
-                if run.row.running and run not in levels["live"]:
-                    run.poll(0.02)
-            self.version += [run.row for run in self._runs.values()] != before
+                if run.row.running and ("live", run.name) not in recent:
+                    run.poll()
             more = any(run.scores.behind for run in self._runs.values())
             self._refreshed, behind = (0.0 if more else start), behind or more
         return 0.0 if behind else max(0.05, _POLL_SECONDS - (time.monotonic() - start))
 
     def _scan(self) -> None:
-        self._scanned = time.monotonic()
-        found = dict(_find(self.root))
-        kept = {name: run for name, run in self._runs.items() if name in found}
-        gone = [run for name, run in self._runs.items() if name not in found]
-        new = [Run(n, path, trust=self._trust) for n, path in found.items() if n not in kept]
-        for run in new:
-            run.refresh()
-        # A new dict: pages iterate over the old one in their own thread.
-        self._runs = {**kept, **{run.name: run for run in new}}
-        for run in gone:
-            run.forget()
-        self.version += len(gone) + len(new)
+        known, found = self._runs, {}
+        for name, path in _find(self.root):
+            found[name] = known.get(name) or Run(name, path, trust=self._trust)
+            if name not in known:
+                found[name].refresh()
+        self._runs = found  # a new dict: pages iterate over the old one in their own thread
+        for name in known.keys() - found.keys():
+            known[name].forget()
 
 
 def _find(root: Path) -> Iterator[tuple[str, Path]]:
     """Names and paths of runs. Links are not followed, and runs inside of runs do not count."""
-    if _is_run(root):
-        yield root.name, root
-        return
-    folders, seen = [(root, 0)], 0
-    while folders and seen < _MAX_FOLDERS:
-        folder, depth = folders.pop()
-        seen += 1
-        try:
-            with os.scandir(folder) as entries:
-                inner = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
-        except OSError:
-            continue
-        for path in inner:
-            if path.name.startswith("."):
-                continue
-            if _is_run(path):  # its name may not be valid UTF-8
-                yield str(path.relative_to(root)).encode("utf-8", "replace").decode(), path
-            elif depth < _MAX_DEPTH:
-                folders.append((path, depth + 1))
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in _RUN_FILES)
+    for folder, inner, _ in islice(os.walk(root), _MAX_FOLDERS):
+        path = Path(folder)
+        within = path.relative_to(root)
+        if any((path / name).exists() for name in _RUN_FILES):  # its name may not be valid UTF-8
+            name = root.name if path == root else str(within)
+            yield name.encode("utf-8", "replace").decode(), path
+            inner.clear()
+        if len(within.parts) == _MAX_DEPTH:
+            inner.clear()
+        inner[:] = [name for name in inner if not name.startswith(".")]
 
 
 def _written(path: Path) -> int:
@@ -470,10 +392,6 @@ def _with_status(row: Row, status: RunStatus) -> Row:
     score = row.score if status.score is None else status.score
     rate = status.steps_per_second if status.responding else row.rate
     return replace(row, state=status.state, alert=alert, step=status.step, score=score, rate=rate)
-
-
-def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    return [number for row in rows if (number := finite(row.get(key))) is not None]
 
 
 def closest_preset(config: RunConfig) -> str:

@@ -29,12 +29,12 @@ window.dreamfleet = {
     span.textContent = value;
     return span.innerHTML;
   },
-  // Of a chart: the values at one place. Bands, whose names start with a dot, are drawn only; a
+  // Of a chart: the values at one place. Bands, which have no name, are drawn only; a
   // curve that is drawn in two parts is shown once, with what is told of its point.
   tip(items) {
     const names = new Set();
     const shown = [].concat(items).filter(({ seriesName: name, value }) => {
-      const there = !name.startsWith(".") && Number.isFinite(value[1]) && !names.has(name);
+      const there = !name.startsWith("series\0") && Number.isFinite(value[1]) && !names.has(name);
       return there && names.add(name);
     });
     if (!shown.length) return "";

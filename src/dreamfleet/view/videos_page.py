@@ -26,7 +26,7 @@ _TYPES = {"mp4": "video/mp4", "gif": "image/gif", "png": "image/png"}
 class VideosPage(RunPage):
     """A player for each kind of video."""
 
-    path, seconds = "videos", 3.0
+    path = "videos"
 
     def build(self) -> None:
         self._players: dict[str, _Player] = {}
@@ -38,13 +38,14 @@ class VideosPage(RunPage):
         self._grid = ui.element("div").classes("grid")
 
     def refresh(self) -> None:
-        found = videos(self._run)
-        self._none.set_visibility(not found)
-        for kind, files in found.items():
-            if kind not in self._players:
-                with self._grid:
-                    self._players[kind] = _Player(self._run, kind)
-            self._players[kind].show(files)
+        for kind in list_inside(self._run.path, "media"):
+            names = list_inside(self._run.path, "media", kind)
+            if files := sorted((int(m[1]), name) for name in names if (m := _NAME.fullmatch(name))):
+                if kind not in self._players:
+                    with self._grid:
+                        self._players[kind] = _Player(self._run, kind)
+                self._players[kind].show(files)
+        self._none.set_visibility(not self._players)
 
 
 class _Player:
@@ -54,38 +55,31 @@ class _Player:
     def __init__(self, run: Run, kind: str) -> None:
         self._run, self._kind = run, kind
         self._files: list[tuple[int, str]] = []
-        self._follows = True
         self._shown = ""
         with card(kind, next((text for part, text in _MEANINGS.items() if part in kind), "")):
             self._place = ui.element("div").classes("player")
             self._step = ui.label().classes("small muted")
             self._slider = ui.slider(min=0, max=0, step=1, value=0)
             self._slider.props('dense snap markers aria-label="training time"')
-            self._slider.on("update:model-value", self._move)
+            self._slider.on_value_change(self._play)
 
     def show(self, files: list[tuple[int, str]]) -> None:
         """Show the current files."""
-        if files == self._files:
-            return
+        follows = self._slider.value >= len(self._files) - 1
         self._files = files
-        last = len(files) - 1
-        self._slider.props["max"] = last
-        self._slider.set_visibility(last > 0)
-        if self._follows:
-            self._slider.value = last
-        self._play(int(self._slider.value))
+        self._slider.props["max"] = len(files) - 1
+        self._slider.set_visibility(len(files) > 1)
+        if follows:
+            self._slider.value = len(files) - 1
+        self._play()
 
-    def _move(self) -> None:
-        index = int(self._slider.value)
-        self._follows = index >= len(self._files) - 1
-        self._play(index)
-
-    def _play(self, index: int) -> None:
-        step, name = self._files[min(index, len(self._files) - 1)]
+    def _play(self) -> None:
+        index = min(int(self._slider.value), len(self._files) - 1)
+        step, name = self._files[index]
+        self._step.text = f"step {step:,} · {index + 1} of {len(self._files)}"
         if name == self._shown:
             return
         self._shown = name
-        self._step.text = f"step {step:,} · {index + 1} of {len(self._files)}"
         self._place.clear()
         link = link_to("media", self._run, kind=self._kind, name=name)
         with self._place:
@@ -110,14 +104,3 @@ def add_media(runs: Runs) -> None:
             raise HTTPException(404) from None
         headers = {"cache-control": "private, max-age=3600"}
         return FileResponse(path, media_type=_TYPES[match[2]], headers=headers)
-
-
-def videos(run: Run) -> dict[str, list[tuple[int, str]]]:
-    """Steps and names of the files of each kind, in order."""
-    found = {}
-    for kind in list_inside(run.path, "media"):
-        names = list_inside(run.path, "media", kind)
-        files = [(int(match[1]), name) for name in names if (match := _NAME.fullmatch(name))]
-        if files:
-            found[kind] = sorted(files)
-    return found

@@ -49,7 +49,13 @@ def a_run(path: Path, **settings: Any) -> Run:
 
 def chart_of(runs: list[Run], metric: str = SCORE, **options: Any) -> dict[str, Any]:
     (panel,) = panels(runs, metric, CurveOptions(**options))
-    return panel_chart(panel, metric, CurveOptions(**options))
+    return panel_chart(panel, metric, CurveOptions(**options)).options
+
+
+def legend(chart: dict[str, Any]) -> list[str]:
+    """Names of curves, without those of dots; bands have none."""
+    lines = [each for each in chart["series"] if each["type"] == "line"]
+    return list(dict.fromkeys(each["name"] for each in lines if "name" in each))
 
 
 def test_seeds_of_a_setting_are_one_curve(tmp_path: Path) -> None:
@@ -60,10 +66,9 @@ def test_seeds_of_a_setting_are_one_curve(tmp_path: Path) -> None:
         assert [group.curve.runs for group in panel.groups] == [3, 1]
         (apart,) = panels(runs, metric, CurveOptions(join_seeds=False))
         assert [group.curve.runs for group in apart.groups] == [1, 1, 1, 1]
-    chart = chart_of(runs)
-    assert len(chart["legend"]["data"]) == 2
-    assert "3 seeds" in chart["legend"]["data"][0]
-    assert set(chart["legend"]["data"]) <= {series["name"] for series in chart["series"]}
+    names = legend(chart_of(runs))
+    assert len(names) == 2
+    assert "3 seeds" in names[0]
 
 
 def test_any_metric_has_every_axis(tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_a_single_run_keeps_the_range_of_joined_rows(tmp_path: Path) -> None:
     run.refresh()
     run.read(metrics=True)
     chart = chart_of([run], "spiky")
-    (high,) = (each for each in chart["series"] if each["name"] == ".0high")
+    (high,) = (each for each in chart["series"] if "areaStyle" in each)
     assert max(y for _, y in high["data"]) > 20
     assert max(len(each["data"]) for each in chart["series"]) <= 500
 
@@ -96,15 +101,12 @@ def test_published_curves_where_there_are_any(tmp_path: Path) -> None:
     first: dict[str, float] = {}
     for axis, count in (("frames", 1), ("steps", 1), ("hours", 0)):
         chart = chart_of([run], axis=axis)
-        published = [each for each in chart["series"] if "published" in each["name"]]
+        published = [each for each in chart["series"] if "published" in each.get("name", "")]
         assert len(published) == count
         first[axis] = published[0]["data"][0][0] if published else 0.0
     assert first["frames"] == 2 * first["steps"] > 0  # two frames per step
-    assert not any(
-        "published" in name for name in chart_of([run], published=False)["legend"]["data"]
-    )
-    loss = chart_of([run], "train/loss/value")["legend"]["data"]
-    assert loss == ["dreamer"]  # scores alone are published
+    assert not any("published" in name for name in legend(chart_of([run], published=False)))
+    assert legend(chart_of([run], "train/loss/value")) == ["dreamer"]  # scores alone are published
 
 
 @pytest.mark.parametrize(
@@ -156,21 +158,21 @@ def test_a_run_without_all_times_is_not_drawn_over_hours(tmp_path: Path) -> None
 
 def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / f"s{n}", seed=0) for n in range(3)]
-    assert chart_of(runs)["legend"]["data"] == ["dreamer · 3 runs of 1 seed"]
+    assert legend(chart_of(runs)) == ["dreamer · 3 runs of 1 seed"]
     (panel,) = panels([*runs, a_run(tmp_path / "b", seed=1)], SCORE, CurveOptions())
     assert panel.groups[0].size == "4 runs of 2 seeds"
 
 
 def test_a_mean_of_some_runs_is_dotted(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / f"s{n}", seed=n, episodes=20 + 10 * (n > 0)) for n in range(3)]
-    (panel,) = panels(runs, SCORE, CurveOptions(), bins=30)
-    chart = panel_chart(panel, SCORE, CurveOptions())
-    whole, some = (each for each in chart["series"] if each["name"] == "dreamer · 3 seeds")
+    (panel,) = panels(runs, SCORE, CurveOptions())
+    series = chart_of(runs)["series"]
+    whole, some = (each for each in series if each.get("name") == "dreamer · 3 seeds")
     assert some["lineStyle"]["type"] == "dotted"
     assert "type" not in whole["lineStyle"]
     assert [x for x, y in whole["data"] if y is not None][-1] == 200
     dotted = [(x, told) for x, y, told in some["data"] if y is not None]
-    assert (dotted[0], dotted[1]) == ((200, "3 of 3 runs"), (210, "2 of 3 runs"))
+    assert (dotted[0], dotted[1]) == ((200, "3 of 3 runs"), (205, "2 of 3 runs"))
     last = list(csv.DictReader(to_csv([(SCORE, panel)], CurveOptions()).splitlines()))[-1]
     assert (last["seeds"], last["runs"]) == ("3", "2")
 
@@ -182,10 +184,34 @@ def test_a_tooltip_shows_the_published_and_the_run_s_own_value(tmp_path: Path) -
     published, own = (
         {x for x, y in each["data"]}
         for each in series
-        if each["name"].startswith(("published", "dreamer"))
+        if each.get("name", "").startswith(("published", "dreamer"))
     )
     assert {x for x in own if x >= 10_000} <= published
     assert max(published) > max(own)
+
+
+def test_the_band_of_seeds_is_their_range_or_the_interval_of_their_mean(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path / f"s{n}", seed=n) for n in range(3)]
+    for number, run in enumerate(runs):
+        rows = [{"step": 10 * n, "episode/score": 3.0 * number} for n in range(1, 31)]
+        if number == 2:  # it ends earlier
+            rows = rows[:10]
+        (run.path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.read(metrics=False)
+    for interval, first, last in ((False, (0.0, 6.0), (0.0, 3.0)), (True, 7.453, 19.06)):
+        options = CurveOptions(interval=interval)
+        (panel,) = panels(runs, SCORE, options)
+        text = to_csv([(SCORE, panel)], options)
+        ends = [
+            (float(row["low"]), float(row["high"])) for row in csv.DictReader(text.splitlines())
+        ]
+        if interval:  # Student's t for two and one degrees of freedom
+            widths = [(high - low) / 2 for low, high in (ends[0], ends[-1])]
+            assert widths == pytest.approx([first, last], rel=1e-3)
+        else:
+            assert (ends[0], ends[-1]) == (first, last)
+    one = chart_of(runs[:1], interval=True)
+    assert not any("areaStyle" in each for each in one["series"])
 
 
 def test_smoothing_has_no_bias_towards_zero() -> None:
@@ -282,18 +308,20 @@ def test_the_graph_has_a_node_per_role_in_the_colour_of_its_worst_state() -> Non
 
 
 def test_traffic_is_the_mean_of_the_last_seconds() -> None:
-    assert rates([(5.0, {"env": 3.0})]) == {}
-    assert rates([(5.0, {"env": 3.0}), (7.0, {"env": 9.0})]) == {"env": 3.0}
-    assert rates([(5.0, {"env": 3.0}), (7.0, {"env": 1.0})]) == {"env": 0.0}  # it was restarted
+    first, last = ({"actor/server/bytes_in": each} for each in (3.0, 9.0))
+    assert rates([(5.0, first)])["env"] == 0.0
+    assert rates([(5.0, first), (6.0, {}), (7.0, last)])["env"] == 3.0
+    assert rates([(5.0, last), (7.0, first)])["env"] == 0.0  # it was restarted
     used = status(worker("agent"), worker("env-0"))
     assert usage_text(used) == "1.0 cores · 200MB of memory on this machine"
     assert usage_text(status()) == ""
 
 
-def test_failures_are_listed_newest_first() -> None:
+def test_failures_are_listed_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Event(5.0, "env-0", "failed", "why"), Event(6.0, "env-0", "started")]
     events.append(Event(65.0, "agent", "failed"))
-    rows = failure_rows(events, 70.0)
+    monkeypatch.setattr("dreamfleet.view.fleet_page.time.time", lambda: 70.0)
+    rows = failure_rows(events)
     assert [(row["worker"], row["time"], row["error"]) for row in rows] == [
         ("agent", "0:05 ago", "ended"),
         ("env-0", "1:05 ago", "why"),

@@ -101,7 +101,7 @@ def test_rows_may_hold_anything(tmp_path: Path, value: str) -> None:
         found = runs.find("a")
         assert found is not None
         assert found.row.state == "ended"
-        found.poll(0.0)
+        found.poll()
         found.read(metrics=True)
         assert found.status is not None
         for file in (found.scores, found.metrics):
@@ -159,16 +159,15 @@ def test_what_is_new_is_seen(tmp_path: Path) -> None:
 def test_a_failure_is_shown_for_seconds_and_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = made_up_run(tmp_path / "a")
-    run = Run("a", path)
-    events = (Event(5.0, "env-0", "failed", "why"), Event(4e9, "env-1", "failed", "why"))
-    write_record(path, FleetRecord.of_this_process(events=events))
-    run.read(metrics=True)
-    assert run.recently_failed == {"env-1"}  # the other one failed before the page was opened
-    later = runs_module.time.monotonic() + 60
-    monkeypatch.setattr(runs_module.time, "monotonic", lambda: later)
+    now = runs_module.time.time()
+    failed = [Event(at, name, "failed", "why") for at, name in ((5.0, "env-0"), (now, "env-1"))]
+    run = Run("a", made_up_run(tmp_path / "a"))
     assert not run.recently_failed
-    assert len(run.events) == 2
+    run.status = SimpleNamespace(events=[*failed, Event(now, "env-2", "started")])  # type: ignore[assignment]
+    monkeypatch.setattr(runs_module.time, "time", lambda: now + 1)
+    assert run.recently_failed == {"env-1"}
+    monkeypatch.setattr(runs_module.time, "time", lambda: now + 60)
+    assert not run.recently_failed
 
 
 def test_what_is_wrong_is_seen_in_the_table(tmp_path: Path) -> None:
@@ -204,8 +203,8 @@ class _Looks:
         self.patience.append(patience)
         ended = len(self.patience) > 2
         status: Any = SimpleNamespace(running=not ended, state="ended" if ended else "running")
-        vars(status).update(waiting="", hanging="", message="", step=7, score=None, metrics={})
-        vars(status).update(responding=True, steps_per_second=0.0, workers=(), supervisor=None)
+        vars(status).update(waiting="", hanging="", message="", step=7, score=None)
+        vars(status).update(responding=True, steps_per_second=0.0)
         return status
 
 
@@ -217,13 +216,12 @@ def test_a_run_has_time_to_answer_and_a_rate_when_it_has_ended(
     run.refresh()
     rate = run.row.rate
     for _ in range(2):
-        run.poll(0.02)
+        run.poll()
         assert (run.row.rate, run.row.step) == (0.0, 7)
-    assert len(run.traffic) == 2
-    run.poll(0.02)
+    run.poll()
     assert (run.row.state, run.row.rate, run.row.step) == ("ended", rate, 300)
     watcher: Any = run._watcher
-    assert watcher.patience == [runs_module._FIRST_PATIENCE, 0.02, 0.02]
+    assert watcher.patience == [runs_module._FIRST_PATIENCE, *2 * [runs_module._PATIENCE]]
 
 
 def test_notes_and_tags_are_kept_with_the_run(tmp_path: Path) -> None:
@@ -246,16 +244,21 @@ def test_notes_and_tags_are_kept_with_the_run(tmp_path: Path) -> None:
 def test_a_run_that_no_page_shows_frees_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run("a", made_up_run(tmp_path / "a"))
+    made_up_run(tmp_path / "a")
+    runs = Runs(tmp_path)
+    runs._scan()
+    run = runs.find("a")
+    assert run is not None
+    runs.attend("live", "a")
+    assert runs._turn() is not None
+    assert run.status is not None
+    assert run.metrics.columns
+    monkeypatch.setattr(runs_module, "_ATTENTION_SECONDS", -1.0)
+    assert runs._turn() is None  # until a page is opened
+    assert run.status is None
+    assert (run.scores.rows, run.metrics.columns) == (30, {})
     run.read(metrics=True)
-    assert not run.unused
-    monkeypatch.setattr(runs_module, "_FORGET_SECONDS", -1.0)
-    assert run.unused
-    run.forget()
-    assert not run.unused
-    assert (run.scores.rows, run.metrics.columns) == (0, {})
-    run.read(metrics=True)
-    assert run.scores.rows == 30
+    assert run.metrics.rows == 20
 
 
 def test_reading_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
