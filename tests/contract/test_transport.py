@@ -527,7 +527,7 @@ def test_a_server_that_is_not_there_is_named(transport: tuple[str, Keys | None])
     gone = Server(address, keys=keys)
     gone.close()
     with Client(gone.address, "Learner", keys=keys, patience=0.2) as client:
-        with pytest.raises(Disconnected, match=r"Learner found no server at .*nobody listens"):
+        with pytest.raises(Disconnected, match=r"Learner found no server at .*no server listens"):
             client.connect(0.1)
         with pytest.raises(Disconnected, match=r"for 0\.2 s"):
             client.echo(1).result(20)
@@ -636,7 +636,7 @@ def _broken() -> str:
 @pytest.mark.parametrize(
     ("nobody", "words"),
     [
-        (lambda: "", "nobody has published its address yet"),
+        (lambda: "", "its address is not published yet"),
         (_unknown, "the replay has not started yet"),
         (_broken, "its address cannot be found: OSError"),
         (lambda: "nonsense", "its address cannot be found: AddressError"),

@@ -175,7 +175,7 @@ def test_a_block_that_lies_about_its_rows_harms_nobody() -> None:
     with server, Client(server.address, timeout=20) as liar, Client(server.address) as good:
         block = np.full((3, 1), 7.0)
         assert liar.call_block("act", block).result().shape == (3, 1)
-        lie = liar._call("act", 2, (block,))
+        lie = liar._send_call("act", 2, encode((block,)))
         assert good.call_block("act", np.full((1, 1), 1.0)).result(20).tolist() == [[10.0]]
         with pytest.raises(RemoteError, match="is not a block of 2 items"):
             lie.result()

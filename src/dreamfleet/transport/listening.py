@@ -23,7 +23,7 @@ class Poller(Protocol):
     def unregister(self, descriptor: int, /) -> None: ...
 
 
-class Origin:
+class Origin(ABC):
     """Where a message came from."""
 
     __slots__ = ("identity", "peer")
@@ -34,9 +34,9 @@ class Origin:
         self.identity = identity
 
     @property
+    @abstractmethod
     def address(self) -> str:
         """The number of its machine, or of its process if it is on the same machine."""
-        raise NotImplementedError
 
     @property
     def caller(self) -> Caller:
@@ -48,10 +48,13 @@ class Listener(ABC):
 
     address: Address
     """Where clients connect."""
-    due = FOREVER
-    """When `on_due` wants to be called."""
     refused = 0
     """Connections that were refused for their key."""
+
+    @property
+    @abstractmethod
+    def due(self) -> float:
+        """When `on_due` wants to be called."""
 
     @abstractmethod
     def register(self, poller: Poller) -> None:

@@ -18,10 +18,11 @@ import select
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from dreamfleet.transport import local, wire
 from dreamfleet.transport.address import Address, parse
@@ -61,18 +62,48 @@ class WorkQueue:
     waiting: deque[Job] = field(default_factory=deque)
 
 
+class Options(TypedDict, total=False):
+    """What servers may be given; see `BaseServer`."""
+
+    insecure: bool
+    local: str
+    identify: Identify | None
+    revoked: Revoked | None
+
+
+class Handler(ABC):
+    """What a loop asks its server, under the lock."""
+
+    @abstractmethod
+    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+        """Take a call; hands what must run to `Loop.submit`."""
+
+    @abstractmethod
+    def repeatable(self, role: str) -> list[str]:
+        """The methods that may be called twice, among those that a role may call."""
+
+    @abstractmethod
+    def roles(self) -> Collection[str]:
+        """The roles that may call something."""
+
+    @abstractmethod
+    def deadline(self) -> float:
+        """When `on_due` wants to be called, if at all."""
+
+    @abstractmethod
+    def on_due(self) -> None:
+        """Called at the deadline, and whenever a job has ended."""
+
+
 class Loop:
     """Receives calls, runs jobs, sends answers.
 
     Args:
         addresses: Where to listen: a port, a socket file, or one of each.
-        on_call: Takes a call, under the lock; hands what must run to `submit`.
-        repeatable: Names the methods that may be called twice, of those that a role may call.
-        roles: The roles that may call some method.
-        identify: What keys stand for that do not follow from the run key.
-        revoked: Names that lose their connections.
-        deadline: When `on_due` wants to be called, if at all. Under the lock.
-        on_due: Called under the lock at the deadline, and whenever a job has ended.
+        name: Shown in errors, logs and thread names.
+        handler: The server.
+        keys: The run key.
+        options: See `BaseServer`.
     """
 
     most_faults = 10
@@ -82,21 +113,14 @@ class Loop:
         self,
         addresses: Sequence[str],
         name: str,
+        handler: Handler,
         keys: Keys | None,
-        insecure: bool,
-        on_call: Callable[[Origin, wire.Header, Sequence[Any]], None],
-        repeatable: Callable[[str], list[str]],
-        roles: Callable[[], Collection[str]],
-        identify: Identify | None = None,
-        revoked: Revoked | None = None,
-        deadline: Callable[[], float] = lambda: FOREVER,
-        on_due: Callable[[], None] = lambda: None,
+        options: Options,
     ) -> None:
         self.name = name
+        self._handler, self._keys, self._options = handler, keys, options
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
-        self._on_call, self._repeatable = on_call, repeatable
-        self._deadline, self._on_due = deadline, on_due
         self._incarnation = secrets.randbits(62) + 1
         self._inflight: Counter[bytes] = Counter()
         self._faults: Counter[bytes] = Counter()
@@ -118,7 +142,7 @@ class Loop:
         try:
             places = [parse(text) for text in addresses]
             for place in places:
-                listener = self._listen(place, keys, insecure, roles, identify, revoked)
+                listener = self._listen(place)
                 self._listeners.append(listener)
                 closers.append(listener.closer())
         except BaseException:
@@ -138,19 +162,11 @@ class Loop:
         """Connections that were refused for their key."""
         return sum(listener.refused for listener in self._listeners)
 
-    def _listen(
-        self,
-        address: Address,
-        keys: Keys | None,
-        insecure: bool,
-        roles: Callable[[], Collection[str]],
-        identify: Identify | None,
-        revoked: Revoked | None,
-    ) -> Listener:
-        if not (address.loopback or keys or insecure):
+    def _listen(self, address: Address) -> Listener:
+        if not (address.loopback or self._keys or self._options.get("insecure")):
             raise SecurityError(
-                f"{self.name} at {address.text} would be open to everyone on the network: pass "
-                "keys=Keys.load(...), bind to 127.0.0.1, or say insecure=True if that is meant."
+                f"{self.name} at {address.text} would be open to every machine on the network: "
+                "pass keys=Keys.load(...), bind to 127.0.0.1, or say insecure=True if you mean it."
             )
         by_packets = address.kind != "tcp" and local.AVAILABLE
         if self._local if by_packets else self._remote:
@@ -158,8 +174,14 @@ class Loop:
         if by_packets:
             self._local = LocalListener(address, self.name)
             return self._local
-        keys = keys if address.kind == "tcp" else None
-        self._remote = RemoteListener(address, self.name, keys, roles, identify, revoked)
+        self._remote = RemoteListener(
+            address,
+            self.name,
+            self._keys if address.kind == "tcp" else None,
+            self._handler.roles,
+            self._options.get("identify"),
+            self._options.get("revoked"),
+        )
         return self._remote
 
     # --- start and end ---------------------------------------------------------------------------
@@ -183,7 +205,7 @@ class Loop:
         self._stop_reading()  # this may be a method that closes its own server
         # A reader stops at once, but a method that a reader runs itself may take any time.
         if self._reading.acquire(timeout=max(timeout, _READER_STOPS)):
-            self._reading.release()  # from here on nobody reads
+            self._reading.release()  # from here on no thread reads
         for thread in self.threads:
             # A method may close its server before the last thread has been started.
             if thread.is_alive() and thread is not threading.current_thread():
@@ -211,7 +233,7 @@ class Loop:
         self._send(peer, frames)
 
     def leave(self, peer: bytes, number: int) -> None:
-        """Leave a call to the server's successor; with 0, to nobody."""
+        """Leave a call to the server's successor; with 0, drop it."""
         self._forget_call(peer)
         if number:
             self._send(peer, wire.pack(wire.STALE, number, encode(None)))
@@ -228,7 +250,7 @@ class Loop:
         """After a change made by a thread that does not read: wake the reader if it has to act."""
         if self._asleep_until > -FOREVER and (
             self._ready
-            or self._deadline() < self._asleep_until
+            or self._handler.deadline() < self._asleep_until
             or (self._remote and not self._released and self._remote.readable())
         ):
             self._asleep_until = -FOREVER
@@ -287,16 +309,16 @@ class Loop:
                 noticed = []
                 if self._ready:
                     return self._ready.popleft()
-                now, deadline = time.monotonic(), self._deadline()
+                now, deadline = time.monotonic(), self._handler.deadline()
                 if deadline <= now:
-                    self._on_due()
+                    self._handler.on_due()
                     continue
                 for listener in self._listeners:
                     deadline = min(deadline, listener.due)
                 if left > 0:
                     self._asleep_until = deadline
             if left <= 0:
-                # Nobody keeps a server from sending answers by sending it what is no call.
+                # A flood of messages that are no calls must not keep answers back.
                 time.sleep(_BREATH)
                 left = _MOST_READ
                 continue
@@ -320,7 +342,7 @@ class Loop:
                 task: tuple[WorkQueue, Job] | None = (queue, queue.waiting.popleft())
             else:
                 queue.running -= 1
-                self._on_due()
+                self._handler.on_due()
                 task = self._ready.popleft() if self._ready else None
             self.wake_reader()
             return task
@@ -358,7 +380,7 @@ class Loop:
         except TransportError as problem:
             self._refuse(origin.peer, problem)
         except Exception as problem:
-            # Not meant to happen, and no reason to stop serving everyone else.
+            # A bug, and no reason to stop serving other clients.
             log.exception("%s: a message could not be handled.", self.name)
             self._refuse(origin.peer, problem)
 
@@ -392,7 +414,7 @@ class Loop:
         else:
             try:
                 own = own_frames(parse_schema(header.schema), frames[1:])
-                self._on_call(origin, header, own)
+                self._handler.on_call(origin, header, own)
             except TransportError as problem:
                 self.reject(peer, header.id, problem)
 
@@ -423,7 +445,7 @@ class Loop:
             "name": self.name,
             "incarnation": self._incarnation,
             "limit": wire.MAX_INFLIGHT,
-            "repeatable": self._repeatable(origin.identity.role),
+            "repeatable": self._handler.repeatable(origin.identity.role),
         }
 
 

@@ -6,7 +6,7 @@ between them is encrypted. Without the secret a connection ends in the handshake
 
 A role key opens less. It holds the servers' public key and a secret of its own, from which neither
 the run key nor another role's follows. A server knows the role keys that are derived from the run
-key; of others, such as invitations, it asks whoever keeps them (`Identify`). What a key stands for
+key; of others, such as invitations, it asks a function (`Identify`). What a key stands for
 is libzmq's "User-Id" of every message of its connection, so each call is checked without a lookup
 in anything that a client sent.
 """
@@ -35,7 +35,7 @@ from dreamfleet.transport.errors import SecurityError
 log = logging.getLogger(__name__)
 
 RUN = "run"
-"""The role of whoever holds the run key, who may call everything."""
+"""The role of the run key, which may call everything."""
 _SIZE = 32
 _ROLE = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _NAME = re.compile(r"[\w.@+-][\w.@+ -]{0,99}")
@@ -80,7 +80,7 @@ Revoked = Callable[[], Collection[str]]
 
 @dataclass(frozen=True)
 class Keys:
-    """The run key. Whoever has it may call everything, so it is kept in a file only its owner can
+    """The run key. Its holder may call everything, so it is kept in a file only its owner can
     read."""
 
     secret: bytes = field(repr=False)
@@ -118,8 +118,7 @@ class Keys:
         return RoleKey(role, z85.decode(self._server[0]), secret)
 
     def invite(self, role: str) -> RoleKey:
-        """Another key for this role. Servers take it for what whoever keeps `RoleKey.public` says
-        (`Identify`)."""
+        """Another key for this role; servers ask `Identify` what its `public` stands for."""
         return RoleKey(role, z85.decode(self._server[0]), secrets.token_bytes(_SIZE))
 
     def identity(self, public: bytes, roles: Collection[str]) -> Identity | None:
@@ -297,7 +296,7 @@ class Authenticator:
                 if found is not None and found.check().role == RUN:
                     raise SecurityError("Only the run key stands for the run.")
             except Exception:
-                log.exception("A client is refused, because nobody can say who it is.")
+                log.exception("A client is refused, because its key cannot be looked up.")
                 return None
             if found and (found.role not in roles or found.name in self.revoked):
                 return None

@@ -7,7 +7,7 @@ fresh ones, as a socket or a file for every message needs them, cost five times 
 
 A slot has two owners. The first page of the memory holds a byte for each slot, which the sender
 sets before it sends and the receiver clears when its last view is gone. The sender holds a slot of
-its own accord while it may have to send the message again. Nobody waits for a slot: if none is
+its own accord while it may have to send the message again. No sender waits for a slot: if none is
 free, bytes travel in packets.
 
 The kernel frees the memory with the last process that has mapped it, however these end. Every

@@ -323,4 +323,4 @@ def test_a_value_that_is_refused_costs_no_slot() -> None:
                 client.take(np.zeros(LARGE, np.uint8), 1).result()
         gc.collect()
         link: Any = client._connection._link
-        assert link._socket._slab._free_slot() == 0
+        assert link._slab._free_slot() == 0
