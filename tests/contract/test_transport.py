@@ -1010,10 +1010,10 @@ def test_an_error_in_the_work_reaches_everyone_in_the_batch(batching: Batching) 
 def test_a_result_without_a_row_per_item_is_named(transport: tuple[str, Keys | None]) -> None:
     address, keys = transport
     server = BatchServer(address, keys=keys)
-    server.bind("short", lambda x: ({"a": {"b": x[:1]}}, None), batch=2, wait=30)
+    server.bind("short", lambda x: ({"a": x[:1]}, None), batch=2, wait=30)
     server.bind("single", lambda x: x, batch=2, wait=30)
     with server, Client(server.address, keys=keys) as client:
-        with pytest.raises(RemoteError, match=r"returned a/b with shape \(1, 3\) for a batch of 2"):
+        with pytest.raises(RemoteError, match=r"returned a with shape \(1, 3\) for a batch of 2"):
             client.call_block("short", np.zeros((2, 3))).result(20)
         with pytest.raises(RemoteError, match="returns two things"):
             client.call_block("single", np.zeros((2, 3))).result(20)

@@ -273,7 +273,7 @@ def _with_path(address: Address) -> Address:
 def _parse_tcp(text: str, rest: str) -> Address:
     host, separator, port = rest.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or "/" in rest:
+    if not separator or not host or "/" in rest or len(rest.split()) > 1:
         raise AddressError(_examples(text))
     if port == AUTO:
         return Address("tcp", host)

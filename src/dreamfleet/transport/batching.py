@@ -487,37 +487,35 @@ def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
     Raises:
         RemoteError: The result does not have one row per item.
     """
-    arrays = result if isinstance(result, Mapping) else {"the result": result}
-    total = sum(r.rows for r in requests)
+    named = result if isinstance(result, Mapping) else {"the result": result}
+    arrays = {name: np.asarray(value) for name, value in named.items()}
+    total, rows = sum(r.rows for r in requests), requests[0].rows
     for name, value in arrays.items():
-        if np.shape(value)[:1] != (total,):
+        if value.shape[:1] != (total,):
             raise RemoteError(
-                f"The batched function returned {name} with shape {np.shape(value)} for a batch of "
+                f"The batched function returned {name} with shape {value.shape} for a batch of "
                 f"{total} items; every array needs that leading axis."
             )
-    arrays = {name: np.asarray(value) for name, value in arrays.items()}
-    rows = requests[0].rows
-    alike = len(requests) > 1 and all(r.rows == rows for r in requests)
-    if alike and isinstance(result, Mapping) and (equal := _equal_shares(arrays, rows, requests)):
+    alike = named is result and len(requests) > 1 and all(r.rows == rows for r in requests)
+    if alike and (equal := _equal_shares(arrays, rows, len(requests))):
         return equal
     shares, row = [], 0
     for request in requests:
         share = {name: value[row : row + request.rows] for name, value in arrays.items()}
-        shares.append(encode(share if isinstance(result, Mapping) else share["the result"]))
+        shares.append(encode(share if named is result else share["the result"]))
         row += request.rows
     return shares
 
 
 def _equal_shares(
-    arrays: Mapping[str, NDArray[Any]], rows: int, requests: Sequence[Request]
+    arrays: Mapping[str, NDArray[Any]], rows: int, count: int
 ) -> list[Encoded] | None:
-    """The shares of requests with as many rows each, if shares are small: described once, and cut
-    from one piece."""
+    """The shares of so many requests with as many rows each, if shares are small: described once,
+    and cut from one piece."""
     share = encode({key: value[:rows] for key, value in arrays.items()})
     schema = parse_schema(share.schema)
     if share.frames or any(arrays[leaf.path[0]].dtype != leaf.dtype for leaf in schema.leaves):
         return None
-    count = len(requests)
     blobs = np.zeros((count, schema.blob_size), np.uint8)
     for leaf in schema.leaves:
         if leaf.count:

@@ -141,21 +141,20 @@ class Connection:
             self._try_again()
         if self._link:
             self._link.register(self._poller)
-            if change := self._link.change():
-                self._on_change(change)
+        # A local connection is made at once, or never. libzmq signals when it has made one.
+        if isinstance(self._link, LocalLink) and (change := self._link.change()):
+            self._on_change(change)
 
     def _connect(self, address: Address) -> Link | None:
         if address.kind != "tcp":
             return open_link(address, address.endpoint, self._keys)
         choices = endpoints(address)
         if not choices:
-            self.problem = _UNKNOWN_NAME
-            self._try_again()
-        elif self.problem == _UNKNOWN_NAME:
+            raise Disconnected(_UNKNOWN_NAME)
+        if self.problem == _UNKNOWN_NAME:
             self.problem = NO_SERVER
-        endpoint = choices[self._turn % len(choices)] if choices else address.endpoint
         try:
-            return open_link(address, endpoint, self._keys)
+            return open_link(address, choices[self._turn % len(choices)], self._keys)
         except AddressError as problem:
             if self._find is None:
                 raise
@@ -195,7 +194,7 @@ class Connection:
         ):
             if descriptor == self._waker.fileno():
                 self._waker.clear()
-            elif self._link:
+            if self._link:  # a wake-up may stand for a signal that a send has swallowed
                 self._link.notice(descriptor, events)
 
     @property

@@ -61,8 +61,8 @@ class Listener(ABC):
         """Have the poller watch everything that may become readable."""
 
     @abstractmethod
-    def notice(self, descriptor: int, events: int) -> bool:
-        """The poller reports a descriptor; False if it is not one of this listener."""
+    def notice(self, descriptor: int, events: int) -> None:
+        """The poller reports a descriptor, of this listener or another one."""
 
     @abstractmethod
     def receive(self) -> tuple[Origin, list[Any]] | None:
@@ -83,6 +83,10 @@ class Listener(ABC):
     def on_due(self) -> int:
         """Look after connections; returns how many were ended."""
         return 0
+
+    def is_revoked(self, name: str) -> bool:  # noqa: ARG002 - only remote clients have names
+        """Whether the name that a key stands for is revoked."""
+        return False
 
     def readable(self) -> bool:
         """Whether a message waits that the poller may not report."""

@@ -323,18 +323,6 @@ def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, 
     return frames, shared
 
 
-def split_packet(packet: bytes) -> list[Buffer]:
-    """The frames that are inside a packet, and empty ones for the others; none if it is not a
-    message as a whole."""
-    try:
-        first = _HEAD.unpack_from(packet)[0]
-        if first >> _KIND_SHIFT == _MESSAGE:
-            return _unpack_frames(packet, first & _COUNT_MASK)[0]
-    except (MessageError, struct.error):
-        pass
-    return []
-
-
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
     for level, kind, data in ancillary:
         if level == sockets.SOL_SOCKET and kind == sockets.SCM_RIGHTS:
@@ -367,9 +355,6 @@ class LocalListener(Listener):
         SecurityError: Others can enter its directory.
     """
 
-    PREFIX = b"local-"
-    """What the names of peers begin with; those of libzmq begin with a zero."""
-
     def __init__(self, address: Address, name: str) -> None:
         prepare(address)
         self.address = address
@@ -401,17 +386,14 @@ class LocalListener(Listener):
         self._poller = poller
         poller.register(self._listener.fileno(), _IN)
 
-    def notice(self, descriptor: int, events: int) -> bool:
+    def notice(self, descriptor: int, events: int) -> None:
         if origin := self._by_descriptor.get(descriptor):
             if events & select.POLLOUT:
                 self._flush(origin)
             if events & ~select.POLLOUT:
                 self._readable.append(descriptor)
-            return True
-        if descriptor == self._listener.fileno():
+        elif descriptor == self._listener.fileno():
             self._accept()
-            return True
-        return False
 
     def receive(self) -> tuple[Origin, list[Any]] | None:
         while self._readable:
@@ -480,7 +462,7 @@ class LocalListener(Listener):
             return
         credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
         process = struct.unpack("3i", credentials)[0]
-        peer = self.PREFIX + str(next(self._numbers)).encode()
+        peer = str(next(self._numbers)).encode()
         origin = LocalOrigin(peer, LocalSocket(socket, self._buffer), f"process {process}")
         self._by_peer[peer] = self._by_descriptor[socket.fileno()] = origin
         self._poller.register(socket.fileno(), _IN)

@@ -28,7 +28,6 @@ from dreamfleet.transport import local, wire
 from dreamfleet.transport.address import Address, parse
 from dreamfleet.transport.codec import encode, own_frames, parse_schema
 from dreamfleet.transport.errors import (
-    AddressError,
     MessageError,
     Occupied,
     SecurityError,
@@ -66,7 +65,6 @@ class Options(TypedDict, total=False):
     """What servers may be given; see `BaseServer`."""
 
     insecure: bool
-    local: str
     identify: Identify | None
     revoked: Revoked | None
 
@@ -99,7 +97,7 @@ class Loop:
     """Receives calls, runs jobs, sends answers.
 
     Args:
-        addresses: Where to listen: a port, a socket file, or one of each.
+        address: Where to listen: a port or a socket file.
         name: Shown in errors, logs and thread names.
         handler: The server.
         keys: The run key.
@@ -111,14 +109,14 @@ class Loop:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        address: str,
         name: str,
         handler: Handler,
         keys: Keys | None,
         options: Options,
     ) -> None:
         self.name = name
-        self._handler, self._keys, self._options = handler, keys, options
+        self._handler = handler
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         self._incarnation = secrets.randbits(62) + 1
@@ -131,58 +129,46 @@ class Loop:
         self.threads: list[threading.Thread] = []
         self._asleep_until = -FOREVER  # the reader is asleep until then, unless woken
         self.stopping = self._released = False
-        self._local: LocalListener | None = None
-        self._remote: RemoteListener | None = None
-        self._listeners: list[Listener] = []
-        closers: list[Callable[[], None]] = []
         self._waker, self._poller = Waker(), _Poller()
-        # Also for a server that is forgotten before it is started.
-        self._release = weakref.finalize(self, _release, closers, self._waker, self._poller)
-        self._release.atexit = False
         try:
-            places = [parse(text) for text in addresses]
-            for place in places:
-                listener = self._listen(place)
-                self._listeners.append(listener)
-                closers.append(listener.closer())
+            self._listener = self._listen(parse(address), keys, options)
         except BaseException:
-            self._release()
+            _release(self._waker, self._poller)
             raise
+        # Also for a server that is forgotten before it is started.
+        self._release = weakref.finalize(
+            self, _release, self._waker, self._poller, self._listener.closer()
+        )
+        self._release.atexit = False
         self._poller.register(self._waker.fileno(), select.POLLIN)
-        for each in self._listeners:
-            each.register(self._poller)
+        self._listener.register(self._poller)
 
     @property
-    def addresses(self) -> list[str]:
+    def address(self) -> str:
         """Where clients connect."""
-        return [listener.address.text for listener in self._listeners]
+        return self._listener.address.text
 
     @property
     def refused(self) -> int:
         """Connections that were refused for their key."""
-        return sum(listener.refused for listener in self._listeners)
+        return self._listener.refused
 
-    def _listen(self, address: Address) -> Listener:
-        if not (address.loopback or self._keys or self._options.get("insecure")):
+    def _listen(self, address: Address, keys: Keys | None, options: Options) -> Listener:
+        if not (address.loopback or keys or options.get("insecure")):
             raise SecurityError(
                 f"{self.name} at {address.text} would be open to every machine on the network: "
                 "pass keys=Keys.load(...), bind to 127.0.0.1, or say insecure=True if you mean it."
             )
-        by_packets = address.kind != "tcp" and local.AVAILABLE
-        if self._local if by_packets else self._remote:
-            raise AddressError(f"{self.name} listens at one port and one socket file at most.")
-        if by_packets:
-            self._local = LocalListener(address, self.name)
-            return self._local
-        self._remote = RemoteListener(
+        if address.kind != "tcp" and local.AVAILABLE:
+            return LocalListener(address, self.name)
+        return RemoteListener(
             address,
             self.name,
-            self._keys if address.kind == "tcp" else None,
+            keys if address.kind == "tcp" else None,
             self._handler.roles,
-            self._options.get("identify"),
-            self._options.get("revoked"),
+            options.get("identify"),
+            options.get("revoked"),
         )
-        return self._remote
 
     # --- start and end ---------------------------------------------------------------------------
 
@@ -251,24 +237,19 @@ class Loop:
         if self._asleep_until > -FOREVER and (
             self._ready
             or self._handler.deadline() < self._asleep_until
-            or (self._remote and not self._released and self._remote.readable())
+            or (not self._released and self._listener.readable())
         ):
             self._asleep_until = -FOREVER
             self._waker.wake()
 
     def connected(self, peer: bytes) -> bool:
         """Whether a peer is connected."""
-        listener = self._listener(peer)
-        return listener is not None and listener.connected(peer)
-
-    def _listener(self, peer: bytes) -> Listener | None:
-        return self._local if peer.startswith(LocalListener.PREFIX) else self._remote
+        return self._listener.connected(peer)
 
     def _send(self, peer: bytes, frames: list[Any]) -> None:
         if self._released:
             return
-        listener = self._listener(peer)
-        if listener is not None and listener.send(peer, frames):
+        if self._listener.send(peer, frames):
             self.counts["bytes_out"] += sum(map(len, frames))
         else:
             # The client has disconnected, or does not read its answers.
@@ -313,8 +294,7 @@ class Loop:
                 if deadline <= now:
                     self._handler.on_due()
                     continue
-                for listener in self._listeners:
-                    deadline = min(deadline, listener.due)
+                deadline = min(deadline, self._listener.due)
                 if left > 0:
                     self._asleep_until = deadline
             if left <= 0:
@@ -350,30 +330,21 @@ class Loop:
     def _receive(self, noticed: list[tuple[int, int]], most: int) -> int:
         """Read until there is a job to run, or nothing left to read, or `most` messages were read;
         returns how many were."""
+        listener, count = self._listener, 0
         for descriptor, events in noticed:
-            any(listener.notice(descriptor, events) for listener in self._listeners)
-        for listener in self._listeners:
-            if listener.due <= time.monotonic():
-                self.counts["ended"] += listener.on_due()
-        count = before = 0
-        while count < most:
-            before = count
-            for listener in self._listeners:  # in turns
-                if self._ready:
-                    return count
-                if message := listener.receive():
-                    count += 1
-                    self._take(*message)
-            if count == before:
-                break
+            listener.notice(descriptor, events)
+        if listener.due <= time.monotonic():
+            self.counts["ended"] += listener.on_due()
+        while count < most and not self._ready and (message := listener.receive()):
+            count += 1
+            self._take(*message)
         return count
 
     def _take(self, origin: Origin, frames: list[Any]) -> None:
         """Take a message, whatever it is."""
         self.counts["bytes_in"] += sum(map(len, frames))
         if self._unwelcome(origin):
-            listener = self._listener(origin.peer)
-            self.counts["ended"] += listener is not None and listener.hang_up(origin)
+            self.counts["ended"] += self._listener.hang_up(origin)
             return
         try:
             self._handle(origin, frames)
@@ -430,7 +401,7 @@ class Loop:
     def _unwelcome(self, origin: Origin) -> bool:
         if self._faults and self._faults[origin.peer] >= self.most_faults:
             return True
-        return self._remote is not None and self._remote.is_revoked(origin.identity.name)
+        return self._listener.is_revoked(origin.identity.name)
 
     def _blame(self, peer: bytes) -> None:
         """Count a fault of a peer. Once there are too many, its next message ends the connection:
@@ -449,10 +420,9 @@ class Loop:
         }
 
 
-def _release(closers: list[Callable[[], None]], waker: Waker, poller: Any) -> None:
+def _release(waker: Waker, poller: Any, close_listener: Callable[[], None] = lambda: None) -> None:
     """Give back everything that a server holds."""
-    for close in closers:
-        close()
+    close_listener()
     waker.close()
     if hasattr(poller, "close"):
         poller.close()

@@ -12,6 +12,7 @@ import secrets
 import select
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ _EVENTS = zmq.SocketOption.EVENTS
 _TRUSTED = Identity(RUN)
 _MOST_REMEMBERED = 4096  # connections of those who may be revoked
 _REVOKED_SECONDS = 1.0  # between two looks at what is revoked
+_NO_RECONNECT = 3_600_000  # ms; without reconnection libzmq drops answers that it has received
 _CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
 _PROBE = wire.pack(wire.STALE, 0, encode(None))  # which a client ignores
 _SILENT = "there is no answer: its machine is off, or a firewall drops the packets"
@@ -220,10 +222,9 @@ class RemoteListener(Listener):
         for descriptor in self._descriptors:
             poller.register(descriptor, select.POLLIN)
 
-    def notice(self, descriptor: int, events: int) -> bool:
+    def notice(self, descriptor: int, events: int) -> None:
         del events
         self._noticed |= descriptor in self._descriptors
-        return descriptor in self._descriptors
 
     def _follow_connections(self) -> None:
         """Answer what libzmq asks about keys, and hear which connections there are."""
@@ -375,7 +376,7 @@ class RemoteLink:
         self._socket = context.socket(zmq.DEALER)
         set_limits(self._socket)
         self._socket.linger = 1000
-        self._socket.reconnect_ivl = -1
+        self._socket.reconnect_ivl = _NO_RECONNECT
         self._socket.ipv6 = "[" in endpoint
         if address.kind == "tcp":
             # An attempt whose packets are lost would be repeated after ever longer pauses, up to a
@@ -385,6 +386,7 @@ class RemoteLink:
                 keys.protect_client(self._socket)
         self._monitor = monitor(self._socket, _MONITORED)
         self._monitor_ready = True  # its descriptor only tells of changes after this
+        self._changes: deque[wire.Change] = deque()
         self._messages = True  # there may be some; the descriptor only tells of changes
         self._attempt_at = time.monotonic()
         try:
@@ -411,21 +413,23 @@ class RemoteLink:
 
     def change(self) -> wire.Change | None:
         """What has happened to the connection, if anything."""
-        if not self._monitor_ready:
-            return None
-        told = next_event(self._monitor)
-        if told is None:
-            self._monitor_ready = False
-            return None
-        event = told[0]
-        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-            return wire.Change(connected=True)
-        if event == zmq.Event.CLOSED:
-            silent = time.monotonic() - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
-            return wire.Change(connected=False, problem=_SILENT if silent else wire.NO_SERVER)
-        return wire.Change(connected=False, problem=_HANDSHAKE_FAILURES.get(event, ""))
+        if self._monitor_ready:
+            self._hear()
+        return self._changes.popleft() if self._changes else None
+
+    def _hear(self) -> None:
+        self._monitor_ready = False
+        while told := next_event(self._monitor):
+            event, problem = told[0], _HANDSHAKE_FAILURES.get(told[0], "")
+            if event == zmq.Event.CLOSED:
+                silent = time.monotonic() - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
+                problem = _SILENT if silent else wire.NO_SERVER
+            self._changes.append(wire.Change(event == zmq.Event.HANDSHAKE_SUCCEEDED, problem))
 
     def send(self, frames: list[Buffer]) -> bool:
+        self._hear()  # libzmq takes messages also for a server that has gone
+        if any(not change.connected for change in self._changes):
+            return False
         self._messages = True  # because sending may swallow the signal of one that came
         try:
             send(self._socket, frames)

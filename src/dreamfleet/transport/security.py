@@ -212,11 +212,6 @@ class RoleKey:
             )
         return cls(role, keys[:_SIZE], keys[_SIZE:])
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RoleKey:
-        """Read the file of a role key, refusing one that others can read."""
-        return cls.from_text(_read(path))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a key file that only its owner can read; an existing one is replaced whole."""
         atomic_write(Path(path), self.text + "\n", mode=0o600)

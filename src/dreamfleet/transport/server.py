@@ -37,8 +37,6 @@ class BaseServer(Handler):
         name: Shown in errors, logs and thread names.
         keys: The run key. Needed for any `tcp` address but loopback.
         insecure: Listen on the network without keys; any machine may connect.
-        local: For a server at a port, a socket file where processes of the same machine connect.
-            They need no key, as at every socket file.
         identify: What keys stand for that do not follow from the run key, such as invitations.
             Asked when one connects.
         revoked: Names that `identify` gave and that are revoked. They lose their connections
@@ -54,8 +52,7 @@ class BaseServer(Handler):
     ) -> None:
         self.name = name
         self._methods: dict[str, Any] = {}  # by the names that clients call
-        local = options.get("local")
-        self._loop = Loop([address, local] if local else [address], name, self, keys, options)
+        self._loop = Loop(address, name, self, keys, options)
         self._closing = threading.Lock()  # taken, for good, by the thread that closes the server
         self._closed = threading.Event()
         self._started = False
@@ -63,12 +60,7 @@ class BaseServer(Handler):
     @property
     def address(self) -> str:
         """Where clients connect, with `{auto}` replaced."""
-        return self._loop.addresses[0]
-
-    @property
-    def local_address(self) -> str:
-        """Where clients of the same machine connect, if that is another address; else the same."""
-        return self._loop.addresses[-1]
+        return self._loop.address
 
     def start(self, block: bool = True) -> None:
         """Begin to answer. With `block`, return when the server is closed."""

@@ -234,7 +234,7 @@ def serving(keys: Keys | None = None, **limits: Any) -> Iterator[tuple[Server, i
     server = Server("tcp://127.0.0.1:{auto}", keys=keys)
     server.bind("note", lambda *args: told.append(len(args)))
     port = int(server.address.rpartition(":")[2])
-    [listener] = server._loop._listeners
+    listener = server._loop._listener
     assert isinstance(listener, RemoteListener)
     listener._guard = Guard(port, **limits)
     with server:
