@@ -36,9 +36,9 @@ CheckEnvs = Callable[[NDArray[np.int64], NDArray[np.bool_], str], None]
 
 _MAGNITUDE = 1e18  # the squares of larger numbers overflow a float32
 _SLACK = 1e3  # environments may leave their bounds by this many times their width
-_MOST_FAILURES = 10**9  # of an environment
-_MOST_LOGS, _LONGEST_KEY, _LOG_BYTES = 1024, 200, 1 << 20  # logged keys, their length, a row
-_MOST_PLANS = 256  # kinds of requests, and requests of a client, that are remembered
+_MAX_FAILURES = 10**9  # of an environment
+_MAX_LOGS, _MAX_KEY, _LOG_BYTES = 1024, 200, 1 << 20  # logged keys, their length, a row
+_MAX_PLANS = 256  # kinds of requests, and requests of a client, that are remembered
 
 
 def require(condition: bool, text: str) -> None:
@@ -169,7 +169,7 @@ class Owners:
             self._take(envid, self._owner_of.get(envid, owner), owner)
             self._owner_of[envid], self._newest[envid] = owner, incarnation
         owner.ids.update(ids)
-        if len(owner.requests) >= _MOST_PLANS:
+        if len(owner.requests) >= _MAX_PLANS:
             owner.requests.clear()
         owner.requests.add(envids.tobytes() + marks)
         owner.caller = caller
@@ -278,7 +278,7 @@ class ObservationCheck:
             bounds = _bounds(space, value.dtype)
             if bounds and value.size:
                 plan.bounds.append((at[key], key, *bounds, _squares(value.dtype, *bounds)))
-        if len(self._plans) >= _MOST_PLANS:
+        if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[id(request.signature)] = plan
         return plan
@@ -296,15 +296,15 @@ class ObservationCheck:
         more = obs.keys() - self._spaces.keys()
         for key in more:
             require(
-                key.startswith(LOG_PREFIX) and len(key) <= _LONGEST_KEY,
+                key.startswith(LOG_PREFIX) and len(key) <= _MAX_KEY,
                 f"The observation holds {key!r:.200}, which the run's environments do not have.",
             )
-        require(len(self._logs | more) <= _MOST_LOGS, "There are too many logged keys.")
+        require(len(self._logs | more) <= _MAX_LOGS, "There are too many logged keys.")
         self._logs |= more
 
 
 def _with_ids(spaces: Mapping[str, Space]) -> dict[str, Space]:
-    failures = Space(np.int64, (), 0, _MOST_FAILURES)
+    failures = Space(np.int64, (), 0, _MAX_FAILURES)
     return {**spaces, "envid": Space(np.int64), "is_eval": Space(bool), "failures": failures}
 
 

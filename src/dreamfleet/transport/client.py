@@ -29,7 +29,7 @@ from dreamfleet.transport.wire import Waker
 log = logging.getLogger(__name__)
 
 _FOREVER = float("inf")
-_MOST_DEATHS, _DEATH_SECONDS = 5, 2.0
+_MAX_DEATHS, _DEATH_SECONDS = 5, 2.0
 FLUSH_SECONDS = 1.0
 """How long a client that is closed tries to deliver its calls."""
 
@@ -124,7 +124,7 @@ class Client:
     Args:
         address: Where the server listens; see `dreamfleet.transport.address`. Or a function that
             says where: it is asked at every attempt to connect, because a server may come back
-            elsewhere. While it is unknown, it returns "" or raises `AddressUnknown`, and is asked
+            elsewhere. While it is unknown, it returns "", and is asked
             again after a pause of at most half a second. It must be quick, and not use this client;
             any thread may ask it.
         name: Shown in errors and logs.
@@ -486,7 +486,7 @@ class Client:
                 continue
             if request.lost_from == welcome.incarnation:
                 request.deaths = 0  # the connection was lost, and not the server
-            if request.deaths < _MOST_DEATHS:
+            if request.deaths < _MAX_DEATHS:
                 self._send(number, future, welcome)
             else:
                 self._pending.pop(number)._fail(

@@ -22,7 +22,6 @@ from dreamfleet.transport.address import Address, endpoints, parse
 from dreamfleet.transport.codec import Encoded, encode
 from dreamfleet.transport.errors import (
     AddressError,
-    AddressUnknown,
     Disconnected,
     MessageError,
 )
@@ -58,8 +57,8 @@ class Message:
 
 
 _FOREVER = float("inf")
-_RETRY = 0.5  # seconds, the longest pause between two attempts
-_FIRST_RETRY = 0.02
+_MAX_PAUSE_SECONDS = 0.5  # seconds, the longest pause between two attempts
+_FIRST_PAUSE_SECONDS = 0.02
 _UNKNOWN = "its address is not published yet"
 _UNKNOWN_NAME = "the name of its machine is not known"
 
@@ -98,7 +97,7 @@ class Connection:
         self._keys = keys
         self._waker = waker
         self._greeted = False
-        self._pause = _FIRST_RETRY
+        self._pause = _FIRST_PAUSE_SECONDS
         self._away_since = time.monotonic()
         self._turn = 0  # which of the server's endpoints is tried
         self._open(self._locate())
@@ -120,8 +119,6 @@ class Connection:
             elif address != self._address:
                 self.problem = NO_SERVER
             return address
-        except AddressUnknown as problem:
-            self.problem = str(problem) or _UNKNOWN
         except Exception as problem:
             # The next attempt may succeed. If none does, the message shows this one.
             self.problem = f"its address cannot be found: {problem!r}"
@@ -240,7 +237,7 @@ class Connection:
             if header.kind == wire.WELCOME:
                 self.events.append(self._welcome(header, message[1:]))
                 self._greeted = True
-                self._retry_at, self._pause = _FOREVER, _FIRST_RETRY
+                self._retry_at, self._pause = _FOREVER, _FIRST_PAUSE_SECONDS
             else:
                 self.events.append(Message(header, message[1:]))
         except MessageError as problem:
@@ -278,7 +275,10 @@ class Connection:
     def _retry(self) -> None:
         """Try again where the server is now, unless an attempt there is under way."""
         # A tenth of the time that it has been away: a server that is restarted is found at once.
-        self._pause = min(max(_FIRST_RETRY, (time.monotonic() - self._away_since) / 10), _RETRY)
+        self._pause = min(
+            max(_FIRST_PAUSE_SECONDS, (time.monotonic() - self._away_since) / 10),
+            _MAX_PAUSE_SECONDS,
+        )
         address = self._locate()
         if self._failed:
             self._turn += 1

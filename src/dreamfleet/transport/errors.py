@@ -2,7 +2,6 @@
 
 TransportError
 ├── AddressError        an address that cannot be understood or used
-├── AddressUnknown      the server's address is not published yet
 ├── SecurityError       a server open to the network, or a key that is not secret
 ├── CodecError          a value that cannot be sent; the message names its place
 ├── MessageError        bytes that are not one of our messages
@@ -24,10 +23,6 @@ class TransportError(DreamfleetError):
 
 class AddressError(TransportError, ValueError):
     """An address that cannot be understood or used."""
-
-
-class AddressUnknown(TransportError, LookupError):
-    """The server's address is not published yet. Raised by a function that a client asks for it."""
 
 
 class SecurityError(TransportError):

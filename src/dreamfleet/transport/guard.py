@@ -27,7 +27,7 @@ _INFO_BYTES, _RECEIVED = 136, 128  # of the kernel's struct tcp_info: its start,
 _HANDSHAKE_BYTES = 1 << 16  # of a handshake and a greeting, at most
 _PAUSE, _SHORT_PAUSE, _LONGEST_PAUSE = 1.0, 0.1, 2.0  # seconds between two checks
 _MUCH = 1 << 20  # unfinished bytes that are a reason to check again soon
-_IDLE, _PINGS, _MOST_PINGS = 4096, 32.0, 1 << 20  # bytes, a second, and in any time
+_IDLE, _PINGS, _MAX_PINGS = 4096, 32.0, 1 << 20  # bytes, a second, and in any time
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Guard:
         each.unfinished += received - each.received
         each.received = received
         # Pings come as long as a connection is idle, and are not read as messages.
-        pings = _IDLE + int(min(_MOST_PINGS, _PINGS * (now - each.heard)))
+        pings = _IDLE + int(min(_MAX_PINGS, _PINGS * (now - each.heard)))
         if read is not None:  # what was not finished at the last check is now
             each.unfinished = max(0, each.unfinished - read - pings)
             each.greeted, each.heard = True, now

@@ -58,16 +58,16 @@ _NO_SLOT = (1 << 32) - 1
 _ALIGN = 16
 _PADDING = bytes(_ALIGN)
 
-_ROOM = 212_992  # bytes that every Linux grants a socket; it takes packets of nearly twice that
-_LARGEST = 2 * _ROOM - 4096
-_MOST_BUFFERS = 512  # of one system call
-_MOST_WAITING = wire.MAX_INFLIGHT + 8  # messages in an outbox
+_SOCKET_BYTES = 212_992  # that every Linux grants; packets may have nearly twice that
+_MAX_PACKET = 2 * _SOCKET_BYTES - 4096
+_MAX_BUFFERS = 512  # of one system call
+_MAX_WAITING = wire.MAX_INFLIGHT + 8  # messages in an outbox
 _DESCRIPTORS = sockets.CMSG_SPACE(4)
 
 _IN = select.POLLIN
 _IN_OUT = select.POLLIN | select.POLLOUT
-_ACCEPT_PAUSE = 1.0  # seconds without new connections after the process ran out of files
-_MOST_CONNECTIONS = 4096
+_ACCEPT_PAUSE_SECONDS = 1.0  # seconds without new connections after the process ran out of files
+_MAX_CONNECTIONS = 4096
 _TRUSTED = Identity(RUN)
 
 
@@ -81,11 +81,11 @@ class LocalSocket:
 
     def __init__(self, socket: sockets.socket, buffer: bytearray | None = None) -> None:
         socket.setblocking(False)
-        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _ROOM)
+        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _SOCKET_BYTES)
         granted = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF)
         self._socket = socket
-        self._largest = min(_LARGEST, granted - 4096)
-        self._buffer = bytearray(_LARGEST) if buffer is None else buffer
+        self._largest = min(_MAX_PACKET, granted - 4096)
+        self._buffer = bytearray(_MAX_PACKET) if buffer is None else buffer
         self._outbox: deque[tuple[bytes, Slab | None]] = deque()
         self._parts: list[bytes] = []
         self._parts_size = 0
@@ -110,7 +110,7 @@ class LocalSocket:
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message, now or as soon as there is room; False if the other side has gone or
         does not read."""
-        if len(self._outbox) >= _MOST_WAITING:
+        if len(self._outbox) >= _MAX_WAITING:
             return False
         sizes = [len(frame) for frame in frames]
         slot = -1
@@ -126,7 +126,7 @@ class LocalSocket:
                 parts.append(_PADDING[:padding])
         if total > self._largest:
             return self._send_parts(b"".join(parts))
-        if len(parts) > _MOST_BUFFERS:
+        if len(parts) > _MAX_BUFFERS:
             parts = [b"".join(parts)]
         return self._push(parts)
 
@@ -374,9 +374,9 @@ class LocalListener(Listener):
         self._by_peer: dict[bytes, LocalOrigin] = {}
         self._by_descriptor: dict[int, LocalOrigin] = {}
         self._readable: deque[int] = deque()
-        self._buffer = bytearray(_LARGEST)
+        self._buffer = bytearray(_MAX_PACKET)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = min(_MOST_CONNECTIONS, files // 4) if files > 0 else _MOST_CONNECTIONS
+        self._most = min(_MAX_CONNECTIONS, files // 4) if files > 0 else _MAX_CONNECTIONS
 
     @property
     def due(self) -> float:
@@ -455,7 +455,7 @@ class LocalListener(Listener):
         except OSError:  # there are no files left
             if self._poller:
                 self._poller.unregister(self._listener.fileno())
-            self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+            self._accept_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
             return
         if len(self._by_peer) >= self._most or self._poller is None:
             socket.close()

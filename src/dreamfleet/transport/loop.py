@@ -42,11 +42,11 @@ from dreamfleet.transport.wire import Waker
 log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
-_READER_STOPS = 5.0  # seconds, far more than it takes
-_QUICK = 0.001  # seconds; a job that takes less is over before another thread is up to read
-_MOST_READ = 256  # messages before those who wait for the lock have their turn
-_BREATH = 0.0001  # seconds
-_MOST_REMEMBERED = 4096  # connections whose faults are counted
+_READER_STOP_SECONDS = 5.0  # seconds, far more than it takes
+_QUICK_SECONDS = 0.001  # seconds; a job that takes less is over before another thread is up to read
+_MAX_READ = 256  # messages before other threads get the lock
+_YIELD_SECONDS = 0.0001  # seconds
+_MAX_FAULTY = 4096  # connections whose faults are counted
 _Poller: Any = getattr(select, "epoll", select.poll)
 _POLL_UNIT = 1.0 if hasattr(select, "epoll") else 1000.0  # of the poller's timeout, in a second
 
@@ -190,7 +190,7 @@ class Loop:
         deadline = time.monotonic() + timeout
         self._stop_reading()  # this may be a method that closes its own server
         # A reader stops at once, but a method that a reader runs itself may take any time.
-        if self._reading.acquire(timeout=max(timeout, _READER_STOPS)):
+        if self._reading.acquire(timeout=max(timeout, _READER_STOP_SECONDS)):
             self._reading.release()  # from here on no thread reads
         for thread in self.threads:
             # A method may close its server before the last thread has been started.
@@ -278,7 +278,7 @@ class Loop:
     def _read(self) -> tuple[WorkQueue, Job] | None:
         """Read until there is a job to run, or the server stops."""
         noticed: list[tuple[int, int]] = []
-        left = _MOST_READ
+        left = _MAX_READ
         while True:
             with self.lock:
                 if self.stopping:
@@ -299,8 +299,8 @@ class Loop:
                     self._asleep_until = deadline
             if left <= 0:
                 # A flood of messages that are no calls must not keep answers back.
-                time.sleep(_BREATH)
-                left = _MOST_READ
+                time.sleep(_YIELD_SECONDS)
+                left = _MAX_READ
                 continue
             timeout = None if deadline == FOREVER else max(0.0, deadline - now) * _POLL_UNIT
             noticed = self._poller.poll(timeout)
@@ -314,7 +314,7 @@ class Loop:
             job()
         except BaseException:
             log.exception("%s: a job failed to handle its own failure.", self.name)
-        queue.quick = time.monotonic() - start < _QUICK
+        queue.quick = time.monotonic() - start < _QUICK_SECONDS
         with self.lock:
             if self.stopping:
                 return None
@@ -406,7 +406,7 @@ class Loop:
     def _blame(self, peer: bytes) -> None:
         """Count a fault of a peer. Once there are too many, its next message ends the connection:
         so the error that it was just sent still arrives."""
-        if len(self._faults) >= _MOST_REMEMBERED and peer not in self._faults:
+        if len(self._faults) >= _MAX_FAULTY and peer not in self._faults:
             self._faults.clear()
         self._faults[peer] += 1
 

@@ -46,8 +46,8 @@ _get = zmq.backend.Socket.get
 _EVENTS = zmq.SocketOption.EVENTS
 
 _TRUSTED = Identity(RUN)
-_MOST_REMEMBERED = 4096  # connections of those who may be revoked
-_REVOKED_SECONDS = 1.0  # between two looks at what is revoked
+_MAX_REMEMBERED = 4096  # connections that may be revoked
+_REVOKED_CHECK_SECONDS = 1.0  # between two looks at what is revoked
 _NO_RECONNECT = 3_600_000  # ms; without reconnection libzmq drops answers that it has received
 _CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
 _PROBE = wire.pack(wire.STALE, 0, encode(None))  # which a client ignores
@@ -227,7 +227,7 @@ class RemoteListener(Listener):
         self._noticed |= descriptor in self._descriptors
 
     def _follow_connections(self) -> None:
-        """Answer what libzmq asks about keys, and hear which connections there are."""
+        """Answer what libzmq asks about keys, and follow which connections there are."""
         while self._authenticator and readable(self._authenticator.socket):
             self.refused += not self._authenticator.answer()
         while event := next_event(self._monitor):
@@ -258,7 +258,7 @@ class RemoteListener(Listener):
         origin = RemoteOrigin(frame, identity)
         if identity.name and origin.peer not in self._invited:
             # What it takes to end the connection when the name is revoked.
-            if len(self._invited) >= _MOST_REMEMBERED:
+            if len(self._invited) >= _MAX_REMEMBERED:
                 self._invited = {p: kept for p, kept in self._invited.items() if self.connected(p)}
             self._invited[origin.peer] = (identity.name, origin.descriptor, origin.address)
         return origin
@@ -292,7 +292,7 @@ class RemoteListener(Listener):
         if not self.connected(peer):
             return False
         shut_down(descriptor, self.address.port, address)
-        if len(self._ended) >= _MOST_REMEMBERED:
+        if len(self._ended) >= _MAX_REMEMBERED:
             self._ended.clear()
         self._ended[peer] = descriptor
         return True
@@ -309,7 +309,7 @@ class RemoteListener(Listener):
             ended += self._guard.check(self._read_by)
             self._read_by.clear()
         if self._revoked and self._authenticator and self._revoked_at <= now:
-            self._revoked_at = now + _REVOKED_SECONDS
+            self._revoked_at = now + _REVOKED_CHECK_SECONDS
             ended += self._end_revoked(self._revoked, self._authenticator)
         return ended
 
@@ -414,10 +414,10 @@ class RemoteLink:
     def change(self) -> wire.Change | None:
         """What has happened to the connection, if anything."""
         if self._monitor_ready:
-            self._hear()
+            self._read_monitor()
         return self._changes.popleft() if self._changes else None
 
-    def _hear(self) -> None:
+    def _read_monitor(self) -> None:
         self._monitor_ready = False
         while told := next_event(self._monitor):
             event, problem = told[0], _HANDSHAKE_FAILURES.get(told[0], "")
@@ -427,7 +427,7 @@ class RemoteLink:
             self._changes.append(wire.Change(event == zmq.Event.HANDSHAKE_SUCCEEDED, problem))
 
     def send(self, frames: list[Buffer]) -> bool:
-        self._hear()  # libzmq takes messages also for a server that has gone
+        self._read_monitor()  # libzmq takes messages also for a server that has gone
         if any(not change.connected for change in self._changes):
             return False
         self._messages = True  # because sending may swallow the signal of one that came

@@ -22,7 +22,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,19 +127,9 @@ class Keys:
         if secrets.compare_digest(public, z85.decode(self._client[0])):
             return Identity(RUN)
         for role in roles:
-            if secrets.compare_digest(public, self._public_of(role)):
+            if secrets.compare_digest(public, _public_of(self, role)):
                 return Identity(role)
         return None
-
-    def _public_of(self, role: str) -> bytes:
-        known = self._publics.get(role)
-        if known is None:
-            known = self._publics[role] = self.for_role(role).public
-        return known
-
-    @cached_property
-    def _publics(self) -> dict[str, bytes]:
-        return {}
 
     @cached_property
     def _server(self) -> tuple[bytes, bytes]:
@@ -166,6 +156,11 @@ class Keys:
         """Make a socket, before it connects, prove the key and demand proof."""
         socket.curve_serverkey = self._server[0]
         socket.curve_publickey, socket.curve_secretkey = self._client
+
+
+@lru_cache(maxsize=64)
+def _public_of(keys: Keys, role: str) -> bytes:
+    return keys.for_role(role).public
 
 
 @dataclass(frozen=True)

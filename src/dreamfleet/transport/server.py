@@ -26,7 +26,7 @@ from dreamfleet.transport.loop import Handler, Loop, Options, WorkQueue
 from dreamfleet.transport.security import RUN, Keys
 
 _T = TypeVar("_T")
-_LONGEST_TEXT = 100_000  # characters of an error; the last ones say most
+_MAX_TEXT = 100_000  # characters of an error; the last ones say most
 
 
 class BaseServer(Handler):
@@ -170,7 +170,7 @@ def error_frames(number: int, error: BaseException) -> list[Any]:
 
 def _sendable(text: str) -> str:
     """Text as UTF-8 can carry it: file names may hold bytes that are not UTF-8."""
-    return text[-_LONGEST_TEXT:].encode("utf-8", "backslashreplace").decode()
+    return text[-_MAX_TEXT:].encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)

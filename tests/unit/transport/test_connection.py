@@ -42,7 +42,7 @@ def shake_hands_and_hang_up(listener: socket.socket) -> None:
 
 def has_no_connection(connection: Connection) -> bool:
     """Whether libzmq has noticed the loss, which is not collected yet."""
-    connection._link._hear()
+    connection._link._read_monitor()
     return not all(change.connected for change in connection._link._changes)
 
 
