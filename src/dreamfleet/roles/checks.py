@@ -28,6 +28,7 @@ from dreamfleet.transport.batching import Request, Signature
 from dreamfleet.transport.listening import Origin
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
+Steps = Annotated[int, Meta(ge=0, le=10**11)]
 Step = Annotated[int, Meta(ge=-1, le=10**11)]
 """A step of the run; -1 stands for the newest one known."""
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -58,7 +59,7 @@ def check_acting(args: RunConfig) -> CheckEnvs:
         ids, incarnations = ids_of(sent), incarnations_of(sent)
         if not invitation:
             own = (ids < JOINED) & (incarnations == 0)
-            require(bool(own.all()), "Environments from there need an invitation.")
+            require(bool(own.all()), "Environments of other machines need an invitation.")
         _check_ids(args, ids, is_eval)
         if invitation:
             for envid, incarnation in zip(ids.tolist(), incarnations.tolist(), strict=True):
@@ -81,7 +82,7 @@ def _check_ids(args: RunConfig, ids: NDArray[np.int64], is_eval: NDArray[np.bool
     if args.eval_every:  # the evaluator serves them
         fits &= ~evaluates
     if not fits.all():
-        raise ArgumentError(f"This run has no environment {ids[~fits][0]} for you.")
+        raise ArgumentError(f"Environment {ids[~fits][0]} is not one of this run's.")
     wrong = evaluates != is_eval
     if wrong.any():
         what = "evaluation" if evaluates[wrong][0] else "training"
@@ -265,9 +266,9 @@ class ObservationCheck:
 
     def _make_plan(self, request: Request) -> _Plan:
         """Check all of a request but its values."""
-        args, rows = request.args, request.rows
+        args, most = request.args, self._most_rows
         require(len(args) == 1 and type(args[0]) is dict, "'act' takes one block of observations.")
-        require(rows <= self._most_rows, f"A block holds {self._most_rows} observations at most.")
+        require(request.rows <= most, f"A block may hold at most {most} observations.")
         obs: dict[str, Any] = args[0]
         self._check_keys(obs)
         at = {leaf.path[1]: index for index, leaf in enumerate(request.schema.leaves)}
@@ -299,7 +300,7 @@ class ObservationCheck:
                 key.startswith(LOG_PREFIX) and len(key) <= _MAX_KEY,
                 f"The observation holds {key!r:.200}, which the run's environments do not have.",
             )
-        require(len(self._logs | more) <= _MAX_LOGS, "There are too many logged keys.")
+        require(len(self._logs | more) <= _MAX_LOGS, f"At most {_MAX_LOGS} keys may be logged.")
         self._logs |= more
 
 
@@ -316,7 +317,7 @@ def _check_type(key: str, value: Any, space: Space | None) -> None:
         fits = is_array and value.dtype.kind in "biuf" and value.nbytes <= _LOG_BYTES * len(value)
         require(fits, f"{key!r} is {text}, which cannot be logged.")
     elif not is_array or value.dtype != space.dtype or value.shape[1:] != space.shape:
-        raise ArgumentError(f"{key!r} is {text}, and has to be {space.dtype}{[*space.shape]}.")
+        raise ArgumentError(f"{key!r} is {text}, and must be {space.dtype}{[*space.shape]}.")
 
 
 def _bounds(space: Space | None, dtype: np.dtype[Any]) -> tuple[float, float] | None:
@@ -377,7 +378,7 @@ class ReplayChecks:
         ) -> int:
             is_first = steps.get("is_first", np.zeros(0))
             if is_first.shape != envids.shape or envids.ndim != 1:
-                raise ArgumentError("Each step needs an environment, and 'is_first'.")
+                raise ArgumentError("envids and is_first must have one row for each step.")
             ids, places = np.unique(envids, return_index=True)
             marks = caller.connection  # of a source that connects again it is another one
             if ids.size and not self._owners.is_known(source.encode(), ids, marks):
@@ -393,8 +394,8 @@ class ReplayChecks:
                 image = key not in (STEPID, PRIORITY) and is_image(value.dtype, value.shape[2:])
                 require(
                     not image and key not in self._observed,
-                    f"{key!r} is what an environment sent, and is never changed: an update holds "
-                    "what the agent stores with a step, and priorities.",
+                    f"{key!r} comes from an environment and cannot be updated: send latent states "
+                    "and priorities only.",
                 )
             return _stored(store, data)
 

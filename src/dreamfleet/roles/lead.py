@@ -16,7 +16,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.positions import Positions
 from dreamfleet.replay import RateLimitedError, SamplesPerInsert
-from dreamfleet.roles.checks import Count
+from dreamfleet.roles.checks import Count, Steps
 from dreamfleet.transport import Client, Unanswered
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Lead:
 
     # --- for shards ------------------------------------------------------------------------------
 
-    def opened(self, shard: Count, steps: Count, size: Count) -> int:
+    def opened(self, shard: Count, steps: Steps, size: Count) -> int:
         """A shard that was started again holds this. What its predecessor stored and did not tell
         is known from now on; the limiter counts it with the shard's next steps."""
         self._check(shard)
@@ -110,7 +110,7 @@ class Lead:
                 self._recover()
         return known
 
-    def inserted(self, shard: Count, steps: Count) -> None:
+    def inserted(self, shard: Count, steps: Steps) -> None:
         """Note how many steps a shard has stored by now, then wait while samples are behind.
 
         Told again, or by a shard that was killed meanwhile, nothing is counted twice.
@@ -180,7 +180,7 @@ class Lead:
         self._wait_for_all()
         return {"steps": self._positions.steps, "samples": self._positions.samples}
 
-    def raise_position(self, steps: Count) -> dict[str, int]:
+    def raise_position(self, steps: Steps) -> dict[str, int]:
         """The run has made at least this many steps, as a checkpoint of the agent knows."""
         self._wait_for_all()
         self._limiter.release(False)

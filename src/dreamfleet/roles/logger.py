@@ -31,7 +31,7 @@ from dreamfleet.metrics import (
 from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
-from dreamfleet.roles.checks import Count, Step
+from dreamfleet.roles.checks import Count, Step, Steps
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server, TransportError
@@ -338,7 +338,7 @@ class Logger:
                 self._output.write(self._step, metrics)
 
     def evaluated(
-        self, step: Count, metrics: dict[str, float], source: str = "", number: Count = 0
+        self, step: Steps, metrics: dict[str, float], source: str = "", number: Count = 0
     ) -> None:
         """Take the result of a round of evaluation, with the step at which it began."""
         with self._lock:
