@@ -14,7 +14,6 @@ import pytest
 
 from dreamfleet.transport import (
     AddressError,
-    AddressUnknown,
     BatchServer,
     Client,
     Closed,
@@ -184,7 +183,7 @@ def test_a_call_made_before_the_server_is_there_waits_for_it(
             assert future.result(20).tolist() == [0] * size
 
 
-# --- calls that nobody waits for -----------------------------------------------------------------
+# --- calls that no thread waits for --------------------------------------------------------------
 
 
 class Noted:
@@ -207,7 +206,7 @@ class Noted:
             return self.values
 
 
-def test_a_call_is_sent_though_nobody_waits_for_its_answer(
+def test_a_call_is_sent_though_no_thread_waits_for_its_answer(
     transport: tuple[str, Keys | None],
 ) -> None:
     address, keys = transport
@@ -218,7 +217,7 @@ def test_a_call_is_sent_though_nobody_waits_for_its_answer(
         assert [future.result(20) for future in futures] == [None] * 3
 
 
-def test_a_call_waits_for_its_server_though_nobody_waits_for_it(
+def test_a_call_waits_for_its_server_though_no_thread_waits_for_it(
     transport: tuple[str, Keys | None],
 ) -> None:
     address, keys = transport
@@ -232,7 +231,7 @@ def test_a_call_waits_for_its_server_though_nobody_waits_for_it(
             assert future.result(20) is None
 
 
-def test_eight_clients_that_nobody_waits_for_make_a_batch_of_eight(
+def test_eight_clients_that_no_thread_waits_for_make_a_batch_of_eight(
     transport: tuple[str, Keys | None],
 ) -> None:
     address, keys = transport
@@ -256,7 +255,7 @@ def test_eight_clients_that_nobody_waits_for_make_a_batch_of_eight(
     assert batches == [8]
 
 
-def test_a_repeatable_call_is_sent_again_though_nobody_waits_for_it(plain: Plain) -> None:
+def test_a_repeatable_call_is_sent_again_though_no_thread_waits_for_it(plain: Plain) -> None:
     client = plain.client()
     future = client.safe_gate()
     assert plain.gate.entered.acquire(timeout=20)
@@ -527,7 +526,7 @@ def test_a_server_that_is_not_there_is_named(transport: tuple[str, Keys | None])
     gone = Server(address, keys=keys)
     gone.close()
     with Client(gone.address, "Learner", keys=keys, patience=0.2) as client:
-        with pytest.raises(Disconnected, match=r"Learner found no server at .*nobody listens"):
+        with pytest.raises(Disconnected, match=r"Learner found no server at .*no server listens"):
             client.connect(0.1)
         with pytest.raises(Disconnected, match=r"for 0\.2 s"):
             client.echo(1).result(20)
@@ -625,28 +624,23 @@ def test_a_server_that_moves_is_found_at_its_new_address(
         bench.close()
 
 
-def _unknown() -> str:
-    raise AddressUnknown("the replay has not started yet")
-
-
 def _broken() -> str:
     raise OSError("no such directory")
 
 
 @pytest.mark.parametrize(
-    ("nobody", "words"),
+    ("unknown", "words"),
     [
-        (lambda: "", "nobody has published its address yet"),
-        (_unknown, "the replay has not started yet"),
+        (lambda: "", "its address is not published yet"),
         (_broken, "its address cannot be found: OSError"),
         (lambda: "nonsense", "its address cannot be found: AddressError"),
     ],
-    ids=["empty", "AddressUnknown", "another error", "no address"],
+    ids=["empty", "an error", "no address"],
 )
 def test_an_address_that_is_unknown_is_waited_for(
-    plain: Plain, nobody: Callable[[], str], words: str
+    plain: Plain, unknown: Callable[[], str], words: str
 ) -> None:
-    with Client(nobody, "Learner", keys=plain.keys, patience=0.2) as client:
+    with Client(unknown, "Learner", keys=plain.keys, patience=0.2) as client:
         assert client.address == ""
         with pytest.raises(Disconnected, match=rf"Learner found no server for 0\.1 s \({words}"):
             client.connect(0.1)
@@ -657,7 +651,7 @@ def test_an_address_that_is_unknown_is_waited_for(
 
     def where() -> str:
         asked.release()
-        return plain.server.address if known.is_set() else nobody()
+        return plain.server.address if known.is_set() else unknown()
 
     with Client(where, keys=plain.keys) as client:
         futures = [client.echo(1)]
@@ -674,8 +668,8 @@ def test_an_address_that_is_unknown_is_waited_for(
 def test_a_connected_client_does_not_ask_for_the_address(
     plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dreamfleet.transport.connection._FIRST_RETRY", 0.001)
-    monkeypatch.setattr("dreamfleet.transport.connection._RETRY", 0.001)
+    monkeypatch.setattr("dreamfleet.transport.connection._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("dreamfleet.transport.connection._MAX_PAUSE_SECONDS", 0.001)
     asked: list[str] = []
 
     def where() -> str:
@@ -1010,10 +1004,10 @@ def test_an_error_in_the_work_reaches_everyone_in_the_batch(batching: Batching) 
 def test_a_result_without_a_row_per_item_is_named(transport: tuple[str, Keys | None]) -> None:
     address, keys = transport
     server = BatchServer(address, keys=keys)
-    server.bind("short", lambda x: ({"a": {"b": x[:1]}}, None), batch=2, wait=30)
+    server.bind("short", lambda x: ({"a": x[:1]}, None), batch=2, wait=30)
     server.bind("single", lambda x: x, batch=2, wait=30)
     with server, Client(server.address, keys=keys) as client:
-        with pytest.raises(RemoteError, match=r"returned a/b with shape \(1, 3\) for a batch of 2"):
+        with pytest.raises(RemoteError, match=r"returned a with shape \(1, 3\) for a batch of 2"):
             client.call_block("short", np.zeros((2, 3))).result(20)
         with pytest.raises(RemoteError, match="returns two things"):
             client.call_block("single", np.zeros((2, 3))).result(20)
@@ -1314,7 +1308,7 @@ def test_closing_may_drop_what_waits(transport: tuple[str, Keys | None]) -> None
 def test_a_call_that_fails_after_everything_was_dropped_is_not_reported(
     transport: tuple[str, Keys | None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its client may have been closed meanwhile, because nobody waits for it."""
+    """Its client may have been closed meanwhile, because no thread waits for it."""
     hold = threading.Event()
     entered = threading.Event()
     errors: list[BaseException] = []

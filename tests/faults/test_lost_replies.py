@@ -77,7 +77,7 @@ def test_an_episode_an_evaluation_and_metrics_are_taken_once(tmp_path: Path, los
     config = small_run(tmp_path, eval_envs=1)
     logger = Logger(JsonlOutput(tmp_path / "metrics.jsonl"), config)
     server = Server("tcp://127.0.0.1:{auto}", "logger")
-    logging_role.bind(server, logger, config)
+    logging_role.bind(server, logger)
     network = lossy(server)
     run = small_run(tmp_path, eval_envs=1, logger_addr=network.proxy.address)
     with LoggerClient(run, "actor-logger", 8) as client:

@@ -140,5 +140,5 @@ def test_a_machine_that_answers_nothing_is_told_from_one_where_nobody_listens() 
             ):
                 client.connect(8)
             assert filler.fileno() >= 0
-    with Client(address) as client, pytest.raises(Disconnected, match="nobody listens there"):
+    with Client(address) as client, pytest.raises(Disconnected, match="no server listens there"):
         client.connect(1)

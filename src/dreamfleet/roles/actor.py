@@ -29,7 +29,7 @@ from dreamfleet.agents.api import (
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
-from dreamfleet.roles.checks import MOST_IDS, ObservationCheck, Owners, check_acting, observed
+from dreamfleet.roles.checks import ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.health import health_path
 from dreamfleet.roles.invitations import hooks_of, invited
@@ -100,8 +100,7 @@ def serve_actor(
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
         server = BatchServer(address, name, args.server_keys, **hooks)
-        most = args.all_envs + MOST_IDS
-        owners = Owners(server.connected, float("inf"), args.envs_per_process, most)
+        owners = Owners(server.connected)
         actor.gone = lambda ids: server.between_calls(lambda: owners.gone(ids))
         server.bind(
             "act",

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
-from dreamfleet.transport.address import AUTO, parse, serves_nobody
+from dreamfleet.transport.address import AUTO, is_unused, parse
 
 RoleName = Literal["actor", "learner", "replay", "logger", "evaluator"]
 SERVERS: tuple[RoleName, ...] = ("actor", "learner", "replay", "logger", "evaluator")
@@ -158,7 +158,7 @@ def _remove_socket(address: str) -> None:
     parsed = parse(address)
     if parsed.kind == "tcp" or not parsed.path.is_socket():
         return
-    if serves_nobody(parsed.path):  # else it is another run's, whose directory was copied
+    if is_unused(parsed.path):  # else it is another run's, whose directory was copied
         parsed.path.unlink(missing_ok=True)
     with suppress(OSError):  # not ours alone
         parsed.path.parent.rmdir()

@@ -30,7 +30,6 @@ from dreamfleet.transport import ArgumentError, BatchServer, Closed, Keys
 Group = tuple[int, ...]
 """The ids of the environments that share a process, and a message."""
 _TICK_SECONDS = 1.0
-_OWNER_SECONDS = float("inf")  # between two rounds environments wait for any time
 MOST_JOINED = 64
 """Environments of machines that have joined, at most: each process may wait in a thread."""
 
@@ -101,7 +100,7 @@ class EpisodeServer:
         # one may still wait for a process that was started again meanwhile.
         most = len(self._own) + (MOST_JOINED if joined else 0)
         largest = max([*map(len, self._own), MOST_JOINED if joined else 1])
-        owners = Owners(self._server.connected, _OWNER_SECONDS, largest, largest * most)
+        owners = Owners(self._server.connected)
         self._server.bind(
             "act",
             self._act,

@@ -16,6 +16,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.positions import Positions
 from dreamfleet.replay import RateLimitedError, SamplesPerInsert
+from dreamfleet.roles.checks import Count, Steps
 from dreamfleet.transport import Client, Unanswered
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Lead:
 
     # --- for shards ------------------------------------------------------------------------------
 
-    def opened(self, shard: int, steps: int, size: int) -> int:
+    def opened(self, shard: Count, steps: Steps, size: Count) -> int:
         """A shard that was started again holds this. What its predecessor stored and did not tell
         is known from now on; the limiter counts it with the shard's next steps."""
         self._check(shard)
@@ -109,7 +110,7 @@ class Lead:
                 self._recover()
         return known
 
-    def inserted(self, shard: int, steps: int) -> None:
+    def inserted(self, shard: Count, steps: Steps) -> None:
         """Note how many steps a shard has stored by now, then wait while samples are behind.
 
         Told again, or by a shard that was killed meanwhile, nothing is counted twice.
@@ -130,14 +131,9 @@ class Lead:
 
         self._wait(f"actor/{shard}", count)
 
-    def told(self, shard: int) -> int:
-        """Steps that a shard has told of; waits until all have."""
-        self._wait_for_all()
-        return self._positions.of(shard)
-
     # --- for the learner -------------------------------------------------------------------------
 
-    def sample(self, known: int | None = None) -> None:
+    def sample(self, known: Count | None = None) -> None:
         """Wait until a batch may be sampled, and count it: it is handed out next.
 
         One that a learner asks for again, because the reply was lost, was counted: then there are
@@ -153,7 +149,7 @@ class Lead:
             self._limiter.give_back(self._batch_size)
         self._positions.sampled(self._batch_size)
 
-    def permit(self, known: int) -> int:
+    def permit(self, known: Count) -> int:
         """The same for a learner that gets its batch from the shards, and knows of this many
         samples: returns how many there are with the new batch.
 
@@ -184,7 +180,7 @@ class Lead:
         self._wait_for_all()
         return {"steps": self._positions.steps, "samples": self._positions.samples}
 
-    def raise_position(self, steps: int) -> dict[str, int]:
+    def raise_position(self, steps: Steps) -> dict[str, int]:
         """The run has made at least this many steps, as a checkpoint of the agent knows."""
         self._wait_for_all()
         self._limiter.release(False)
@@ -192,7 +188,7 @@ class Lead:
             self._counted[0] += self._positions.raise_to(steps)
         return self.position()
 
-    def grant(self, sequences: int) -> bool:
+    def grant(self, sequences: Count) -> bool:
         """Let so many sequences be sampled for which no steps will be collected; returns whether
         there are enough steps to sample from."""
         self._wait_for_all()

@@ -31,7 +31,7 @@ from dreamfleet.metrics import (
 from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
-from dreamfleet.roles.checks import CheckedLogger
+from dreamfleet.roles.checks import Count, Step, Steps
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server, TransportError
@@ -64,7 +64,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     stop = stop_event()
     logger = Logger(unpack(make_logger)(), args)
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
-    bind(server, logger, args)
+    bind(server, logger)
     should_write = LocalClock(args.log_every)
     with ExitStack() as stack:
         replays = {
@@ -89,13 +89,12 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     logger.close()
 
 
-def bind(server: Server, logger: Logger, args: RunConfig) -> None:
+def bind(server: Server, logger: Logger) -> None:
     """Offer the methods of a logger."""
-    checked = CheckedLogger(logger, args)
-    server.bind("tran", checked.tran, repeatable=True, roles=("agent",))
-    server.bind("gone", checked.gone, repeatable=True, roles=("agent",))
-    server.bind("add", checked.add, repeatable=True, roles=("agent", "replay"))
-    server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
+    server.bind("tran", logger.tran, repeatable=True, roles=("agent",))
+    server.bind("gone", logger.gone, repeatable=True, roles=("agent",))
+    server.bind("add", logger.add, repeatable=True, roles=("agent", "replay"))
+    server.bind("evaluated", logger.evaluated, repeatable=True, roles=("evaluator",))
     everybody_else = ("agent", "replay", "evaluator", "watcher")
     server.bind("status", logger.status, repeatable=True, roles=everybody_else)
 
@@ -201,13 +200,13 @@ class Logger:
 
     def tran(
         self,
-        step: int,
+        step: Step,
         envids: NDArray[np.int64],
         is_eval: NDArray[np.bool_],
         transitions: dict[str, NDArray[Any]],
         frames: dict[str, NDArray[Any]],
         source: str = "",
-        number: int = 0,
+        number: Count = 0,
     ) -> bool:
         """Take the transitions of a batch, and how many training steps there are by now.
 
@@ -244,7 +243,7 @@ class Logger:
             self._step = step
             self._written.set(0, step)
 
-    def gone(self, envids: NDArray[np.int64], source: str = "", number: int = 0) -> None:
+    def gone(self, envids: NDArray[np.int64], source: str = "", number: Count = 0) -> None:
         """Environments will not go on with their episodes."""
         with self._lock:
             if self._is_new(source, number):
@@ -327,7 +326,7 @@ class Logger:
             return False
         return float(np.mean(judged)) >= self._target
 
-    def add(self, step: int, metrics: dict[str, Any], source: str = "", number: int = 0) -> None:
+    def add(self, step: Step, metrics: dict[str, Any], source: str = "", number: Count = 0) -> None:
         """Write metrics; a negative step stands for the newest one known."""
         with self._lock:
             if not self._is_new(source, number):
@@ -339,7 +338,7 @@ class Logger:
                 self._output.write(self._step, metrics)
 
     def evaluated(
-        self, step: int, metrics: dict[str, float], source: str = "", number: int = 0
+        self, step: Steps, metrics: dict[str, float], source: str = "", number: Count = 0
     ) -> None:
         """Take the result of a round of evaluation, with the step at which it began."""
         with self._lock:

@@ -13,14 +13,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 
 from dreamfleet.agents.api import Agent, Flat, Player, load_policy, policy_state
 from dreamfleet.config import RunConfig
-from dreamfleet.roles.addresses import listen_address, publish_address
-from dreamfleet.roles.checks import ReportCheck
+from dreamfleet.roles.addresses import listen_address, publish_address, server_name
+from dreamfleet.roles.checks import Count, Name, Owners, require
 from dreamfleet.roles.health import Health
 from dreamfleet.roles.progress import Progress, SharedProgress
 from dreamfleet.transport import Caller, Closed, Server
@@ -49,6 +49,21 @@ class _Actor:
     seen: float = 0.0
 
 
+class Report(TypedDict):
+    """What an actor tells the learner."""
+
+    learner: str
+    actor: Name
+    source: Name
+    steps: Count
+    unstored: Count
+    busy: bool
+    reached: bool
+    failures: Count
+    env_steps: float
+    present: Count
+
+
 class ParameterServer:
     """The learner's parameters and the run's step counter, for the actors of other processes.
 
@@ -70,8 +85,9 @@ class ParameterServer:
         self._due = 0.0
         self._server = Server(listen_address(args, "learner"), "learner", keys=args.server_keys)
         server = self._server
-        self._check = ReportCheck(
-            args, lambda connection: server.between_calls(lambda: server.connected(connection))
+        self._names = [server_name("actor", number) for number in range(args.actors)]
+        self._owners = Owners(
+            lambda connection: server.between_calls(lambda: server.connected(connection))
         )
         self._server.bind("report", self.report, pass_caller=True)
         self._server.bind("parameters", self.parameters, workers=1)
@@ -111,9 +127,11 @@ class ParameterServer:
         offer = self._offer
         return {**offer, "age": time.monotonic() - offer["taken"]}
 
-    def report(self, caller: Caller, message: Mapping[str, Any]) -> dict[str, Any]:
+    def report(self, caller: Caller, message: Report) -> dict[str, Any]:
         """Count an actor's steps, if it knows which learner this is; returns where the run is."""
-        self._check(caller, message, self._counted)
+        require(message["actor"] in self._names[1:], "The run has no such actor.")
+        number, first = np.array([self._names.index(message["actor"])]), np.ones(1, bool)
+        self._owners.claim(caller, number, first, key=message["source"].encode())
         if message["learner"] == self._id:
             self._count(message)
         progress = self._progress
@@ -128,14 +146,7 @@ class ParameterServer:
             "stopped": over and progress.stopped,
         }
 
-    def _counted(self, message: Mapping[str, Any]) -> int | None:
-        """How many of an actor's steps are counted; None if this message is not."""
-        if message["learner"] != self._id:
-            return None
-        actor = self._actors.get(message["actor"])
-        return actor.steps if actor and actor.source == message["source"] else 0
-
-    def _count(self, message: Mapping[str, Any]) -> None:
+    def _count(self, message: Report) -> None:
         with self._lock:
             name, source = message["actor"], message["source"]
             actor = self._actors.get(name)

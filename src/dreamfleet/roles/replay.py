@@ -40,8 +40,9 @@ from dreamfleet.replay import (
     Split,
     used_fractions,
 )
+from dreamfleet.replay.replay import Mode
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
-from dreamfleet.roles.checks import ReplayChecks
+from dreamfleet.roles.checks import Count, ReplayChecks
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.logger import LoggerClient
@@ -67,7 +68,7 @@ _ANSWERED = (
     *(ArgumentError, Unanswered),
 )
 """Errors that do not end the process: they are not its fault."""
-_MODES = ("train", "report", "eval")
+_MODES: tuple[Mode, ...] = ("train", "report", "eval")
 _LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
 _SCORES_SECONDS, _READ_SECONDS = 2.0, 0.02  # for the last scores, at the end of a run
 _FOREVER = float("inf")
@@ -153,18 +154,19 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
     def connected(connection: bytes) -> bool:
         return server.between_calls(lambda: server.connected(connection))
 
-    checks = ReplayChecks(args, service, connected)
+    checks = ReplayChecks(args, connected)
     suspect = args.logdir / "ckpt" / server.name / "suspect"
 
     def offer(role: str, workers: int, **methods: Callable[..., Any]) -> None:
         for name, method in methods.items():
+            checked: Callable[..., Any] = getattr(checks, name, lambda unchecked: unchecked)
             server.bind(
                 name,
-                checks.guard(name, _or_end(method, suspect)),
+                checked(_or_end(method, suspect)),
                 workers=workers,
                 repeatable=True,
                 roles=(role,),
-                pass_caller=name in checks.takes_caller,
+                pass_caller=name == "add_batch",
             )
 
     offer("agent", 1, add_batch=service.add_batch, update=service.update)
@@ -379,18 +381,6 @@ class ReplayService:
         size, items = int(stats["steps"]), int(stats["items"])
         return {"steps": self._positions.own, "size": size, "items": items}
 
-    # --- what checks ask -------------------------------------------------------------------------
-
-    def stored(self) -> int:
-        return self._positions.steps
-
-    def told(self, shard: int) -> int:
-        assert self.lead is not None
-        return self.lead.told(shard)
-
-    def most_granted(self) -> int:
-        return (most_owed(self._args) + self._args.pretrain) * self._args.host_batch
-
     def _copy_steps(self) -> int:
         copy_steps(self._train, self._args, self._shard)
         return self._tick
@@ -443,7 +433,7 @@ class ReplayService:
 
     # --- a replay alone --------------------------------------------------------------------------
 
-    def sample_batch_train(self, known: int | None = None) -> dict[str, Any]:
+    def sample_batch_train(self, known: Count | None = None) -> dict[str, Any]:
         """A training batch, as soon as there are enough steps for it. A learner that tells how many
         samples it knows of may ask again for a batch that was lost."""
         assert self.lead is not None
@@ -466,14 +456,14 @@ class ReplayService:
 
     # --- one of several shards -------------------------------------------------------------------
 
-    def shares(self, mode: str) -> tuple[int, int, list[float]]:
+    def shares(self, mode: Mode) -> tuple[int, int, list[float]]:
         """What there is to draw from in this shard; see `dreamfleet.replay.Shares`."""
         buffer = self._eval if mode == "eval" else self._train
-        items, fresh, weights = buffer.shares(mode)  # type: ignore[arg-type]  # it is one of them
+        items, fresh, weights = buffer.shares(mode)
         return items, fresh, weights
 
     def sample_part(
-        self, mode: str, fresh: int, drawn: list[int], everywhere: int
+        self, mode: Mode, fresh: Count, drawn: list[Count], everywhere: Count
     ) -> dict[str, Any]:
         """The part of a batch that comes from this shard; empty if it holds nothing any more."""
         most = self._args.host_batch
@@ -491,7 +481,7 @@ class ReplayService:
         """Write a trained batch's states, and priorities if it has any, back."""
         return self._train.update(data)
 
-    def finished(self, read: dict[str, Any]) -> dict[str, Any]:
+    def finished(self, read: dict[str, tuple[str, Count]]) -> dict[str, Any]:
         """The episodes that the logger has not written yet, of both buffers.
 
         Args:

@@ -69,7 +69,7 @@ def serial_fleet(make: Factories, args: RunConfig) -> None:
         logger = _Logger(unpack(make.make_logger)(), args)
         stack.callback(logger.close)
         server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
-        logging_role.bind(server, logger, args)
+        logging_role.bind(server, logger)
         stack.enter_context(server)
         publish_address(args, "logger", server.address)
         limiter = limiter_for(args)
@@ -187,7 +187,7 @@ class SerialRunner:
         logs: Any = InProcessClient("logger")
         self._acting = _Acting()
         replay_role.bind(replay, service, args)
-        logging_role.bind(logs, logger, args)
+        logging_role.bind(logs, logger)
         self._replay, self._logs = replay, logs
         self._scores = ScoreReader(logger, {0: replay})
         self._saver = Saver(agent, args, progress, replay, logs)

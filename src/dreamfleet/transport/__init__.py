@@ -11,7 +11,6 @@ from dreamfleet.transport.client import Client, Future
 from dreamfleet.transport.codec import Block
 from dreamfleet.transport.errors import (
     AddressError,
-    AddressUnknown,
     ArgumentError,
     Closed,
     CodecError,
@@ -29,7 +28,6 @@ from dreamfleet.transport.server import Server
 
 __all__ = [
     "AddressError",
-    "AddressUnknown",
     "ArgumentError",
     "BatchServer",
     "Block",

@@ -1,4 +1,4 @@
-"""Addresses a person may write, and what they mean.
+"""Addresses as they are written, and what they mean.
 
 ipc:///run/user/1000/x/replay   a socket file; its directory is, or is made, private (0700)
 tcp://host:port, host:port      a port; anything but loopback needs keys
@@ -110,7 +110,7 @@ def resolve(text: str) -> str:
 
 def endpoints(address: Address) -> list[str]:
     """What libzmq may be told to connect to. A name stands for one or several numbers, and the
-    server may listen at any of them; for none if nobody knows the name."""
+    server may listen at any of them; for none if the name is unknown."""
     if not address.named or address.host == "*":  # which stands for every number
         return [address.endpoint]
     try:
@@ -126,7 +126,7 @@ def prepare(address: Address) -> None:
     """Make a private directory for a socket file, and refuse one that others can enter.
 
     Raises:
-        SecurityError: The directory is open to others, or is somebody else's.
+        SecurityError: The directory is open to others, or another user's.
         AddressError: Another server is alive at this address.
     """
     if address.kind == "tcp":
@@ -143,7 +143,7 @@ def prepare(address: Address) -> None:
             f"{directory}', name another directory, or use ipc://{AUTO}."
         )
     # A server replaces the file of a dead one; it must not steal a living server's address.
-    if not serves_nobody(address.path):
+    if not is_unused(address.path):
         raise AddressError(f"Another server is already running at {address.text}.")
 
 
@@ -151,8 +151,8 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
-def serves_nobody(path: Path) -> bool:
-    """Whether nobody listens at a socket file, or it does not exist."""
+def is_unused(path: Path) -> bool:
+    """Whether no server listens at a socket file, or it does not exist."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)  # a server that is stopped has no room for more at some time
         return probe.connect_ex(str(path)) in (errno.ECONNREFUSED, errno.ENOENT)
@@ -175,7 +175,7 @@ def clean_up(address: Address, identity: tuple[int, int] | None) -> None:
         address.path.unlink(missing_ok=True)
     directory = address.path.parent
     if (held := _held.pop(directory, None)) is not None:
-        with suppress(OSError):  # somebody put something else into it
+        with suppress(OSError):  # it holds other files
             directory.rmdir()
         os.close(held)
 
@@ -202,7 +202,7 @@ def _hold(directory: Path) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # it was taken for a dead one's, and removed
             descriptor = os.open(directory, _AS_DIRECTORY)
-            with suppress(OSError):  # where nothing can be locked, nobody removes anything
+            with suppress(OSError):  # where nothing can be locked, nothing is removed
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
             if os.fstat(descriptor).st_nlink:
                 _held[directory] = descriptor
@@ -228,7 +228,7 @@ def _leave_nothing() -> None:
 def _remove_stale() -> None:
     """Remove the directories that killed processes have left behind.
 
-    Whoever is alive holds a lock, and answers. A process id says nothing about another container,
+    A living process holds a lock, and answers. A process id says nothing about another container,
     or about another machine with the same temporary directory.
     """
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
@@ -247,7 +247,7 @@ def _remove_if_stale(directory: Path) -> None:
         for entry in list(os.scandir(descriptor)):
             mode = entry.stat(follow_symlinks=False).st_mode
             # Versions before this one hold no lock.
-            if stat.S_ISSOCK(mode) and serves_nobody(directory / entry.name):
+            if stat.S_ISSOCK(mode) and is_unused(directory / entry.name):
                 os.unlink(entry.name, dir_fd=descriptor)
         directory.rmdir()
     finally:
@@ -273,7 +273,7 @@ def _with_path(address: Address) -> Address:
 def _parse_tcp(text: str, rest: str) -> Address:
     host, separator, port = rest.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or "/" in rest:
+    if not separator or not host or "/" in rest or len(rest.split()) > 1:
         raise AddressError(_examples(text))
     if port == AUTO:
         return Address("tcp", host)

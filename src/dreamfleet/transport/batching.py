@@ -36,7 +36,6 @@ from dreamfleet.transport.errors import MessageError, RemoteError, Timeout, Tran
 from dreamfleet.transport.listening import Origin
 from dreamfleet.transport.loop import WorkQueue
 from dreamfleet.transport.posting import PostFn, PostQueue
-from dreamfleet.transport.security import Identify, Keys, Revoked
 from dreamfleet.transport.server import BaseServer, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
@@ -113,41 +112,7 @@ class _Batcher:
 
 
 class BatchServer(BaseServer):
-    """Collects requests into batches and answers each batch with one call of a function.
-
-    Args:
-        address: Where to listen; see `dreamfleet.transport.address`.
-        name: Shown in errors, logs and thread names.
-        keys: The run key. Needed for any `tcp` address but loopback.
-        insecure: Listen on the network without keys, for everyone.
-        identify: See `Server`.
-        revoked: See `Server`.
-        local: See `Server`.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        name: str = "Server",
-        keys: Keys | None = None,
-        *,
-        insecure: bool = False,
-        local: str = "",
-        identify: Identify | None = None,
-        revoked: Revoked | None = None,
-    ) -> None:
-        super().__init__(
-            address,
-            name,
-            keys,
-            insecure,
-            local,
-            identify=identify,
-            revoked=revoked,
-            deadline=self._next_deadline,
-            on_due=self._dispatch_all,
-        )
-        self._methods: dict[str, _Batcher] = {}
+    """Collects requests into batches and answers each batch with one call of a function."""
 
     def bind(
         self,
@@ -182,8 +147,8 @@ class BatchServer(BaseServer):
         Args:
             method: The name clients call.
             workfn: Gets the call's arguments, every leaf an array with a leading axis n, and
-                returns a tree with the same leading axis, or None where there is nothing to answer,
-                and any info for `postfn`.
+                returns an array, or a dict of arrays, with the same leading axis, and any info for
+                `postfn`.
             postfn: Gets a list of infos.
             batch: Items in a full batch.
             wait: Seconds the oldest request waits for the batch to fill.
@@ -241,7 +206,7 @@ class BatchServer(BaseServer):
             self._dispatch_held_back(batcher)
 
     def forget_gone(self, method: str) -> None:
-        """Drop waiting requests of connections that have ended: nobody hears the answer."""
+        """Drop waiting requests of connections that have ended, which no answer reaches."""
         batcher = self._methods[method]
         with self._loop.lock:
             peers = {request.peer for request in batcher.waiting}
@@ -311,7 +276,7 @@ class BatchServer(BaseServer):
 
     # --- under the loop's lock -------------------------------------------------------------------
 
-    def _next_deadline(self) -> float:
+    def deadline(self) -> float:
         return min((b.deadline for b in self._methods.values()), default=_FOREVER)
 
     def _dispatch_held_back(self, batcher: _Batcher) -> None:
@@ -320,11 +285,11 @@ class BatchServer(BaseServer):
             self._dispatch(batcher)
             self._loop.wake_reader()
 
-    def _dispatch_all(self) -> None:
+    def on_due(self) -> None:
         for batcher in self._methods.values():
             self._dispatch(batcher)
 
-    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
         batcher: _Batcher = self._method(header.method, origin.identity.role)
         if not header.rows:
             raise MessageError(f"{header.method!r} takes blocks of items: use `call_block`.")
@@ -522,56 +487,38 @@ def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
     Raises:
         RemoteError: The result does not have one row per item.
     """
-    _check_rows(result, sum(r.rows for r in requests), ())
-    rows = requests[0].rows
-    alike = len(requests) > 1 and all(r.rows == rows for r in requests)
-    if alike and (equal := _equal_shares(result, rows, len(requests))):
+    named = result if isinstance(result, Mapping) else {"the result": result}
+    arrays = {name: np.asarray(value) for name, value in named.items()}
+    total, rows = sum(r.rows for r in requests), requests[0].rows
+    for name, value in arrays.items():
+        if value.shape[:1] != (total,):
+            raise RemoteError(
+                f"The batched function returned {name} with shape {value.shape} for a batch of "
+                f"{total} items; every array needs that leading axis."
+            )
+    alike = named is result and len(requests) > 1 and all(r.rows == rows for r in requests)
+    if alike and (equal := _equal_shares(arrays, rows, len(requests))):
         return equal
     shares, row = [], 0
     for request in requests:
-        shares.append(encode(_cut(result, slice(row, row + request.rows))))
+        share = {name: value[row : row + request.rows] for name, value in arrays.items()}
+        shares.append(encode(share if named is result else share["the result"]))
         row += request.rows
     return shares
 
 
-def _equal_shares(result: Any, rows: int, count: int) -> list[Encoded] | None:
-    """The shares of so many requests with as many rows each, if the result is a dict of arrays and
-    shares are small: described once, and cut from one piece."""
-    if type(result) is not dict or not all(type(v) is np.ndarray for v in result.values()):
-        return None
-    share = encode({key: value[:rows] for key, value in result.items()})
+def _equal_shares(
+    arrays: Mapping[str, NDArray[Any]], rows: int, count: int
+) -> list[Encoded] | None:
+    """The shares of so many requests with as many rows each, if shares are small: described once,
+    and cut from one piece."""
+    share = encode({key: value[:rows] for key, value in arrays.items()})
     schema = parse_schema(share.schema)
-    if share.frames or any(result[leaf.path[0]].dtype != leaf.dtype for leaf in schema.leaves):
+    if share.frames or any(arrays[leaf.path[0]].dtype != leaf.dtype for leaf in schema.leaves):
         return None
     blobs = np.zeros((count, schema.blob_size), np.uint8)
     for leaf in schema.leaves:
         if leaf.count:
-            column = np.ascontiguousarray(result[leaf.path[0]]).reshape(count, -1)
+            column = np.ascontiguousarray(arrays[leaf.path[0]]).reshape(count, -1)
             blobs[:, leaf.offset : leaf.offset + leaf.nbytes] = column.view(np.uint8)
     return [Encoded(share.schema, [], blob.tobytes(), []) for blob in blobs]
-
-
-def _cut(tree: Any, cut: slice) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _cut(value, cut) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        rows = [_cut(value, cut) for value in tree]
-        return rows if isinstance(tree, list) else tuple(rows)
-    return None if tree is None else np.asarray(tree)[cut]
-
-
-def _check_rows(tree: Any, total: int, path: tuple[str, ...]) -> None:
-    if tree is None:
-        return
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            _check_rows(value, total, (*path, str(key)))
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            _check_rows(value, total, (*path, str(index)))
-    elif np.shape(tree)[:1] != (total,):
-        name = "/".join(path) or "the result"
-        raise RemoteError(
-            f"The batched function returned {name} with shape {np.shape(tree)} for a batch of "
-            f"{total} items; every array needs that leading axis."
-        )

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.codec import Block, Encoded, encode
+from dreamfleet.transport.codec import Block, Encoded, encode, parse_schema
 from dreamfleet.transport.connection import Connection, Event, Lost, Message, Welcome
 from dreamfleet.transport.errors import (
     Closed,
@@ -29,7 +29,7 @@ from dreamfleet.transport.wire import Waker
 log = logging.getLogger(__name__)
 
 _FOREVER = float("inf")
-_MOST_DEATHS, _DEATH_SECONDS = 5, 2.0
+_MAX_DEATHS, _DEATH_SECONDS = 5, 2.0
 FLUSH_SECONDS = 1.0
 """How long a client that is closed tries to deliver its calls."""
 
@@ -37,8 +37,8 @@ FLUSH_SECONDS = 1.0
 class Future:
     """The answer to one call.
 
-    Whoever waits for it reads the socket, so an answer reaches the waiting thread without passing
-    through another one. The call itself is sent whether or not anybody waits.
+    The thread that waits for it reads the socket, so no other thread is woken. The call is sent
+    whether or not a thread waits.
     """
 
     __slots__ = ("_client", "_done", "_error", "_seen", "_value", "method", "request")
@@ -118,13 +118,13 @@ class Client:
 
     A thread that waits for an answer reads the socket itself, and gives other threads' answers to
     them. While there is no connection, a thread in the background connects and then sends the calls
-    that were made meanwhile, so that nobody needs to wait for them; it ends when they are sent.
-    Without anybody who waits, the loss of a connection is noticed by the next call.
+    that were made meanwhile; it ends when they are sent. If no thread waits, the loss of a
+    connection is noticed by the next call.
 
     Args:
         address: Where the server listens; see `dreamfleet.transport.address`. Or a function that
             says where: it is asked at every attempt to connect, because a server may come back
-            elsewhere. While nobody knows, it returns "" or raises `AddressUnknown`, and is asked
+            elsewhere. While it is unknown, it returns "", and is asked
             again after a pause of at most half a second. It must be quick, and not use this client;
             any thread may ask it.
         name: Shown in errors and logs.
@@ -175,7 +175,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Where the server listens; empty while nobody knows."""
+        """Where the server listens; empty while that is unknown."""
         return self._connection.address
 
     # --- what callers use ------------------------------------------------------------------------
@@ -187,18 +187,22 @@ class Client:
             CodecError: An argument cannot be sent.
             Timeout: `maxinflight` calls are unanswered, and none was answered in time.
         """
-        return self._call(method, 0, args)
+        return self._send_call(method, 0, encode(args))
 
     def call_block(self, method: str, /, *args: Any) -> Future:
         """Send one call that holds a block of items for a `BatchServer`: every leaf is an array
         with the same leading axis k, and so is every leaf of the answer. The only argument may be a
         `Block`, which takes less time."""
-        rows = args[0].rows if len(args) == 1 and type(args[0]) is Block else _rows(args)
+        if len(args) == 1 and type(args[0]) is Block:
+            return self._send_call(method, args[0].rows, args[0].encoded())
+        value = encode(args)
+        leaves = parse_schema(value.schema).leaves
+        rows = leaves[0].shape[0] if leaves and leaves[0].shape else 0
         if not rows:
             raise TransportError(
                 f"{method!r}: a block needs arrays that share a leading axis of at least 1."
             )
-        return self._call(method, rows, args)
+        return self._send_call(method, rows, value)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):
@@ -292,10 +296,7 @@ class Client:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
-        block = args[0] if len(args) == 1 and type(args[0]) is Block else None
-        value = block.encoded() if block is not None else encode(args)
-        self._read_events()
+    def _send_call(self, method: str, rows: int, value: Encoded) -> Future:
         if self._unseen:
             self._log_unseen()
         deadline = self._deadline(None)
@@ -332,7 +333,7 @@ class Client:
         return [future for future in self._pending.values() if not future.request.sent_to]
 
     def _send_later(self) -> None:
-        """Have calls sent when there is a connection, whether or not somebody waits for them."""
+        """Have calls sent when there is a connection, whether or not a thread waits for them."""
         if self._receiving:
             self._waker.wake()  # the sleeper has one more call whose patience may end
         if not self._sending:
@@ -363,9 +364,11 @@ class Client:
         self._send_frames(request, frames, to)
 
     def _send_frames(self, request: _Request, frames: list[Any], to: int) -> None:
+        if not self._connection.send(frames):
+            self._send_later()  # to the server's successor
+            return
         request.sent_to, request.sent_at = to, time.monotonic()
         self._counts["bytes_out"] += sum(map(len, frames))
-        self._connection.send(frames)
         if self._connection.waiting:
             self._send_later()
         elif self._receiving and self._connection.readable:
@@ -373,14 +376,6 @@ class Client:
             self._waker.wake()
 
     # --- receiving -------------------------------------------------------------------------------
-
-    def _read_events(self) -> None:
-        """Handle what has already arrived, so that a lost server is known before more is sent."""
-        with self._lock:
-            idle = not self._receiving and not self._closed
-            if not (idle and self._connection.has_events()):
-                return
-        self._progress(lambda: False, 0.0)
 
     def _progress(self, done: Callable[[], bool], deadline: float) -> bool:
         """Move the connection along until `done` or the deadline; returns whether it is done.
@@ -491,7 +486,7 @@ class Client:
                 continue
             if request.lost_from == welcome.incarnation:
                 request.deaths = 0  # the connection was lost, and not the server
-            if request.deaths < _MOST_DEATHS:
+            if request.deaths < _MAX_DEATHS:
                 self._send(number, future, welcome)
             else:
                 self._pending.pop(number)._fail(
@@ -580,14 +575,3 @@ class Client:
             f"{self._server} did not answer {method!r} of {self.name} in time "
             f"({state}; {len(self._pending)} calls in flight)."
         )
-
-
-def _rows(tree: Any) -> int:
-    """The leading axis of the first leaf; the server checks that the others agree."""
-    while isinstance(tree, (dict, list, tuple)):
-        children = list(tree.values()) if isinstance(tree, dict) else tree
-        if not children:
-            return 0
-        tree = children[0]
-    shape = getattr(tree, "shape", ())
-    return int(shape[0]) if shape else 0

@@ -273,8 +273,7 @@ def parse_schema(data: bytes) -> Schema:
     schema = _schemas.get(data)
     if schema is None:
         schema = _parse(data)
-        # Structures repeat; whoever sends ever new or huge ones pays for parsing, not with our
-        # memory.
+        # Structures repeat. Ever new or huge ones cost their parsing, and no memory.
         if len(data) <= MAX_KEPT:
             if len(_schemas) >= MAX_SCHEMAS:
                 _schemas.clear()
@@ -419,7 +418,7 @@ class Block(dict[str, NDArray[Any]]):
 
 
 def own_frames(schema: Schema, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-    """Frames that whoever sent them can change no more after they were checked. Arrays of uint8 may
+    """Frames that their sender cannot change any more after they were checked. Arrays of uint8 may
     stay in shared memory, because every value of theirs is valid."""
     if not any(isinstance(f, memoryview) and isinstance(f.obj, np.ndarray) for f in frames):
         return frames

@@ -20,11 +20,15 @@ import msgspec
 from dreamfleet.transport import local, wire
 from dreamfleet.transport.address import Address, endpoints, parse
 from dreamfleet.transport.codec import Encoded, encode
-from dreamfleet.transport.errors import AddressError, AddressUnknown, MessageError
+from dreamfleet.transport.errors import (
+    AddressError,
+    Disconnected,
+    MessageError,
+)
 from dreamfleet.transport.local import LocalLink
 from dreamfleet.transport.remote import RemoteLink
 from dreamfleet.transport.security import Keys, RoleKey
-from dreamfleet.transport.wire import NOBODY, Waker
+from dreamfleet.transport.wire import NO_SERVER, Waker
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -53,9 +57,9 @@ class Message:
 
 
 _FOREVER = float("inf")
-_RETRY = 0.5  # seconds, the longest pause between two attempts
-_FIRST_RETRY = 0.02
-_UNKNOWN = "nobody has published its address yet"
+_MAX_PAUSE_SECONDS = 0.5  # seconds, the longest pause between two attempts
+_FIRST_PAUSE_SECONDS = 0.02
+_UNKNOWN = "its address is not published yet"
 _UNKNOWN_NAME = "the name of its machine is not known"
 
 Event = Welcome | Lost | Message | MessageError
@@ -82,7 +86,7 @@ class Connection:
         self, address: str | Callable[[], str], keys: Keys | RoleKey | None, waker: Waker
     ) -> None:
         self.events: deque[Event] = deque()
-        self.problem = NOBODY
+        self.problem = NO_SERVER
         self.bytes_in = 0
         self._address: Address | None = None
         self._find: Callable[[], str] | None = None
@@ -93,7 +97,7 @@ class Connection:
         self._keys = keys
         self._waker = waker
         self._greeted = False
-        self._pause = _FIRST_RETRY
+        self._pause = _FIRST_PAUSE_SECONDS
         self._away_since = time.monotonic()
         self._turn = 0  # which of the server's endpoints is tried
         self._open(self._locate())
@@ -113,10 +117,8 @@ class Connection:
             if address is None:
                 self.problem = _UNKNOWN
             elif address != self._address:
-                self.problem = NOBODY
+                self.problem = NO_SERVER
             return address
-        except AddressUnknown as problem:
-            self.problem = str(problem) or _UNKNOWN
         except Exception as problem:
             # The next attempt may succeed. If none does, the message shows this one.
             self.problem = f"its address cannot be found: {problem!r}"
@@ -125,13 +127,15 @@ class Connection:
     def _open(self, address: Address | None) -> None:
         self._address = address
         self._link: Link | None = None
-        self._final = False  # the link has given up, and does not try again by itself
-        self._failed = False  # the attempt at one number of a name has, or the connection has ended
+        self._failed = False  # the attempt has, or the connection has ended
         self._retry_at = time.monotonic() + self._pause if self._find else _FOREVER
         self._poller = select.poll()
         self._poller.register(self._waker.fileno(), select.POLLIN)
-        if address:
-            self._link = self._connect(address)
+        try:
+            self._link = self._connect(address) if address else None
+        except Disconnected as problem:
+            self.problem = str(problem)
+            self._try_again()
         if self._link:
             self._link.register(self._poller)
         # A local connection is made at once, or never. libzmq signals when it has made one.
@@ -143,24 +147,24 @@ class Connection:
             return open_link(address, address.endpoint, self._keys)
         choices = endpoints(address)
         if not choices:
-            self.problem = _UNKNOWN_NAME
-            self._try_again()
-        elif self.problem == _UNKNOWN_NAME:
-            self.problem = NOBODY
-        endpoint = choices[self._turn % len(choices)] if choices else address.endpoint
+            raise Disconnected(_UNKNOWN_NAME)
+        if self.problem == _UNKNOWN_NAME:
+            self.problem = NO_SERVER
         try:
-            return open_link(address, endpoint, self._keys)
+            return open_link(address, choices[self._turn % len(choices)], self._keys)
         except AddressError as problem:
             if self._find is None:
                 raise
             self.problem = str(problem).rstrip(".")
             return None
 
-    def send(self, frames: list[Any]) -> None:
-        """Send a message. A connection that has ended takes none, and is lost."""
-        if self._link is None or not self._link.send(frames):
-            self._try_again()
-            self._waker.wake()
+    def send(self, frames: list[Any]) -> bool:
+        """Send a message; False if the connection has ended, which is lost then."""
+        if self._link is not None and self._link.send(frames):
+            return True
+        self._try_again()
+        self._waker.wake()
+        return False
 
     def keep(self, value: Encoded) -> Encoded:
         """A value that stays as it is now, whatever its arrays are used for later."""
@@ -182,20 +186,13 @@ class Connection:
         """Wait for something to read, a wake-up or the end of `timeout` seconds. Touches no
         socket, so another thread may send meanwhile."""
         timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
-        self._poll(None if timeout == _FOREVER else 1000 * timeout)
-
-    def has_events(self) -> bool:
-        """Whether there is something to `collect`. Does not wait."""
-        return self._poll(0.0) or self._retry_at <= time.monotonic()
-
-    def _poll(self, milliseconds: float | None) -> bool:
-        ready = self._poller.poll(milliseconds)
-        for descriptor, events in ready:
+        for descriptor, events in self._poller.poll(
+            None if timeout == _FOREVER else 1000 * timeout
+        ):
             if descriptor == self._waker.fileno():
                 self._waker.clear()
-            if self._link:
+            if self._link:  # a wake-up may stand for a signal that a send has swallowed
                 self._link.notice(descriptor, events)
-        return bool(ready)
 
     @property
     def readable(self) -> bool:
@@ -211,7 +208,7 @@ class Connection:
                 self._on_change(change)
             elif (message := link.receive()) is not None:
                 self._read(message)
-            elif not link.ended:
+            elif not link.has_changed:
                 break
         if not self.events and self._retry_at <= time.monotonic():
             if self._greeted:
@@ -223,17 +220,11 @@ class Connection:
         if change.connected:
             self.problem = "it takes connections but does not greet"
             self.greet()
-        elif change.ended and self._greeted:
+        elif self._greeted:
             self._lose()
         else:
             self.problem = change.problem or self.problem
-            # At the same number libzmq makes another attempt by itself.
-            by_itself = isinstance(self._link, RemoteLink) and not self._link.named
-            if change.ended and not by_itself:
-                self._try_again()
-            if change.final:
-                self._final = True
-                self._retry_at = time.monotonic() + _RETRY
+            self._try_again()
 
     def close(self, linger: int | None = None) -> None:
         if self._link:
@@ -246,7 +237,7 @@ class Connection:
             if header.kind == wire.WELCOME:
                 self.events.append(self._welcome(header, message[1:]))
                 self._greeted = True
-                self._retry_at, self._pause = _FOREVER, _FIRST_RETRY
+                self._retry_at, self._pause = _FOREVER, _FIRST_PAUSE_SECONDS
             else:
                 self.events.append(Message(header, message[1:]))
         except MessageError as problem:
@@ -277,19 +268,21 @@ class Connection:
         self._greeted = False
         self._away_since = time.monotonic()
         self.events.append(Lost(self.address))
-        # libzmq would connect again by itself. A fresh link forgets what was queued for the old
-        # server: whether that is sent again is decided call by call.
+        # What was queued for the old server is forgotten: whether it is sent again is decided call
+        # by call.
         self._reopen(self._locate())
 
     def _retry(self) -> None:
-        """Try again where the server is now. At the same number libzmq tries again by itself,
-        except after a failure that it takes for final."""
+        """Try again where the server is now, unless an attempt there is under way."""
         # A tenth of the time that it has been away: a server that is restarted is found at once.
-        self._pause = min(max(_FIRST_RETRY, (time.monotonic() - self._away_since) / 10), _RETRY)
+        self._pause = min(
+            max(_FIRST_PAUSE_SECONDS, (time.monotonic() - self._away_since) / 10),
+            _MAX_PAUSE_SECONDS,
+        )
         address = self._locate()
         if self._failed:
             self._turn += 1
-        if self._final or self._failed or address != self._address:
+        if self._failed or address != self._address:
             self._reopen(address)
         else:
             self._retry_at = time.monotonic() + self._pause

@@ -2,15 +2,14 @@
 
 TransportError
 ├── AddressError        an address that cannot be understood or used
-├── AddressUnknown      nobody has published the server's address yet
-├── SecurityError       a server that strangers could reach, or a key that is not secret
+├── SecurityError       a server open to the network, or a key that is not secret
 ├── CodecError          a value that cannot be sent; the message names its place
 ├── MessageError        bytes that are not one of our messages
 ├── ArgumentError       arguments that a method does not take
 ├── Occupied            what a call is about belongs to another connection
 ├── RemoteError         the server's method failed; holds the remote traceback
 ├── Unanswered          a server that is about to end leaves a call to its successor
-├── Disconnected        the connection was lost, or nobody answers at the address
+├── Disconnected        the connection was lost, or no server answers at the address
 ├── Timeout             the answer did not come in the time allowed
 └── Closed              the client or server was closed on this side
 """
@@ -26,12 +25,8 @@ class AddressError(TransportError, ValueError):
     """An address that cannot be understood or used."""
 
 
-class AddressUnknown(TransportError, LookupError):
-    """Nobody has published the server's address yet. Raised by whoever a client asks for it."""
-
-
 class SecurityError(TransportError):
-    """A server that strangers could reach, or a run key that cannot be used or is not secret."""
+    """A server open to the network, or a run key that cannot be used or is not secret."""
 
 
 class CodecError(TransportError, TypeError):
@@ -49,7 +44,7 @@ class ArgumentError(TransportError, ValueError):
 
 class Occupied(TransportError):
     """What a call is about belongs to another connection, for now. Raised by checks on the server;
-    it is nobody's fault, and may be tried again."""
+    it is no fault of the caller, and may be tried again."""
 
 
 class RemoteError(TransportError):

@@ -23,7 +23,7 @@ class Poller(Protocol):
     def unregister(self, descriptor: int, /) -> None: ...
 
 
-class Origin:
+class Origin(ABC):
     """Where a message came from."""
 
     __slots__ = ("identity", "peer")
@@ -34,9 +34,9 @@ class Origin:
         self.identity = identity
 
     @property
+    @abstractmethod
     def address(self) -> str:
         """The number of its machine, or of its process if it is on the same machine."""
-        raise NotImplementedError
 
     @property
     def caller(self) -> Caller:
@@ -48,18 +48,21 @@ class Listener(ABC):
 
     address: Address
     """Where clients connect."""
-    due = FOREVER
-    """When `on_due` wants to be called."""
     refused = 0
     """Connections that were refused for their key."""
+
+    @property
+    @abstractmethod
+    def due(self) -> float:
+        """When `on_due` wants to be called."""
 
     @abstractmethod
     def register(self, poller: Poller) -> None:
         """Have the poller watch everything that may become readable."""
 
     @abstractmethod
-    def notice(self, descriptor: int, events: int) -> bool:
-        """The poller reports a descriptor; False if it is not one of this listener."""
+    def notice(self, descriptor: int, events: int) -> None:
+        """The poller reports a descriptor, of this listener or another one."""
 
     @abstractmethod
     def receive(self) -> tuple[Origin, list[Any]] | None:
@@ -80,6 +83,10 @@ class Listener(ABC):
     def on_due(self) -> int:
         """Look after connections; returns how many were ended."""
         return 0
+
+    def is_revoked(self, name: str) -> bool:  # noqa: ARG002 - only remote clients have names
+        """Whether the name that a key stands for is revoked."""
+        return False
 
     def readable(self) -> bool:
         """Whether a message waits that the poller may not report."""

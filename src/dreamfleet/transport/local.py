@@ -1,9 +1,9 @@
 """Connections between processes of one machine: packets over a socket file, and shared memory.
 
-A message is one packet (`SOCK_SEQPACKET`), written and read by whoever sends or waits, without
-another thread in between. Frames of 4 kB or more lie in shared memory (`slab`), and the packet says
-where; without it they are inside. What is too large for a packet comes in several parts. A packet
-that finds the socket full waits in the sender's outbox.
+A message is one packet (`SOCK_SEQPACKET`), written and read by the thread that sends or waits,
+without another one in between. Frames of 4 kB or more lie in shared memory (`slab`), and the packet
+says where; without it they are inside. What is too large for a packet comes in several parts. A
+packet that finds the socket full waits in the sender's outbox.
 
     message      how many frames, slab, slot, the size of each, and the frames that are not shared
     part         a piece of a message, and whether it is the last
@@ -33,7 +33,7 @@ from typing import Any
 from dreamfleet.transport import wire
 from dreamfleet.transport.address import Address, clean_up, file_identity, prepare
 from dreamfleet.transport.codec import Buffer
-from dreamfleet.transport.errors import AddressError, MessageError
+from dreamfleet.transport.errors import AddressError, Disconnected, MessageError
 from dreamfleet.transport.listening import FOREVER, Listener, Origin, Poller
 from dreamfleet.transport.security import RUN, Identity
 from dreamfleet.transport.slab import (
@@ -58,16 +58,16 @@ _NO_SLOT = (1 << 32) - 1
 _ALIGN = 16
 _PADDING = bytes(_ALIGN)
 
-_ROOM = 212_992  # bytes that every Linux grants a socket; it takes packets of nearly twice that
-_LARGEST = 2 * _ROOM - 4096
-_MOST_BUFFERS = 512  # of one system call
-_MOST_WAITING = wire.MAX_INFLIGHT + 8  # messages in an outbox
+_SOCKET_BYTES = 212_992  # that every Linux grants; packets may have nearly twice that
+_MAX_PACKET = 2 * _SOCKET_BYTES - 4096
+_MAX_BUFFERS = 512  # of one system call
+_MAX_WAITING = wire.MAX_INFLIGHT + 8  # messages in an outbox
 _DESCRIPTORS = sockets.CMSG_SPACE(4)
 
 _IN = select.POLLIN
 _IN_OUT = select.POLLIN | select.POLLOUT
-_ACCEPT_PAUSE = 1.0  # seconds without new connections after the process ran out of files
-_MOST_CONNECTIONS = 4096
+_ACCEPT_PAUSE_SECONDS = 1.0  # seconds without new connections after the process ran out of files
+_MAX_CONNECTIONS = 4096
 _TRUSTED = Identity(RUN)
 
 
@@ -81,11 +81,11 @@ class LocalSocket:
 
     def __init__(self, socket: sockets.socket, buffer: bytearray | None = None) -> None:
         socket.setblocking(False)
-        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _ROOM)
+        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _SOCKET_BYTES)
         granted = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF)
         self._socket = socket
-        self._largest = min(_LARGEST, granted - 4096)
-        self._buffer = bytearray(_LARGEST) if buffer is None else buffer
+        self._largest = min(_MAX_PACKET, granted - 4096)
+        self._buffer = bytearray(_MAX_PACKET) if buffer is None else buffer
         self._outbox: deque[tuple[bytes, Slab | None]] = deque()
         self._parts: list[bytes] = []
         self._parts_size = 0
@@ -110,7 +110,7 @@ class LocalSocket:
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message, now or as soon as there is room; False if the other side has gone or
         does not read."""
-        if len(self._outbox) >= _MOST_WAITING:
+        if len(self._outbox) >= _MAX_WAITING:
             return False
         sizes = [len(frame) for frame in frames]
         slot = -1
@@ -126,7 +126,7 @@ class LocalSocket:
                 parts.append(_PADDING[:padding])
         if total > self._largest:
             return self._send_parts(b"".join(parts))
-        if len(parts) > _MOST_BUFFERS:
+        if len(parts) > _MAX_BUFFERS:
             parts = [b"".join(parts)]
         return self._push(parts)
 
@@ -212,7 +212,7 @@ class LocalSocket:
         except OSError as problem:
             if slab is None or problem.errno not in (errno.ETOOMANYREFS, errno.EMFILE):
                 raise
-            self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)  # which nobody will map
+            self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)  # without memory to map
         return True
 
     # --- receiving -------------------------------------------------------------------------------
@@ -323,18 +323,6 @@ def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, 
     return frames, shared
 
 
-def split_packet(packet: bytes) -> list[Buffer]:
-    """The frames that are inside a packet, and empty ones for the others; none if it is not a
-    message as a whole."""
-    try:
-        first = _HEAD.unpack_from(packet)[0]
-        if first >> _KIND_SHIFT == _MESSAGE:
-            return _unpack_frames(packet, first & _COUNT_MASK)[0]
-    except (MessageError, struct.error):
-        pass
-    return []
-
-
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
     for level, kind, data in ancillary:
         if level == sockets.SOL_SOCKET and kind == sockets.SCM_RIGHTS:
@@ -367,9 +355,6 @@ class LocalListener(Listener):
         SecurityError: Others can enter its directory.
     """
 
-    PREFIX = b"local-"
-    """What the names of peers begin with; those of libzmq begin with a zero."""
-
     def __init__(self, address: Address, name: str) -> None:
         prepare(address)
         self.address = address
@@ -384,29 +369,31 @@ class LocalListener(Listener):
             raise AddressError(f"{name} cannot bind {address.text}: {problem}.") from None
         self.file = file_identity(address)
         self._poller: Poller | None = None
+        self._accept_at = FOREVER  # when connections are accepted again
         self._numbers = count(1)
         self._by_peer: dict[bytes, LocalOrigin] = {}
         self._by_descriptor: dict[int, LocalOrigin] = {}
         self._readable: deque[int] = deque()
-        self._buffer = bytearray(_LARGEST)
+        self._buffer = bytearray(_MAX_PACKET)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = min(_MOST_CONNECTIONS, files // 4) if files > 0 else _MOST_CONNECTIONS
+        self._most = min(_MAX_CONNECTIONS, files // 4) if files > 0 else _MAX_CONNECTIONS
+
+    @property
+    def due(self) -> float:
+        return self._accept_at
 
     def register(self, poller: Poller) -> None:
         self._poller = poller
         poller.register(self._listener.fileno(), _IN)
 
-    def notice(self, descriptor: int, events: int) -> bool:
+    def notice(self, descriptor: int, events: int) -> None:
         if origin := self._by_descriptor.get(descriptor):
             if events & select.POLLOUT:
                 self._flush(origin)
             if events & ~select.POLLOUT:
                 self._readable.append(descriptor)
-            return True
-        if descriptor == self._listener.fileno():
+        elif descriptor == self._listener.fileno():
             self._accept()
-            return True
-        return False
 
     def receive(self) -> tuple[Origin, list[Any]] | None:
         while self._readable:
@@ -444,7 +431,7 @@ class LocalListener(Listener):
         return known is not None
 
     def on_due(self) -> int:
-        self.due = FOREVER
+        self._accept_at = FOREVER
         if self._poller:
             self._poller.register(self._listener.fileno(), _IN)
         return 0
@@ -468,14 +455,14 @@ class LocalListener(Listener):
         except OSError:  # there are no files left
             if self._poller:
                 self._poller.unregister(self._listener.fileno())
-            self.due = time.monotonic() + _ACCEPT_PAUSE
+            self._accept_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
             return
         if len(self._by_peer) >= self._most or self._poller is None:
             socket.close()
             return
         credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
         process = struct.unpack("3i", credentials)[0]
-        peer = self.PREFIX + str(next(self._numbers)).encode()
+        peer = str(next(self._numbers)).encode()
         origin = LocalOrigin(peer, LocalSocket(socket, self._buffer), f"process {process}")
         self._by_peer[peer] = self._by_descriptor[socket.fileno()] = origin
         self._poller.register(socket.fileno(), _IN)
@@ -503,106 +490,93 @@ class LocalListener(Listener):
 # --- clients -------------------------------------------------------------------------------------
 
 
-class LocalLink:
-    """A client's connection to a socket file, if a server listens there."""
+class LocalLink(LocalSocket):
+    """A client's connection to a socket file.
+
+    Raises:
+        Disconnected: No server takes connections there now.
+    """
+
+    readable = False
+    """Whether a message waits that a poller may not report."""
 
     def __init__(self, path: Path) -> None:
-        self._socket: LocalSocket | None = None
-        self._change: wire.Change | None = wire.Change(connected=True)
-        self._readable = self._watched = self._told = False
-        self._poller: Poller | None = None
         made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
         try:
             made.setblocking(False)
             made.connect(str(path))
-            self._socket = LocalSocket(made)
         except OSError as problem:
             made.close()
             text = _REFUSALS.get(problem.errno or 0, f"its socket file cannot be used: {problem}")
-            self._change = wire.Change(ended=True, problem=text)
-
-    def fileno(self) -> int:
-        return self._socket.fileno() if self._socket else -1
+            raise Disconnected(text) from None
+        super().__init__(made)
+        self._change: wire.Change | None = wire.Change(connected=True)
+        self._readable = self._watched = self._told = False
+        self._poller: Poller | None = None
 
     def register(self, poller: Poller) -> None:
-        if self._socket:
-            self._poller = poller
-            poller.register(self._socket.fileno(), _IN)
+        self._poller = poller
+        poller.register(self.fileno(), _IN)
 
     def notice(self, descriptor: int, events: int) -> None:
-        if self._socket and descriptor == self._socket.fileno():
+        if descriptor == self.fileno():
             self._readable |= bool(events & ~select.POLLOUT)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether `change` has something to tell that was not there before."""
+        return self.ended and not self._told
 
     def change(self) -> wire.Change | None:
         """What has happened to the connection, if anything."""
-        if self.ended:
+        if self.has_changed:
             self._told = True
-            return wire.Change(ended=True)
+            return wire.Change(connected=False)
         change, self._change = self._change, None
         return change
 
-    @property
-    def ended(self) -> bool:
-        """Whether the server has gone, and `change` has not told so."""
-        return not self._told and self._socket is not None and self._socket.ended
-
-    def send(self, frames: list[Buffer]) -> bool:
-        if self._socket is None or not self._socket.send(frames):
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        if not super().send(frames):
+            self._readable = True  # reading finds the end
             return False
-        self._watch(self._socket)
+        self._watch()
         return True
-
-    def keep(self, frames: list[Buffer]) -> list[Buffer] | None:
-        return self._socket.keep(frames) if self._socket else None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something that was sent waits until there is room for it."""
-        return self._socket is not None and self._socket.waiting
-
-    @property
-    def readable(self) -> bool:
-        """Whether a message waits that a poller may not report."""
-        return False
 
     def receive(self) -> list[Any] | None:
         """The next message, if there is one."""
-        if self._socket is None:
-            return None
-        if self._socket.waiting:
+        if self.waiting:
             try:
-                self._socket.flush()
+                self.flush()
             except OSError:
-                self._readable = True  # which finds the end
-            self._watch(self._socket)
+                self._readable = True
+            self._watch()
         if not self._readable:
             return None
         self._readable = False
-        return self._socket.receive()
+        return super().receive()
 
     def drain(self) -> Iterator[list[Any]]:
         """What the server had sent before it went."""
-        while self._socket and not self._socket.ended:
-            message = self._socket.receive()
+        while not self.ended:
+            message = super().receive()
             if message is not None:
                 yield message
-            elif not self._socket.ended:
+            elif not self.ended:
                 return
 
     def close(self, linger: int | None = None) -> None:
         del linger  # what was sent is in the other side's socket
-        if self._socket:
-            self._socket.close()
+        super().close()
 
-    def _watch(self, socket: LocalSocket) -> None:
-        if self._poller and (socket.waiting or self._watched):
-            self._watched = socket.waiting
-            self._poller.modify(socket.fileno(), _IN_OUT if socket.waiting else _IN)
+    def _watch(self) -> None:
+        if self._poller and (self.waiting or self._watched):
+            self._watched = self.waiting
+            self._poller.modify(self.fileno(), _IN_OUT if self.waiting else _IN)
 
 
 _REFUSALS = {
-    errno.ENOENT: wire.NOBODY,
-    errno.ECONNREFUSED: wire.NOBODY,
+    errno.ENOENT: wire.NO_SERVER,
+    errno.ECONNREFUSED: wire.NO_SERVER,
     errno.EAGAIN: "it has not accepted the connections of others yet",
     errno.EPROTOTYPE: "what listens there is no server of this version of Dreamfleet",
 }

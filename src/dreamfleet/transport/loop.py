@@ -18,16 +18,16 @@ import select
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from dreamfleet.transport import local, wire
 from dreamfleet.transport.address import Address, parse
 from dreamfleet.transport.codec import encode, own_frames, parse_schema
 from dreamfleet.transport.errors import (
-    AddressError,
     MessageError,
     Occupied,
     SecurityError,
@@ -42,11 +42,11 @@ from dreamfleet.transport.wire import Waker
 log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
-_READER_STOPS = 5.0  # seconds, far more than it takes
-_QUICK = 0.001  # seconds; a job that takes less is over before another thread is up to read
-_MOST_READ = 256  # messages before those who wait for the lock have their turn
-_BREATH = 0.0001  # seconds
-_MOST_REMEMBERED = 4096  # connections whose faults are counted
+_READER_STOP_SECONDS = 5.0  # seconds, far more than it takes
+_QUICK_SECONDS = 0.001  # seconds; a job that takes less is over before another thread is up to read
+_MAX_READ = 256  # messages before other threads get the lock
+_YIELD_SECONDS = 0.0001  # seconds
+_MAX_FAULTY = 4096  # connections whose faults are counted
 _Poller: Any = getattr(select, "epoll", select.poll)
 _POLL_UNIT = 1.0 if hasattr(select, "epoll") else 1000.0  # of the poller's timeout, in a second
 
@@ -61,18 +61,47 @@ class WorkQueue:
     waiting: deque[Job] = field(default_factory=deque)
 
 
+class Options(TypedDict, total=False):
+    """What servers may be given; see `BaseServer`."""
+
+    insecure: bool
+    identify: Identify | None
+    revoked: Revoked | None
+
+
+class Handler(ABC):
+    """What a loop asks its server, under the lock."""
+
+    @abstractmethod
+    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+        """Take a call; hands what must run to `Loop.submit`."""
+
+    @abstractmethod
+    def repeatable(self, role: str) -> list[str]:
+        """The methods that may be called twice, among those that a role may call."""
+
+    @abstractmethod
+    def roles(self) -> Collection[str]:
+        """The roles that may call something."""
+
+    @abstractmethod
+    def deadline(self) -> float:
+        """When `on_due` wants to be called, if at all."""
+
+    @abstractmethod
+    def on_due(self) -> None:
+        """Called at the deadline, and whenever a job has ended."""
+
+
 class Loop:
     """Receives calls, runs jobs, sends answers.
 
     Args:
-        addresses: Where to listen: a port, a socket file, or one of each.
-        on_call: Takes a call, under the lock; hands what must run to `submit`.
-        repeatable: Names the methods that may be called twice, of those that a role may call.
-        roles: The roles that may call some method.
-        identify: What keys stand for that do not follow from the run key.
-        revoked: Names that lose their connections.
-        deadline: When `on_due` wants to be called, if at all. Under the lock.
-        on_due: Called under the lock at the deadline, and whenever a job has ended.
+        address: Where to listen: a port or a socket file.
+        name: Shown in errors, logs and thread names.
+        handler: The server.
+        keys: The run key.
+        options: See `BaseServer`.
     """
 
     most_faults = 10
@@ -80,23 +109,16 @@ class Loop:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        address: str,
         name: str,
+        handler: Handler,
         keys: Keys | None,
-        insecure: bool,
-        on_call: Callable[[Origin, wire.Header, Sequence[Any]], None],
-        repeatable: Callable[[str], list[str]],
-        roles: Callable[[], Collection[str]],
-        identify: Identify | None = None,
-        revoked: Revoked | None = None,
-        deadline: Callable[[], float] = lambda: FOREVER,
-        on_due: Callable[[], None] = lambda: None,
+        options: Options,
     ) -> None:
         self.name = name
+        self._handler = handler
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
-        self._on_call, self._repeatable = on_call, repeatable
-        self._deadline, self._on_due = deadline, on_due
         self._incarnation = secrets.randbits(62) + 1
         self._inflight: Counter[bytes] = Counter()
         self._faults: Counter[bytes] = Counter()
@@ -107,60 +129,46 @@ class Loop:
         self.threads: list[threading.Thread] = []
         self._asleep_until = -FOREVER  # the reader is asleep until then, unless woken
         self.stopping = self._released = False
-        self._local: LocalListener | None = None
-        self._remote: RemoteListener | None = None
-        self._listeners: list[Listener] = []
-        closers: list[Callable[[], None]] = []
         self._waker, self._poller = Waker(), _Poller()
-        # Also for a server that is forgotten before it is started.
-        self._release = weakref.finalize(self, _release, closers, self._waker, self._poller)
-        self._release.atexit = False
         try:
-            places = [parse(text) for text in addresses]
-            for place in places:
-                listener = self._listen(place, keys, insecure, roles, identify, revoked)
-                self._listeners.append(listener)
-                closers.append(listener.closer())
+            self._listener = self._listen(parse(address), keys, options)
         except BaseException:
-            self._release()
+            _release(self._waker, self._poller)
             raise
+        # Also for a server that is forgotten before it is started.
+        self._release = weakref.finalize(
+            self, _release, self._waker, self._poller, self._listener.closer()
+        )
+        self._release.atexit = False
         self._poller.register(self._waker.fileno(), select.POLLIN)
-        for each in self._listeners:
-            each.register(self._poller)
+        self._listener.register(self._poller)
 
     @property
-    def addresses(self) -> list[str]:
+    def address(self) -> str:
         """Where clients connect."""
-        return [listener.address.text for listener in self._listeners]
+        return self._listener.address.text
 
     @property
     def refused(self) -> int:
         """Connections that were refused for their key."""
-        return sum(listener.refused for listener in self._listeners)
+        return self._listener.refused
 
-    def _listen(
-        self,
-        address: Address,
-        keys: Keys | None,
-        insecure: bool,
-        roles: Callable[[], Collection[str]],
-        identify: Identify | None,
-        revoked: Revoked | None,
-    ) -> Listener:
-        if not (address.loopback or keys or insecure):
+    def _listen(self, address: Address, keys: Keys | None, options: Options) -> Listener:
+        if not (address.loopback or keys or options.get("insecure")):
             raise SecurityError(
-                f"{self.name} at {address.text} would be open to everyone on the network: pass "
-                "keys=Keys.load(...), bind to 127.0.0.1, or say insecure=True if that is meant."
+                f"{self.name} at {address.text} would be open to every machine on the network: "
+                "pass keys=Keys.load(...), bind to 127.0.0.1, or say insecure=True if you mean it."
             )
-        by_packets = address.kind != "tcp" and local.AVAILABLE
-        if self._local if by_packets else self._remote:
-            raise AddressError(f"{self.name} listens at one port and one socket file at most.")
-        if by_packets:
-            self._local = LocalListener(address, self.name)
-            return self._local
-        keys = keys if address.kind == "tcp" else None
-        self._remote = RemoteListener(address, self.name, keys, roles, identify, revoked)
-        return self._remote
+        if address.kind != "tcp" and local.AVAILABLE:
+            return LocalListener(address, self.name)
+        return RemoteListener(
+            address,
+            self.name,
+            keys if address.kind == "tcp" else None,
+            self._handler.roles,
+            options.get("identify"),
+            options.get("revoked"),
+        )
 
     # --- start and end ---------------------------------------------------------------------------
 
@@ -182,8 +190,8 @@ class Loop:
         deadline = time.monotonic() + timeout
         self._stop_reading()  # this may be a method that closes its own server
         # A reader stops at once, but a method that a reader runs itself may take any time.
-        if self._reading.acquire(timeout=max(timeout, _READER_STOPS)):
-            self._reading.release()  # from here on nobody reads
+        if self._reading.acquire(timeout=max(timeout, _READER_STOP_SECONDS)):
+            self._reading.release()  # from here on no thread reads
         for thread in self.threads:
             # A method may close its server before the last thread has been started.
             if thread.is_alive() and thread is not threading.current_thread():
@@ -211,7 +219,7 @@ class Loop:
         self._send(peer, frames)
 
     def leave(self, peer: bytes, number: int) -> None:
-        """Leave a call to the server's successor; with 0, to nobody."""
+        """Leave a call to the server's successor; with 0, drop it."""
         self._forget_call(peer)
         if number:
             self._send(peer, wire.pack(wire.STALE, number, encode(None)))
@@ -228,25 +236,20 @@ class Loop:
         """After a change made by a thread that does not read: wake the reader if it has to act."""
         if self._asleep_until > -FOREVER and (
             self._ready
-            or self._deadline() < self._asleep_until
-            or (self._remote and not self._released and self._remote.readable())
+            or self._handler.deadline() < self._asleep_until
+            or (not self._released and self._listener.readable())
         ):
             self._asleep_until = -FOREVER
             self._waker.wake()
 
     def connected(self, peer: bytes) -> bool:
         """Whether a peer is connected."""
-        listener = self._listener(peer)
-        return listener is not None and listener.connected(peer)
-
-    def _listener(self, peer: bytes) -> Listener | None:
-        return self._local if peer.startswith(LocalListener.PREFIX) else self._remote
+        return self._listener.connected(peer)
 
     def _send(self, peer: bytes, frames: list[Any]) -> None:
         if self._released:
             return
-        listener = self._listener(peer)
-        if listener is not None and listener.send(peer, frames):
+        if self._listener.send(peer, frames):
             self.counts["bytes_out"] += sum(map(len, frames))
         else:
             # The client has disconnected, or does not read its answers.
@@ -275,7 +278,7 @@ class Loop:
     def _read(self) -> tuple[WorkQueue, Job] | None:
         """Read until there is a job to run, or the server stops."""
         noticed: list[tuple[int, int]] = []
-        left = _MOST_READ
+        left = _MAX_READ
         while True:
             with self.lock:
                 if self.stopping:
@@ -287,18 +290,17 @@ class Loop:
                 noticed = []
                 if self._ready:
                     return self._ready.popleft()
-                now, deadline = time.monotonic(), self._deadline()
+                now, deadline = time.monotonic(), self._handler.deadline()
                 if deadline <= now:
-                    self._on_due()
+                    self._handler.on_due()
                     continue
-                for listener in self._listeners:
-                    deadline = min(deadline, listener.due)
+                deadline = min(deadline, self._listener.due)
                 if left > 0:
                     self._asleep_until = deadline
             if left <= 0:
-                # Nobody keeps a server from sending answers by sending it what is no call.
-                time.sleep(_BREATH)
-                left = _MOST_READ
+                # A flood of messages that are no calls must not keep answers back.
+                time.sleep(_YIELD_SECONDS)
+                left = _MAX_READ
                 continue
             timeout = None if deadline == FOREVER else max(0.0, deadline - now) * _POLL_UNIT
             noticed = self._poller.poll(timeout)
@@ -312,7 +314,7 @@ class Loop:
             job()
         except BaseException:
             log.exception("%s: a job failed to handle its own failure.", self.name)
-        queue.quick = time.monotonic() - start < _QUICK
+        queue.quick = time.monotonic() - start < _QUICK_SECONDS
         with self.lock:
             if self.stopping:
                 return None
@@ -320,7 +322,7 @@ class Loop:
                 task: tuple[WorkQueue, Job] | None = (queue, queue.waiting.popleft())
             else:
                 queue.running -= 1
-                self._on_due()
+                self._handler.on_due()
                 task = self._ready.popleft() if self._ready else None
             self.wake_reader()
             return task
@@ -328,37 +330,28 @@ class Loop:
     def _receive(self, noticed: list[tuple[int, int]], most: int) -> int:
         """Read until there is a job to run, or nothing left to read, or `most` messages were read;
         returns how many were."""
+        listener, count = self._listener, 0
         for descriptor, events in noticed:
-            any(listener.notice(descriptor, events) for listener in self._listeners)
-        for listener in self._listeners:
-            if listener.due <= time.monotonic():
-                self.counts["ended"] += listener.on_due()
-        count = before = 0
-        while count < most:
-            before = count
-            for listener in self._listeners:  # in turns
-                if self._ready:
-                    return count
-                if message := listener.receive():
-                    count += 1
-                    self._take(*message)
-            if count == before:
-                break
+            listener.notice(descriptor, events)
+        if listener.due <= time.monotonic():
+            self.counts["ended"] += listener.on_due()
+        while count < most and not self._ready and (message := listener.receive()):
+            count += 1
+            self._take(*message)
         return count
 
     def _take(self, origin: Origin, frames: list[Any]) -> None:
         """Take a message, whatever it is."""
         self.counts["bytes_in"] += sum(map(len, frames))
         if self._unwelcome(origin):
-            listener = self._listener(origin.peer)
-            self.counts["ended"] += listener is not None and listener.hang_up(origin)
+            self.counts["ended"] += self._listener.hang_up(origin)
             return
         try:
             self._handle(origin, frames)
         except TransportError as problem:
             self._refuse(origin.peer, problem)
         except Exception as problem:
-            # Not meant to happen, and no reason to stop serving everyone else.
+            # A bug, and no reason to stop serving other clients.
             log.exception("%s: a message could not be handled.", self.name)
             self._refuse(origin.peer, problem)
 
@@ -392,7 +385,7 @@ class Loop:
         else:
             try:
                 own = own_frames(parse_schema(header.schema), frames[1:])
-                self._on_call(origin, header, own)
+                self._handler.on_call(origin, header, own)
             except TransportError as problem:
                 self.reject(peer, header.id, problem)
 
@@ -408,12 +401,12 @@ class Loop:
     def _unwelcome(self, origin: Origin) -> bool:
         if self._faults and self._faults[origin.peer] >= self.most_faults:
             return True
-        return self._remote is not None and self._remote.is_revoked(origin.identity.name)
+        return self._listener.is_revoked(origin.identity.name)
 
     def _blame(self, peer: bytes) -> None:
         """Count a fault of a peer. Once there are too many, its next message ends the connection:
         so the error that it was just sent still arrives."""
-        if len(self._faults) >= _MOST_REMEMBERED and peer not in self._faults:
+        if len(self._faults) >= _MAX_FAULTY and peer not in self._faults:
             self._faults.clear()
         self._faults[peer] += 1
 
@@ -423,14 +416,13 @@ class Loop:
             "name": self.name,
             "incarnation": self._incarnation,
             "limit": wire.MAX_INFLIGHT,
-            "repeatable": self._repeatable(origin.identity.role),
+            "repeatable": self._handler.repeatable(origin.identity.role),
         }
 
 
-def _release(closers: list[Callable[[], None]], waker: Waker, poller: Any) -> None:
+def _release(waker: Waker, poller: Any, close_listener: Callable[[], None] = lambda: None) -> None:
     """Give back everything that a server holds."""
-    for close in closers:
-        close()
+    close_listener()
     waker.close()
     if hasattr(poller, "close"):
         poller.close()

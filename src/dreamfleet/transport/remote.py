@@ -1,19 +1,18 @@
 """Connections between machines: TCP by libzmq, encrypted where there are keys.
 
 libzmq connects, greets, pings and notices loss in a thread of its own. Its sockets belong to no
-thread, but to one at a time. They signal a message once: whoever sends may swallow the signal of
-one that came meanwhile, so both sides look again after they have sent.
+thread, but to one at a time. They signal a message once: a send may swallow the signal of one that
+came meanwhile, so both sides look again after they have sent.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import select
-import socket as sockets
-import sys
+import struct
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from dreamfleet.transport import wire
 from dreamfleet.transport.address import Address, prepare
 from dreamfleet.transport.codec import Buffer, encode
 from dreamfleet.transport.errors import AddressError
-from dreamfleet.transport.guard import Guard
+from dreamfleet.transport.guard import Guard, shut_down
 from dreamfleet.transport.listening import FOREVER, Listener, Origin, Poller
 from dreamfleet.transport.security import (
     RUN,
@@ -47,8 +46,9 @@ _get = zmq.backend.Socket.get
 _EVENTS = zmq.SocketOption.EVENTS
 
 _TRUSTED = Identity(RUN)
-_MOST_REMEMBERED = 4096  # connections of those who may be revoked
-_REVOKED_SECONDS = 1.0  # between two looks at what is revoked
+_MAX_REMEMBERED = 4096  # connections that may be revoked
+_REVOKED_CHECK_SECONDS = 1.0  # between two looks at what is revoked
+_NO_RECONNECT = 3_600_000  # ms; without reconnection libzmq drops answers that it has received
 _CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
 _PROBE = wire.pack(wire.STALE, 0, encode(None))  # which a client ignores
 _SILENT = "there is no answer: its machine is off, or a firewall drops the packets"
@@ -92,6 +92,28 @@ def set_limits(socket: zmq.Socket[bytes]) -> None:
     socket.heartbeat_timeout = wire.HEARTBEAT_TIMEOUT
     socket.heartbeat_ttl = wire.HEARTBEAT_TIMEOUT
     socket.handshake_ivl = wire.HANDSHAKE_TIMEOUT
+
+
+def monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """A socket that tells of a socket's connections.
+
+    Without a limit: libzmq's only I/O thread blocks on a monitor that is full.
+    """
+    address = f"inproc://monitor-{secrets.token_hex(8)}"
+    socket.monitor(address, events)
+    made: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    made.rcvhwm = made.linger = 0
+    made.connect(address)
+    return made
+
+
+def next_event(events: zmq.Socket[bytes]) -> tuple[int, int] | None:
+    """What a monitor tells next, and the descriptor or number with it."""
+    if not readable(events):
+        return None
+    # zmq.utils.monitor would import asyncio to read these six bytes.
+    event, value = struct.unpack("=hi", events.recv_multipart()[0])
+    return event, value
 
 
 # --- servers -------------------------------------------------------------------------------------
@@ -152,6 +174,7 @@ class RemoteListener(Listener):
         self._ended: dict[bytes, int] = {}  # descriptors of peers that were hung up on
         self._invited: dict[bytes, tuple[str, int, str]] = {}  # name, descriptor, address
         self._read_by: dict[int, int] = {}  # bytes of messages since the guard looked
+        self._noticed = True  # there may be events; descriptors only tell of changes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._authenticator = (
@@ -161,13 +184,13 @@ class RemoteListener(Listener):
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._guard: Guard | None = None
-        self._guard_at = FOREVER
-        if self.address.kind == "tcp" and Guard.works():
-            self._guard, self._guard_at = Guard(self.address.port), -FOREVER
-            self._part_cost = wire.CURVE_PART_COST if keys else wire.PART_COST
         self._revoked_at = -FOREVER if self._revoked else FOREVER
-        self.due = min(self._guard_at, self._revoked_at)
+        self._part_cost = wire.CURVE_PART_COST if keys else wire.PART_COST
+        self._guard = Guard(self.address.port) if self.address.kind == "tcp" else None
+        self._sockets = [self._socket, self._monitor]
+        if self._authenticator:
+            self._sockets.append(self._authenticator.socket)
+        self._descriptors = {int(socket.fileno()) for socket in self._sockets}
 
     def _bind(self, address: Address, keys: Keys | None) -> tuple[zmq.Socket[bytes], Address]:
         socket = self._context.socket(zmq.ROUTER)
@@ -178,6 +201,7 @@ class RemoteListener(Listener):
         socket.ipv6 = ":" in address.host
         if keys:
             keys.protect_server(socket)
+        self._monitor = monitor(socket, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
         prepare(address)
         try:
             if address.kind == "tcp" and address.port == 0:
@@ -190,21 +214,32 @@ class RemoteListener(Listener):
             raise AddressError(f"{self._name} cannot bind {address.text}: {problem}.") from None
         return socket, address
 
+    @property
+    def due(self) -> float:
+        return min(self._guard.due if self._guard else FOREVER, self._revoked_at)
+
     def register(self, poller: Poller) -> None:
-        for descriptor in self._descriptors():
+        for descriptor in self._descriptors:
             poller.register(descriptor, select.POLLIN)
 
-    def notice(self, descriptor: int, events: int) -> bool:
+    def notice(self, descriptor: int, events: int) -> None:
         del events
-        return descriptor in self._descriptors()
+        self._noticed |= descriptor in self._descriptors
 
-    def _descriptors(self) -> list[int]:
-        own = [self._socket.fileno()]
-        return [*own, self._authenticator.socket.fileno()] if self._authenticator else own
-
-    def receive(self) -> tuple[Origin, list[Any]] | None:
+    def _follow_connections(self) -> None:
+        """Answer what libzmq asks about keys, and follow which connections there are."""
         while self._authenticator and readable(self._authenticator.socket):
             self.refused += not self._authenticator.answer()
+        while event := next_event(self._monitor):
+            if self._guard and event[0] == zmq.Event.ACCEPTED:
+                self._guard.accepted(event[1])
+            elif self._guard:
+                self._guard.closed(event[1])
+
+    def receive(self) -> tuple[Origin, list[Any]] | None:
+        if self._noticed:
+            self._noticed = False
+            self._follow_connections()
         message = receive(self._socket)
         if message is None:
             return None
@@ -223,7 +258,7 @@ class RemoteListener(Listener):
         origin = RemoteOrigin(frame, identity)
         if identity.name and origin.peer not in self._invited:
             # What it takes to end the connection when the name is revoked.
-            if len(self._invited) >= _MOST_REMEMBERED:
+            if len(self._invited) >= _MAX_REMEMBERED:
                 self._invited = {p: kept for p, kept in self._invited.items() if self.connected(p)}
             self._invited[origin.peer] = (identity.name, origin.descriptor, origin.address)
         return origin
@@ -256,8 +291,8 @@ class RemoteListener(Listener):
     def _hang_up(self, peer: bytes, descriptor: int, address: str) -> bool:
         if not self.connected(peer):
             return False
-        _shut_down(descriptor, address)
-        if len(self._ended) >= _MOST_REMEMBERED:
+        shut_down(descriptor, self.address.port, address)
+        if len(self._ended) >= _MAX_REMEMBERED:
             self._ended.clear()
         self._ended[peer] = descriptor
         return True
@@ -269,14 +304,13 @@ class RemoteListener(Listener):
         """End the connections of those who were revoked, and those that hold more of unfinished
         messages than they may."""
         now, ended = time.monotonic(), 0
-        if self._guard and self._guard_at <= now:
-            ended += self._guard.look(self._read_by)
-            self._guard_at = now + self._guard.pause
+        self._follow_connections()
+        if self._guard and self._guard.due <= now:
+            ended += self._guard.check(self._read_by)
             self._read_by.clear()
         if self._revoked and self._authenticator and self._revoked_at <= now:
-            self._revoked_at = now + _REVOKED_SECONDS
+            self._revoked_at = now + _REVOKED_CHECK_SECONDS
             ended += self._end_revoked(self._revoked, self._authenticator)
-        self.due = min(self._guard_at, self._revoked_at)
         return ended
 
     def _end_revoked(self, revoked: Revoked, authenticator: Authenticator) -> int:
@@ -292,33 +326,18 @@ class RemoteListener(Listener):
         return ended
 
     def closer(self) -> Callable[[], None]:
-        sockets = [self._socket]
-        if self._authenticator:
-            sockets.append(self._authenticator.socket)
-        return partial(_close, sockets, self._context)
+        return partial(_close, self._sockets, self._context)
 
 
 def _close(sockets: list[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]) -> None:
     for socket in sockets:
         socket.close()
-    context.term()  # which would wait for ever for a socket that nobody closes
-
-
-def _shut_down(descriptor: int, address: str) -> None:
-    """End the connection that has this descriptor and peer address. libzmq has no call for that,
-    and notices it as if the peer had hung up."""
-    try:
-        with sockets.socket(fileno=os.dup(descriptor)) as copy:
-            # The connection may have ended, and its number may be another's by now.
-            if copy.family == sockets.AF_UNIX or str(copy.getpeername()[0]) == address:
-                copy.shutdown(sockets.SHUT_RDWR)
-    except OSError:
-        return  # it has ended
+    context.term()  # which waits until all sockets are closed
 
 
 # --- clients -------------------------------------------------------------------------------------
 
-_HANDSHAKE_FAILURES = {
+_HANDSHAKE_FAILURES: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed; is the server given the same key?",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed; do both sides have a key?",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the server refused the key",
@@ -326,6 +345,7 @@ _HANDSHAKE_FAILURES = {
 _MONITORED = (
     zmq.Event.HANDSHAKE_SUCCEEDED
     | zmq.Event.DISCONNECTED
+    | zmq.Event.CLOSED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -333,7 +353,8 @@ _MONITORED = (
 
 
 class RemoteLink:
-    """A client's connection to a port. libzmq makes one attempt after the other by itself.
+    """A client's connection to a port: one attempt, because the next one may be at another number
+    of the same name.
 
     Args:
         address: Where the server listens.
@@ -341,37 +362,31 @@ class RemoteLink:
         keys: The run key, or the key of a role.
 
     Raises:
-        AddressError: Nobody can connect there.
+        AddressError: It is no address to connect to.
     """
 
+    has_changed = False
+    """Whether `change` has something to tell that was not there before."""
+    waiting = False
+    """Whether something that was sent waits for room; libzmq sees to that."""
+
     def __init__(self, address: Address, endpoint: str, keys: Keys | RoleKey | None) -> None:
-        self.named, tcp = address.named, address.kind == "tcp"
         # One context, and so one I/O thread of libzmq, serves all clients of a process.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         set_limits(self._socket)
         self._socket.linger = 1000
-        self._socket.reconnect_ivl = 20
-        self._socket.reconnect_ivl_max = 500
+        self._socket.reconnect_ivl = _NO_RECONNECT
         self._socket.ipv6 = "[" in endpoint
-        if tcp:
+        if address.kind == "tcp":
             # An attempt whose packets are lost would be repeated after ever longer pauses, up to a
             # minute after the network is back.
             self._socket.connect_timeout = _CONNECT_TIMEOUT
-        if self.named:
-            # One attempt, because the next one may be at another number of the same name.
-            self._socket.reconnect_ivl = -1
-        if keys and tcp:
-            keys.protect_client(self._socket)
-        # Without a limit: libzmq's only I/O thread blocks on a monitor that is full, and nobody
-        # reads this one while the client is idle.
-        events = f"inproc://monitor-{secrets.token_hex(8)}"
-        self._socket.monitor(events, _MONITORED | zmq.Event.CLOSED if tcp else _MONITORED)
-        self._monitor = context.socket(zmq.PAIR)
-        self._monitor.rcvhwm = 0
-        self._monitor.linger = 0
-        self._monitor.connect(events)
+            if keys:
+                keys.protect_client(self._socket)
+        self._monitor = monitor(self._socket, _MONITORED)
         self._monitor_ready = True  # its descriptor only tells of changes after this
+        self._changes: deque[wire.Change] = deque()
         self._messages = True  # there may be some; the descriptor only tells of changes
         self._attempt_at = time.monotonic()
         try:
@@ -398,30 +413,23 @@ class RemoteLink:
 
     def change(self) -> wire.Change | None:
         """What has happened to the connection, if anything."""
-        if not self._monitor_ready:
-            return None
-        try:
-            # Its first two bytes; zmq.utils.monitor would import asyncio to say so.
-            message = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
-        except zmq.Again:
-            self._monitor_ready = False
-            return None
-        event = int.from_bytes(message[:2], sys.byteorder)
-        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-            return wire.Change(connected=True)
-        if event == zmq.Event.CLOSED:
-            now = time.monotonic()
-            silent = now - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
-            self._attempt_at = now
-            return wire.Change(ended=True, problem=_SILENT if silent else wire.NOBODY)
-        if event == zmq.Event.DISCONNECTED:
-            return wire.Change(ended=True)
-        final = event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-        return wire.Change(problem=_HANDSHAKE_FAILURES[zmq.Event(event)], final=final)
+        if self._monitor_ready:
+            self._read_monitor()
+        return self._changes.popleft() if self._changes else None
 
-    ended = False  # which `change` tells
+    def _read_monitor(self) -> None:
+        self._monitor_ready = False
+        while told := next_event(self._monitor):
+            event, problem = told[0], _HANDSHAKE_FAILURES.get(told[0], "")
+            if event == zmq.Event.CLOSED:
+                silent = time.monotonic() - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
+                problem = _SILENT if silent else wire.NO_SERVER
+            self._changes.append(wire.Change(event == zmq.Event.HANDSHAKE_SUCCEEDED, problem))
 
     def send(self, frames: list[Buffer]) -> bool:
+        self._read_monitor()  # libzmq takes messages also for a server that has gone
+        if any(not change.connected for change in self._changes):
+            return False
         self._messages = True  # because sending may swallow the signal of one that came
         try:
             send(self._socket, frames)
@@ -432,11 +440,6 @@ class RemoteLink:
     def keep(self, frames: list[Buffer]) -> list[Buffer] | None:
         del frames  # libzmq copies them once more
         return None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something that was sent waits for room; libzmq sees to that."""
-        return False
 
     @property
     def readable(self) -> bool:

@@ -6,7 +6,7 @@ between them is encrypted. Without the secret a connection ends in the handshake
 
 A role key opens less. It holds the servers' public key and a secret of its own, from which neither
 the run key nor another role's follows. A server knows the role keys that are derived from the run
-key; of others, such as invitations, it asks whoever keeps them (`Identify`). What a key stands for
+key; of others, such as invitations, it asks a function (`Identify`). What a key stands for
 is libzmq's "User-Id" of every message of its connection, so each call is checked without a lookup
 in anything that a client sent.
 """
@@ -22,7 +22,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from dreamfleet.transport.errors import SecurityError
 log = logging.getLogger(__name__)
 
 RUN = "run"
-"""The role of whoever holds the run key, who may call everything."""
+"""The role of the run key, which may call everything."""
 _SIZE = 32
 _ROLE = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _NAME = re.compile(r"[\w.@+-][\w.@+ -]{0,99}")
@@ -80,7 +80,7 @@ Revoked = Callable[[], Collection[str]]
 
 @dataclass(frozen=True)
 class Keys:
-    """The run key. Whoever has it may call everything, so it is kept in a file only its owner can
+    """The run key. Its holder may call everything, so it is kept in a file only its owner can
     read."""
 
     secret: bytes = field(repr=False)
@@ -118,8 +118,7 @@ class Keys:
         return RoleKey(role, z85.decode(self._server[0]), secret)
 
     def invite(self, role: str) -> RoleKey:
-        """Another key for this role. Servers take it for what whoever keeps `RoleKey.public` says
-        (`Identify`)."""
+        """Another key for this role; servers ask `Identify` what its `public` stands for."""
         return RoleKey(role, z85.decode(self._server[0]), secrets.token_bytes(_SIZE))
 
     def identity(self, public: bytes, roles: Collection[str]) -> Identity | None:
@@ -128,19 +127,9 @@ class Keys:
         if secrets.compare_digest(public, z85.decode(self._client[0])):
             return Identity(RUN)
         for role in roles:
-            if secrets.compare_digest(public, self._public_of(role)):
+            if secrets.compare_digest(public, _public_of(self, role)):
                 return Identity(role)
         return None
-
-    def _public_of(self, role: str) -> bytes:
-        known = self._publics.get(role)
-        if known is None:
-            known = self._publics[role] = self.for_role(role).public
-        return known
-
-    @cached_property
-    def _publics(self) -> dict[str, bytes]:
-        return {}
 
     @cached_property
     def _server(self) -> tuple[bytes, bytes]:
@@ -167,6 +156,11 @@ class Keys:
         """Make a socket, before it connects, prove the key and demand proof."""
         socket.curve_serverkey = self._server[0]
         socket.curve_publickey, socket.curve_secretkey = self._client
+
+
+@lru_cache(maxsize=64)
+def _public_of(keys: Keys, role: str) -> bytes:
+    return keys.for_role(role).public
 
 
 @dataclass(frozen=True)
@@ -212,11 +206,6 @@ class RoleKey:
                 "of it copied?"
             )
         return cls(role, keys[:_SIZE], keys[_SIZE:])
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RoleKey:
-        """Read the file of a role key, refusing one that others can read."""
-        return cls.from_text(_read(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a key file that only its owner can read; an existing one is replaced whole."""
@@ -297,7 +286,7 @@ class Authenticator:
                 if found is not None and found.check().role == RUN:
                     raise SecurityError("Only the run key stands for the run.")
             except Exception:
-                log.exception("A client is refused, because nobody can say who it is.")
+                log.exception("A client is refused, because its key cannot be looked up.")
                 return None
             if found and (found.role not in roles or found.name in self.revoked):
                 return None

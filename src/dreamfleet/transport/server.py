@@ -1,17 +1,16 @@
-"""Servers of methods that others call: what can be called, by whom, and how a call is answered."""
+"""Servers: which methods can be called, by which roles, and how a call is answered."""
 
 from __future__ import annotations
 
-import inspect
 import threading
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from dreamfleet.transport import wire
+from dreamfleet.transport.arguments import Parameters
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.errors import (
     ArgumentError,
@@ -22,58 +21,46 @@ from dreamfleet.transport.errors import (
     TransportError,
     Unanswered,
 )
-from dreamfleet.transport.listening import Origin as Origin
-from dreamfleet.transport.loop import Loop, WorkQueue
-from dreamfleet.transport.security import RUN, Identify, Keys, Revoked
+from dreamfleet.transport.listening import FOREVER, Origin
+from dreamfleet.transport.loop import Handler, Loop, Options, WorkQueue
+from dreamfleet.transport.security import RUN, Keys
 
 _T = TypeVar("_T")
-_FOREVER = float("inf")
-_LONGEST_TEXT = 100_000  # characters of an error; the last ones say most
+_MAX_TEXT = 100_000  # characters of an error; the last ones say most
 
 
-class BaseServer(ABC):
+class BaseServer(Handler):
     """What every server has: an address, methods, a start, an end, and statistics.
 
     Args:
-        local: A socket file at which the server listens as well.
-        hooks: `identify`, `revoked`, `deadline` and `on_due` of the `Loop`.
+        address: Where to listen; see `dreamfleet.transport.address`.
+        name: Shown in errors, logs and thread names.
+        keys: The run key. Needed for any `tcp` address but loopback.
+        insecure: Listen on the network without keys; any machine may connect.
+        identify: What keys stand for that do not follow from the run key, such as invitations.
+            Asked when one connects.
+        revoked: Names that `identify` gave and that are revoked. They lose their connections
+            within two seconds, and do not get others.
     """
-
-    _methods: Mapping[str, Any]  # by the names that clients call
 
     def __init__(
         self,
         address: str,
-        name: str,
-        keys: Keys | None,
-        insecure: bool,
-        local: str = "",
-        **hooks: Any,
+        name: str = "Server",
+        keys: Keys | None = None,
+        **options: Unpack[Options],
     ) -> None:
         self.name = name
-        self._loop = Loop(
-            [address, local] if local else [address],
-            name,
-            keys,
-            insecure,
-            self._on_call,
-            self._repeatable,
-            self._roles,
-            **hooks,
-        )
-        self._closing = threading.Lock()  # taken by whoever closes the server, for good
+        self._methods: dict[str, Any] = {}  # by the names that clients call
+        self._loop = Loop(address, name, self, keys, options)
+        self._closing = threading.Lock()  # taken, for good, by the thread that closes the server
         self._closed = threading.Event()
         self._started = False
 
     @property
     def address(self) -> str:
         """Where clients connect, with `{auto}` replaced."""
-        return self._loop.addresses[0]
-
-    @property
-    def local_address(self) -> str:
-        """Where clients of the same machine connect, if that is another address; else the same."""
-        return self._loop.addresses[-1]
+        return self._loop.address
 
     def start(self, block: bool = True) -> None:
         """Begin to answer. With `block`, return when the server is closed."""
@@ -138,26 +125,26 @@ class BaseServer(ABC):
             finally:
                 self._loop.wake_reader()  # asking who is connected may have swallowed its signal
 
-    def _repeatable(self, role: str) -> list[str]:
-        """The methods that may be called twice, among those that a role may call."""
+    def repeatable(self, role: str) -> list[str]:
         return [
             name
             for name, method in self._methods.items()
             if method.repeatable and (role == RUN or role in method.roles)
         ]
 
-    def _roles(self) -> set[str]:
-        """The roles that may call something."""
+    def roles(self) -> set[str]:
         return {role for method in self._methods.values() for role in method.roles}
 
-    @abstractmethod
-    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
-        """Take a call, under the loop's lock."""
+    def deadline(self) -> float:
+        return FOREVER
+
+    def on_due(self) -> None:
+        return
 
     def _method(self, name: str, role: str) -> Any:
         """The method that is called, if this role may call it."""
         method = self._methods.get(name)
-        # The same answer for a method that does not exist, because it is none of the role's.
+        # The same answer for a method that does not exist, which the role need not know.
         if role != RUN and (method is None or role not in method.roles):
             raise SecurityError(f"A key of the role {role!r} may not call {name!r:.100}.")
         if method is None:
@@ -183,7 +170,7 @@ def error_frames(number: int, error: BaseException) -> list[Any]:
 
 def _sendable(text: str) -> str:
     """Text as UTF-8 can carry it: file names may hold bytes that are not UTF-8."""
-    return text[-_LONGEST_TEXT:].encode("utf-8", "backslashreplace").decode()
+    return text[-_MAX_TEXT:].encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -193,42 +180,16 @@ class _Method:
     repeatable: bool
     roles: frozenset[str]
     pass_caller: bool
-    takes: tuple[int, float]
-    """How many arguments, at least and at most."""
-
-    def check_count(self, name: str, count: int) -> None:
-        least, most = self.takes
-        if not least <= count + self.pass_caller <= most:
-            raise ArgumentError(f"{name!r} does not take {count} arguments.")
-
-
-def _takes(function: Callable[..., Any]) -> tuple[int, float]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables have no signature
-        return 0, _FOREVER
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    most = any(p.kind == p.VAR_POSITIONAL for p in parameters)
-    least = sum(p.default is p.empty for p in positional)
-    return least, _FOREVER if most else len(positional)
+    parameters: Parameters
 
 
 class Server(BaseServer):
     """Answers calls by running the bound functions on worker threads.
 
     Args:
-        address: Where to listen; see `dreamfleet.transport.address`.
-        name: Shown in errors, logs and thread names.
         workers: Threads shared by the methods that have none of their own. With one worker, calls
             run one after the other, in the order each client made them.
-        keys: The run key. Needed for any `tcp` address but loopback.
-        insecure: Listen on the network without keys, for everyone.
-        identify: What keys stand for that do not follow from the run key, such as invitations.
-            Asked when one connects.
-        revoked: Names that `identify` gave and that are revoked. They lose their connections
-            within two seconds, and do not get others.
-        local: For a server at a port, a socket file where processes of the same machine connect.
-            They need no key, as at every socket file.
+        address: See `BaseServer`, as all others.
     """
 
     def __init__(
@@ -237,17 +198,12 @@ class Server(BaseServer):
         name: str = "Server",
         workers: int = 1,
         keys: Keys | None = None,
-        *,
-        insecure: bool = False,
-        local: str = "",
-        identify: Identify | None = None,
-        revoked: Revoked | None = None,
+        **options: Unpack[Options],
     ) -> None:
         if workers < 1:
             raise TransportError(f"{name} needs at least one worker, not {workers}.")
-        super().__init__(address, name, keys, insecure, local, identify=identify, revoked=revoked)
+        super().__init__(address, name, keys, **options)
         self._shared = WorkQueue(workers)
-        self._methods: dict[str, _Method] = {}
 
     def bind(
         self,
@@ -263,31 +219,37 @@ class Server(BaseServer):
 
         Args:
             method: The name clients call.
-            fn: Gets the call's arguments; arrays among them are read-only. For arguments that it
-                does not take it raises `ArgumentError`, before it touches anything.
+            fn: Gets the call's arguments, which fit its annotations; see `arguments`. Arrays among
+                them are read-only. For others that it does not take it raises `ArgumentError`,
+                before it touches anything.
             workers: Threads of its own, for a method that may block; 0 shares the server's.
             repeatable: It does no harm to run it twice, so a client may send a call again when the
                 server came back after a crash. Other calls fail with `Disconnected` then.
-            roles: Whose keys may call it in addition to the run key. Without keys everybody may.
+            roles: Whose keys may call it in addition to the run key. Without keys every client may.
             pass_caller: Whether the function gets a `Caller` before the call's arguments.
         """
         self._check_bind(method)
         queue = WorkQueue(workers) if workers > 0 else self._shared
         self._methods[method] = _Method(
-            fn, queue, repeatable, frozenset(roles), pass_caller, _takes(fn)
+            fn,
+            queue,
+            repeatable,
+            frozenset(roles),
+            pass_caller,
+            Parameters(method, fn, pass_caller),
         )
 
     def _queues(self) -> set[WorkQueue]:
         return super()._queues() | {self._shared}
 
-    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
         method: _Method = self._method(header.method, origin.identity.role)
         if header.rows:
             raise MessageError(f"{header.method!r} takes single calls, not blocks of items.")
         args = wire.value_of(header, frames)
         if type(args) is not tuple:
             raise MessageError("The arguments of a call are a tuple.")
-        method.check_count(header.method, len(args))
+        args = method.parameters.take(args)
         if method.pass_caller:
             args = (origin.caller, *args)
         job = partial(self._work, origin.peer, header.id, method, args)

@@ -7,7 +7,7 @@ fresh ones, as a socket or a file for every message needs them, cost five times 
 
 A slot has two owners. The first page of the memory holds a byte for each slot, which the sender
 sets before it sends and the receiver clears when its last view is gone. The sender holds a slot of
-its own accord while it may have to send the message again. Nobody waits for a slot: if none is
+its own accord while it may have to send the message again. No sender waits for a slot: if none is
 free, bytes travel in packets.
 
 The kernel frees the memory with the last process that has mapped it, however these end. Every
@@ -51,29 +51,6 @@ def aligned_total(sizes: Sequence[int]) -> int:
 
 def _slots(slot_bytes: int) -> int:
     return min(MAX_SLOTS, MAX_SLAB // slot_bytes)
-
-
-class _Reserved:
-    """Bytes that this process has reserved."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._total = 0
-
-    def add(self, count: int) -> bool:
-        """Whether so many more are allowed; they are counted then."""
-        with self._lock:
-            if self._total + count > MAX_RESERVED:
-                return False
-            self._total += count
-            return True
-
-    def remove(self, count: int) -> None:
-        with self._lock:
-            self._total -= count
-
-
-_reserved = _Reserved()
 
 
 class Slab:
@@ -155,14 +132,14 @@ class Slab:
         more = count + -count % _PAGE - self._sizes[slot]
         if more <= 0:
             return True
-        if not _reserved.add(more):
+        if not _count_reserved(more):
             return False
         try:
             os.posix_fallocate(
                 self.descriptor, _PAGE + slot * self.slot_bytes, self._sizes[slot] + more
             )
         except OSError:
-            _reserved.remove(more)
+            _count_reserved(-more)
             return False
         self._sizes[slot] += more
         return True
@@ -180,12 +157,26 @@ class _Release:
         self._owners[self._slot] = _FREE
 
 
+_reserved = 0  # bytes, in all slabs of this process
+_reserving = threading.Lock()
+
+
+def _count_reserved(more: int) -> bool:
+    """Count bytes that are reserved, or given back; False if they are too many."""
+    global _reserved
+    with _reserving:
+        if _reserved + more > MAX_RESERVED:
+            return False
+        _reserved += more
+        return True
+
+
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 def _give_back(descriptor: int, sizes: list[int]) -> None:
     os.close(descriptor)
-    _reserved.remove(sum(sizes))
+    _count_reserved(-sum(sizes))
 
 
 class SlabView:

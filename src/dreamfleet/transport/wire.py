@@ -38,7 +38,7 @@ MAX_CALL = 1 << 29  # bytes in all frames of a call
 MAX_UNFINISHED = 1 << 30  # bytes of calls that have not come whole, of all connections of a server
 MESSAGE_SECONDS = 60.0  # that a call may take from its first byte to its last
 PART_COST, CURVE_PART_COST = 9, 42  # bytes of a part on the wire beside its own, at most
-MAX_STRANGERS = 512  # connections that have not greeted
+MAX_UNAUTHENTICATED = 512  # connections that have not greeted
 MAX_CONNECTIONS = 8192
 HANDSHAKE_TIMEOUT = 10_000  # ms
 BACKLOG = 1024  # connections that the system keeps until libzmq accepts them
@@ -122,16 +122,14 @@ def value_of(header: Header, frames: Sequence[Buffer]) -> Any:
 
 # --- what clients and servers share --------------------------------------------------------------
 
-NOBODY = "nobody listens there"
+NO_SERVER = "no server listens there"
 
 
 @dataclass(frozen=True)
 class Change:
-    """What has happened to a client's connection."""
+    """A client is connected, or its connection has ended, or the attempt to connect has failed."""
 
-    connected: bool = False
-    ended: bool = False  # or the attempt has failed
-    final: bool = False  # there is no second attempt without being asked
+    connected: bool
     problem: str = ""
 
 
@@ -160,10 +158,11 @@ class Waker:
 
     def clear(self) -> None:
         """The sleeper is up and will now look at everything there is."""
-        with self._lock:
-            if self._awake and self._reader.fileno() >= 0:
+        if self._awake:
+            with self._lock:
                 self._awake = False
-                self._reader.recv(16)
+                if self._reader.fileno() >= 0:
+                    self._reader.recv(16)
 
     def close(self) -> None:
         with self._lock:

@@ -390,7 +390,7 @@ def test_an_agent_that_is_not_there_is_waited_for_and_the_log_says_why(
         pytest.raises(Disconnected, match="found no server at tcp"),
     ):
         role._connect(client)
-    assert "nobody listens there). Still waiting for the agent." in caplog.text
+    assert "no server listens there). Still waiting for the agent." in caplog.text
 
 
 class Timer:

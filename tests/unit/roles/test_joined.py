@@ -142,7 +142,7 @@ def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[Opening,
         return {"action": obs["envid"]}, None
 
     server = BatchServer("tcp://127.0.0.1:{auto}", "actor")
-    owners = Owners(server.connected, run.episode_timeout, 4, 100)
+    owners = Owners(server.connected)
     check = ObservationCheck(DUMMY.obs_space, 4, owners, lambda *_: None)
     server.bind("act", act, batch=1, wait=0.0, check=check)
     return Opening(run, progress, server, owners, index), server, acted

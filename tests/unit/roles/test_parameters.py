@@ -22,7 +22,7 @@ from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.health import Health
 from dreamfleet.roles.parameters import Follower, ParameterServer, packed, unpacked
 from dreamfleet.roles.progress import Progress, SharedProgress
-from dreamfleet.transport import Client
+from dreamfleet.transport import Client, RemoteError
 from dreamfleet.transport.codec import encode
 
 
@@ -149,6 +149,37 @@ def test_steps_are_counted_once_by_whichever_learner_there_is(
         another.busy = False
         another.report()
         assert not second.server.busy()
+
+
+def test_reports_of_an_actor_come_from_one_process_at_a_time(
+    run: RunConfig, stack: ExitStack
+) -> None:
+    good: dict[str, Any] = {
+        "learner": "",
+        "actor": "actor-1",
+        "source": "mine",
+        "busy": False,
+        "reached": False,
+        "steps": 3,
+        "unstored": 0,
+        "failures": 0,
+        "env_steps": 3.0,
+        "present": 1,
+    }
+    with Learner(run).server:
+        first, second = client_of(run, stack), client_of(run, stack)
+        first.report(good).result(60)
+        for wrong, kind in (
+            ({**good, "source": "another"}, "Occupied"),
+            ({**good, "actor": "actor-7"}, "ArgumentError"),
+            ({**good, "steps": -1}, "ArgumentError"),
+            ({**good, "busy": 1}, "ArgumentError"),
+            ({}, "ArgumentError"),
+        ):
+            with pytest.raises(RemoteError) as refused:
+                second.report(wrong).result(60)
+            assert refused.value.kind == kind
+        first.report(good).result(60)
 
 
 def test_an_actor_waits_for_the_learner_unless_it_is_asked_to_stop(

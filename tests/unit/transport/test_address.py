@@ -51,6 +51,7 @@ def test_addresses_a_person_may_write(text: str, meaning: str) -> None:
         "ipc://",
         "inproc://",
         "inproc://a/b",
+        "tcp://two words:80",
     ],
 )
 def test_what_is_not_an_address_is_shown_what_one_looks_like(text: str) -> None:
@@ -146,13 +147,12 @@ def test_a_socket_file_left_by_a_killed_server_is_no_obstacle(tmp_path: Path) ->
         assert client.ping().result(20) == "pong"
 
 
-@pytest.mark.parametrize("host", ["*", "two words"])
-def test_an_address_to_listen_at_is_no_address_to_connect_to(host: str) -> None:
+def test_an_address_to_listen_at_is_no_address_to_connect_to() -> None:
     words = "is no address to connect to: write the name or number of the machine"
     with pytest.raises(AddressError, match=words):
-        Client(f"tcp://{host}:5555")
+        Client("tcp://*:5555")
     with (
-        Client(lambda: f"tcp://{host}:5555", patience=0.2) as client,
+        Client(lambda: "tcp://*:5555", patience=0.2) as client,
         pytest.raises(Disconnected, match=words),
     ):
         client.ping().result(20)

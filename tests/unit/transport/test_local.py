@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transport_processes import ServerProcess
 
-from dreamfleet.transport import Client, Keys, RemoteError, Server, local, slab
+from dreamfleet.transport import Client, RemoteError, Server, local, slab
 from dreamfleet.transport.address import parse, resolve
 from dreamfleet.transport.codec import Buffer
 from dreamfleet.transport.errors import MessageError
@@ -241,28 +241,12 @@ def test_a_socket_that_is_full_holds_nobody_up() -> None:
     assert seen == list(range(65))
 
 
-@pytest.mark.parametrize("keys", [None, Keys.generate()], ids=["no keys", "keys"])
-def test_a_server_at_a_port_may_listen_at_a_socket_file_as_well(keys: Keys | None) -> None:
-    server = Server("127.0.0.1:{auto}", keys=keys, local="ipc://{auto}")
-    server.bind("who", str, pass_caller=True)
-    with (
-        server,
-        Client(server.address, keys=keys, timeout=60) as far,
-        Client(server.local_address, timeout=60) as near,
-    ):
-        calls = [(far.who(), near.who()) for _ in range(20)]
-        for one, other in calls:
-            assert one.result() == "127.0.0.1"
-            assert other.result() == f"process {os.getpid()}"
-    assert not parse(server.local_address).path.exists()
-
-
 def test_a_server_that_takes_no_more_connections_serves_those_that_it_has() -> None:
     server = Server("ipc://{auto}")
     server.bind("ping", lambda: "pong")
     with server, Client(server.address, timeout=60) as first:
         assert first.ping().result() == "pong"
-        listener = server._loop._local
+        listener = server._loop._listener
         assert listener
         listener._most = 1
         with Client(server.address, patience=0.2) as second, pytest.raises(ConnectionError):
@@ -323,4 +307,4 @@ def test_a_value_that_is_refused_costs_no_slot() -> None:
                 client.take(np.zeros(LARGE, np.uint8), 1).result()
         gc.collect()
         link: Any = client._connection._link
-        assert link._socket._slab._free_slot() == 0
+        assert link._slab._free_slot() == 0

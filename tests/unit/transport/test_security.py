@@ -43,7 +43,7 @@ def test_a_key_does_not_show_in_logs() -> None:
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0"])
 def test_a_public_server_without_keys_is_refused(host: str) -> None:
-    with pytest.raises(SecurityError, match="open to everyone on the network: pass keys"):
+    with pytest.raises(SecurityError, match="open to every machine on the network: pass keys"):
         Server(f"tcp://{host}:{{auto}}")
 
 
