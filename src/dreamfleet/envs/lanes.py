@@ -34,9 +34,9 @@ from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvError, NotFiniteError
 from dreamfleet.envs.gym import GymTranslation, loggable_number, logged_names
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.layouts import Asked
+from dreamfleet.envs.masks import ActionMask
 from dreamfleet.envs.wrappers import Bounds, NormalizeActions, Wrapper, check_declaration
 from dreamfleet.errors import ConfigError
-from dreamfleet.masks import ActionMask
 from dreamfleet.spaces import LOG_PREFIX, RESET, Space, SpaceError, is_image, without_reset
 
 Mask = NDArray[np.bool_]

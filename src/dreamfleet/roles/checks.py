@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
-from dreamfleet.positions import POSITIONS_FILE, read_steps
+from dreamfleet.replay.positions import POSITIONS_FILE, read_steps
 from dreamfleet.replay.schema import PRIORITY, STEPID, STEPID_BYTES
 from dreamfleet.roles.addresses import server_name
 from dreamfleet.roles.fences import FenceReader, ids_of, incarnations_of

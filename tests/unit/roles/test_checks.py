@@ -18,7 +18,7 @@ from fleet_parts import small_run
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
-from dreamfleet.positions import Positions
+from dreamfleet.replay.positions import Positions
 from dreamfleet.roles.checks import (
     CheckedLogger,
     ObservationCheck,

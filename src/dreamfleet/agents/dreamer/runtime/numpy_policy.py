@@ -23,7 +23,7 @@ from dreamfleet.agents.dreamer.features import IMPOSSIBLE, Feature, embed_action
 from dreamfleet.agents.dreamer.heads import Policy
 from dreamfleet.agents.dreamer.layers import EPSILON
 from dreamfleet.agents.dreamer.rssm import RSSM, State
-from dreamfleet.masks import ACTION_MASK
+from dreamfleet.envs.masks import ACTION_MASK
 
 Floats = NDArray[np.float32]
 _ONE, _HALF = np.float32(1), np.float32(0.5)
