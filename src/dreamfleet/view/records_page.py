@@ -13,7 +13,7 @@ from typing import Any
 from nicegui import events, ui
 
 from dreamfleet.agents.registry import BUILT_IN
-from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
+from dreamfleet.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
 from dreamfleet.view.actions import add_actions, start_evaluation
@@ -132,7 +132,7 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
 
 def _checkpoint_row(path: Path, best: bool) -> dict[str, Any]:
     try:
-        found = describe(path)
+        found = read_checkpoint(path, ())
     except CheckpointError as error:
         return {"name": path.name, "note": str(error)}
     return {
