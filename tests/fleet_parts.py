@@ -426,8 +426,8 @@ def stored_steps(directory: Path) -> dict[str, Any]:
     with Replay(1, 10**6, directory) as replay:
         count = len(replay)
         assert replay._table is not None
-        numbers = np.arange(replay._table.items.low, replay._table.items.high)
-        slots, indices = replay._table.items.starts(numbers)
+        numbers = np.arange(replay._table.low, replay._table.high)
+        slots, indices = replay._table.starts(numbers)
         store = replay._table.store
         steps = store.gather(store.pieces(slots, indices, 1), count, 1)
     return {key: np.asarray(value)[:, 0] for key, value in steps.items()}

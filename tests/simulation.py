@@ -47,7 +47,7 @@ from unittest import mock
 import numpy as np
 from fleet_parts import small_run
 
-import dreamfleet.positions
+import dreamfleet.replay.positions
 import dreamfleet.replay.replay
 import dreamfleet.replay.storage.journal
 import dreamfleet.roles.logger
@@ -57,7 +57,6 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.factories import stream as make_stream
 from dreamfleet.metrics import JsonlOutput, Outputs, read_jsonl
-from dreamfleet.positions import Positions
 from dreamfleet.replay import (
     BatchOrderError,
     Replay,
@@ -65,6 +64,7 @@ from dreamfleet.replay import (
     SamplesPerInsert,
     SchemaError,
 )
+from dreamfleet.replay.positions import Positions
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.replay.storage.memory import Arena
 from dreamfleet.roles.actor import Actor, Transitions
@@ -210,7 +210,7 @@ def watched() -> Iterator[None]:
         mock.patch.object(Journal, "flush", _counted(Journal.flush, "msync")),
         mock.patch.object(Positions, "flush", _counted(Positions.flush, "msync")),
         mock.patch.object(dreamfleet.replay.storage.journal, "np", _Numpy()),
-        mock.patch.object(dreamfleet.positions, "np", _Numpy()),
+        mock.patch.object(dreamfleet.replay.positions, "np", _Numpy()),
         mock.patch.object(dreamfleet.roles.logger, "np", _Numpy()),
         mock.patch.object(dreamfleet.roles.logger, "BackgroundOutput", _Direct),
         # No thread: a history is the same each time.
@@ -807,9 +807,8 @@ def read_chains(directory: Path) -> list[dict[str, Any]]:
         table = replay._table
         if table is None:
             return []
-        store, chains = table.store, table.chains
-        found = []
-        for head in chains.head_slot[chains.head_slot >= 0].tolist():
+        store, found = table.store, []
+        for head in table.head_slot[table.head_slot >= 0].tolist():
             slots = list(store.preceding(head))[::-1]
             parts = {
                 key: np.concatenate([np.array(column[s, : store.lengths[s]]) for s in slots])

@@ -24,8 +24,9 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,16 +69,21 @@ class Snapshot:
     path: Path
     step: int
     time: float
+    """When it was saved, in seconds since 1970."""
     score: float | None
+    pending: bool
+    """Whether its score follows."""
+    bytes: int
     parts: dict[str, dict[str, Any]]
+    """Those that were read."""
 
 
-def above(name: str, state: FlatState) -> dict[str, Any]:
+def add_prefix(name: str, state: FlatState) -> dict[str, Any]:
     """The state as a part of a larger one, in which it has this name."""
     return {f"{name}/{key}": value for key, value in state.items()}
 
 
-def below(state: FlatState, name: str) -> dict[str, Any]:
+def strip_prefix(state: FlatState, name: str) -> dict[str, Any]:
     """The part of a state that has this name; empty if there is none."""
     start = f"{name}/"
     return {key.removeprefix(start): v for key, v in state.items() if key.startswith(start)}
@@ -152,7 +158,7 @@ class Checkpoint:
                 "pending": pending,
                 "parts": found,
             }
-            _write_manifest(writing / _MANIFEST, body)
+            _write_manifest(writing, body)
             atomic_rename(writing, final)
             self._remove_older()
         gather({})  # it is there, on all hosts
@@ -194,25 +200,21 @@ class Checkpoint:
 
     def pending(self) -> Path | None:
         """Path of the newest checkpoint that waits for its score."""
-        return next((path for path in self.all() if _waits(path)), None)
+        return next((each.path for each in self._undamaged() if each.pending), None)
 
     def rate(self, path: Path, score: float | None) -> None:
         """Give a checkpoint its score; None if there is none to be had. Another process than the
         one that saves may do this."""
-        body = {**_read_manifest(path), "score": _finite(score), "pending": False}
-        _write_manifest(path / _MANIFEST, body)
+        body = _read_manifest(path)
+        _write_manifest(path, {**body, "score": _finite(score), "pending": False})
 
     def latest(self) -> Path | None:
         """Path of the newest checkpoint, damaged or not."""
         return next(iter(self.all()), None)
 
     def saved_at(self) -> float | None:
-        """When the newest checkpoint was saved, in seconds since 1970; None if it is not known."""
-        path = self.latest()
-        try:
-            return None if path is None else float(_read_manifest(path)["time"])
-        except (CheckpointError, OSError, KeyError, TypeError, ValueError):
-            return None
+        """When the newest undamaged checkpoint was saved; None if there is none."""
+        return next((each.time for each in self._undamaged()), None)
 
     def best(self) -> Path | None:
         """Path of the checkpoint with the highest score, the newest of equal ones."""
@@ -220,11 +222,16 @@ class Checkpoint:
 
     def _candidates(self, which: Which) -> list[Path]:
         """The checkpoints to try, in order."""
-        paths = self.all()
         if which == "latest":
-            return paths
-        scores = {path: score for path in paths if (score := _score(path)) is not None}
+            return self.all()
+        scores = {each.path: each.score for each in self._undamaged() if each.score is not None}
         return sorted(scores, key=scores.__getitem__, reverse=True)
+
+    def _undamaged(self) -> Iterator[Snapshot]:
+        """What checkpoints say about themselves, the newest first."""
+        for path in self.all():
+            with suppress(CheckpointError):
+                yield read_checkpoint(path, ())
 
     def all(self) -> list[Path]:
         """Every checkpoint, damaged or not. Newest first: by serial number, because a run that went
@@ -251,7 +258,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path | str, parts: Collection[str] | None = None) -> Snapshot:
-    """Read one checkpoint, or some of its parts, checking every byte.
+    """Read one checkpoint, or some of its parts, checking every byte that is read.
 
     Raises:
         CheckpointError: It is damaged; the message names the file and what is wrong with it.
@@ -269,32 +276,9 @@ def read_checkpoint(path: Path | str, parts: Collection[str] | None = None) -> S
         read = {name: _read_part(folder, body["parts"][name]) for name in wanted}
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
-    return Snapshot(folder, body["step"], body["time"], body["score"], read)
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a checkpoint says about itself."""
-
-    step: int
-    time: float
-    score: float | None
-    pending: bool
-    """Whether its score follows."""
-    bytes: int
-
-
-def describe(path: Path) -> Description:
-    """What a checkpoint says about itself, without reading what it holds.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
-    body = _read_manifest(path)
     size = sum(file["bytes"] for part in body["parts"].values() for file in _files(part))
-    return Description(
-        body["step"], body["time"], body["score"], bool(body.get("pending")), int(size)
-    )
+    about = body["step"], body["time"], body["score"], bool(body.get("pending")), size
+    return Snapshot(folder, *about, read)
 
 
 def step_of(path: Path) -> int:
@@ -378,10 +362,10 @@ def _read_file(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _write_manifest(path: Path, body: Mapping[str, Any]) -> None:
+def _write_manifest(folder: Path, body: Mapping[str, Any]) -> None:
     text = json.dumps(body, allow_nan=False)
-    seal = zlib.crc32(text.encode())
-    atomic_write(path, json.dumps({"crc32": seal, "body": text}))
+    sealed = {"crc32": zlib.crc32(text.encode()), "body": text}
+    atomic_write(folder / _MANIFEST, json.dumps(sealed))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -413,21 +397,6 @@ def _decoded(value: Any) -> Any:
     return float(value["float"]) if isinstance(value, dict) else value
 
 
-def _score(path: Path) -> float | None:
-    try:
-        score: float | None = _read_manifest(path)["score"]
-    except CheckpointError:
-        return None
-    return score
-
-
-def _waits(path: Path) -> bool:
-    try:
-        return bool(_read_manifest(path).get("pending"))
-    except CheckpointError:
-        return False
-
-
 def _finite(score: float | None) -> float | None:
     return score if score is not None and math.isfinite(score) else None
 
@@ -439,8 +408,8 @@ def _serial(path: Path) -> int:
 
 
 def _checksum(path: Path) -> int:
-    # Against accidents, not against people: a cryptographic hash would take several times as
-    # long as everything else here together.
+    # Against accidents, not attacks: a cryptographic hash would take several times as long as
+    # everything else here together.
     result = 0
     with path.open("rb", buffering=0) as file:
         block = bytearray(_READ_BYTES)

@@ -55,13 +55,11 @@ def _data_folder(path: Path) -> Path | None:
     return next((each for each in places if (each / _METADATA).is_file()), None)
 
 
-def dataset_source(path: Path | str, config: RunConfig | None = None) -> tuple[Path, Blueprint]:
+def dataset_source(path: Path | str) -> tuple[Path, Blueprint]:
     """The replay that a dataset was converted into, and what its steps are.
 
     Args:
         path: `minari:ID`, which is downloaded if it is not there, or a local dataset.
-        config: The run that mixes these steps with its own: what its agent stores with a step is
-            zero, as at the start of an episode.
 
     Raises:
         ConfigError: The dataset cannot be used.
@@ -74,40 +72,26 @@ def dataset_source(path: Path | str, config: RunConfig | None = None) -> tuple[P
         raise ConfigError(f"{path} does not say its spaces: use a dataset of a newer Minari.")
     storage = _minari("minari.dataset.minari_storage").MinariStorage.read(folder)
     reader = _Reader(storage, raw, str(path))
-    stored: Mapping[str, Space] = {}
-    chunk = RunConfig().replay.chunk
     described = RunConfig(task=reader.task, agent="random", env_options=reader.env_options)
-    if config is not None:
-        kind, chunk = config.agent_type, config.replay.chunk
-        spaces = (reader.obs_space, reader.act_space, config.settings_of(kind))
-        stored = kind.stored_space(*spaces)
-        described = RunConfig(
-            task=reader.task,
-            env_options=reader.env_options,
-            agent=config.agent,
-            agent_config=config.agent_config,
-        )
-    blueprint = Blueprint(described, reader.obs_space, reader.act_space, stored)
+    blueprint = Blueprint(described, reader.obs_space, reader.act_space, {})
     files = sorted(each for each in folder.iterdir() if each.is_file())
     marks = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-    key = repr((1, str(folder.resolve()), marks, spaces_to_json(stored), chunk))
+    key = repr((2, str(folder.resolve()), marks))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = cache / "dreamfleet" / "datasets" / hashlib.sha256(key.encode()).hexdigest()[:24]
     if not target.is_dir():
-        _convert(reader, stored, chunk, target)
+        _convert(reader, target)
     return target, blueprint
 
 
-def _convert(reader: _Reader, stored: Mapping[str, Space], chunk: int, target: Path) -> None:
+def _convert(reader: _Reader, target: Path) -> None:
     """Write the steps aside, then give the folder its name; of several writers the first wins."""
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
     try:
-        with Replay(1, max(reader.steps, 1), made / "replay", chunk=chunk) as replay:
+        with Replay(1, max(reader.steps, 1), made / "replay") as replay:
             for number, rows in enumerate(reader.episodes()):
-                count = len(rows["reward"])
-                zeros = {k: np.zeros((count, *s.shape), s.dtype) for k, s in stored.items()}
-                replay.add_batch({**rows, **zeros}, [number % _STREAMS] * count)
+                replay.add_batch(rows, [number % _STREAMS] * len(rows["reward"]))
         fsync(made)
         try:
             (made / "replay").rename(target)

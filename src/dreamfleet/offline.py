@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.datasets import PREFIX, dataset_source, is_dataset
 from dreamfleet.errors import ConfigError
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
+from dreamfleet.replay.reading import replay_directories
 from dreamfleet.spaces import Space
-
-_REPLAY = re.compile(r"replay(-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -30,26 +24,24 @@ class Source:
     blueprint: Blueprint
 
 
-def find_source(path: Path | str, config: RunConfig | None = None) -> Source:
+def find_source(path: Path | str) -> Source:
     """The replay of a run's directory, or one of its replay directories, or a dataset.
 
     Args:
         path: The directory, or `minari:ID`.
-        config: The run that mixes these steps with its own.
 
     Raises:
         ConfigError: There is none, or no checkpoint says what its steps mean.
     """
     if is_dataset(path):
-        converted, blueprint = dataset_source(path, config)
+        converted, blueprint = dataset_source(path)
         return Source((converted,), blueprint)
-    given = Path(path)
-    run = given.parent if _REPLAY.fullmatch(given.name) else given
-    directories = replay_directories(run)
-    if run != given:
-        directories = [each for each in directories if each.name == given.name]
+    run, directories = Path(path), replay_directories(Path(path))
     if not directories:
-        raise ConfigError(f"{given} holds no replay: name a run's directory.")
+        run = run.parent
+        directories = [each for each in replay_directories(run) if each.name == Path(path).name]
+    if not directories:
+        raise ConfigError(f"{path} holds no replay: name a run's directory.")
     known = read_blueprint(run)
     if known is None:
         raise ConfigError(
@@ -63,12 +55,6 @@ def offline_logdir(source: str) -> Path:
     """Where a run that learns from this source is kept, if nothing else is said."""
     name = source.removeprefix(PREFIX)
     return Path(f"{source}-offline") if name == source else Path("runs", f"{name}-offline")
-
-
-def replay_directories(run: Path) -> list[Path]:
-    """Where a run keeps its steps: a directory for each shard."""
-    found = run.iterdir() if run.is_dir() else ()
-    return sorted(each for each in found if _REPLAY.fullmatch(each.name) and each.is_dir())
 
 
 def check_sources(config: RunConfig) -> None:
@@ -90,17 +76,21 @@ def check_sources(config: RunConfig) -> None:
         )
     ours = first.config if first else config
     for path in (*config.offline, *config.prefill):
-        source = find_source(path, None if config.offline else config)
+        source = find_source(path)
         theirs = source.blueprint
         if source.directories[0].parent.resolve() == config.logdir.resolve():
             raise ConfigError(f"{path} is this run's own directory: choose another --logdir.")
         stored = first.stored_space if first else _stored_space(config, theirs)
-        for name, there, here in (
+        compared = [
             ("task", theirs.config.task, ours.task),
-            ("agent", theirs.config.agent, ours.agent),
-            ("size of the agent", theirs.stored_space, stored),
             ("shape of observations", theirs.obs_space, first and first.obs_space),
-        ):
+        ]
+        if not is_dataset(path):  # which holds nothing of an agent
+            compared += [
+                ("agent", theirs.config.agent, ours.agent),
+                ("size of the agent", theirs.stored_space, stored),
+            ]
+        for name, there, here in compared:
             if there != here and here is not None:
                 others = f"those of {config.offline[0]}" if first else "new ones"
                 raise ConfigError(
@@ -113,12 +103,18 @@ def copy_steps(replay: Replay, config: RunConfig, shard: int = 0) -> None:
     """Copy what other runs have collected since this was last done into the replay; into a shard
     its share of it.
 
+    What another agent stored with its steps is left out, and what this agent stores with its steps
+    is zero, as at the start of an episode.
+
     Raises:
         ConfigError: There is nothing to learn from, and nothing will come.
     """
     for path in (*config.offline, *config.prefill):
-        for directory in find_source(path, None if config.offline else config).directories:
-            replay.load_directory(directory, shard, config.replay_shards)
+        source = find_source(path)
+        theirs, ours = source.blueprint.stored_space, _stored_space(config, source.blueprint)
+        changed = {} if theirs == ours else {"without": theirs, "zeros": ours}
+        for directory in source.directories:
+            replay.load_directory(directory, shard, config.replay_shards, **changed)
     if config.offline and config.replay_shards == 1 and not len(replay):
         raise nothing_to_learn_from(config)
 
@@ -130,35 +126,6 @@ def nothing_to_learn_from(config: RunConfig) -> ConfigError:
         f"{sources} holds no sequence of {config.window} steps to learn from: use a shorter "
         "batch_length, or a run that has collected more."
     )
-
-
-class AdoptedReplay(Replay):
-    """A replay whose steps another agent has collected.
-
-    What that agent stored with its steps is left out, and what this agent stores with its steps is
-    zero, as at the start of an episode. Priorities are kept; updates of what is stored only if both
-    agents store the same.
-    """
-
-    def __init__(self, blueprint: Blueprint, config: RunConfig, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._columns = {*blueprint.obs_space, *blueprint.act_space, "stepid"}
-        self._stored = _stored_space(config, blueprint)
-        self._kept = bool(self._stored) and blueprint.stored_space == self._stored
-
-    def sample(self, *args: Any, **options: Any) -> dict[str, NDArray[Any]]:
-        window = super().sample(*args, **options)
-        if self._kept:
-            return window
-        kept = {key: value for key, value in window.items() if key in self._columns}
-        lead = window["stepid"].shape[:2]
-        zeros = {k: np.zeros((*lead, *s.shape), s.dtype) for k, s in self._stored.items()}
-        return {**kept, **zeros}
-
-    def update(self, data: Any) -> int:
-        if not self._kept:
-            data = {key: value for key, value in data.items() if key in ("stepid", "priority")}
-        return super().update(data) if len(data) > 1 else 0
 
 
 def _stored_space(config: RunConfig, source: Blueprint) -> Mapping[str, Space]:

@@ -80,14 +80,14 @@ def _read(directory: Path) -> dict[str, NDArray[Any]]:
             empty = {"record": np.zeros((0, len(Audit.FIELDS)), np.float32)}
             flags = {key: np.zeros(0, np.int64) for key in ("is_first", "is_last", "action")}
             return {**empty, **flags, "chain": np.zeros(0, np.int64)}
-        numbers = np.arange(table.items.low, table.items.high)
-        slots, indices = table.items.starts(numbers)
+        numbers = np.arange(table.low, table.high)
+        slots, indices = table.starts(numbers)
         pieces = table.store.pieces(slots, indices, 1)
         stored = table.store.gather(pieces, len(numbers), 1)
         steps = {
             key: np.array(stored[key])[:, 0] for key in ("record", "is_first", "is_last", "action")
         }
-        return {**steps, "chain": table.chains.owners()[slots]}
+        return {**steps, "chain": table.owner[slots]}
 
 
 def audit_steps(steps: dict[str, NDArray[Any]]) -> Findings:

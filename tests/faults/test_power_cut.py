@@ -101,7 +101,7 @@ def stored(replay: Replay) -> list[list[int]]:
     if table is None:
         return []
     found = []
-    for head in table.chains.head_slot[table.chains.head_slot >= 0].tolist():
+    for head in table.head_slot[table.head_slot >= 0].tolist():
         slots = list(table.store.preceding(head))[::-1]
         rows = {
             key: np.concatenate([column[s, : table.store.lengths[s]] for s in slots])

@@ -13,9 +13,9 @@ import simulation
 from simulation import Failed, every_fault, every_truncation, history, watched
 
 from dreamfleet.metrics.outputs.jsonl import JsonlFile
-from dreamfleet.positions import Positions
-from dreamfleet.replay import loading
+from dreamfleet.replay import reopening
 from dreamfleet.replay.episodes import Scores
+from dreamfleet.replay.positions import Positions
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.lead import Lead
@@ -61,7 +61,7 @@ def forgets_batches(patch: pytest.MonkeyPatch) -> None:
 
 
 def believes_uncommitted_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loading, "valid_ticks", lambda ticks, _: int((np.asarray(ticks) > 0).sum()))
+    patch.setattr(reopening, "valid_ticks", lambda ticks, _: int((np.asarray(ticks) > 0).sum()))
 
 
 def counts_samples_in_memory(patch: pytest.MonkeyPatch) -> None:

@@ -352,7 +352,7 @@ def test_hosts_write_one_checkpoint_in_parts(tmp_path: Path) -> None:
     assert found.parts["agent"] == {"own/0": 0, "own/1": 1, "own/2": 2}
     files = ["agent-1.safetensors", "agent-2.safetensors", "agent.safetensors"]
     assert names(path) == [*files, "manifest.json", "run.safetensors"]
-    assert checkpoint.describe(path).bytes == sum(
+    assert checkpoint.read_checkpoint(path, ()).bytes == sum(
         file.stat().st_size for file in path.glob("*.safetensors")
     )
     flip(path / "agent-2.safetensors", 30)

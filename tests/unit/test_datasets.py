@@ -18,10 +18,10 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.datasets import dataset_source, is_dataset, write_dataset
-from dreamfleet.offline import check_sources, copy_steps, find_source, replay_directories
+from dreamfleet.offline import check_sources, copy_steps, find_source
 from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.replay import Replay
-from dreamfleet.replay.reading import stored_episodes
+from dreamfleet.replay.reading import replay_directories, stored_episodes
 from dreamfleet.training import configure
 
 

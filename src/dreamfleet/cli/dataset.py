@@ -7,7 +7,7 @@ from pathlib import Path
 from dreamfleet.cli.console import say
 from dreamfleet.datasets import write_dataset
 from dreamfleet.errors import ConfigError
-from dreamfleet.offline import replay_directories
+from dreamfleet.replay.reading import replay_directories
 
 
 def dataset(words: tuple[str, ...], /, out: Path = Path("dataset"), name: str = "") -> None:

@@ -24,9 +24,8 @@ from dreamfleet.agents.api import Arrays, Guess, WorldModel
 from dreamfleet.agents.registry import AgentType
 from dreamfleet.checkpoint import Which
 from dreamfleet.errors import ConfigError
-from dreamfleet.offline import replay_directories
 from dreamfleet.policy import Blueprint, Policy, run_of
-from dreamfleet.replay.reading import StoredEpisode, stored_episodes
+from dreamfleet.replay.reading import StoredEpisode, replay_directories, stored_episodes
 from dreamfleet.spaces import Space
 
 _MAX_OBSERVED = 64

@@ -33,7 +33,7 @@ from dreamfleet.metrics import (
     TensorBoardOutput,
     WandbOutput,
 )
-from dreamfleet.offline import AdoptedReplay, find_source
+from dreamfleet.offline import find_source
 from dreamfleet.policy import Spaces
 from dreamfleet.replay import Replay, make_selector
 from dreamfleet.roles.runtime import Factories
@@ -116,15 +116,12 @@ def agent(
 def replay(config: RunConfig, name: str, shard: int = 0) -> Replay:
     """The replay of training data (`replay`) or of evaluation data (`eval_replay`); with several
     shards, one of them."""
-    make: Callable[..., Replay] = Replay
-    if config.offline and name == "replay":
-        make = partial(AdoptedReplay, find_source(config.offline[0]).blueprint, config)
     held, most = _share(config, name, shard), config.replay.max_bytes
     window, capacity = config.window, config.replay.capacity
     if name == "eval_replay":
         window = config.report_window + config.context
         capacity = config.replay.evaluation_capacity
-    return make(
+    return Replay(
         window,
         math.ceil(capacity * held),
         config.logdir / (f"{name}-{shard}" if shard else name),

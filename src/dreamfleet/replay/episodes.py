@@ -48,12 +48,12 @@ class Scores:
         self.there = set(store.columns) >= _FLAGS
         """Whether steps have what a score needs."""
 
-    def begin_chunk(self, slot: int, previous: int) -> None:
+    def begin_chunk(self, slot: int) -> None:
         """Note what the episode under way has scored when a stream goes on in another chunk.
 
         The rows before it are written; it has none that is committed.
         """
-        last = self._store.steps - 1
+        previous, last = int(self._store.previous[slot]), self._store.steps - 1
         if previous < 0 or not self.there or self._store.columns["is_last"][previous, last]:
             return
         if (so_far := self._so_far(previous, last)) is not None:

@@ -53,7 +53,7 @@ class SamplesPerInsert:
 
     @property
     def lock(self) -> threading.Condition:
-        """Held while something is counted. Its holder may look and count in one go."""
+        """Held while something is counted; with it, a caller checks and counts in one step."""
         return self._changed
 
     @property
@@ -116,14 +116,13 @@ class SamplesPerInsert:
         with self._changed:
             return {"size": float(self._size), "avail": self._avail}
 
-    def load(self, state: Mapping[str, float], *, exactly: bool = False) -> None:
-        """Restore; whatever the settings were then, no more is owed than these allow. With the
-        same settings it may be restored `exactly`."""
+    def load(self, state: Mapping[str, float]) -> None:
+        """Restore; whatever the settings were then, no more is owed than these allow."""
         size, avail = int(state["size"]), float(state["avail"])
         least, most = -max(self.debt, self.tolerance), self.tolerance * self.ratio
         if size < self.minsize:
             avail = -self.debt
-        elif self.ratio > 0 and not exactly:
+        elif self.ratio > 0:
             avail = min(max(avail, least), most)
         with self._changed:
             self._size, self._avail = size, avail

@@ -1,11 +1,12 @@
-"""The episodes of a replay's directory, only read: its owner may go on writing meanwhile.
+"""The steps of a replay's directory, only read: its owner may go on writing meanwhile.
 
 Only committed steps are read. A chunk that its owner removes at the same moment is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,37 +16,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.replay.errors import ReplayError
-from dreamfleet.replay.loading import linked, read_ticks, valid_ticks
 from dreamfleet.replay.schema import StreamId
 from dreamfleet.replay.storage.files import Found, header_bytes, scan
 from dreamfleet.replay.storage.journal import read_committed
 
 Arrays = dict[str, NDArray[Any]]
+Ticks = NDArray[np.int64]
+
+_REPLAY = re.compile(r"replay(-\d+)?")
+
+
+def replay_directories(run: Path) -> list[Path]:
+    """Where a run keeps its steps: a directory for each shard."""
+    found = run.iterdir() if run.is_dir() else ()
+    return sorted(each for each in found if _REPLAY.fullmatch(each.name) and each.is_dir())
 
 
 @dataclass(frozen=True)
-class _Chain:
-    """Chunks that follow each other, and the steps of each."""
+class StoredChain:
+    """Steps that follow each other without a gap, from chunk to chunk."""
 
     chunks: tuple[Found, ...]
-    sizes: tuple[int, ...]
+    ticks: Ticks
+    """One for each step; they rise."""
 
-    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows of a column."""
-        parts, before = [], 0
-        for (path, info), size in zip(self.chunks, self.sizes, strict=True):
-            low, high = max(start - before, 0), min(stop - before, size)
-            before += size
+    @property
+    def stream(self) -> StreamId | None:
+        return self.chunks[0].info.stream
+
+    @property
+    def keys(self) -> list[str]:
+        return [column.name for column in self.chunks[0].info.schema.columns]
+
+    def read(self, key: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows of a column. Raises `FileNotFoundError` if their chunk was removed."""
+        parts = []
+        for number, (path, info) in enumerate(self.chunks):
+            first = number * info.steps  # all chunks but the last are full
+            low, high = max(start - first, 0), min(stop - first, info.steps)
             if low >= high:
                 continue
-            column = next(each for each in info.schema.columns if each.name == name)
-            offset = header_bytes(info.schema) + info.schema.offsets(info.steps)[0][name]
+            column = next(each for each in info.schema.columns if each.name == key)
+            offset = header_bytes(info.schema) + info.schema.offsets(info.steps)[0][key]
             with path.open("rb") as file:
                 file.seek(offset + low * column.row_bytes)
                 content = file.read((high - low) * column.row_bytes)
-            rows = np.frombuffer(content, column.dtype)
-            parts.append(rows.reshape(high - low, *column.shape))
-        return np.concatenate(parts)
+            if len(content) < (high - low) * column.row_bytes:
+                raise ReplayError(f"{path} became shorter while it was read: try again.")
+            parts.append(np.frombuffer(content, column.dtype).reshape(high - low, *column.shape))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,7 @@ class StoredEpisode:
     """Steps of the same environment before it, all of them if `complete`."""
     complete: bool
     """Whether the history reaches back to the first step that the environment ever made."""
-    _chain: _Chain = field(repr=False)
+    _chain: StoredChain = field(repr=False)
 
     def read(self, start: int = 0, stop: int | None = None, keys: Collection[str] = ()) -> Arrays:
         """Its steps, an array for each key; `start` may be negative, down to `-history`.
@@ -79,13 +98,12 @@ class StoredEpisode:
         end = self.length if stop is None else stop
         if not -self.history <= start < end <= self.length:
             raise ReplayError(f"The episode has no steps {start} to {end}: it has {self.length}.")
-        names = [column.name for column in self._chain.chunks[0].info.schema.columns]
         offset = self.history
         try:
             return {
-                name: self._chain.read(name, offset + start, offset + end)
-                for name in names
-                if not keys or name in keys
+                key: self._chain.read(key, offset + start, offset + end)
+                for key in self._chain.keys
+                if not keys or key in keys
             }
         except FileNotFoundError:
             raise ReplayError(
@@ -100,54 +118,85 @@ def stored_episodes(directories: Iterable[Path], newest: int = 100) -> list[Stor
         directories: Of the replay; several if it has shards.
         newest: At most so many.
     """
-    found = [each for directory in directories for each in _episodes(directory)]
+    found: list[StoredEpisode] = []
+    for directory in directories:
+        for chain in stored_chains(directory)[1]:
+            try:
+                found += _cut(chain)
+            except FileNotFoundError:
+                continue
     return sorted(found, key=lambda each: -each.tick)[:newest]
 
 
-def _episodes(directory: Path) -> list[StoredEpisode]:
-    header = read_committed(directory) if directory.is_dir() else None
-    if header is None:
-        return []
-    run, committed = header
-    chunks: dict[bytes, tuple[Found, NDArray[np.int64]]] = {}
-    for item in scan(directory, run).found:
-        try:
-            ticks = read_ticks(item)
-        except (FileNotFoundError, ReplayError):
-            continue
-        if count := valid_ticks(ticks, committed):
-            chunks[item.info.id] = item, ticks[:count]
-    if not chunks:
-        return []
-    sizes = {name: len(ticks) for name, (_, ticks) in chunks.items()}
-    steps = next(iter(chunks.values()))[0].info.steps
-    result = []
-    for names in linked({n: item.info.previous for n, (item, _) in chunks.items()}, sizes, steps):
-        chain = _Chain(tuple(chunks[n][0] for n in names), tuple(sizes[n] for n in names))
-        ticks = np.concatenate([chunks[n][1] for n in names])
-        try:
-            result += _cut(chain, ticks)
-        except FileNotFoundError:
-            continue
-    return result
-
-
-def _cut(chain: _Chain, ticks: Sequence[int] | NDArray[np.int64]) -> list[StoredEpisode]:
+def _cut(chain: StoredChain) -> list[StoredEpisode]:
     """The episodes of a chain."""
-    count = len(ticks)
+    count = len(chain.ticks)
     first, last, reward = (chain.read(n, 0, count) for n in ("is_first", "is_last", "reward"))
     bounds = sorted({0, *np.flatnonzero(first).tolist(), count})
     return [
         StoredEpisode(
-            stream=chain.chunks[0].info.stream,
+            stream=chain.stream,
             length=stop - start,
             score=float(reward[start:stop].sum()),
             begins=bool(first[start]),
             ends=bool(last[stop - 1]),
-            tick=int(ticks[stop - 1]),
+            tick=int(chain.ticks[stop - 1]),
             history=start,
             complete=chain.chunks[0].info.previous is None,
             _chain=chain,
         )
         for start, stop in pairwise(bounds)
     ]
+
+
+def stored_chains(directory: Path) -> tuple[bytes | None, list[StoredChain]]:
+    """The id of a replay and its chains; None if the directory is not one."""
+    header = read_committed(directory) if directory.is_dir() else None
+    if header is None:
+        return None, []
+    run, committed = header
+    chunks: dict[bytes, tuple[Found, Ticks]] = {}
+    for item in scan(directory, run).found:
+        try:
+            with item.path.open("rb") as file:
+                file.seek(header_bytes(item.info.schema))
+                ticks = np.fromfile(file, np.int64, item.info.steps)
+        except FileNotFoundError:
+            continue
+        if count := valid_ticks(ticks, committed):
+            chunks[item.info.id] = item, ticks[:count]
+    full = {name for name, (item, ticks) in chunks.items() if len(ticks) == item.info.steps}
+    previous = {name: item.info.previous for name, (item, _) in chunks.items()}
+    return run, [
+        StoredChain(
+            tuple(chunks[name][0] for name in names),
+            np.concatenate([chunks[name][1] for name in names]),
+        )
+        for names in linked(previous, full)
+    ]
+
+
+def valid_ticks(ticks: Ticks, committed: int) -> int:
+    """Length of the leading run of growing ticks up to the committed one."""
+    good = (ticks > 0) & (ticks <= committed)
+    good[1:] &= ticks[1:] > ticks[:-1]
+    return len(good) if good.all() else int(good.argmin())
+
+
+def linked(previous: Mapping[bytes, bytes | None], full: Collection[bytes]) -> list[list[bytes]]:
+    """Chunks in chains: each follows the one it names, if that is here and full."""
+    after: dict[bytes, bytes] = {}
+    starts = []
+    for chunk, before in previous.items():
+        if before not in full or before in after:
+            starts.append(chunk)
+        else:
+            assert before is not None
+            after[before] = chunk
+    chains = []
+    for chunk in starts:
+        chain = [chunk]
+        while chain[-1] in after:
+            chain.append(after[chain[-1]])
+        chains.append(chain)
+    return chains

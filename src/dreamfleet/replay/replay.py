@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import fsync
-from dreamfleet.replay import loading
 from dreamfleet.replay.episodes import Finished, Ledger
 from dreamfleet.replay.errors import NotEnoughDataError, ReplayClosedError, ReplayError, SchemaError
+from dreamfleet.replay.loading import imported_batches
+from dreamfleet.replay.reopening import reopen
 from dreamfleet.replay.schema import (
     STEPID,
     STEPID_BYTES,
@@ -34,11 +36,13 @@ from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.storage.files import EPISODES, DirectoryLock, remove_partial, scan
 from dreamfleet.replay.storage.journal import Journal, LeftBy, Source
 from dreamfleet.replay.table import SizeEstimate, Table
+from dreamfleet.spaces import Space
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["train", "report", "eval"]
 _MODES: tuple[Mode, ...] = ("train", "report", "eval")
+_IMPORTED_STEPS = 1024  # are added at a time
 SYNC_SECONDS = 10.0
 """New steps are synced this often: a power cut drops those that came later."""
 
@@ -136,7 +140,8 @@ class Replay:
         try:
             self._journal = Journal(self.directory)
             if self.directory:
-                self._ledger = self._stored_ledger(self.directory)
+                if (self.directory / EPISODES).exists():
+                    self._ledger = Ledger(self.directory / EPISODES)
                 self._open(self.directory)
                 dropped = self._journal.left_by in (LeftBy.POWER_CUT, LeftBy.UNKNOWN)
                 if self._ledger and (dropped or self._ledger.is_new):
@@ -158,7 +163,7 @@ class Replay:
 
     def __len__(self) -> int:
         """Sequences that can be sampled."""
-        return len(self._table.items) if self._table else 0
+        return self._table.items if self._table else 0
 
     @property
     def tick(self) -> int:
@@ -214,7 +219,7 @@ class Replay:
             if names:
                 table.append(arrays, names, source, seq)
                 self._statistics.inserts += len(names)
-                if len(table.chains.streams) > max(16, 2 * self._streams_warned):
+                if len(table.streams) > max(16, 2 * self._streams_warned):
                     self._warn()
             return len(names)
 
@@ -232,16 +237,16 @@ class Replay:
         with self._lock:
             self._check_open()
             table = self._table
-            if table is None or not len(table.items):
+            if table is None or not table.items:
                 raise NotEnoughDataError(
                     f"The replay holds no sequence of {self.length} steps of one stream yet: "
                     "wait for the environments, or load recorded steps."
                 )
             numbers = self._draw(table, batch, mode, split)
-            slots, indices = table.items.starts(numbers)
+            slots, indices = table.starts(numbers)
             pieces = table.store.pieces(slots, indices, self.length)
             cut = self._mark_cut_short and table.followed_by_first(slots, indices)
-            self._statistics.sampled(table.items.high - numbers)
+            self._statistics.sampled(table.high - numbers)
             self._readers.enter()
         try:
             data = table.store.gather(pieces, batch, self.length)
@@ -263,10 +268,10 @@ class Replay:
             self._check_open()
             if self._table is None:
                 return Shares(0, 0, [0.0 for _ in self._selector.parts])
-            items = self._table.items
-            fresh = len(items.online) if mode == "train" and self.online else 0
-            weights = [part.weight(items.low, items.high) for part in self._selector.parts]
-            return Shares(len(items), fresh, weights)
+            table = self._table
+            fresh = len(table.online) if mode == "train" and self.online else 0
+            weights = [part.weight(table.low, table.high) for part in self._selector.parts]
+            return Shares(table.items, fresh, weights)
 
     def update(self, data: Mapping[str, Any]) -> int:
         """Write values back to the steps that `stepid` names.
@@ -294,7 +299,7 @@ class Replay:
             values, priority = update_values(table.store.schema, arrays, lead)
             flat = stepid.reshape(-1, STEPID_BYTES)
             runs = table.store.locate(flat)
-            # No reader copies a sequence while its states change, so none is half old, half new.
+            # No sequence is copied out while its states change, so none is half old, half new.
             self._readers.wait_until_none()
             here = sum(run.size for run in runs if run.slot >= 0)
             self._statistics.skipped_updates += count - here
@@ -303,28 +308,47 @@ class Replay:
                 table.priorities.update(runs, priority)
             return here
 
-    def load_directory(self, directory: str | Path, shard: int = 0, shards: int = 1) -> int:
-        """Copy the steps of another run's replay in; returns how many.
+    def load_directory(
+        self,
+        directory: str | Path,
+        shard: int = 0,
+        shards: int = 1,
+        *,
+        without: Collection[str] = (),
+        zeros: Mapping[str, Space] | None = None,
+    ) -> int:
+        """Add the steps of another run's replay; returns how many.
 
-        The other directory is only read and may be in use. Loading it again adds what is new. Of
-        several `shards` that load it, each takes some of its streams, and no two the same.
+        The other directory is only read and may be in use. Loading it again adds what is new.
+
+        Args:
+            directory: The other replay's.
+            shard: Which of `shards` this is.
+            shards: Replays that load the directory: each takes some of its streams.
+            without: Keys that are left out.
+            zeros: Keys that are added, with zeros.
         """
-        path = Path(directory)
+        path, added, more = Path(directory), 0, zeros or {}
         with self._lock:
             self._check_open()
-            if self.directory and path.resolve() == self.directory.resolve():
-                raise ReplayError(f"{path} is the replay's own directory: it is loaded already.")
-            other = loading.find_new(path, self._journal)
-            self.skipped_files |= other.skipped
-            if not other.found:
-                return 0
-            if self._table is None:
-                info = other.found[0].info
-                self.chunk = info.steps
-                self._table = self._make_table(info.schema, info.steps)
-            added = loading.copy_in(self._table, other, shard, shards)
-            self._warn()
-            return added
+            stored = self._table.store.columns if self._table else more
+            if missing := sorted(more.keys() - stored.keys()):
+                raise SchemaError(
+                    f"The steps in {self.directory} have no {missing[0]!r}: an older version has "
+                    "copied them. Use a new directory."
+                )
+            # So that a batch needs one chunk more for each stream, at most.
+            most = min(self.chunk, _IMPORTED_STEPS)
+            for batch in imported_batches(path, self._journal, most, without, shard, shards):
+                count = len(batch.streams)
+                steps = batch.steps | {
+                    key: np.zeros((count, *space.shape), space.dtype) for key, space in more.items()
+                }
+                if self._table:
+                    self._table.end_streams(batch.ended)
+                added += self.add_batch(steps, batch.streams, batch.source, batch.seq)
+                self._statistics.inserts -= count  # which are those of this run
+        return added
 
     def follow_episodes(self) -> None:
         """From now on, keep the score of every finished episode until `finished` was asked for it.
@@ -401,10 +425,10 @@ class Replay:
                 "steps": table.stored_steps if table else 0,
                 "ticks": self._journal.committed,
                 "chunks": table.store.chunks if table else 0,
-                "streams": len(table.chains.streams) if table else 0,
+                "streams": len(table.streams) if table else 0,
                 "ram_bytes": index + (0 if self.directory else data),
                 "disk_bytes": data if self.directory else 0,
-                "online_queue": len(table.items.online) if table else 0,
+                "online_queue": len(table.online) if table else 0,
                 **self._statistics.summary(self.length),
             }
 
@@ -465,18 +489,17 @@ class Replay:
 
     def _draw(self, table: Table, batch: int, mode: Mode, split: Split | None) -> NDArray[np.int64]:
         train = mode == "train"
-        items = table.items
-        old, low = 0, items.low
-        if train and self._old_fraction and items.low < self._old_until < items.high:
+        old, low = 0, table.low
+        if train and self._old_fraction and table.low < self._old_until < table.high:
             old, low = int(self._old_fraction * batch + self._rngs[mode].random()), self._old_until
         wanted = batch - old if split is None else split.fresh
-        fresh = items.take_online(wanted) if train and self.online else []
+        fresh = table.take_online(wanted) if train and self.online else []
         if fresh and table.priorities:
             table.priorities.taken(np.array(fresh, np.int64))
-        request = Draw(self._rngs[mode], 0, low, items.high, consume=train)
+        request = Draw(self._rngs[mode], 0, low, table.high, consume=train)
         numbers = [np.array(fresh, np.int64)] if fresh else []
         if old:
-            before = replace(request, count=old, low=items.low, high=low)
+            before = replace(request, count=old, low=table.low, high=low)
             numbers.append(self._selector.draw(before))
         if split is not None:
             request = replace(request, everywhere=split.everywhere)
@@ -490,16 +513,15 @@ class Replay:
 
     def _table_for(self, arrays: Mapping[str, NDArray[Any]], names: list[StreamId]) -> Table:
         """The table, made from the first steps; raises if these steps do not fit it."""
-        table = self._table
-        if table is None:
-            check_rows(arrays, len(names))
-            check_flags(arrays)
-            self._table = table = self._make_table(Schema.of(arrays), self.chunk)
-            table.chains.lookup(names)
-            self._warn()
-            return table
-        check_steps(table.store.schema, arrays, len(names))
-        return table
+        if self._table is not None:
+            check_steps(self._table.store.schema, arrays, len(names))
+            return self._table
+        check_rows(arrays, len(names))
+        check_flags(arrays)
+        self._table = self._make_table(Schema.of(arrays), self.chunk)
+        self._table.lookup(names)
+        self._warn()
+        return self._table
 
     def _make_table(self, schema: Schema, steps: int, found: int = 0) -> Table:
         return Table(
@@ -516,7 +538,7 @@ class Replay:
             ledger=self._ledger,
         )
 
-    def _open(self, path: Path) -> Table | None:
+    def _open(self, path: Path) -> None:
         journal = self._journal
         remove_partial(path, power_cut=journal.left_by is LeftBy.POWER_CUT)
         contents = scan(path, None if journal.is_new else journal.id)
@@ -527,19 +549,14 @@ class Replay:
             if journal.is_new:
                 journal.identify(info.run)
             self._table = self._make_table(info.schema, info.steps, len(contents.found))
-            self.skipped_files |= loading.reopen(self._table, contents.found)
+            self.skipped_files |= reopen(self._table, contents.found)
             self._warn()
         if journal.is_new:
             journal.begin(0)
-        return self._table
-
-    def _stored_ledger(self, directory: Path) -> Ledger | None:
-        path = directory / EPISODES
-        return Ledger(path) if path.exists() else None
 
     def _warn(self) -> None:
         if self._table is not None:
-            self._streams_warned = len(self._table.chains.streams)
+            self._streams_warned = len(self._table.streams)
             for problem in self._table.shortages():
                 log.warning(problem)
 
@@ -611,39 +628,30 @@ class _Statistics:
     """What happened since the replay was opened."""
 
     def __init__(self) -> None:
-        self.inserts = 0
-        self.samples = 0
-        self.updates = 0
-        self.skipped_updates = 0
-        self._ages = np.zeros(_RECENT, np.int64)
-        self._aged = 0
+        self.inserts = self.samples = self.updates = self.skipped_updates = 0
+        self._ages: deque[int] = deque(maxlen=_RECENT)
 
     def sampled(self, ages: NDArray[np.int64]) -> None:
         """Sequences were sampled; a sequence's age is counted in sequences added since."""
-        newest = ages[-_RECENT:]
-        self._ages[(self._aged + np.arange(len(newest))) % _RECENT] = newest
-        self._aged += len(newest)
+        self._ages.extend(ages.tolist())
         self.samples += len(ages)
 
     def save(self) -> dict[str, NDArray[np.int64]]:
         counts = {f"count/{name}": np.array(getattr(self, name), np.int64) for name in _COUNTERS}
-        first = max(0, self._aged - _RECENT)
-        return {**counts, "ages": self._ages[np.arange(first, self._aged) % _RECENT]}
+        return {**counts, "ages": np.array(self._ages, np.int64)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self, name, int(state[f"count/{name}"]))
-        ages = state.get("ages", ())  # which older versions did not keep
-        self._aged = len(ages)
-        self._ages[: self._aged] = ages
+        self._ages = deque(map(int, state.get("ages", ())), _RECENT)  # older versions had none
 
     def summary(self, length: int) -> dict[str, float]:
-        recent = self._ages[: min(self._aged, _RECENT)]
+        ages = self._ages
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "replay_ratio": self.samples * length / max(1, self.inserts),
-            "sample_age_mean": float(recent.mean()) if len(recent) else 0.0,
-            "sample_age_max": float(recent.max(initial=0)),
+            "sample_age_mean": sum(ages) / max(1, len(ages)),
+            "sample_age_max": float(max(ages, default=0)),
         }
 
 

@@ -23,6 +23,8 @@ STEPID = "stepid"
 STEPID_BYTES = 20
 PRIORITY = "priority"
 StreamId = int | str
+IMPORTED = "imported:"
+"""Names of streams that hold steps of other runs start with it."""
 
 _COLUMN_ALIGN = 64
 _TICK_BYTES = 8
@@ -182,11 +184,13 @@ def _can_name_a_stream(name: Any) -> bool:
     """Whether the header of a chunk has room for it."""
     if isinstance(name, int):
         return _LEAST <= name <= _MOST
-    return (
-        isinstance(name, str)
-        and len(name) <= _MAX_STREAM_NAME
-        and len(json.dumps(name)) <= _MAX_STREAM_JSON
-    )
+    short = isinstance(name, str) and len(name) <= _MAX_STREAM_NAME
+    return short and (name.isascii() or len(json.dumps(name)) <= _MAX_STREAM_JSON)
+
+
+def is_imported(stream: StreamId | None) -> bool:
+    """Whether a stream, or a chunk without one, holds steps of another run."""
+    return stream is None or (isinstance(stream, str) and stream.startswith(IMPORTED))
 
 
 def update_values(

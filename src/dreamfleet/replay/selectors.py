@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay.config import ReplayConfig
-from dreamfleet.replay.index import SLACK, Items
-from dreamfleet.replay.storage.store import Ints, Piece, Store
+from dreamfleet.replay.storage.store import Ints, Piece
+from dreamfleet.replay.table import SLACK, Table
 
 Floats = NDArray[np.float64]
 _NO_ITEM = -1
@@ -83,8 +83,8 @@ class Selector(ABC):
     def draw(self, request: Draw) -> Ints:
         """As many item numbers as requested, possibly with repeats."""
 
-    def bind(self, store: Store, items: Items, length: int) -> None:  # noqa: B027 - optional
-        """Called once, before anything else: the steps and items of the replay."""
+    def bind(self, table: Table) -> None:  # noqa: B027 - optional
+        """Called once, before anything else, with the steps and items of the replay."""
 
     @property
     def prioritized(self) -> Prioritized | None:
@@ -137,10 +137,8 @@ class Mixture(Selector):
             )
         self._parts = [selector for selector, _ in parts]
         self.fractions = fractions / fractions.sum()
-        found = [part.prioritized for part in self._parts if part.prioritized is not None]
-        if len(found) > 1:
+        if sum(part.prioritized is not None for part in self._parts) > 1:
             raise ConfigError("A Mixture can hold one Prioritized, not several.")
-        self._prioritized = found[0] if found else None
 
     @property
     def parts(self) -> Sequence[Selector]:
@@ -148,11 +146,11 @@ class Mixture(Selector):
 
     @property
     def prioritized(self) -> Prioritized | None:
-        return self._prioritized
+        return next((part.prioritized for part in self._parts if part.prioritized), None)
 
-    def bind(self, store: Store, items: Items, length: int) -> None:
+    def bind(self, table: Table) -> None:
         for part in self.parts:
-            part.bind(store, items, length)
+            part.bind(table)
 
     def draw(self, request: Draw) -> Ints:
         choice = request.rng.choice(len(self.parts), request.count, p=self.fractions)
@@ -197,14 +195,14 @@ class Prioritized(Selector):
     def prioritized(self) -> Prioritized:
         return self
 
-    def bind(self, store: Store, items: Items, length: int) -> None:
-        self._store, self._items, self._length = store, items, length
-        self._size = items.capacity + SLACK
+    def bind(self, table: Table) -> None:
+        self._table, self._store, self._length = table, table.store, table.length
+        self._size = table.capacity + SLACK
         self._tree = SumTree(self._size)
         self._initial = math.inf
         if self.initial < math.inf or self.exponent == 0:
             self._initial = float(_powers(np.array([self.initial]), self.exponent)[0])
-        positions = store.slots * store.steps
+        positions = self._store.slots * self._store.steps
         # Zeroed pages take memory only once they are written.
         self._values = np.zeros(positions, np.float32)
         self._numbers = np.zeros(positions, np.int64)
@@ -259,7 +257,7 @@ class Prioritized(Selector):
         """Living items were sampled for training."""
         if self.zero_on_sample:
             self._catch_up()
-            pieces = self._store.pieces(*self._items.starts(numbers), self._length)
+            pieces = self._store.pieces(*self._table.starts(numbers), self._length)
             self._set(pieces, 0.0)
 
     def created(self, slot: int) -> None:
@@ -268,10 +266,9 @@ class Prioritized(Selector):
         self._values[chunk] = self._initial
         self._numbers[chunk] = _NO_ITEM
 
-    def started(self, slots: Ints, indices: Ints, first: int) -> None:
-        """Items with numbers from `first` on start at these steps."""
-        positions = slots * self._store.steps + indices
-        self._numbers[positions] = np.arange(first, first + len(positions))
+    def started(self, positions: Ints, numbers: Ints) -> None:
+        """Items with these numbers start at these steps."""
+        self._numbers[positions] = numbers
 
     def update(self, runs: Sequence[Piece], priorities: NDArray[np.float32]) -> None:
         """Set the priorities of runs of steps; runs with a slot of -1 are passed over."""
@@ -288,19 +285,22 @@ class Prioritized(Selector):
             self._values[first : first + size] = (
                 powers if isinstance(powers, float) else powers[at : at + size]
             )
+        # The steps of all items that hold a step of a run, one run after the other.
         reach = self._length - 1
-        spans = [self._store.span(run.slot, run.start, reach, run.size - 1 + reach) for run in runs]
-        if sum(map(len, spans)) < self._length:
+        slots, starts, sizes = np.array([run[2:] for run in runs]).T
+        counts = sizes + 2 * reach
+        which = np.repeat(np.arange(len(runs)), counts)
+        first = starts - reach - np.cumsum(counts) + counts
+        at_slots, indices = self._store.walk(slots[which], first[which] + np.arange(len(which)))
+        stored = indices < self._store.lengths[at_slots]
+        positions, which = (at_slots * self._store.steps + indices)[stored], which[stored]
+        if len(positions) < self._length:
             return
-        positions = np.concatenate(spans)
-        numbers = self._numbers[positions]
-        # No item starts so late in a span that it would reach into the span that comes next here.
-        for end in np.cumsum([len(span) for span in spans]).tolist():
-            numbers[max(0, end - reach) : end] = _NO_ITEM
         # An item that two runs share comes twice, with the same weight both times.
         windows = sliding_window_view(self._values[positions].astype(np.float64), self._length)
-        numbers = numbers[: len(windows)]
+        numbers = self._numbers[positions[: len(windows)]]
         living = (numbers >= self._low) & (numbers < self._high)
+        living &= which[: len(windows)] == which[reach:]  # else it reaches into the next run's
         self._tree.set(numbers[living] % self._size, self._weights(windows)[living])
 
     def _catch_up(self) -> None:
@@ -308,7 +308,7 @@ class Prioritized(Selector):
 
         Done on demand rather than at every insert: many inserts are then one change.
         """
-        low, high = self._items.low, self._items.high
+        low, high = self._table.low, self._table.high
         first = max(self._low, low - self._size)
         if low > first:
             self._tree.set(np.arange(first, low) % self._size, 0.0)
@@ -324,7 +324,7 @@ class Prioritized(Selector):
 
     def _positions(self, numbers: Ints) -> Ints:
         """Flat positions of the steps of items: `[item, step]`."""
-        slots, indices = self._items.starts(numbers)
+        slots, indices = self._table.starts(numbers)
         slots, indices = self._store.walk(
             np.repeat(slots[:, None], self._length, 1), indices[:, None] + np.arange(self._length)
         )

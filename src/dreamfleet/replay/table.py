@@ -1,7 +1,15 @@
-"""Steps, chains and items of one schema, kept consistent with the journal.
+"""Where every step and every sequence is, kept consistent with the journal.
+
+A chain is an unbroken run of a stream's steps, from chunk to chunk. Its head is the place of the
+next step. All heads are arrays indexed by chain, so a batch is handled without a loop over its
+rows. Chunks know the chunks before and after them (`Store.walk`); nothing else says where a row is.
+
+An item is a sequence that can be sampled. It is numbered when its last step arrives, and items
+leave from the old end, so the living ones are always one range of numbers `[low, high)`. Selectors
+draw numbers; a ring maps a number to the step the item starts at, in eight bytes an item.
 
 The order of an append is what makes it safe to be killed anywhere: make the chunks, write the
-rows, write their ticks, note the batch, commit. Only then are cursors and items moved in memory,
+rows, write their ticks, note the batch, commit. Only then are heads and items moved in memory,
 and only then does anything old leave.
 """
 
@@ -10,24 +18,30 @@ from __future__ import annotations
 import json
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from dreamfleet.formatting import readable
 from dreamfleet.replay.episodes import Finished, Ledger, Scores
 from dreamfleet.replay.errors import StorageFullError
-from dreamfleet.replay.index import SLACK, Chains, Items, Places
-from dreamfleet.replay.schema import Schema, StreamId
-from dreamfleet.replay.selectors import Selector
+from dreamfleet.replay.schema import Schema, StreamId, is_imported
 from dreamfleet.replay.storage.journal import Journal, Source
 from dreamfleet.replay.storage.store import MAX_SLOTS, Ints, Store
 
+if TYPE_CHECKING:
+    from dreamfleet.replay.selectors import Selector
+
 SPARE_SLOTS = 4096
 """Chunks for which addresses are reserved in addition to twice those of the capacity."""
+SLACK = 4096
+"""Items that may be pushed before old ones have to leave."""
+_NONE = -1
 _LEAST_PATIENCE = 1024
 _INDEX_BYTES_PER_ITEM = 8
 _PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4
@@ -38,6 +52,18 @@ class SizeEstimate(NamedTuple):
 
     ram: int
     disk: int
+
+
+class _Places(NamedTuple):
+    """Where the rows of a batch go."""
+
+    chains: Ints
+    ranks: Ints
+    """How many earlier rows of the batch belong to the same chain."""
+    slots: Ints
+    indices: Ints
+    made: list[int]
+    """Slots of new chunks."""
 
 
 class Table:
@@ -62,10 +88,7 @@ class Table:
         # streams. They are all looked at before the oldest leave.
         slots = max(2 * -(-capacity // steps), found) + SPARE_SLOTS
         self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
-        self.chains = Chains(self.store, length)
-        self.items = Items(capacity, steps)
-        self.length = length
-        self.max_bytes = max_bytes
+        self.length, self.capacity, self.max_bytes = length, capacity, max_bytes
         # How long a stream may pause, in steps of the others, before its last steps leave.
         self._patience = max(capacity, 4 * steps, _LEAST_PATIENCE)
         self._swept = 0
@@ -73,8 +96,41 @@ class Table:
         self.ledger = ledger
         self.journal = journal
         self._before_release = before_release
-        selector.bind(self.store, self.items, length)
+
+        self.low = self.high = 0
+        self.online: deque[int] = deque()
+        """Items that no other one overlaps and that were not trained on yet, oldest first."""
+        self._ring_size = capacity + SLACK
+        # Zeroed pages of a large array take memory only once they are written.
+        self._ring = np.zeros(self._ring_size, np.int64)
+
+        self.streams: dict[StreamId, int] = {}
+        """The chain that each stream continues."""
+        self._names: list[StreamId | None] = []
+        self._free: list[int] = []
+        self._looked_up: tuple[list[StreamId], Ints, Ints] | None = None
+        self.owner = np.full(self.store.slots, _NONE, np.int64)
+        """The chain that each chunk belongs to."""
+        self.head_slot: Ints
+        """Of each chain, the chunk that is written, or -1."""
+        self._head_len: Ints
+        """Steps in it."""
+        self._pending: Ints
+        """Steps of the chain that are part of its next item."""
+        self._started: Ints
+        """Items so far; every `length`-th of them is an online window."""
+        self._last_tick: Ints
+        """The tick of the newest step."""
+        self._heads = np.zeros((5, 0), np.int64)
+        self._allocate(16)
+
+        selector.bind(self)
         self.priorities = selector.prioritized
+
+    @property
+    def items(self) -> int:
+        """How many items can be sampled."""
+        return self.high - self.low
 
     @property
     def data_bytes(self) -> int:
@@ -83,16 +139,15 @@ class Table:
     @property
     def index_bytes(self) -> int:
         """Memory used in addition to the steps themselves."""
-        return (
-            self.store.index_bytes
-            + self.chains.index_bytes
-            + self.items.index_bytes
-            + (self.priorities.index_bytes(self.store.chunks) if self.priorities else 0)
-        )
+        ring = self._ring.itemsize * min(self.high, self._ring_size)
+        priorities = self.priorities.index_bytes(self.store.chunks) if self.priorities else 0
+        return self.store.index_bytes + self.owner.nbytes + self._heads.nbytes + ring + priorities
 
     @property
     def stored_steps(self) -> int:
         return int(self.store.lengths.sum())
+
+    # --- adding steps ----------------------------------------------------------------------------
 
     def append(
         self,
@@ -102,16 +157,15 @@ class Table:
         seq: int | None,
     ) -> None:
         """Add one step for each row, all of them or, when anything goes wrong, none."""
-        chains, ranks = self.chains.lookup(streams)
-        self.make_room(lambda gone: self.chains.chunks_needed(chains, ranks, gone))
+        chains, ranks = self.lookup(streams)
+        self._make_room(chains, ranks)
         # Some of the streams may have lost their steps to make room, and start a new chain.
-        chains, ranks = self.chains.lookup(streams)
-        places = self.chains.place(chains, ranks)
+        places = self._place(*self.lookup(streams))
         last = self.journal.committed + len(streams)
         try:
             self.store.write(places.slots, places.indices, arrays, last - len(streams) + 1)
-            for before, slot in places.links:
-                self.scores.begin_chunk(slot, before)
+            for slot in places.made:
+                self.scores.begin_chunk(slot)
             if source is not None and seq is not None:
                 self.journal.stage(source, seq, last)
             self.journal.commit(last)
@@ -122,59 +176,134 @@ class Table:
             else:
                 self.store.erase(places.slots, places.indices)
                 self.journal.forget_uncommitted()
-                self.store.release(slot for _, slot in places.links)
+                self.store.release(places.made)
+
+    def lookup(self, streams: list[StreamId]) -> tuple[Ints, Ints]:
+        """Chain and rank of each row of a batch."""
+        if self._looked_up and self._looked_up[0] == streams:
+            return self._looked_up[1:]
+        known = self.streams
+        numbers = [known[each] if each in known else self._new_chain(each) for each in streams]
+        chains = np.array(numbers, np.int64)
+        ranks = np.zeros(len(chains), np.int64)
+        if len(set(numbers)) < len(numbers):
+            order = np.argsort(chains, kind="stable")
+            grouped = chains[order]
+            first = np.flatnonzero(np.diff(grouped, prepend=-1))
+            counts = np.diff(first, append=len(grouped))
+            ranks[order] = np.arange(len(grouped)) - np.repeat(first, counts)
+        self._looked_up = (streams, chains, ranks)
+        return chains, ranks
+
+    def end_streams(self, streams: Iterable[StreamId]) -> None:
+        """Let the next steps of these streams begin new chains."""
+        for stream in streams:
+            if stream in self.streams:
+                self._names[self.streams.pop(stream)] = None
+                self._looked_up = None
+
+    def _place(self, chains: Ints, ranks: Ints) -> _Places:
+        """Find a place for each row, making chunks where streams need them."""
+        offsets, slots = self._head_len[chains] + ranks, self.head_slot[chains]
+        made: list[int] = []
+        hops = offsets // self.store.steps
+        if hops.any():
+            rows = np.flatnonzero(hops)
+            pairs = np.stack([chains[rows], hops[rows]], 1)
+            needed, which = np.unique(pairs, axis=0, return_inverse=True)
+            try:
+                for chain, hop in needed.tolist():
+                    before = made[-1] if hop > 1 else int(self.head_slot[chain])
+                    made.append(self.store.create(self._names[chain], before))
+            except BaseException:
+                self.store.release(made)
+                raise
+            slots[rows] = np.array(made)[which.reshape(-1)]
+            offsets -= hops * self.store.steps
+        return _Places(chains, ranks, slots, offsets, made)
+
+    def _take_in(self, places: _Places, last_tick: int) -> None:
+        """Move heads behind committed rows, and number the items that these complete."""
+        chains, ranks, slots, indices, made = places
+        store, length = self.store, self.length
+        if made:
+            self.owner[slots] = chains
+        for slot in made if self.priorities else ():
+            self.priorities.created(slot)  # type: ignore[union-attr]  # it is there
+        # Where a stream occurs several times its last row decides, and numpy assigns in order.
+        self.head_slot[chains] = slots
+        self._head_len[chains] = store.lengths[slots] = indices + 1
+        self._last_tick[chains] = np.arange(last_tick - len(chains) + 1, last_tick + 1)
+        filled = self._pending[chains] + ranks + 1
+        ready = filled >= length
+        numbers = self._started[chains] + np.maximum(filled - length, -1)
+        self._pending[chains] = np.minimum(filled, length - 1)
+        self._started[chains] = numbers + 1
+        online = (numbers % length == 1 % length) & store.own[slots]
+        if not ready.all():
+            slots, indices, online = slots[ready], indices[ready], online[ready]
+        self._push(*store.walk(slots, indices - (length - 1)), np.flatnonzero(online))
+
+    def _push(self, slots: Ints, indices: Ints, online: Ints) -> None:
+        """Number items that start there; `online` are positions in them."""
+        starts = slots * self.store.steps + indices
+        self.online.extend((self.high + online).tolist())
+        for first in range(0, len(starts), SLACK):
+            part = starts[first : first + SLACK]
+            numbers = np.arange(self.high, self.high + len(part))
+            self._ring[numbers % self._ring_size] = part
+            if self.priorities:
+                self.priorities.started(part, numbers)
+            self.high += len(part)
+            self._evict(self.items - self.capacity)
+
+    # --- items -----------------------------------------------------------------------------------
+
+    def starts(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """Slot and index of the first step of items."""
+        return np.divmod(self._ring[numbers % self._ring_size], self.store.steps)
+
+    def take_online(self, count: int) -> list[int]:
+        """Up to `count` windows that were never sampled, oldest first."""
+        return [self.online.popleft() for _ in range(min(count, len(self.online)))]
 
     def followed_by_first(self, slots: Ints, indices: Ints) -> NDArray[np.bool_]:
         """Whether a new episode begins right behind each of the sequences that start there."""
-        first, behind = self.store.columns.get("is_first"), indices + self.length
-        found = np.zeros(len(slots), bool)
-        if first is None:
-            return found
-        inside = behind < self.store.lengths[slots]
-        found[inside] = first[slots[inside], behind[inside]]
-        for row in np.flatnonzero(~inside).tolist():  # few: it is in another chunk, or not there
-            slot, index = int(slots[row]), int(behind[row])
-            while slot >= 0 and index >= self.store.steps:
-                slot, index = int(self.store.next[slot]), index - self.store.steps
-            found[row] = slot >= 0 and index < self.store.lengths[slot] and first[slot, index]
+        first, found = self.store.columns.get("is_first"), np.zeros(len(slots), bool)
+        if first is not None:
+            slots, indices = self.store.walk(slots, indices + self.length)
+            stored = indices < self.store.lengths[slots]
+            found[stored] = first[slots[stored], indices[stored]]
         return found
 
-    def finished(self, since: int) -> list[Finished]:
-        """The episodes of this run that ended after a tick, in order."""
-        found = [] if self.ledger is None else [e for e in self.ledger.evicted if e.tick > since]
-        for chain in np.flatnonzero((self.chains.head_slot >= 0) & (self.chains.last_tick > since)):
-            for slot in self.store.preceding(int(self.chains.head_slot[chain])):
-                if self.store.ticks[slot, self.store.lengths[slot] - 1] <= since:
-                    break
-                found += self.scores.finished(slot, since)
-        return sorted(set(found))
-
-    def completed_at(self, number: int) -> int:
+    def _completed_at(self, number: int) -> int:
         """The tick of the step that completed a living item."""
-        slot, index = self.items.starts(np.array([number]))
+        slot, index = self.starts(np.array([number]))
         slot, index = self.store.walk(slot, index + self.length - 1)
         return int(self.store.ticks[slot[0], index[0]])
 
     def items_until(self, tick: int) -> int:
         """Number of the first living item that was completed after `tick`."""
-        numbers = range(self.items.low, self.items.high)
-        return self.items.low + bisect_right(numbers, tick, key=self.completed_at)
+        return self.low + bisect_right(range(self.low, self.high), tick, key=self._completed_at)
 
-    def take_in_chains(
-        self,
-        chains: Collection[tuple[list[int], StreamId | None]],
-        grown: Mapping[int, list[int]] | None = None,
-    ) -> None:
+    def finished(self, since: int) -> list[Finished]:
+        """The episodes of this run that ended after a tick, in order."""
+        found = [] if self.ledger is None else [e for e in self.ledger.evicted if e.tick > since]
+        for head in self.head_slot[(self.head_slot >= 0) & (self._last_tick > since)].tolist():
+            for slot in self.store.preceding(head):
+                if self.store.ticks[slot, self.store.lengths[slot] - 1] <= since:
+                    break
+                found += self.scores.finished(slot, since)
+        return sorted(set(found))
+
+    # --- chains ----------------------------------------------------------------------------------
+
+    def take_in_chains(self, chains: Collection[tuple[list[int], StreamId | None]]) -> None:
         """Number the items of chains found on disk, in the order they were completed.
 
-        A chain is given as its slots, with the stream that will continue it, if any; one that was
-        here already and has `grown` as its number, with the slots it got.
+        A chain is given as its slots, with the stream that will continue it, if any.
         """
-        for slots in [*(slots for slots, _ in chains), *(grown or {}).values()]:
-            for slot in slots if self.priorities else ():
-                self.priorities.created(slot)  # type: ignore[union-attr]  # it is there
-        parts = [self.chains.restore(chain, stream) for chain, stream in chains]
-        parts += [self.chains.found(chain) for chain in grown or {}]
+        parts = [self._restore(slots, stream) for slots, stream in chains]
         if parts:
             starts = np.concatenate([start for start, _ in parts])
             order = np.argsort(np.concatenate([tick for _, tick in parts]), kind="stable")
@@ -182,65 +311,126 @@ class Table:
             self._sweep(self._patience)
             self._shrink()
 
-    def _take_in(self, places: Places, last: int) -> None:
-        if self.priorities:
-            for _, slot in places.links:
-                self.priorities.created(slot)
-        slots, indices, online = self.chains.advance(places, last)
-        self._push(slots, indices, np.flatnonzero(online))
-
-    def _push(self, slots: Ints, indices: Ints, online: Ints) -> None:
-        for first in range(0, len(slots), SLACK):
-            part = slice(first, first + SLACK)
-            mine = online[(online >= first) & (online < first + SLACK)] - first
+    def _restore(self, slots: list[int], stream: StreamId | None) -> tuple[Ints, Ints]:
+        """Take in a chain: flat positions of the starts of its items, and the ticks of the steps
+        that complete them."""
+        store, chain, positions = self.store, self._new_chain(stream), []
+        for slot in slots:
+            positions.append(slot * store.steps + np.arange(store.lengths[slot]))
             if self.priorities:
-                self.priorities.started(slots[part], indices[part], self.items.high)
-            self.items.push(slots[part], indices[part], mine)
-            self._evict(len(self.items) - self.items.capacity)
+                self.priorities.created(slot)
+        store.link(slots)
+        self.owner[slots] = chain
+        steps = np.concatenate(positions)
+        ticks = store.ticks[np.divmod(steps, store.steps)]
+        self.head_slot[chain], self._head_len[chain] = slots[-1], store.lengths[slots[-1]]
+        self._last_tick[chain] = ticks[-1]
+        self._pending[chain] = pending = min(len(steps), self.length - 1)
+        # What was trained on before is not known, so online windows resume with the next step.
+        self._started[chain] = (1 - pending) % self.length
+        return steps[: len(steps) - pending], ticks[self.length - 1 :]
+
+    def _new_chain(self, stream: StreamId | None) -> int:
+        if not self._free:
+            self._allocate(2 * self._heads.shape[1])
+        chain = self._free.pop()
+        self._names[chain] = stream
+        if stream is not None:
+            self.streams[stream] = chain
+        return chain
+
+    def _allocate(self, size: int) -> None:
+        used = self._heads.shape[1]
+        heads = np.zeros((5, size), np.int64)
+        heads[:, :used] = self._heads
+        self._heads = heads
+        self.head_slot, self._head_len, self._pending, self._started, self._last_tick = heads
+        self._names += [None] * (size - used)
+        self._free_chains(range(size - 1, used - 1, -1))
+
+    def _free_chains(self, chains: Sequence[int]) -> None:
+        # As if a full chunk had just ended: the next step makes a new one.
+        self._heads[:, chains] = np.array([[_NONE], [self.store.steps], [0], [0], [0]])
+        self._free += chains
+
+    # --- making room -----------------------------------------------------------------------------
 
     def _evict(self, count: int) -> None:
-        if count > 0:
-            slots = self.items.pop(count)
-            if slots:
-                self._release(slots)
-            if slots or self.journal.committed - self._swept >= self._patience:
-                self._sweep(self._patience)
+        """Remove the oldest items."""
+        if count <= 0:
+            return
+        slots, indices = self.starts(np.arange(self.low, self.low + count))
+        self.low += count
+        while self.online and self.online[0] < self.low:
+            self.online.popleft()
+        # Items of a chain leave in order, so the last start in a chunk is the last of them all.
+        unused = slots[indices == self.store.steps - 1].tolist()
+        if unused:
+            self._release(unused)
+        if unused or self.journal.committed - self._swept >= self._patience:
+            self._sweep(self._patience)
 
     def _sweep(self, patience: int) -> None:
         """Remove chains that hold nothing newer than the oldest item.
 
-        Streams come to an end without saying so; their last steps would stay for ever.
+        Streams come to an end without saying so; their last steps would stay for ever. A stream may
+        still continue its chain, so it is given `patience` more ticks.
         """
         self._swept = self.journal.committed
-        if len(self.items):
-            idle = self.chains.idle_since(self.completed_at(self.items.low), patience)
-            if idle:
-                self._release(idle)
+        if not self.items:
+            return
+        limit = np.full(len(self.head_slot), self._completed_at(self.low))
+        limit[list(self.streams.values())] -= patience
+        idle = self.head_slot[(self.head_slot >= 0) & (self._last_tick < limit)].tolist()
+        if idle:
+            self._release([slot for head in idle for slot in self.store.preceding(head)])
 
     def _release(self, slots: list[int]) -> None:
+        """Remove chunks; a stream whose chain ended in one of them starts a new one."""
         if self.ledger:
             read = self.ledger.read
             self.ledger.keep(each for slot in slots for each in self.scores.finished(slot, read))
         self._before_release()
-        self.chains.forget(set(slots))
+        ended = np.flatnonzero(np.isin(self.head_slot, slots)).tolist()
+        self.end_streams(name for chain in ended if (name := self._names[chain]) is not None)
+        self._free_chains(ended)
         self.store.release(slots)
 
-    def make_room(self, needed: Callable[[NDArray[np.bool_] | None], int]) -> None:
-        """Evict until the chunks needed fit, or refuse and evict nothing.
-
-        `needed` is asked with the chains that would be gone: those start with a chunk of their own.
-        """
-        if (chunks := needed(None)) <= self._room():
+    def _make_room(self, chains: Ints, ranks: Ints) -> None:
+        """Evict until the chunks that a batch needs fit, or refuse and evict nothing."""
+        if (chunks := self._chunks_needed(chains, ranks)) <= self._room():
             return
         pinned, gone = self.store.chunks, None
-        if len(self.items):
-            pinned, gone = self.chains.pinned(self.completed_at(self.items.high - 1))
-        if needed(gone) > self._room() + self.store.chunks - pinned:
+        if self.items:
+            pinned, gone = self._pinned()
+        if self._chunks_needed(chains, ranks, gone) > self._room() + self.store.chunks - pinned:
             raise StorageFullError(self._why_full(chunks, pinned))
-        while needed(None) > self._room():
+        while self._chunks_needed(chains, ranks) > self._room():
             self._sweep(patience=0)
-            if needed(None) > self._room():
+            if self._chunks_needed(chains, ranks) > self._room():
                 self._evict_some()
+
+    def _chunks_needed(
+        self, chains: Ints, ranks: Ints, gone: NDArray[np.bool_] | None = None
+    ) -> int:
+        """New chunks for rows, now or once chains are `gone`: those start with a new chunk."""
+        heads = self._head_len[chains]
+        if gone is not None:
+            heads = np.where(gone[chains], self.store.steps, heads)
+        hops = (heads + ranks) // self.store.steps
+        if not hops.any():
+            return 0
+        most = np.zeros(len(self.head_slot), np.int64)
+        np.maximum.at(most, chains, hops)
+        return int(most.sum())
+
+    def _pinned(self) -> tuple[int, NDArray[np.bool_]]:
+        """Chunks that would stay if every item left, and which chains would be gone."""
+        newest = self._completed_at(self.high - 1)
+        # Chunks from that of the next item's first step on.
+        kept = 1 - (self._head_len - self._pending) // self.store.steps
+        gone = (self.head_slot < 0) | (self._last_tick < newest) | (kept < 1)
+        return int(kept[~gone].sum()), gone
 
     def _shrink(self) -> None:
         """Fit what was found on disk into less than it took; streams may lose their last steps."""
@@ -248,15 +438,24 @@ class Table:
             self._sweep(patience=0)
             if self._room() >= 0:
                 return
-            if len(self.items):
+            if self.items:
                 self._evict_some()
             else:
-                self._release(self.chains.oldest())
+                chains = np.flatnonzero(self.head_slot >= 0)
+                oldest = chains[self._last_tick[chains].argmin()]
+                self._release(list(self.store.preceding(int(self.head_slot[oldest]))))
 
     def _evict_some(self) -> None:
-        # Whichever comes first: a chunk without items, or a chain without any.
-        ended = self.items_until(self.chains.oldest_end()) - self.items.low
-        self._evict(min(self.items.until_chunk_end(), max(1, ended)))
+        """Evict until a chunk has no items left, or a chain has none."""
+        oldest_end = int(self._last_tick[self.head_slot >= 0].min())
+        wanted = max(1, self.items_until(oldest_end) - self.low)
+        for first in range(self.low, self.low + wanted, SLACK):
+            last = min(first + SLACK, self.low + wanted)
+            ends = np.flatnonzero(self.starts(np.arange(first, last))[1] == self.store.steps - 1)
+            if len(ends):
+                wanted = first + int(ends[0]) + 1 - self.low
+                break
+        self._evict(wanted)
 
     def _room(self) -> int:
         if self.max_bytes is None:
@@ -276,14 +475,16 @@ class Table:
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )
 
+    # --- how much it takes -----------------------------------------------------------------------
+
     def size_when_full(self) -> SizeEstimate:
         """Bytes of RAM and disk at full capacity.
 
         In addition to the chunks for all items, each stream has a first chunk that is partly used,
         the one it writes, and those that only the end of an item reaches into.
         """
-        store, capacity = self.store, self.items.capacity
-        partly_used = len(self.chains.streams) * (2 + (self.length - 1) // store.steps)
+        store, capacity = self.store, self.capacity
+        partly_used = len(self.streams) * (2 + (self.length - 1) // store.steps)
         data = (-(-capacity // store.steps) + partly_used) * store.chunk_bytes
         if self.max_bytes is not None:
             data = min(data, self.max_bytes)
@@ -297,7 +498,7 @@ class Table:
     def shortages(self) -> list[str]:
         """One sentence for each bound, or resource of the machine, that is too small for the
         capacity."""
-        store, capacity, streams = self.store, self.items.capacity, len(self.chains.streams)
+        store, capacity, streams = self.store, self.capacity, len(self.streams)
         full, problems = self.size_when_full(), []
         most, most_bytes = store.slots * store.steps, store.slots * store.chunk_bytes
         if capacity > most and (self.max_bytes is None or self.max_bytes > most_bytes):
@@ -316,22 +517,24 @@ class Table:
         free = psutil.virtual_memory().available + (0 if on_disk else self.data_bytes)
         if full.ram > free:
             problems.append(
-                f"The replay needs {_readable(full.ram)} of memory when full, but the machine has "
-                f"{_readable(free)} free: lower its capacity"
+                f"The replay needs {readable(full.ram)}B of memory when full, but the machine has "
+                f"{readable(free)}B free: lower its capacity"
                 + ("." if on_disk else ", or give it a directory.")
             )
         if store.directory is not None:
             try:
                 free = shutil.disk_usage(store.directory).free + self.data_bytes
             except FileNotFoundError:
-                return problems  # The next write reports that the directory is gone.
+                return problems  # the next write fails with an error of its own
             if full.disk > free:
                 problems.append(
-                    f"The replay needs {_readable(full.disk)} of disk when full, but "
-                    f"{store.directory} has {_readable(free)} free: lower replay.capacity "
+                    f"The replay needs {readable(full.disk)}B of disk when full, but "
+                    f"{store.directory} has {readable(free)}B free: lower replay.capacity "
                     "or set replay.max_bytes."
                 )
         return problems
+
+    # --- checkpoints -----------------------------------------------------------------------------
 
     def save_position(self) -> dict[str, NDArray[Any]]:
         """The online queue, and how far each stream's online windows are.
@@ -339,13 +542,12 @@ class Table:
         Items get other numbers when a directory is opened again. The anchor tells by how much: the
         number that the next item had when a certain tick was the newest.
         """
-        streams = self.chains.streams
-        names = json.dumps(list(streams)).encode()
+        names = json.dumps(list(self.streams)).encode()
         return {
-            "anchor": np.array([self.journal.committed, self.items.high], np.int64),
-            "online/queue": np.array(self.items.online, np.int64),
+            "anchor": np.array([self.journal.committed, self.high], np.int64),
+            "online/queue": np.array(self.online, np.int64),
             "online/streams": np.frombuffer(names, np.uint8),
-            "online/started": self.chains.started[list(streams.values())],
+            "online/started": self._started[list(self.streams.values())],
         }
 
     def load_position(self, state: Mapping[str, Any]) -> None:
@@ -357,20 +559,15 @@ class Table:
         names = json.loads(np.asarray(state["online/streams"], np.uint8).tobytes())
         started = dict(zip(names, np.asarray(state["online/started"]).tolist(), strict=True))
         queue = [np.asarray(state["online/queue"], np.int64) + since - number]
-        later = np.arange(since, self.items.high)
-        chains = self.chains.owners()[self.items.starts(later)[0]]
-        for stream, chain in self.chains.streams.items():
+        later = np.arange(since, self.high)
+        chains = self.owner[self.starts(later)[0]]
+        for stream, chain in self.streams.items():
+            if is_imported(stream):
+                continue
             # A stream that began after the checkpoint is fresh from its first item on.
             mine = later[chains == chain]
             ordinals = started.get(stream, 0) + np.arange(len(mine))
             queue.append(mine[ordinals % self.length == 1 % self.length])
-            self.chains.started[chain] = started.get(stream, 0) + len(mine)
-        self.items.requeue(np.concatenate(queue))
-
-
-def _readable(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+            self._started[chain] = started.get(stream, 0) + len(mine)
+        fresh = np.unique(np.concatenate(queue))
+        self.online = deque(fresh[fresh >= self.low].tolist())

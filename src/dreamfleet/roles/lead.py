@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.positions import Positions
 from dreamfleet.replay import RateLimitedError, SamplesPerInsert
+from dreamfleet.replay.positions import Positions
 from dreamfleet.roles.checks import Count, Steps
 from dreamfleet.transport import Client, Unanswered
 

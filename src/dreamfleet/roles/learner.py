@@ -145,7 +145,7 @@ def _waiting_for_nobody(progress: Progress, *clients: ReplayClient) -> Iterator[
 class Saver:
     """Saves and restores the agent.
 
-    The replay owns the step counter (see `dreamfleet.positions`): an agent that goes back to a
+    The replay owns the step counter (see `replay.positions`): an agent that goes back to a
     checkpoint resumes at the steps that the replay has stored by now. Updates after the checkpoint
     are lost with their parameters, and are not made up for.
     """

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.checkpoint import above, below
+from dreamfleet.checkpoint import add_prefix, strip_prefix
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, RunConfig
 from dreamfleet.metrics import (
@@ -383,16 +383,16 @@ class Logger:
         with self._lock:
             return {
                 "aggregate": self._aggregate.save(),
-                **above("train", self._train.save()),
-                **above("eval", self._eval.save()),
+                **add_prefix("train", self._train.save()),
+                **add_prefix("eval", self._eval.save()),
             }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what `save` returned."""
         with self._lock:
             self._aggregate.load(state["aggregate"])
-            self._train.load(below(state, "train"))
-            self._eval.load(below(state, "eval"))
+            self._train.load(strip_prefix(state, "train"))
+            self._eval.load(strip_prefix(state, "eval"))
 
     def close(self) -> None:
         self.write()

@@ -28,7 +28,6 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.metrics import Usage
 from dreamfleet.offline import copy_steps, nothing_to_learn_from
-from dreamfleet.positions import POSITIONS_FILE, Positions
 from dreamfleet.replay import (
     BatchOrderError,
     NotEnoughDataError,
@@ -40,6 +39,7 @@ from dreamfleet.replay import (
     Split,
     used_fractions,
 )
+from dreamfleet.replay.positions import POSITIONS_FILE, Positions
 from dreamfleet.replay.replay import Mode
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import Count, ReplayChecks

@@ -6,12 +6,13 @@ import re
 import time
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from nicegui import events, ui
 
 from dreamfleet.agents.registry import BUILT_IN
-from dreamfleet.checkpoint import Checkpoint, CheckpointError, describe
+from dreamfleet.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
 from dreamfleet.view.actions import add_actions, evaluate
@@ -123,18 +124,23 @@ class CheckpointsPage(RunPage):
 def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
     """Rows of a table of checkpoints."""
     directory = Checkpoint(run.path / "ckpt" / "agent")
-    best, rows = directory.best(), []
-    for path in directory.all():
-        row: dict[str, Any] = {"name": path.name}
-        try:
-            found = describe(path)
-            row |= {"step": found.step, "score": found.score, "size": found.bytes}
-            row["saved"] = time.strftime("%d %b %H:%M", time.localtime(found.time))
-            row["note"] = ", ".join(["best"] * (path == best) + ["being evaluated"] * found.pending)
-        except CheckpointError as error:
-            row["note"] = str(error)
-        rows.append(row)
-    return rows
+    best = directory.best()
+    return [_checkpoint_row(path, path == best) for path in directory.all()]
+
+
+def _checkpoint_row(path: Path, best: bool) -> dict[str, Any]:
+    try:
+        found = read_checkpoint(path, ())
+    except CheckpointError as error:
+        return {"name": path.name, "note": str(error)}
+    return {
+        "name": path.name,
+        "step": found.step,
+        "score": found.score,
+        "saved": time.strftime("%d %b %H:%M", time.localtime(found.time)),
+        "size": found.bytes,
+        "note": ", ".join(["best"] * best + ["being evaluated"] * found.pending),
+    }
 
 
 def evaluation_rows(run: Run) -> list[dict[str, Any]]:

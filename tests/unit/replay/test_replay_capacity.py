@@ -250,8 +250,8 @@ def test_a_batch_that_crosses_many_chunks_follows_each_once(
             replay.add(step(0))
             table = replay._table
             assert table is not None
-            follow = _Counted(table.store.next)
-            monkeypatch.setattr(table.store, "next", follow)
+            follow = _Counted(table.store.previous)
+            monkeypatch.setattr(table.store, "previous", follow)
             replay.add_batch(*tags(range(1, count)))
             work.append(follow.read)
             monkeypatch.undo()

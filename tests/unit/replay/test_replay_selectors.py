@@ -127,7 +127,7 @@ def steps_by_tag(replay: Replay) -> dict[int, np.ndarray]:
     """Stepids of all stored steps."""
     table = replay._table
     assert table is not None
-    slots, indices = table.items.starts(np.arange(table.items.low, table.items.high))
+    slots, indices = table.starts(np.arange(table.low, table.high))
     data = table.store.gather(
         table.store.pieces(slots, indices, replay.length), len(slots), replay.length
     )
@@ -151,7 +151,7 @@ def weights(replay: Replay) -> list[float]:
     selector = table.priorities
     assert selector is not None
     selector._catch_up()
-    numbers = np.arange(table.items.low, table.items.high)
+    numbers = np.arange(table.low, table.high)
     leaves = selector._tree._levels[0].reshape(-1)[numbers % selector._size]
     return np.where(leaves >= SumTree._INFINITE, np.inf, leaves).tolist()
 

@@ -185,7 +185,7 @@ def test_the_replay_knows_that_the_episode_was_cut_short(args: RunConfig, tmp_pa
             assert replay.finished()[1] == [], "only what arrives with is_last has a score"
             assert replay._table is not None
             stored = replay._table.store.columns
-            slot = int(replay._table.chains.head_slot[0])
+            slot = int(replay._table.head_slot[0])
             sampled = replay.sample(1000, "report")
             places = sampled["stepid"][:, 0, 16:].copy().view(">u4")[:, 0]
             assert set(places.tolist()) == set(range(len(replay)))

@@ -18,9 +18,9 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories, replay
 from dreamfleet.offline import copy_steps, find_source
-from dreamfleet.positions import Positions
 from dreamfleet.replay import Replay, SamplesPerInsert, Shares, make_selector, used_fractions
 from dreamfleet.replay.config import Fractions, PriorityConfig, ReplayConfig
+from dreamfleet.replay.positions import Positions
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.lead import Holding, Lead
 from dreamfleet.roles.replay import parallel_replay, together

@@ -76,7 +76,7 @@ class ChunkInfo:
     """Id of the journal that says which of its steps count: a chunk is worth nothing without."""
     previous: bytes | None
     stream: StreamId | None
-    """None for a chunk that came from another run: nothing is ever appended to it."""
+    """None for steps of another run that an older version has copied."""
     steps: int
     schema: Schema
 
@@ -146,23 +146,15 @@ def create_chunk(directory: Path, info: ChunkInfo) -> int:
 def read_chunk(path: Path) -> ChunkInfo:
     """What the header of a chunk file says. Raises `NotAChunkError`."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise NotAChunkError(f"cannot be opened: {error.strerror}") from error
-    try:
-        return _read_header(fd)
+        with path.open("rb") as file:
+            prefix = file.read(_PREFIX.size).ljust(_PREFIX.size, b"\0")
+            magic, length, checksum = _PREFIX.unpack(prefix)
+            description = file.read(min(length, _MAX_DESCRIPTION))
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise NotAChunkError(f"cannot be read: {error.strerror}") from error
-    finally:
-        os.close(fd)
-
-
-def _read_header(fd: int) -> ChunkInfo:
-    prefix = os.pread(fd, _PREFIX.size, 0)
-    if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
+    if magic != _MAGIC:
         raise NotAChunkError("is not a replay chunk of this version")
-    _, length, checksum = _PREFIX.unpack(prefix)
-    description = os.pread(fd, min(length, _MAX_DESCRIPTION), _PREFIX.size)
     if len(description) != length or zlib.crc32(description) != checksum:
         raise NotAChunkError("has a damaged header")
     try:
@@ -177,7 +169,7 @@ def _read_header(fd: int) -> ChunkInfo:
         )
     except (KeyError, TypeError, ValueError, SchemaError) as error:
         raise NotAChunkError(f"has an invalid header: {error}") from error
-    if info.steps < 1 or os.fstat(fd).st_size < chunk_bytes(info.schema, info.steps):
+    if info.steps < 1 or size < chunk_bytes(info.schema, info.steps):
         raise NotAChunkError("is shorter than its header says")
     return info
 

@@ -27,7 +27,6 @@ import enum
 import hashlib
 import itertools
 import logging
-import mmap
 import os
 import struct
 from pathlib import Path
@@ -37,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.files import atomic_write
-from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, checksum, reserve
+from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, checksum, map_words, reserve
 from dreamfleet.replay.errors import BatchOrderError, ReplayError, StorageFullError
 
 log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class Journal:
         path = directory / FILENAME if directory else None
         # One that has lost its end may have lost the newest of what it knew.
         cut_off = path is not None and path.exists() and path.stat().st_size < _SIZE
-        self._map = _open(path) if path else mmap.mmap(-1, _SIZE)
+        self._map = map_words(path, _SIZE // 8)
         # Stores of whole words: a word is never half written, wherever the process is killed.
         self._words = np.frombuffer(self._map, "<u8")
         self._directory, self._boot = directory, _boot_id()
@@ -387,18 +386,6 @@ def damaged_path(directory: Path, name: str) -> Path:
     folder.mkdir(exist_ok=True)
     names = (name if number == 0 else f"{name}-{number}" for number in itertools.count())
     return next(folder / each for each in names if not (folder / each).exists())
-
-
-def _open(path: Path) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        if os.fstat(fd).st_size < _SIZE:
-            os.pwrite(fd, bytes(_SIZE - os.fstat(fd).st_size), os.fstat(fd).st_size)
-        return mmap.mmap(fd, _SIZE)
-    except OSError as error:
-        raise ReplayError(f"The replay's journal {path} cannot be used: {error}.") from error
-    finally:
-        os.close(fd)
 
 
 def _key(source: Source) -> bytes:

@@ -118,11 +118,6 @@ class Arena:
             (self.slots, steps, *shape), dtype, buffer, offset, (self.slot_bytes, *inner)
         )
 
-    def bytes(self, slot: int) -> NDArray[np.uint8]:
-        """A mapped slot as it is in its file."""
-        buffer: Any = (ctypes.c_char * self.slot_bytes).from_address(self._address(slot))
-        return np.ndarray((self.slot_bytes,), np.uint8, buffer)
-
     def sync(self, slot: int) -> None:
         """Write the slot's dirty pages to its file; a slot that is unmapped has none."""
         if _libc.msync(self._address(slot), self.slot_bytes, _MS_SYNC):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.replay.errors import ReplayError, StorageFullError
-from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema, StreamId
+from dreamfleet.replay.errors import StorageFullError
+from dreamfleet.replay.schema import STEPID, STEPID_BYTES, Schema, StreamId, is_imported
 from dreamfleet.replay.storage.files import (
     BEFORE_BYTES,
     SUFFIX,
@@ -30,7 +30,7 @@ from dreamfleet.replay.storage.memory import Arena, BufferPool, Prefault
 
 Ints = NDArray[np.int64]
 
-# Below the kernel's default limit of 65,530 mappings a process, with room for other mappings.
+# Below the kernel's default limit of 65,530 mappings a process, with room for other parts.
 MAX_SLOTS = 60_000
 _MAX_ADDRESSES = 1 << 45
 _NONE = -1
@@ -78,11 +78,12 @@ class Store:
         self._bytes = self.arena.column(0, np.dtype(np.uint8), self.chunk_bytes).reshape(-1)
         self._prefault = Prefault(self.arena, self.places, steps)
         self.ids = np.zeros((self.slots, 16), np.uint8)
-        self.next = np.full(self.slots, _NONE, np.int64)
-        self.previous = np.full(self.slots, _NONE, np.int64)
-        self.lengths = np.zeros(self.slots, np.int64)
+        # With one place more, which a slot of -1 leads to: there is nothing behind a chain's end.
+        self.next = np.full(self.slots + 1, _NONE, np.int64)
+        self.previous = np.full(self.slots + 1, _NONE, np.int64)
+        self.lengths = np.zeros(self.slots + 1, np.int64)
         self.own = np.zeros(self.slots, bool)
-        """Whether a chunk holds steps of this run, not of another that were copied."""
+        """Whether a chunk holds steps of this run, not of another one."""
         self.slot_of: dict[bytes, int] = {}
         self.changed: set[int] = set()
         """Slots with rows that were written, marked or erased since the last sync."""
@@ -104,18 +105,30 @@ class Store:
         return int(self.ids.nbytes + 3 * self.next.nbytes)
 
     def create(self, stream: StreamId | None, previous: int) -> int:
-        """A new, empty chunk; where there is no room, `StorageFullError` and nothing changes."""
+        """A new, empty chunk behind `previous`; where there is no room, `StorageFullError` and
+        nothing changes."""
         before = self.ids[previous].tobytes() if previous >= 0 else None
-        chunk = uuid.uuid4().bytes
-        slot = self._make(ChunkInfo(chunk, self.run, before, stream, self.steps, self.schema))
-        if self.directory is not None:
+        info = ChunkInfo(uuid.uuid4().bytes, self.run, before, stream, self.steps, self.schema)
+        slot = self._free[-1]
+        if self.directory is None:
+            self.arena.map_memory(slot)
+        else:
+            fd = create_chunk(self.directory, info)
+            try:
+                self._map(slot, fd)
+            except BaseException:
+                (self.directory / info.filename).unlink(missing_ok=True)
+                raise
             # A chunk that is being written has nothing to read: the kernel would clear megabytes
             # for the first step of each column. Once it is full, sequences are read from it.
             self.arena.read_ahead(slot, False)
-            if previous >= 0:
+        self._occupy(slot, info)
+        if previous >= 0:
+            self.link([previous, slot])
+            if self.directory is None:
+                self.arena.prefer_large_pages(previous)
+            else:
                 self.arena.read_ahead(previous, True)
-        elif previous >= 0:
-            self.arena.prefer_large_pages(previous)
         return slot
 
     def attach(self, path: Path, info: ChunkInfo) -> int:
@@ -129,26 +142,6 @@ class Store:
         self._occupy(slot, info)
         return slot
 
-    def copy(self, path: Path, info: ChunkInfo, first: int, stop: int) -> int:
-        """Rows of another run's file in a chunk of the same id, which is made unless it is here;
-        still without ticks."""
-        before = info.previous if info.previous in self.slot_of else None
-        mine = ChunkInfo(info.id, self.run, before, None, self.steps, self.schema)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            here = self.slot_of.get(info.id)
-            slot = self._make(mine) if here is None else here
-            self.changed.add(slot)
-            try:
-                self._read_rows(fd, slot, first, stop, path)
-            except BaseException:
-                if here is None:
-                    self.release([slot])
-                raise
-        finally:
-            os.close(fd)
-        return slot
-
     def release(self, slots: Iterable[int]) -> None:
         """Remove chunks and their files."""
         for slot in slots:
@@ -159,24 +152,14 @@ class Store:
                 path.unlink(missing_ok=True)
             self.arena.unmap(slot)
             del self.slot_of[chunk]
-            if self.next[slot] >= 0:
-                self.previous[self.next[slot]] = _NONE
-            if self.previous[slot] >= 0:
-                self.next[self.previous[slot]] = _NONE
+            self.previous[self.next[slot]] = self.next[self.previous[slot]] = _NONE
             self.next[slot] = self.previous[slot] = _NONE
-            self.lengths[slot] = 0
-            self.ids[slot] = 0
+            self.lengths[slot] = self.ids[slot] = 0
             self._free.append(slot)
 
-    def link(self, before: int, after: int) -> None:
-        """`after` continues the steps of `before`."""
-        self.next[before], self.previous[after] = after, before
-
-    def following(self, slot: int) -> Iterator[int]:
-        """This slot and those that continue it; nothing for -1."""
-        while slot >= 0:
-            yield slot
-            slot = int(self.next[slot])
+    def link(self, slots: Sequence[int]) -> None:
+        """Let each of these slots continue the steps of the one before."""
+        self.next[slots[:-1]], self.previous[slots[1:]] = slots[1:], slots[:-1]
 
     def preceding(self, slot: int) -> Iterator[int]:
         """This slot and those that it continues, backwards; nothing for -1."""
@@ -184,41 +167,17 @@ class Store:
             yield slot
             slot = int(self.previous[slot])
 
-    def span(self, slot: int, index: int, before: int, after: int) -> Ints:
-        """Flat positions (`slot * steps + index`) from `before` steps earlier to `after` later,
-        both included, as far as the chain reaches."""
-        while before > index and self.previous[slot] >= 0:
-            slot = int(self.previous[slot])
-            index += self.steps
-        first = max(0, index - before)
-        last = index + after
-        parts = []
-        while slot >= 0 and last >= 0:
-            stop = min(last + 1, int(self.lengths[slot]))
-            parts.append(slot * self.steps + np.arange(first, stop))
-            slot, first, last = int(self.next[slot]), 0, last - self.steps
-        return np.concatenate(parts)
-
     def walk(self, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
-        """The slot and index that lie `offsets` steps after the start of `slots`."""
-        if not (offsets >= self.steps).any():
-            return slots, offsets
-        hops = offsets // self.steps
-        far = np.flatnonzero(hops)
-        # Each chain of chunks is followed once, however many of the offsets lie along it.
-        origins, which = np.unique(slots.reshape(-1)[far], return_inverse=True)
-        distance = hops.reshape(-1)[far]
-        longest = np.zeros(len(origins), np.int64)
-        np.maximum.at(longest, which, distance)
-        path = []
-        for slot, count in zip(origins.tolist(), longest.tolist(), strict=True):
-            for _ in range(count):
-                slot = int(self.next[slot])
-                path.append(slot)
-        ends = np.cumsum(longest)
-        slots = slots.copy()
-        slots.reshape(-1)[far] = np.array(path)[(ends - longest)[which] + distance - 1]
-        return slots, offsets - hops * self.steps
+        """The slot and index that lie `offsets` steps after the start of `slots`, or before it if
+        they are negative; a slot of -1 where the chain does not reach."""
+        while True:
+            outside = offsets.view(np.uint64) >= self.steps  # as negative ones are, too
+            if not outside.any():
+                return slots, offsets
+            back = offsets < 0
+            beside = np.where(back, self.previous[slots], self.next[slots])
+            slots = np.where(outside, beside, slots)
+            offsets = offsets + np.where(outside, np.where(back, self.steps, -self.steps), 0)
 
     def write(
         self, slots: Ints, indices: Ints, arrays: Mapping[str, NDArray[Any]], first_tick: int
@@ -331,30 +290,6 @@ class Store:
         self._prefault.stop()
         self.arena.close()
 
-    def _make(self, info: ChunkInfo) -> int:
-        slot = self._free[-1]
-        if self.directory is None:
-            self.arena.map_memory(slot)
-        else:
-            fd = create_chunk(self.directory, info)
-            try:
-                self._map(slot, fd)
-            except BaseException:
-                (self.directory / info.filename).unlink(missing_ok=True)
-                raise
-        self._occupy(slot, info)
-        return slot
-
-    def _read_rows(self, fd: int, slot: int, first: int, stop: int, path: Path) -> None:
-        chunk = self.arena.bytes(slot)
-        for start, row in self.places:
-            at, end = start + first * row, start + stop * row
-            while at < end:
-                count = os.preadv(fd, [chunk[at:end].data], at)
-                if count == 0:
-                    raise ReplayError(f"{path} became shorter while it was read: load it again.")
-                at += count
-
     def _map(self, slot: int, fd: int) -> None:
         try:
             self.arena.map_file(slot, fd)
@@ -364,7 +299,7 @@ class Store:
     def _occupy(self, slot: int, info: ChunkInfo) -> None:
         assert self._free.pop() == slot
         self.ids[slot] = np.frombuffer(info.id, np.uint8)
-        self.own[slot] = info.stream is not None
+        self.own[slot] = not is_imported(info.stream)
         self.slot_of[info.id] = slot
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.positions import Positions, read_steps
 from dreamfleet.replay import SamplesPerInsert
+from dreamfleet.replay.positions import Positions, read_steps
 from dreamfleet.roles.lead import Holding, Lead
 from dreamfleet.transport import Unanswered
 

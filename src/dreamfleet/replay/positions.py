@@ -18,10 +18,10 @@ A replay of several shards has one `Positions` in each process:
     the first shard  samples, what the limiter needs, and for each other shard the most steps that
                      it was ever heard of to have; `steps` is its own and all of those
 
-A shard sends its own total until the first one has answered, and answers no caller before that. So
-what was heard of a shard is behind its own count by one message at most, and what it tells next
-makes up for that, whichever process was killed. A shard that opens first asks what was heard of it:
-if it knows of less, its files were lost together with its counts.
+A shard sends its own total, and repeats it until the first shard has answered; it acknowledges
+nothing before. So the first shard is one message behind at most, and the next message makes up for
+that, whichever process is killed. A shard that opens asks what was heard of it: if it knows of
+less, its files were lost together with its counts.
 
 Invariants, wherever any of the processes is killed and however often:
 
