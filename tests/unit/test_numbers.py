@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, map_words
+from dreamfleet.files import COUNTER_WORDS, DurableCounters, Words, map_words
 
 
 def words(count: int = 2) -> Words:
-    return np.zeros(count * NUMBER_WORDS, np.uint64)
+    return np.zeros(count * COUNTER_WORDS, np.uint64)
 
 
 def test_what_was_set_last_is_read() -> None:
     file = words()
-    numbers = Numbers(file)
+    numbers = DurableCounters(file)
     assert numbers.values == [None, None]
     for value in (0, 5, -7, (1 << 63) - 1, -(1 << 63), 3):
         numbers.set(1, value)
-        again = Numbers(file)
+        again = DurableCounters(file)
         assert again.values == [None, value]
         assert again.doubtful == [False, False]
 
@@ -31,7 +31,7 @@ def test_what_was_set_last_is_read() -> None:
 def test_killed_between_any_two_stores() -> None:
     """Either the new value or the one before is read."""
     file = words(1)
-    numbers = Numbers(file)
+    numbers = DurableCounters(file)
     numbers.set(0, 10)
     numbers.set(0, 11)
     before = file.copy()
@@ -41,7 +41,7 @@ def test_killed_between_any_two_stores() -> None:
     for count in range(4):
         part = before.copy()
         part[changed[:count]] = file[changed[:count]]  # the order in which they are stored
-        read = Numbers(part)
+        read = DurableCounters(part)
         assert read.values == [12 if count == 3 else 11]
         assert read.doubtful == [0 < count < 3]
 
@@ -49,29 +49,29 @@ def test_killed_between_any_two_stores() -> None:
 @pytest.mark.parametrize("salt", [0, 1 << 60])
 def test_any_changed_bit_is_noticed(salt: int) -> None:
     file = words(1)
-    numbers = Numbers(file, salt)
+    numbers = DurableCounters(file, salt)
     for value in (41, 42):
         numbers.set(0, value)
-    for word in range(NUMBER_WORDS):
+    for word in range(COUNTER_WORDS):
         for bit in range(64):
             damaged = file.copy()
             damaged[word] ^= np.uint64(1 << bit)
-            read = Numbers(damaged, salt)
+            read = DurableCounters(damaged, salt)
             assert read.doubtful == [True]
-            assert read.values == [42 if word < NUMBER_WORDS // 2 else 41]
+            assert read.values == [42 if word < COUNTER_WORDS // 2 else 41]
 
 
 @pytest.mark.parametrize("times", [2, 3, 4])
 def test_a_copy_that_is_zeroed_is_noticed(times: int) -> None:
     file = words(1)
-    numbers = Numbers(file)
+    numbers = DurableCounters(file)
     for value in range(times):
         numbers.set(0, value)
     newest = 0 if times % 2 else 1
     for copy in range(2):
         damaged = file.copy().reshape(2, -1)
         damaged[copy] = 0
-        read = Numbers(damaged.reshape(-1))
+        read = DurableCounters(damaged.reshape(-1))
         assert read.values == [times - 2 if copy == newest else times - 1]
         # One that was set only once has a copy that was never used.
         assert read.doubtful == [read.values != [0]]
@@ -79,21 +79,21 @@ def test_a_copy_that_is_zeroed_is_noticed(times: int) -> None:
 
 def test_words_of_another_file_are_no_numbers() -> None:
     file = words(1)
-    Numbers(file, salt=1).set(0, 9)
-    assert Numbers(file, salt=2).values == [None]
-    assert Numbers(np.full(NUMBER_WORDS, 0x5A5A5A5A5A5A5A5A, np.uint64)).values == [None]
+    DurableCounters(file, salt=1).set(0, 9)
+    assert DurableCounters(file, salt=2).values == [None]
+    assert DurableCounters(np.full(COUNTER_WORDS, 0x5A5A5A5A5A5A5A5A, np.uint64)).values == [None]
 
 
 def test_a_number_goes_on_after_damage() -> None:
     file = words(1)
-    numbers = Numbers(file)
+    numbers = DurableCounters(file)
     for value in (1, 2):
         numbers.set(0, value)
     file[0] ^= np.uint64(1)
-    numbers = Numbers(file)
+    numbers = DurableCounters(file)
     numbers.set(0, 3)
-    assert Numbers(file).values == [3]
-    assert Numbers(file).doubtful == [False]
+    assert DurableCounters(file).values == [3]
+    assert DurableCounters(file).doubtful == [False]
 
 
 def test_a_file_of_numbers_has_its_room_on_the_disk(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DreamfleetError, match=r"numbers \(No space left on device\): free disk"):
-        map_words(tmp_path / "numbers", NUMBER_WORDS)
+        map_words(tmp_path / "numbers", COUNTER_WORDS)
