@@ -66,16 +66,11 @@ class Resources:
     """Accelerators; a part of one, such as 0.5, may share it."""
     memory: CountOrZero = 0
     """Bytes of memory; 0 if it does not matter."""
-    custom: dict[str, Any] = field(default_factory=dict)
+    custom: dict[str, AboveZero] = field(default_factory=dict)
     """Resources that the cluster has under names of its own, such as simulator=1."""
 
     def __post_init__(self) -> None:
         validate(self)
-        for name, amount in self.custom.items():
-            if isinstance(amount, bool) or not isinstance(amount, (int, float)) or amount <= 0:
-                raise ConfigError(
-                    f"{name}={amount} is no amount of a resource: use a number above 0."
-                )
 
     def amounts(self) -> dict[str, float]:
         """Everything that is asked for, by its name in a cluster."""
@@ -430,11 +425,6 @@ class RunConfig:
         )
         return self.agent_config
 
-    def resolved(self) -> RunConfig:
-        """The configuration with the agent's settings as an instance of its class. This imports
-        the code that `agent` names."""
-        return replace(self, agent_config=self.settings_of(self.agent_type))
-
     @property
     def report_window(self) -> int:
         """Steps of a sequence that is reported on."""
@@ -495,7 +485,8 @@ class RunConfig:
     def changed(self, changes: Mapping[str, Any]) -> RunConfig:
         """The configuration with some settings changed, by their path: `{"envs": 4,
         "dreamer.loss.horizon": 100, "dreamer.model": "1m"}`. Groups of settings may also be
-        mappings, as in a file. Another agent starts with its defaults.
+        mappings, as in a file. Another agent starts with its defaults. This imports the agent's
+        code, also if nothing is changed.
 
         Raises:
             ConfigError: There is no such setting, or its value does not fit.
@@ -515,7 +506,7 @@ class RunConfig:
             else:
                 mine["agent_config"] = value
         config = self.settings_of(agent) if name == self.agent else agent.default()
-        if theirs or name != self.agent:
+        if theirs or name != self.agent or isinstance(self.agent_config, ForeignSettings):
             config = mine.get("agent_config") or config
             mine["agent_config"] = changed(config, theirs, f"{agent.name}.")
         for path in mine:
@@ -571,10 +562,10 @@ class RunConfig:
         ignored, and those that are missing get their defaults.
 
         Code that the text names is never imported: settings of an agent that is not built in stay
-        plain values until `resolved` is called.
+        plain values until `changed` is called.
         """
         try:
-            values = _of_older_versions(json.loads(text))
+            values = json.loads(text)
             name = values.setdefault("agent", "dreamer")
             if name in BUILT_IN:
                 agent = find_agent(name)
@@ -603,7 +594,6 @@ _ADDR = (
     "that other machines can reach: write tcp://HOST:PORT, or tcp://HOST:{{auto}} if they share "
     "the run's directory"
 )
-_HOSTS, _ONE_HOST = "Several hosts cannot be used with ", ": leave it out, or set hosts=1."
 _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: "seed" in c.env_options,
      "env_options may not hold a seed: every environment gets its own; set the run's seed."),
@@ -611,12 +601,8 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "from_checkpoint_regex chooses from from_checkpoint, which is empty: set both."),
     (lambda c: c.offline and c.prefill,
      "offline and prefill are mutually exclusive: name all directories after offline."),
-    (lambda c: c.offline and c.bind,
-     "bind lets machines with environments join, and offline needs none: leave one out."),
-    (lambda c: c.offline and c.actors > 1,
-     "actors choose actions in environments, and offline has none: leave actors out."),
-    (lambda c: c.offline and c.eval_every,
-     "eval_every plays episodes while training, and offline has no environments: leave one out."),
+    (lambda c: c.offline and (c.bind or c.actors > 1 or c.eval_every),
+     "offline trains without environments: leave bind, actors and eval_every out."),
     (lambda c: c.eval_every and not c.eval_episodes,
      "eval_every plays rounds of eval_episodes episodes: set eval_episodes to 1 or more."),
     (lambda c: c.replay_shards > c.envs and not c.offline and not c.bind,
@@ -640,10 +626,10 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "that is a multiple of {c.hosts}."),
     (lambda c: 1 < c.hosts <= c.host_index,
      "There is no host_index={c.host_index} of {c.hosts} hosts: they are numbered from 0."),
-    (lambda c: c.hosts > 1 and c.launcher == "serial", f"{_HOSTS}launcher=serial{_ONE_HOST}"),
-    (lambda c: c.hosts > 1 and c.offline, f"{_HOSTS}offline{_ONE_HOST}"),
-    (lambda c: c.hosts > 1 and c.prefill, f"{_HOSTS}prefill{_ONE_HOST}"),
-    (lambda c: c.hosts > 1 and c.remote_replay, f"{_HOSTS}remote_replay{_ONE_HOST}"),
+    (lambda c: c.hosts > 1 and (
+        c.launcher == "serial" or c.offline or c.prefill or c.remote_replay),
+     "Several hosts need their own data and processes: leave launcher=serial, offline, prefill and "
+     "remote_replay out, or set hosts=1."),
 )  # fmt: skip
 """When settings cannot work together, and the sentence that says so of the configuration `c`."""
 
@@ -686,24 +672,3 @@ def read_config_file(path: Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except ConfigError as error:
         raise ConfigError(f"{path} is not valid. {error}") from None
-
-
-def unknown_settings(config: RunConfig) -> dict[str, Any]:
-    """What the file of a run, from which this was read, holds under paths that there are not:
-    another version wrote it."""
-    values = _of_older_versions(json.loads((config.logdir / CONFIG_FILE).read_bytes()))
-    known = config.flat()
-    return {path: value for path, value in flattened(values).items() if path not in known}
-
-
-def _of_older_versions(values: dict[str, Any]) -> dict[str, Any]:
-    """What older versions wrote, as this version has it."""
-    replay = {new: values.pop(f"replay_{new}", None) for new in ("capacity", "chunk")}
-    if any(replay.values()):
-        values["replay"] = {key: value for key, value in replay.items() if value is not None}
-    for name, value in values.items():
-        if value == "inproc://{auto}":  # what a launcher chose, which the next one need not
-            values[name] = "ipc://{auto}"
-    if isinstance(values.get("offline"), bool):
-        values["offline"] = values.pop("prefill", []) if values["offline"] else []
-    return values

@@ -2,7 +2,7 @@
 
 Those of the reference implementation of DreamerV3 have its names and its settings: `published` is
 what it calls `defaults`, and all that follow it differ from `published` in what they name. The
-others (`default`, `pixels`, `dmc_cpu`) are made for a few processor cores.
+others (`default`, `pixels`, `dmc_cpu`) are made for a few CPU cores.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ PRESETS: Mapping[str, RunConfig] = {
         report_length=5,
         train_ratio=8.0,
         replay=ReplayConfig(capacity=10_000),
-        # Not the reference's: it ends soon, shows something soon, and runs on a processor.
+        # Not the reference's: it ends soon, shows something soon, and runs on a CPU.
         steps=1000,
         log_every=2.0,
         envs_per_process=2,

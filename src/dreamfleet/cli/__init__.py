@@ -2,12 +2,11 @@
 
 Each command is one module of this package with a function of its own name (`check-env` is
 `check_env`). The function's parameters are its options; those of `train`, `resume` and `sweep` are
-the settings of a run. A command is imported only when it is asked for, so that others stay quick.
+the settings of a run (`options_of` in their modules). A command is imported when it is asked for.
 """
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import signal
@@ -16,9 +15,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dreamfleet.cli.arguments import call, function_help
+from dreamfleet.cli.arguments import call, function_options, help_of
 from dreamfleet.cli.console import complain, open_streams, say
-from dreamfleet.errors import DreamfleetError
+from dreamfleet.errors import DreamfleetError, did_you_mean
 
 COMMANDS = {
     "train": "train an agent",
@@ -47,6 +46,21 @@ MOVED = {
 """Former commands, and what runs them in a checkout."""
 
 EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "train": (
+        ("train", "gym:CartPole-v1, on two cores"),
+        ("train --task dmc:walker_walk", "another task"),
+        ("train --task my_package.my_module:my_factory", "your own environment"),
+        ("train --dreamer.model 1m --dreamer.loss.entropy-scale 0.001", "settings of the agent"),
+    ),
+    "resume": (
+        ("resume runs/gym-CartPole-v1", "as it was"),
+        ("resume runs/gym-CartPole-v1 --steps 60000", "and longer"),
+    ),
+    "sweep": (
+        ("sweep --seeds 0,1,2 --task gym:Acrobot-v1", "three seeds"),
+        ("sweep --set train_ratio=32,64 --parallel 2", "two settings at the same time"),
+        ("sweep --set dreamer.optimizer.learning_rate='log(1e-4,1e-2)' --trials 20", "a search"),
+    ),
     "eval": (
         ("eval runs/gym-CartPole-v1 --episodes 20", "twenty new episodes"),
         ("eval runs/gym-CartPole-v1 --video play.mp4 --json", "with a video, as one JSON object"),
@@ -94,9 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else " See 'dreamfleet --help'."
-        complain(f"There is no command {name!r}.{hint}")
+        hint = did_you_mean(name, COMMANDS, "see 'dreamfleet --help'.")
+        complain(f"There is no command {name!r}: {hint}")
         return 2
     try:
         with _signals():
@@ -171,15 +184,14 @@ def _about_machine(error: Exception) -> str:
 
 def _run(name: str, arguments: Sequence[str]) -> None:
     function = name.replace("-", "_")
-    command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
-    if name in (
-        "train",
-        "resume",
-        "sweep",
-    ):  # they read their options themselves: the settings of a run
+    module = importlib.import_module(f"dreamfleet.cli.{function}")
+    command, run_options = getattr(module, function), getattr(module, "options_of", None)
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        options = run_options(arguments) if run_options else function_options(command)
+        everything = "--help-all" in arguments
+        say(help_of(name, command, options, EXAMPLES.get(name, ()), everything=everything))
+    elif run_options:
         command(arguments)
-    elif {"-h", "--help"} & set(arguments):
-        say(function_help(name, command, EXAMPLES.get(name, ())))
     else:
         call(name, command, arguments)
 

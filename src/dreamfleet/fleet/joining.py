@@ -45,7 +45,7 @@ from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.spaces import Space, spaces_from_json, without_logs, without_reset
 from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
 from dreamfleet.transport.address import Address, parse
-from dreamfleet.trust import A_MACHINE, admit, code_in
+from dreamfleet.trust import admit, code_in
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class _Machine:
             raise ConfigError(f"The run's task is {task}, not {named}: say --task {task}.")
         stated = ["task"] if named else []
         code = code_in([("task", task)])
-        admit("The run", code, trust=self._offer.trust, stated=stated, rule=A_MACHINE)
+        admit("The run", code, trust=self._offer.trust, stated=stated)
 
     def _look(self, config: RunConfig, described: _Described) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""
