@@ -5,6 +5,8 @@ A problem breaks the contract; a hint is allowed but probably a mistake. Both co
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
 import time
 import traceback
@@ -36,7 +38,8 @@ _FRAMES = 20
 _COMPARED_STEPS = 200
 _SLOW = 100.0
 _BRIEF = 4096
-_PACKAGE = str(Path(__file__).parents[1])
+_HEADER = "Traceback (most recent call last):\n"
+_OUR_FILE = f'  File "{Path(__file__).parents[1]}{os.sep}'
 
 ONLY_ONE = (
     "If there can be only one at a time, use --envs 1, without --eval-envs and --eval-every; if "
@@ -153,7 +156,7 @@ def diagnose(
         if different := different_spaces(*spaces):
             result.problems.append(Finding(different, ""))
         _close(env, told)
-        result.problems += _flags(trajectory)
+        result.problems += _broken_flags(trajectory)
         compared = min(steps, _COMPARED_STEPS)
         result.hints += _seeds(make, second, trajectory, compared, seed, told)
     except (ConfigError, UnknownTaskError, MissingExtraError):
@@ -165,7 +168,7 @@ def diagnose(
     except (Exception, SystemExit) as error:
         result.problems.append(_raised(error, last, result))
         return result
-    result.hints += [*_values(result, trajectory), *_speed(result)]
+    result.hints += _suspicious_values(result, trajectory)
     if make_visible and not result.frames:
         result.hints += _render(make_visible, compared, seed, result, told)
     return result
@@ -217,25 +220,31 @@ def _make_second(
 def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Finding:
     """An exception of the environment."""
     what = f"{call.title} raised {type(error).__name__}: {error}".rstrip(".") + "."
+    fix = "Fix it."
     # A run gives up on an environment if no episode ends between two failures.
     if isinstance(error, Exception) and call.name in ("reset", "step") and result.episodes:
         count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had ended before"
-        fix = (
-            f"Fix it. As {count}, training and eval would cut this one short and make the "
-            "environment again."
-        )
-    else:
-        fix = "Fix it."
+        fix += f" As {count}, training and eval would cut this one short and make the environment "
+        fix += "again."
     return Finding(what, fix, own_traceback(error))
 
 
 def own_traceback(error: BaseException) -> str:
     """The traceback without the frames of this package that called user code."""
-    frame = error.__traceback__
-    while frame and frame.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.tb_next
-    lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
-    return "".join(lines).rstrip()
+    return trim_traceback("".join(traceback.format_exception(error)).rstrip())
+
+
+def trim_traceback(text: str) -> str:
+    """The tracebacks in a text, without the frames of this package that are above the user's."""
+    before, *blocks = text.split(_HEADER)
+    return _HEADER.join(["" if blocks else before, *map(_from_the_first_foreign, blocks)])
+
+
+def _from_the_first_foreign(frames: str) -> str:
+    """The frames of one exception, and what follows them."""
+    each = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
+    foreign = (at for at in range(1, len(each)) if not each[at].startswith(_OUR_FILE))
+    return "".join([each[0], *each[next(foreign, 1) :]])
 
 
 def _play(
@@ -273,7 +282,9 @@ def _play(
             if not result.problems:
                 result.problems += _overwritten(previous, copy)
                 if mask and mask.empty(obs[ACTION_MASK]) and not obs["is_last"]:
-                    result.problems += [_forbids_all(len(times))]
+                    what = f"{ACTION_MASK!r} forbids every action at step {len(times)}."
+                    fix = "Allow at least one action while the episode continues, or end it there."
+                    result.problems.append(Finding(what, fix))
             previous, copy = obs, {key: value.copy() for key, value in obs.items()}
             trajectory.append({key: _brief(value) for key, value in copy.items()})
             if reset and obs["is_last"]:
@@ -290,13 +301,6 @@ def _play(
         _count_episodes(result, trajectory)
         # The median, because a step may have waited for a CPU.
         result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
-
-
-def _forbids_all(step: int) -> Finding:
-    return Finding(
-        f"{ACTION_MASK!r} forbids every action at step {step}.",
-        "Allow at least one action while the episode continues, or end it there.",
-    )
 
 
 def _brief(value: NDArray[Any]) -> NDArray[Any]:
@@ -325,28 +329,42 @@ def _overwritten(then: Arrays, copy: Arrays) -> Iterator[Finding]:
             )
 
 
-def _flags(trajectory: list[Arrays]) -> Iterator[Finding]:
-    if not trajectory[0]["is_first"]:
-        yield Finding("The observation after a reset is not is_first.", "Set is_first there.")
-    for before, after in pairwise(trajectory):
-        if after["is_first"] and not before["is_last"]:
-            yield Finding(
-                "An episode started although the one before had not ended.",
-                "Set is_last on the last observation of every episode.",
-            )
-            break
-        if before["is_last"] and not after["is_first"]:
-            yield Finding(
-                "A reset did not start an episode.", "Start one whenever the action says reset."
-            )
-            break
-    if any(obs["is_terminal"] and not obs["is_last"] for obs in trajectory):
-        yield Finding("is_terminal without is_last.", "A terminal step is the last one: set both.")
-    if any(obs["is_first"] and obs["reward"] != 0 for obs in trajectory):
-        yield Finding(
-            "The first observation of an episode has a reward.",
-            "Return 0 there: no action has earned anything yet.",
-        )
+def _found(*checks: tuple[bool, str, str]) -> list[Finding]:
+    """What is wrong: checks are whether it is so, what it is, and the fix."""
+    return [Finding(what, fix) for is_so, what, fix in checks if is_so]
+
+
+def _broken_flags(trajectory: list[Arrays]) -> list[Finding]:
+    pairs = list(pairwise(trajectory))
+    return _found(
+        (not trajectory[0]["is_first"],
+         "The observation after a reset is not is_first.", "Set is_first there."),
+        (any(after["is_first"] and not before["is_last"] for before, after in pairs),
+         "An episode started although the one before had not ended.",
+         "Set is_last on the last observation of every episode."),
+        (any(before["is_last"] and not after["is_first"] for before, after in pairs),
+         "A reset did not start an episode.", "Start one whenever the action says reset."),
+        (any(obs["is_terminal"] and not obs["is_last"] for obs in trajectory),
+         "is_terminal without is_last.", "A terminal step is the last one: set both."),
+        (any(obs["is_first"] and obs["reward"] != 0 for obs in trajectory),
+         "The first observation of an episode has a reward.",
+         "Return 0 there: no action has earned anything yet."),
+    )  # fmt: skip
+
+
+def _suspicious_values(result: Diagnosis, trajectory: list[Arrays]) -> list[Finding]:
+    first = trajectory[0]
+    return _found(
+        (not result.episodes, f"No episode ended within {result.steps} steps.",
+         "Set time_limit if episodes never end, or check longer with --steps."),
+        (all(obs["reward"] == 0 for obs in trajectory), "Random actions earned no reward.",
+         "Nothing to do if rewards are rare; otherwise check how they are computed."),
+        *((all(np.array_equal(first[key], obs[key]) for obs in trajectory),
+           f"Observation {key!r} never changed.", "Leave it out if it holds no information.")
+          for key in without_logs(result.obs_space).keys() - {*FLAGS}),
+        (result.steps_per_second < _SLOW, f"It makes {result.steps_per_second:.0f} steps a second.",
+         "Use several environments, and processes as long as there are cores."),
+    )  # fmt: skip
 
 
 def _seeds(
@@ -356,61 +374,32 @@ def _seeds(
     steps: int,
     seed: int,
     tell: Tell,
-) -> Iterator[Finding]:
+) -> list[Finding]:
     """Compare with an environment of another seed (`second`, if there is one), and of the same."""
 
     def difference(env: Env | None, env_seed: int) -> str:
+        """Play an environment and close it; returns where it differs from the trajectory."""
         if env is None:
             tell("constructor", 1, steps)
             env = make(env_seed)
-        return _difference(env, trajectory, steps, seed, tell)
+        again: list[Arrays] = []
+        _play(env, steps, seed, Diagnosis(), again, tell)
+        _close(env, tell)
+        # Lengths may differ by resets, but then the values differ earlier.
+        for number, (one, two) in enumerate(zip(trajectory, again, strict=False)):
+            for key, value in one.items():
+                if key not in two or not np.array_equal(value, two[key]):
+                    return f"{key!r} differs at step {number}"
+        return ""
 
     other, same = difference(second, seed + 1), difference(None, seed)
-    if same:
-        yield Finding(
-            f"The same seed gives another run: {same}.",
-            "Take all randomness from the seed, if runs should be repeatable.",
-        )
-    elif not other:
-        yield Finding(
-            "Another seed gives the same run.",
-            "Use the seed, unless the environment is deterministic: otherwise all copies of it "
-            "play the same episodes.",
-        )
-
-
-def _difference(
-    env: Env, trajectory: list[Arrays], steps: int, action_seed: int, tell: Tell
-) -> str:
-    """Play an environment and close it; returns where it differs from the trajectory."""
-    again: list[Arrays] = []
-    _play(env, steps, action_seed, Diagnosis(), again, tell)
-    _close(env, tell)
-    # Lengths may differ by resets, but then the values differ earlier.
-    for number, (one, two) in enumerate(zip(trajectory, again, strict=False)):
-        for key, value in one.items():
-            if key not in two or not np.array_equal(value, two[key]):
-                return f"{key!r} differs at step {number}"
-    return ""
-
-
-def _values(result: Diagnosis, trajectory: list[Arrays]) -> Iterator[Finding]:
-    if not result.episodes:
-        yield Finding(
-            f"No episode ended within {result.steps} steps.",
-            "Set time_limit if episodes never end, or check longer with --steps.",
-        )
-    if all(obs["reward"] == 0 for obs in trajectory):
-        yield Finding(
-            "Random actions earned no reward.",
-            "Nothing to do if rewards are rare; otherwise check how they are computed.",
-        )
-    for key in without_logs(result.obs_space).keys() - {*FLAGS}:
-        first = trajectory[0][key]
-        if all(np.array_equal(first, obs[key]) for obs in trajectory):
-            yield Finding(
-                f"Observation {key!r} never changed.", "Leave it out if it holds no information."
-            )
+    return _found(
+        (bool(same), f"The same seed gives another run: {same}.",
+         "Take all randomness from the seed, if runs should be repeatable."),
+        (not same and not other, "Another seed gives the same run.",
+         "Use the seed, unless the environment is deterministic: otherwise all copies of it play "
+         "the same episodes."),
+    )  # fmt: skip
 
 
 def _render(
@@ -432,14 +421,6 @@ def _render(
             f"It cannot be rendered: {str(error).rstrip('.')}.", "Training needs no frames."
         )
     result.frames = visible.frames
-
-
-def _speed(result: Diagnosis) -> Iterator[Finding]:
-    if result.steps_per_second < _SLOW:
-        yield Finding(
-            f"It makes {result.steps_per_second:.0f} steps a second.",
-            "Use several environments, and processes as long as there are cores.",
-        )
 
 
 def _close(env: Env, tell: Tell) -> None:
