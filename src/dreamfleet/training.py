@@ -281,16 +281,8 @@ def resume(logdir: Path | str, **arguments: Any) -> Evaluation | None:
 
     Args:
         logdir: Its directory.
-        arguments: Those of `train`: settings to change, the environment if it is one of this
-            program, `trust`, callbacks.
-
-    Returns:
-        The evaluation at the end; None if `eval_episodes` is 0.
-
-    Raises:
-        ConfigError: There is no run, or it cannot work; nothing was started.
-        FleetError: A process failed, and the run ended because of it.
-        KeyboardInterrupt: The user ended the run; everything is saved.
+        arguments: Those of `train`, which also says what is returned and raised: settings to
+            change, the environment if it is one of this program, `trust`, callbacks.
     """
     read_config(Path(logdir))  # there has to be one
     return train(logdir=logdir, **arguments)

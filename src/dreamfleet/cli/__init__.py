@@ -160,15 +160,14 @@ def _signals() -> Iterator[None]:
 
 
 _FIXES = {
-    **dict.fromkeys(
-        (errno.EROFS, errno.EACCES, errno.EPERM), "fix its permissions, or use another place"
-    ),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or use another place"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
-    **dict.fromkeys(
-        (errno.ENOMEM, errno.EAGAIN),
-        "end other programs, or raise the limits of this shell (ulimit -a)",
-    ),
+    getattr(errno, name): fix
+    for names, fix in {
+        "EROFS EACCES EPERM": "fix its permissions, or use another place",
+        "ENOSPC EDQUOT": "make room, or use another place",
+        "EMFILE ENFILE": "allow more open files (ulimit -n)",
+        "ENOMEM EAGAIN": "end other programs, or raise the limits of this shell (ulimit -a)",
+    }.items()
+    for name in names.split()
 }
 
 

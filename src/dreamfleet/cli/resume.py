@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dreamfleet.cli import train as training
 from dreamfleet.cli.arguments import Option
@@ -35,7 +36,7 @@ def options_of(_: Sequence[str]) -> list[Option]:
     """The options of the help. Their defaults are what the run has."""
     found = {option.path: replace(option, value=None) for option in training.options_of([])}
     del found["preset"]
-    where = {"positional": True, "value": inspect.Parameter.empty, "help": "The run's directory."}
-    found["logdir"] = replace(found["logdir"], **where)
+    where: dict[str, Any] = {"positional": True, "value": inspect.Parameter.empty}
+    found["logdir"] = replace(found["logdir"], help="The run's directory.", **where)
     found["trust"] = replace(found["trust"], marks=frozenset({Section("code of your own")}))
     return list(found.values())
