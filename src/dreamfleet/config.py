@@ -61,13 +61,13 @@ class Resources:
     """What one worker asks for."""
 
     cpu: ZeroOrMore = 0.0
-    """CPU cores; 0 goes wherever there is room for the rest."""
+    """CPU cores; 0 for no requirement."""
     gpu: ZeroOrMore = 0.0
-    """Accelerators; a part of one, such as 0.5, may share it."""
+    """Accelerators; a fraction, such as 0.5, shares one."""
     memory: CountOrZero = 0
-    """Bytes of memory; 0 if it does not matter."""
+    """Bytes of memory; 0 for no requirement."""
     custom: dict[str, AboveZero] = field(default_factory=dict)
-    """Resources that the cluster has under names of its own, such as simulator=1."""
+    """Custom resources of the cluster, such as simulator=1."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -100,7 +100,7 @@ class RunResources:
 
 
 CONFIG_FILE = "config.json"
-"""In the directory of a run: the settings that it was last with."""
+"""In the directory of a run: its latest settings."""
 
 JOINED = 1 << 20
 """Environments of machines that have joined are numbered from here, above all others."""
@@ -253,9 +253,7 @@ class RunConfig:
     """Steps in a sequence that is reported on; a longer one is cut to batch_length."""
     report_batches: Incidental[Count] = 1
     """Batches in a report."""
-    # An update for every eighth step. Updates are what takes the time, so more data is nearly free;
-    # with an update for every second step, eight episodes of CartPole were 2,000 updates, and a
-    # policy heard of its mistakes that late.
+    # An update for every eighth step: updates dominate the cost, so more data is nearly free.
     train_ratio: Annotated[float, Meta(ge=-1), _LEARNING] = 64.0
     """Replayed steps trained on per environment step collected (steps as the agent counts them,
     so repeated actions count once); 0 or less for no limit. Training starts after max(batch_size,
@@ -381,8 +379,7 @@ class RunConfig:
         """Environments in a full policy call of one of the actors."""
         known = len(range(actor, self.known_envs, self.actors))
         wanted = self.actor_batch if self.actor_batch > 0 else known // 2
-        # A call that waited for several lanes of a process would keep them in step with each other,
-        # and would hide no delay.
+        # A call that waits for several lanes of a process synchronises them, and hides no delay.
         most = -(-len(self.envs_of(actor)) // self.env_lanes)
         # Others may join, and fill it.
         return max(1, wanted if self.bind else min(wanted, most))
