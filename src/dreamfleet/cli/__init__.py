@@ -7,6 +7,7 @@ the settings of a run (`options_of` in their modules). A command is imported whe
 
 from __future__ import annotations
 
+import ast
 import errno
 import importlib
 import signal
@@ -14,29 +15,16 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from dreamfleet.cli.arguments import call, function_options, help_of
 from dreamfleet.cli.console import complain, open_streams, say
 from dreamfleet.errors import DreamfleetError, did_you_mean
 
-COMMANDS = {
-    "train": "train an agent",
-    "resume": "resume a run with the settings that it was last with",
-    "sweep": "train several seeds or settings, or search for settings",
-    "eval": "play episodes with a trained agent",
-    "status": "say what a run is doing",
-    "view": "show runs in a browser, live",
-    "export": "write a trained policy as ONNX or StableHLO",
-    "push": "upload a trained policy to the Hugging Face Hub",
-    "pull": "download a trained policy from the Hugging Face Hub",
-    "dataset": "write the steps of a run as a dataset",
-    "plot": "draw learning curves, with published ones",
-    "join": "join a run on another machine with environments of this one",
-    "invite": "list, make or revoke the lines by which machines join a run",
-    "role": "run one role of a run by hand, for example on a second computer",
-    "check-env": "play an environment and say what is wrong with it",
-    "doctor": "look over this machine, and say what it lacks",
-}
+COMMANDS = (
+    "train", "resume", "sweep", "eval", "status", "view", "export", "push", "pull", "dataset",
+    "plot", "join", "invite", "role", "check-env", "doctor",
+)  # fmt: skip
 
 MOVED = {
     "bench": "make bench ARGS='fleet --json rows.json'",
@@ -182,9 +170,8 @@ def _about_machine(error: Exception) -> str:
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
-    function = name.replace("-", "_")
-    module = importlib.import_module(f"dreamfleet.cli.{function}")
-    command, run_options = getattr(module, function), getattr(module, "options_of", None)
+    module = importlib.import_module(f"dreamfleet.cli.{_function(name)}")
+    command, run_options = getattr(module, _function(name)), getattr(module, "options_of", None)
     if {"-h", "--help", "--help-all"} & set(arguments):
         options = run_options(arguments) if run_options else function_options(command)
         everything = "--help-all" in arguments
@@ -195,11 +182,19 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         call(name, command, arguments)
 
 
+def _function(command: str) -> str:
+    return command.replace("-", "_")
+
+
 def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    """Every command with the first line of its docstring; none is imported for this."""
+    rows = []
+    for name in COMMANDS:
+        source = Path(__file__).with_name(f"{_function(name)}.py").read_text()
+        functions = (each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef))
+        docs = {each.name: ast.get_docstring(each) or "" for each in functions}
+        rows.append(f"  {name:<9}  {docs[_function(name)].splitlines()[0]}\n")
     return (
-        "usage: dreamfleet COMMAND [OPTIONS]\n\n"
-        f"commands:\n{rows}\n\n"
+        f"usage: dreamfleet COMMAND [OPTIONS]\n\ncommands:\n{''.join(rows)}\n"
         "'dreamfleet COMMAND --help' explains one. 'dreamfleet --version' tells the version."
     )
