@@ -46,14 +46,14 @@ class LocalClock:
         return True
 
 
-Said = Mapping[str, Any]
-Gather = Callable[[Said], Sequence[Said]]
-"""Takes what this host says, and returns what every host has said, in the order of the hosts."""
+Vote = Mapping[str, Any]
+Gather = Callable[[Vote], Sequence[Vote]]
+"""Takes the vote of this host, and returns those of all hosts, in their order."""
 
 
-def alone(said: Said) -> Sequence[Said]:
-    """What all hosts say, if there is one."""
-    return [said]
+def single_host(vote: Vote) -> Sequence[Vote]:
+    """The votes of all hosts, if there is one."""
+    return [vote]
 
 
 class GlobalClock:
@@ -64,8 +64,8 @@ class GlobalClock:
         if agreed.due("save"): ...
 
     A collective operation hangs if only some hosts start it, and their clocks never agree to the
-    last step. So the hosts meet in rounds: each says what it knows, and all decide alike from
-    what all have said. Whether an interval has passed is decided by host 0.
+    last step. So the hosts meet in rounds: each votes, and all decide alike from all votes. Whether
+    an interval has passed is decided by host 0.
 
     Args:
         every: Seconds by name, as `LocalClock` understands them.
@@ -75,34 +75,34 @@ class GlobalClock:
     def __init__(
         self,
         every: Mapping[str, float],
-        gather: Gather = alone,
+        gather: Gather = single_host,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clocks = {name: LocalClock(seconds, now=now) for name, seconds in every.items()}
         self._gather = gather
 
-    def __call__(self, **said: Any) -> Round:
-        """Meet the other hosts; returns when all are there. `said` may also name an interval that
+    def __call__(self, **vote: Any) -> Round:
+        """Meet the other hosts; returns when all are there. The vote may also name an interval that
         has passed for another reason than the time."""
-        due = {name: clock() or said.get(name, False) for name, clock in self._clocks.items()}
-        return Round(self._gather({**said, **due}))
+        due = {name: clock() or vote.get(name, False) for name, clock in self._clocks.items()}
+        return Round(self._gather({**vote, **due}))
 
 
 class Round:
-    """What all hosts have said."""
+    """The votes of all hosts."""
 
-    def __init__(self, said: Sequence[Said]) -> None:
-        self._said = said
+    def __init__(self, votes: Sequence[Vote]) -> None:
+        self._votes = votes
 
     def due(self, name: str) -> bool:
-        """Whether host 0 says it."""
-        return bool(self._said[0][name])
+        """Whether host 0 votes for it."""
+        return bool(self._votes[0][name])
 
     def any(self, name: str) -> bool:
-        return any(said[name] for said in self._said)
+        return any(vote[name] for vote in self._votes)
 
     def all(self, name: str) -> bool:
-        return all(said[name] for said in self._said)
+        return all(vote[name] for vote in self._votes)
 
     def total(self, name: str) -> int:
-        return sum(said[name] for said in self._said)
+        return sum(vote[name] for vote in self._votes)

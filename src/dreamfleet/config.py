@@ -62,21 +62,16 @@ class Resources:
     """What one worker asks for."""
 
     cpu: ZeroOrMore = 0.0
-    """CPU cores; 0 goes wherever there is room for the rest."""
+    """CPU cores; 0 for no requirement."""
     gpu: ZeroOrMore = 0.0
-    """Accelerators; a part of one, such as 0.5, may share it."""
+    """Accelerators; a fraction, such as 0.5, shares one."""
     memory: CountOrZero = 0
-    """Bytes of memory; 0 if it does not matter."""
-    custom: dict[str, Any] = field(default_factory=dict)
-    """Resources that the cluster has under names of its own, such as simulator=1."""
+    """Bytes of memory; 0 for no requirement."""
+    custom: dict[str, AboveZero] = field(default_factory=dict)
+    """Custom resources of the cluster, such as simulator=1."""
 
     def __post_init__(self) -> None:
         validate(self)
-        for name, amount in self.custom.items():
-            if isinstance(amount, bool) or not isinstance(amount, (int, float)) or amount <= 0:
-                raise ConfigError(
-                    f"{name}={amount} is not an amount of a resource: use a number above 0."
-                )
 
     def amounts(self) -> dict[str, float]:
         """Everything that is asked for, by its name in a cluster."""
@@ -106,7 +101,7 @@ class RunResources:
 
 
 CONFIG_FILE = "config.json"
-"""In the directory of a run: its last settings."""
+"""In the directory of a run: its latest settings."""
 
 JOINED = 1 << 20
 """Environments of machines that have joined are numbered from here, above all others."""
@@ -251,9 +246,7 @@ class RunConfig:
     """Steps in a sequence that is reported on; a longer one is cut to batch_length."""
     report_batches: Incidental[Count] = 1
     """Batches in a report."""
-    # An update for every eighth step. Updates are what takes the time, so more data is nearly free;
-    # with an update for every second step, eight episodes of CartPole were 2,000 updates, and a
-    # policy heard of its mistakes that late.
+    # An update for every eighth step: updates dominate the cost, so more data is nearly free.
     train_ratio: Annotated[float, Meta(ge=-1), _LEARNING] = 64.0
     """Replayed steps trained on per environment step (a repeated action is one step); 0 or less for
     no limit. Training starts after max(batch_size, envs) x (batch_length + context) steps."""
@@ -382,8 +375,7 @@ class RunConfig:
         """Environments in a full policy call of one of the actors."""
         known = len(range(actor, self.known_envs, self.actors))
         wanted = self.actor_batch if self.actor_batch > 0 else known // 2
-        # A call that waited for several lanes of a process would keep them in step with each other,
-        # and would hide no delay.
+        # A call that waits for several lanes of a process synchronises them, and hides no delay.
         most = -(-len(self.envs_of(actor)) // self.env_lanes)
         # Others may join, and fill it.
         return max(1, wanted if self.bind else min(wanted, most))
@@ -425,11 +417,6 @@ class RunConfig:
             f"takes a {agent.config.__name__}: set agent_config=None for its defaults.",
         )
         return self.agent_config
-
-    def resolved(self) -> RunConfig:
-        """The configuration with the agent's settings as an instance of its class. This imports
-        the code that `agent` names."""
-        return replace(self, agent_config=self.settings_of(self.agent_type))
 
     @property
     def report_window(self) -> int:
@@ -491,7 +478,8 @@ class RunConfig:
     def changed(self, changes: Mapping[str, Any]) -> RunConfig:
         """The configuration with some settings changed, by their path: `{"envs": 4,
         "dreamer.loss.horizon": 100, "dreamer.model": "1m"}`. Groups of settings may also be
-        mappings, as in a file. Another agent starts with its defaults.
+        mappings, as in a file. Another agent starts with its defaults. This imports the agent's
+        code, also if nothing is changed.
 
         Raises:
             ConfigError: There is no such setting, or its value does not fit.
@@ -511,7 +499,7 @@ class RunConfig:
             else:
                 mine["agent_config"] = value
         config = self.settings_of(agent) if name == self.agent else agent.default()
-        if theirs or name != self.agent:
+        if theirs or name != self.agent or isinstance(self.agent_config, ForeignSettings):
             config = mine.get("agent_config") or config
             mine["agent_config"] = changed(config, theirs, f"{agent.name}.")
         for path in mine:
@@ -567,10 +555,10 @@ class RunConfig:
         ignored, and those that are missing get their defaults.
 
         Code that the text names is never imported: settings of an agent that is not built in stay
-        plain values until `resolved` is called.
+        plain values until `changed` is called.
         """
         try:
-            values = _of_older_versions(json.loads(text))
+            values = json.loads(text)
             name = values.setdefault("agent", "dreamer")
             if name in BUILT_IN:
                 agent = find_agent(name)
@@ -599,7 +587,6 @@ _ADDR = (
     "that other machines can reach: write tcp://HOST:PORT, or tcp://HOST:{{auto}} if they share "
     "the run's directory"
 )
-_HOSTS, _ONE_HOST = "Several hosts cannot be used with ", ": leave it out, or set hosts=1."
 _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: "seed" in c.env_options,
      "env_options may not hold a seed: every environment gets its own; set the run's seed."),
@@ -613,12 +600,8 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "offline_fraction cannot be used with replay.fractions.priority: leave one out."),
     (lambda c: c.offline_fraction and c.replay_shards > 1,
      "offline_fraction cannot be used with replay_shards={c.replay_shards}: leave one out."),
-    (lambda c: c.offline and c.bind,
-     "bind and offline are mutually exclusive: leave one out."),
-    (lambda c: c.offline and c.actors > 1,
-     "actors and offline are mutually exclusive: leave actors out."),
-    (lambda c: c.offline and c.eval_every,
-     "eval_every and offline are mutually exclusive: leave one out."),
+    (lambda c: c.offline and (c.bind or c.actors > 1 or c.eval_every),
+     "offline trains without environments: leave bind, actors and eval_every out."),
     (lambda c: c.eval_every and not c.eval_episodes,
      "eval_every needs eval_episodes of 1 or more."),
     (lambda c: c.replay_shards > c.envs and not c.offline and not c.bind,
@@ -641,10 +624,10 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "that is a multiple of {c.hosts}."),
     (lambda c: 1 < c.hosts <= c.host_index,
      "There is no host_index={c.host_index} of {c.hosts} hosts: they are numbered from 0."),
-    (lambda c: c.hosts > 1 and c.launcher == "serial", f"{_HOSTS}launcher=serial{_ONE_HOST}"),
-    (lambda c: c.hosts > 1 and c.offline, f"{_HOSTS}offline{_ONE_HOST}"),
-    (lambda c: c.hosts > 1 and c.prefill, f"{_HOSTS}prefill{_ONE_HOST}"),
-    (lambda c: c.hosts > 1 and c.remote_replay, f"{_HOSTS}remote_replay{_ONE_HOST}"),
+    (lambda c: c.hosts > 1 and (
+        c.launcher == "serial" or c.offline or c.prefill or c.remote_replay),
+     "Several hosts need their own data and processes: leave launcher=serial, offline, prefill and "
+     "remote_replay out, or set hosts=1."),
 )  # fmt: skip
 """When settings cannot work together, and the sentence that says so of the configuration `c`."""
 
@@ -687,24 +670,3 @@ def read_config_file(path: Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except ConfigError as error:
         raise ConfigError(f"{path} is not valid. {error}") from None
-
-
-def unknown_settings(config: RunConfig) -> dict[str, Any]:
-    """What the file of a run, from which this was read, holds under paths that there are not:
-    another version wrote it."""
-    values = _of_older_versions(json.loads((config.logdir / CONFIG_FILE).read_bytes()))
-    known = config.flat()
-    return {path: value for path, value in flattened(values).items() if path not in known}
-
-
-def _of_older_versions(values: dict[str, Any]) -> dict[str, Any]:
-    """What older versions wrote, as this version has it."""
-    replay = {new: values.pop(f"replay_{new}", None) for new in ("capacity", "chunk")}
-    if any(replay.values()):
-        values["replay"] = {key: value for key, value in replay.items() if value is not None}
-    for name, value in values.items():
-        if value == "inproc://{auto}":  # what a launcher chose, which the next one need not
-            values[name] = "ipc://{auto}"
-    if isinstance(values.get("offline"), bool):
-        values["offline"] = values.pop("prefill", []) if values["offline"] else []
-    return values

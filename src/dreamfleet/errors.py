@@ -12,7 +12,7 @@
     └── one subtree for each other package, shown in its own `errors.py` (`envs` in `base.py`)
 
 A program that shows a clean sentence instead of a traceback catches `DreamfleetError`. Its
-message is written for the person: it says what is wrong and what to do about it. Anything else
+message is written for the user: it says what is wrong and what to do about it. Anything else
 that escapes is a bug.
 """
 
@@ -26,7 +26,7 @@ from types import ModuleType
 
 
 class DreamfleetError(Exception):
-    """An error that users can understand and fix."""
+    """Something that the user can fix; the message says how."""
 
 
 class ConfigError(DreamfleetError, ValueError):
@@ -75,11 +75,10 @@ def import_extra(module: str, purpose: str, extra: str, *, hint: str = "") -> Mo
 def install_command(extra: str) -> str:
     """The command that adds an extra of this package to the interpreter that is running.
 
-    A user who runs `.venv/bin/dreamfleet` without activating .venv has another pip on the PATH,
-    which would install into another place.
+    Without an activated .venv another pip is on the PATH, which would install elsewhere.
     """
     pip = shutil.which("pip")
     ours = pip is not None and Path(pip).parent == Path(sys.executable).parent
-    # Without a pip here, the person who made this environment knows what to type instead.
+    # Without a pip here, another program manages this environment.
     through = "" if ours or importlib.util.find_spec("pip") is None else f"{sys.executable} -m "
     return f"{through}pip install 'dreamfleet[{extra}]'"

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -28,21 +27,23 @@ from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
+from dreamfleet.envs.diagnose import trim_traceback
 from dreamfleet.envs.registry import Task, by_number, make_lanes, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write, temporary_folder
 from dreamfleet.fleet.launchers import Launcher, Worker, find_launcher
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.fleet.workers import eval_workers
-from dreamfleet.metrics.evaluations import Evaluation, Played, append_evaluation, evaluation_of
+from dreamfleet.metrics.evaluations import Evaluation, append_evaluation, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy, maker_of_task, run_of
 from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
 from dreamfleet.roles.health import HealthRecord, health_path, read_health
+from dreamfleet.settings import Count, CountOrZero, convert
 from dreamfleet.spaces import RESET
 from dreamfleet.trust import Trust
 
-__all__ = ["Evaluation", "EvaluationError", "EvaluationInterrupted", "evaluate", "play"]
+__all__ = ["Evaluation", "EvaluationError", "EvaluationInterrupted", "evaluate"]
 
 log = logging.getLogger(__name__)
 
@@ -50,26 +51,17 @@ Say = Callable[[str], None]
 
 _SEEDS_FROM = 1_000_000
 _SAY_SECONDS = 10.0
-_MOST_FAILURES = 3  # of a process, without a step in between
-_HEADER = "Traceback (most recent call last):\n"
-_OUR_FILE = f'  File "{Path(__file__).parent}{os.sep}'
+_MAX_FAILURES = 3  # of a process, without a step in between
 
 
 class EvaluationError(DreamfleetError):
     """Every episode failed; the message shows the first error."""
 
 
-class Result(NamedTuple):
-    """An evaluation, and its episodes."""
-
-    evaluation: Evaluation
-    played: list[Played]
-
-
 class EvaluationInterrupted(KeyboardInterrupt):
     """The user ended an evaluation."""
 
-    def __init__(self, result: Result | None) -> None:
+    def __init__(self, result: Evaluation | None) -> None:
         super().__init__()
         self.result = result
         """What was played until then; None if no episode has ended."""
@@ -89,9 +81,15 @@ def evaluate(
     video: Path | None = None,
     fps: float = 20.0,
     trust: Trust = False,
+    logdir: Path | None = None,
+    kind: str = "asked",
+    start: float | None = None,
     say: Say = log.info,
 ) -> Evaluation:
     """Play complete episodes with a trained agent, in new environments.
+
+    This is also what the command, the page and the end of a run do. The run may be under way: it is
+    not claimed, and may be read-only.
 
     Args:
         policy: A run's directory, a checkpoint, or a policy that was loaded from one.
@@ -108,6 +106,10 @@ def evaluate(
         video: Record the first episode to this file.
         fps: Frames a second of the video.
         trust: Import code of others that the checkpoint names: environment, agent and networks.
+        logdir: The run's directory, which gets the environments' output, and a line about the
+            result in `evaluations.jsonl`; None for the one that the policy is loaded from.
+        kind: Why it is played, for that line; empty for no line.
+        start: Since when its seconds count, by `time.monotonic`; None for now.
         say: Takes lines that tell how far it is.
 
     Raises:
@@ -119,66 +121,14 @@ def evaluate(
         episodes = env_or_episodes
     elif env_or_episodes is not None:
         env = env_or_episodes
-    logdir = None if isinstance(policy, Policy) else Path(policy)
     if not isinstance(policy, Policy):
+        logdir = logdir or Path(policy)
         policy = Policy.load(policy, agent=agent, greedy=greedy, trust=trust)
     elif agent is not None or greedy:
         raise ConfigError("This policy is loaded: say agent and greedy when you load it.")
-    return play(
-        policy,
-        env,
-        episodes,
-        envs=envs,
-        max_steps=max_steps,
-        seed=seed,
-        video=video,
-        fps=fps,
-        trust=trust,
-        logdir=logdir,
-        say=say,
-    ).evaluation
-
-
-def play(
-    policy: Policy,
-    env: Task | None,
-    episodes: int,
-    *,
-    envs: int = 0,
-    max_steps: int = 0,
-    seed: int = 0,
-    video: Path | None = None,
-    fps: float = 20.0,
-    trust: Trust = False,
-    logdir: Path | None = None,
-    kind: str = "asked",
-    start: float | None = None,
-    say: Say = log.info,
-) -> Result:
-    """Play complete episodes of a policy, in this process, in environments of their own.
-
-    This is what `evaluate`, the command, the page and the end of a run do. The run may be under
-    way: it is not claimed, and may be read-only.
-
-    Args:
-        policy: Acts.
-        env: What makes the environments; None for the policy's task.
-        logdir: The run's directory, which gets the environments' output, and a line about the
-            result in `evaluations.jsonl`; None for none.
-        kind: Why it was played, for that line; empty for no line.
-        start: Since when its seconds count; None for now.
-        episodes, envs, max_steps, seed, video, fps, trust, say: As for `evaluate`.
-
-    Raises:
-        ConfigError, EvaluationError, EvaluationInterrupted: As `evaluate`.
-    """
-    for name, value, least in (
-        ("episodes", episodes, 1),
-        ("envs", envs, 0),
-        ("max_steps", max_steps, 0),
-    ):
-        if value < least:
-            raise ConfigError(f"{name}={value} is not valid: use a whole number, at least {least}.")
+    convert("episodes", episodes, Count)
+    convert("envs", envs, CountOrZero)
+    convert("max_steps", max_steps, CountOrZero)
     if video:
         if video.suffix != ".mp4":
             raise ConfigError(f"video={video} is not valid: its name has to end in .mp4.")
@@ -199,16 +149,21 @@ def play(
         if recording is None:  # a video shows one environment
             make = by_number(make, maker, config.env_options)
         run = replace(config, logdir=private)
-        with _Environments(run, make, count, max_steps, folder) as environments:
+        with _environments(run, make, count, max_steps, folder) as server:
             some = "1 environment" if count == 1 else f"{count} environments"
             where = f"; their output: {folder / 'logs'}" if kept else ""
             say(f"Evaluating: {episodes} episodes in {some}{where}")
-            tick = _Progress(environments.server, episodes, say).tick
+            due = LocalClock(_SAY_SECONDS)
             interrupted = False
             try:
-                played = environments.server.play(policy.agent, policy.mode, episodes, tick)
+                played = server.play(
+                    policy.agent,
+                    policy.mode,
+                    episodes,
+                    lambda: say(_progress(server, episodes)) if due() else None,
+                )
             except KeyboardInterrupt:
-                interrupted, played = True, environments.server.played()
+                interrupted, played = True, server.played()
         video_error = recording.problem() if recording else ""
     found = evaluation_of(
         played,
@@ -221,16 +176,24 @@ def play(
         partial=interrupted,
     )
     if found and kept and kind:
-        seconds = round(time.monotonic() - start, 1)
-        about = {"kind": kind, "seconds": seconds}
+        about = {"kind": kind, "seconds": round(time.monotonic() - start, 1)}
         keep(say, "The result", partial(append_evaluation, folder, found, **about))
     if interrupted:
-        raise EvaluationInterrupted(Result(found, played) if found else None)
+        raise EvaluationInterrupted(found)
     if found is None:
         raise EvaluationError(
             f"All {episodes} episodes failed. The first error was:\n{played[0].error}"
         )
-    return Result(found, played)
+    return found
+
+
+def _progress(server: EpisodeServer, episodes: int) -> str:
+    """How far an evaluation is."""
+    played = server.played()
+    scores = [each.episode.score for each in played if each.episode is not None]
+    mean = f", mean score so far {sum(scores) / len(scores):.4g}" if scores else ""
+    failed = f", {len(played) - len(scores)} failed" if len(played) > len(scores) else ""
+    return f"{len(played)} of {episodes} episodes, {server.steps:,} steps{failed}{mean}"
 
 
 def keep(say: Say, what: str, write: Callable[[], object]) -> None:
@@ -280,72 +243,60 @@ def _folder(logdir: Path | None) -> Iterator[tuple[Path, bool]]:
         yield temporary, False
 
 
-class _Environments:
+@contextmanager
+def _environments(
+    config: RunConfig, make: Callable[..., Any], count: int, max_steps: int, folder: Path
+) -> Iterator[EpisodeServer]:
     """The environment processes of an evaluation under a supervisor of their own, and the server
     that they call. One that fails again and again without a step in between is given up."""
+    # The policy is in this process, and its environments are next to it.
+    name = "serial" if config.launcher == "serial" else "local"
+    groups = groups_of(range(count), config.envs_per_process)
+    # In the directory of the evaluation, which is removed also if this process is killed.
+    address = f"ipc://{config.logdir}/server" if name == "local" else "inproc://{auto}"
 
-    def __init__(
-        self,
-        config: RunConfig,
-        make: Callable[..., Any],
-        count: int,
-        max_steps: int,
-        folder: Path,
-    ) -> None:
-        # The policy is in this process, and its environments are next to it.
-        name = "serial" if config.launcher == "serial" else "local"
-        self._launcher: Launcher = find_launcher(name)(folder)
-        self._groups = groups_of(range(count), config.envs_per_process)
-        # In the directory of the evaluation, which is removed also if this process is killed.
-        address = f"ipc://{config.logdir}/server" if name == "local" else "inproc://{auto}"
-        self.server = EpisodeServer(address, self._groups, max_steps=max_steps, why=self._why)
-        self._run = replace(
-            config,
-            actor_addr=self.server.address,
-            keys="",
-            actors=1,
-            eval_every=0,  # they call this server, not a run's evaluator
-            on_failure="restart",
-            max_restarts=_MOST_FAILURES - 1,
-        )
-        workers = eval_workers(make, self._groups, self._run)
-        self._supervisor = _EmbeddedSupervisor(workers, self._launcher, self._on_failure)
-        self._thread = threading.Thread(target=self._supervise, name="eval-supervisor", daemon=True)
+    def health(group: Group) -> HealthRecord:
+        return read_health(health_path(config, f"env-{group[0]}"))
 
-    def __enter__(self) -> Self:
-        self._launcher.__enter__()
-        self.server.__enter__()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._supervisor.stop()
-        self._thread.join()
-        self.server.__exit__()
-        self._launcher.__exit__(*error)
-
-    def _supervise(self) -> None:
-        try:
-            self._supervisor.run()  # in this thread, so it handles no signals
-        except Exception as error:
-            log.debug("The environments cannot be run.", exc_info=error)
-            for group in self._groups:
-                self.server.fail(group, f"It cannot be run: {error!r}", for_good=True)
-
-    def _on_failure(self, name: str, output: str, for_good: bool) -> None:
-        """A process has ended: the episodes of its environments have failed."""
-        group = next(each for each in self._groups if name == f"eval-{each[0]}")
-        health = self._health(group)
-        error = _own_frames(health.traceback if health.final else output)
-        self.server.fail(group, error or f"{name} was killed.", for_good=for_good)
-
-    def _why(self, group: Group) -> str:
+    def why(group: Group) -> str:
         """Why an environment has failed whose process goes on."""
-        found = _own_frames(self._health(group).traceback)
+        found = trim_traceback(health(group).traceback)
         return found or "The environment was started again in the middle of an episode."
 
-    def _health(self, group: Group) -> HealthRecord:
-        return read_health(health_path(self._run, f"env-{group[0]}"))
+    def on_failure(name: str, output: str, for_good: bool) -> None:
+        """A process has ended: the episodes of its environments have failed."""
+        group = next(each for each in groups if name == f"eval-{each[0]}")
+        record = health(group)
+        error = trim_traceback(record.traceback if record.final else output)
+        server.fail(group, error or f"{name} was killed.", for_good=for_good)
+
+    def supervise() -> None:
+        try:
+            supervisor.run()  # in this thread, so it handles no signals
+        except Exception as error:
+            log.debug("The environments cannot be run.", exc_info=error)
+            for group in groups:
+                server.fail(group, f"It cannot be run: {error!r}", for_good=True)
+
+    server = EpisodeServer(address, groups, max_steps=max_steps, why=why)
+    run = replace(
+        config,
+        actor_addr=server.address,
+        keys="",
+        actors=1,
+        eval_every=0,  # they call this server, not a run's evaluator
+        on_failure="restart",
+        max_restarts=_MAX_FAILURES - 1,
+    )
+    with find_launcher(name)(folder) as launcher, server:
+        supervisor = _EmbeddedSupervisor(eval_workers(make, groups, run), launcher, on_failure)
+        thread = threading.Thread(target=supervise, name="eval-supervisor", daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            supervisor.stop()
+            thread.join()
 
 
 class _EmbeddedSupervisor(Supervisor):
@@ -373,39 +324,6 @@ class _EmbeddedSupervisor(Supervisor):
         except FleetError:
             given_up = True
         self._on_worker_failure(member.name, output, given_up)
-
-
-def _own_frames(trace: str) -> str:
-    """The tracebacks in a text, without the frames of this package that are above the user's."""
-    before, *blocks = trace.split(_HEADER)
-    shown = [*([] if blocks else [before]), *map(_from_the_first_foreign, blocks)]
-    return (_HEADER if blocks else "") + _HEADER.join(shown)
-
-
-def _from_the_first_foreign(frames: str) -> str:
-    """The frames of one exception, and what follows them."""
-    each = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
-    foreign = (at for at in range(1, len(each)) if not each[at].startswith(_OUR_FILE))
-    first = next(foreign, 1)
-    return "".join([each[0], *each[first:]])
-
-
-class _Progress:
-    """Says now and then how far an evaluation is."""
-
-    def __init__(self, server: EpisodeServer, episodes: int, say: Say) -> None:
-        self._server, self._episodes, self._say = server, episodes, say
-        self._due = LocalClock(_SAY_SECONDS)
-
-    def tick(self) -> None:
-        if not self._due():
-            return
-        played = self._server.played()
-        scores = [each.episode.score for each in played if each.episode is not None]
-        mean = f", mean score so far {sum(scores) / len(scores):.4g}" if scores else ""
-        failed = f", {len(played) - len(scores)} failed" if len(played) > len(scores) else ""
-        steps = f"{self._server.steps:,} steps"
-        self._say(f"{len(played)} of {self._episodes} episodes, {steps}{failed}{mean}")
 
 
 # --- video ---------------------------------------------------------------------------------------
@@ -453,19 +371,24 @@ class _Recorded(Wrapper):
         if self._frames and action[RESET]:  # it was cut short
             self._end()
         obs = self.env.step(action)
-        if self._writer is not None:
-            try:
-                self._record(self._writer, obs)
-            except Exception as error:
-                self._writer.__exit__(error)
-                self._writer = None
-                text = str(error) if isinstance(error, DreamfleetError) else repr(error)
-                self._recording.done(text)
+        self._try(partial(self._record, obs))
         if obs["is_last"]:
             self._end()
         return obs
 
-    def _record(self, writer: Mp4Writer, obs: dict[str, NDArray[Any]]) -> None:
+    def _try(self, write: Callable[[Mp4Writer], None]) -> None:
+        """Write to the video, if there still is one; an error is its end."""
+        if (writer := self._writer) is None:
+            return
+        try:
+            write(writer)
+        except Exception as error:
+            self._writer = None
+            with suppress(Exception):  # it may be the end of the file that fails
+                writer.__exit__(error)
+            self._recording.done(str(error) if isinstance(error, DreamfleetError) else repr(error))
+
+    def _record(self, obs: dict[str, NDArray[Any]], writer: Mp4Writer) -> None:
         frame = self._frame_of(obs)
         if frame is None:
             raise ConfigError(
@@ -479,15 +402,12 @@ class _Recorded(Wrapper):
 
     def _end(self) -> None:
         """Complete the video, once."""
-        writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        try:
-            writer.__exit__()
-            self._recording.done()
-        except Exception as error:
-            text = str(error) if isinstance(error, DreamfleetError) else repr(error)
-            self._recording.done(text)
+        self._try(self._complete)
+        self._writer = None
+
+    def _complete(self, writer: Mp4Writer) -> None:
+        writer.__exit__()
+        self._recording.done()
 
     def close(self) -> None:
         if self._frames:

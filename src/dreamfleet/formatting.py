@@ -1,4 +1,4 @@
-"""Numbers and times for reading."""
+"""Numbers and times for terminals and pages."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
+from dreamfleet.formatting import readable
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
 from dreamfleet.statistics import Estimate, aggregate, normalised, probability_of_improvement
 
@@ -91,7 +92,7 @@ def read_evaluations(logdir: Path, frames_per_step: int = 1) -> Scores:
     path = logdir / "evaluations.jsonl"
     if not path.is_file():
         raise MetricsError(f"{logdir} holds no evaluations: there is no {path}.")
-    # Of several at one step (one that was interrupted, one that a user asked for) the one with
+    # Of several at one step (one that was interrupted, one that the user asked for) the one with
     # the most episodes counts, and the last of equal ones.
     found: dict[float, tuple[int, float]] = {}
     for row in read_jsonl(path):
@@ -414,7 +415,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     axis.set_title(panel.task, fontsize=11, loc="left", fontweight="bold")
     axis.set_xlabel(f"environment {'frames' if repeated else 'steps'}{said}")
     axis.set_ylabel("episode return")
-    axis.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axis.xaxis.set_major_formatter(lambda value, _: readable(value))
     axis.set_xlim(left=0)
     plain_axis(axis)
     if len(panel.groups) > 1:
@@ -422,10 +423,3 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     else:
         axis.legend(fontsize=8, frameon=False, loc="best")
-
-
-def _short(value: float) -> str:
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:g}{unit}"
-    return f"{value:g}"

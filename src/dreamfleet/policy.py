@@ -19,13 +19,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Agent, Mode, Player
 from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
-from dreamfleet.checkpoint import (
-    Checkpoint,
-    MissingPartError,
-    Snapshot,
-    Which,
-    read_checkpoint,
-)
+from dreamfleet.checkpoint import Checkpoint, Snapshot, Which, read_checkpoint
 from dreamfleet.config import ForeignSettings, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.settings import Mark, settings
@@ -51,7 +45,7 @@ _RAW = "or use policy.for_gym(env), which takes what a Gymnasium environment ret
 BLUEPRINT = "blueprint"
 """The part of a checkpoint that describes the agent."""
 _FUNCTION = "function"
-"""Stands for the settings of an agent whose type has no name."""
+"""Stands for the settings of an agent of which only the user's function is known."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +80,10 @@ class Blueprint:
         Raises:
             ConfigError: It is damaged, or of another version.
         """
-        names = [name for name in ("obs_space", "act_space", "stored_space") if name in state]
         try:
             config = RunConfig.from_json(state["config"])
-            spaces = {name: spaces_from_json(state[name]) for name in names}
-            obs_space, act_space = spaces["obs_space"], spaces["act_space"]
+            names = ("obs_space", "act_space", "stored_space")
+            return cls(config, *(spaces_from_json(state[name]) for name in names))
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -98,17 +91,6 @@ class Blueprint:
                 "What the checkpoint says about its agent is damaged "
                 f"({type(error).__name__}: {error}): take another checkpoint."
             ) from None
-        if "stored_space" in spaces:
-            stored = spaces["stored_space"]
-        else:  # an older version, which had built-in agents only
-            if config.agent not in BUILT_IN:
-                raise ConfigError(
-                    "The checkpoint does not say what its agent stores with a step: it is damaged."
-                )
-            stored = find_agent(config.agent).stored_space(
-                obs_space, act_space, config.agent_config
-            )
-        return cls(config, obs_space, act_space, stored)
 
     @property
     def made_by_function(self) -> bool:
@@ -224,8 +206,8 @@ class Policy:
                 `["my_nets:Encoder"]` only what is named here.
 
         Raises:
-            ConfigError: There is no checkpoint, or it does not describe its agent.
-            CheckpointError: It is damaged.
+            ConfigError: There is no checkpoint.
+            CheckpointError: It is damaged, or does not describe its agent.
         """
         snapshot = find_checkpoint(Path(path), which=which)
         blueprint = Blueprint.load(snapshot.parts[BLUEPRINT])
@@ -246,14 +228,8 @@ class Policy:
             agent = blueprint.build(agent)
         made: Any = agent
         made.load(snapshot.parts["agent"])
-        return cls(
-            made,
-            made.obs_space,
-            made.act_space,
-            step=snapshot.step,
-            blueprint=blueprint,
-            greedy=greedy,
-        )
+        about: dict[str, Any] = {"step": snapshot.step, "blueprint": blueprint, "greedy": greedy}
+        return cls(made, made.obs_space, made.act_space, **about)
 
     def reset(self, count: int = 1) -> PolicyState:
         """The state before the first observation of so many episodes."""
@@ -400,20 +376,16 @@ class Policy:
                     f"{', '.join(self.obs_space)}."
                 )
             given = np.asarray(obs[key])
-            if space.discrete and given.dtype.kind == "f":
-                # Cast silently, an image from 0 to 1 would be black.
+            single = given.shape == space.shape
+            # Cast silently, a float image from 0 to 1 would be black.
+            is_cut = space.discrete and given.dtype.kind == "f"
+            if is_cut or (not single and given.shape[1:] != space.shape):
                 raise ConfigError(
-                    f"{key!r} holds {given.dtype}, and the policy was trained with {space.dtype}: "
-                    f"give integers, {_RAW}"
+                    f"{key!r} is {given.dtype}{given.shape}: the policy was trained with "
+                    f"{space.dtype}{space.shape}, before which there may be an axis for several "
+                    f"observations; give that, {_RAW}"
                 )
             value = given.astype(space.dtype, copy=False)
-            single = value.shape == space.shape
-            if not single and value.shape[1:] != space.shape:
-                raise ConfigError(
-                    f"{key!r} has shape {value.shape}: the policy was trained with {space.shape}, "
-                    "before which there may be an axis for several observations; give that shape, "
-                    f"{_RAW}"
-                )
             sizes.add(None if single else len(value))
             arrays[key] = value[None] if single else value
         if len(sizes) > 1:
@@ -447,18 +419,12 @@ def find_checkpoint(
 ) -> Snapshot:
     """The checkpoint that a run's directory, a directory of checkpoints, or a checkpoint stands
     for, with these of its parts."""
-    try:
-        if (path / "manifest.json").is_file():
-            return read_checkpoint(path, parts)
-        for folder in (path / "ckpt" / "agent", path):
-            snapshot = Checkpoint(folder).load(which, parts=parts)
-            if snapshot is not None:
-                return snapshot
-    except MissingPartError as error:
-        raise ConfigError(
-            f"{error} It was saved by an older version: resume that run briefly to write a new "
-            "checkpoint."
-        ) from error
+    if (path / "manifest.json").is_file():
+        return read_checkpoint(path, parts)
+    for folder in (path / "ckpt" / "agent", path):
+        snapshot = Checkpoint(folder).load(which, parts=parts)
+        if snapshot is not None:
+            return snapshot
     if which == "best":
         raise ConfigError(
             f"{path} holds no checkpoint with an evaluation score: train with eval_every or "

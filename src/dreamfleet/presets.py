@@ -58,8 +58,7 @@ PRESETS: Mapping[str, RunConfig] = {
         steps=12_000,
         agent_config=DreamerConfig(
             model=size_preset("cpu-tiny"),
-            # A reward that comes once an episode is found by trying: at 3e-3 the policy had made up
-            # its mind, for the worse, before the model saw the ball.
+            # One reward an episode is rare: at 3e-3 the entropy collapsed before it was found.
             loss=LossConfig(imag_last=8, horizon=100.0, entropy_scale=2e-2),
             optimizer=OptimizerConfig(learning_rate=1e-3, warmup=100),
         ),
@@ -73,8 +72,8 @@ PRESETS: Mapping[str, RunConfig] = {
         batch_size=16,
         batch_length=32,
         report_length=32,
-        # The published runs train on 512 replayed steps a step, with 12 times the parameters and an
-        # imagination from all states; this is what a core holds for half an hour.
+        # The published runs have 512, 12 times the parameters, and imagine from all states; this
+        # takes a core half an hour.
         train_ratio=256.0,
         steps=25_000,
         agent_config=DreamerConfig(

@@ -17,14 +17,14 @@ from typing import Any
 
 from dreamfleet.agents.registry import AgentType, find_agent
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.config import CONFIG_FILE, RunConfig, read_config, unknown_settings
+from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean, import_extra
 from dreamfleet.offline import find_source, offline_logdir
 from dreamfleet.presets import preset as find_preset
 from dreamfleet.settings import Mark, convert, flattened, is_under
 from dreamfleet.trust import CodeRef, Trust, admit, code_in
 
-_MOST_SHOWN = 4
+_MAX_SHOWN = 4
 
 
 def holds_run(logdir: Path) -> bool:
@@ -173,7 +173,7 @@ def with_changes(
     named = [(each.path, each.value) for each in before.settings(mark=Mark.CODE)]
     code = code_in((path, given.get(path, value)) for path, value in named if "." not in path)
     admit(source, code, trust=trust, stated=mine, may_state=may_state)
-    config = before.changed(given).resolved()
+    config = before.changed(given)
     mine = {config.agent_type.name if path == "agent_config" else path for path in mine}
     of_file = flattened({path: value for path, value in changes.items() if path not in mine})
     code, own = config.code_refs, {}
@@ -187,7 +187,7 @@ def with_changes(
         else:
             own[path] = defaults[path]  # the run may have been made on another machine
     admit(source, code, trust=trust, stated=mine, may_state=may_state)
-    return config.changed(own)
+    return config.changed(own) if own else config
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -257,19 +257,21 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 def unknown(before: RunConfig, after: RunConfig) -> list[str]:
     """Settings of a run's file that this version does not have, a sentence each."""
     if before.agent == after.agent:  # else its code was not trusted
-        before = before.resolved()
+        before = before.changed({})
     known = before.flat()
+    values = flattened(json.loads((before.logdir / CONFIG_FILE).read_bytes()))
     return [
         f"{path}={_shown(value)} of {CONFIG_FILE} has no effect, because this version has no such "
         f"setting: {did_you_mean(path, known, 'see docs/configuration.md.')}"
-        for path, value in unknown_settings(before).items()
+        for path, value in values.items()
+        if path not in known
     ]
 
 
 def shortened(lines: list[str]) -> str:
     """Several changes in a sentence."""
-    rest = len(lines) - _MOST_SHOWN
-    return ", ".join(lines[:_MOST_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(lines) - _MAX_SHOWN
+    return ", ".join(lines[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def steps_made(logdir: Path) -> int:

@@ -22,20 +22,23 @@ import ast
 import dataclasses
 import difflib
 import enum
+import importlib
 import inspect
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from operator import attrgetter
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import msgspec
 
-from dreamfleet.errors import ConfigError
+from dreamfleet.errors import ConfigError, did_you_mean
 
 Config = TypeVar("Config")
 Type = TypeVar("Type")
@@ -123,6 +126,34 @@ class Setting:
     """Its own, and those of the classes that it stands in."""
 
 
+class TypeInfo(NamedTuple):
+    """A type without its marks, and what they and `| None` add to it."""
+
+    base: Any
+    """The type, or its origin: `tuple` of `tuple[int, ...]`, `Union` of several types."""
+    inner: tuple[Any, ...]
+    """What stands in its brackets."""
+    optional: bool
+    ranges: tuple[msgspec.Meta, ...]
+
+
+def type_info(kind: Any) -> TypeInfo:
+    """What a type of a setting consists of."""
+    optional, ranges = False, []
+    while True:
+        origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        if origin is Annotated:
+            kind, *extras = inner
+            ranges += [each for each in extras if isinstance(each, msgspec.Meta)]
+        elif origin in (typing.Union, types.UnionType):
+            optional = type(None) in inner
+            kind, *others = (each for each in inner if each is not type(None))
+            if others:
+                return TypeInfo(typing.Union, (kind, *others), optional, tuple(ranges))
+        else:
+            return TypeInfo(origin or kind, inner, optional, tuple(ranges))
+
+
 def validate(config: Any) -> None:
     """Check every field of a configuration against its type and range. For `__post_init__`.
 
@@ -131,26 +162,29 @@ def validate(config: Any) -> None:
     Raises:
         SettingError: A value does not fit.
     """
-    for name, (kind, _) in _fields(type(config)).items():
+    for name, kind in _fields(type(config)).items():
         object.__setattr__(config, name, convert(name, getattr(config, name), kind))
 
 
 def convert(path: str, value: Any, kind: Any) -> Any:
-    """The value as this type, which may hold a range.
+    """The value as this type, which may hold a range. A class that offers instances by name takes
+    their names too.
 
     Raises:
         SettingError: It does not fit.
     """
-    if dataclasses.is_dataclass(kind):
-        if isinstance(value, typing.cast(type, kind)):
-            return value
+    base = type_info(kind).base
+    if dataclasses.is_dataclass(base):
+        found = _instances(base).get(value, value) if isinstance(value, str) else value
+        if isinstance(found, typing.cast(type, base)):
+            return found
         raise SettingError(path, value, describe(kind))
     value = _plain_value(value)
     if isinstance(value, float):
         if not math.isfinite(value):
             raise SettingError(path, value, describe(kind))
-        if _is_integral(kind) and value.is_integer() and abs(value) < _EXACT:
-            value = int(value)  # 1e6 is how many people write a million
+        if base is int and value.is_integer() and abs(value) < _EXACT:
+            value = int(value)  # 1e6 stands for a million
     elif isinstance(value, PurePath):
         value = str(value)
     elif isinstance(value, (tuple, list)):
@@ -197,9 +231,9 @@ def takes_settings(
     def decorate(function: Callable[Own, Result]) -> TakesSettings[Own, Fields, Result]:
         signature = inspect.signature(function)
         *own, rest = signature.parameters.values()
-        fields = _fields(typing.cast(type, kind))
+        types_of = typing.get_type_hints(kind)
         own += [
-            each.replace(kind=each.KEYWORD_ONLY, annotation=_bare(fields[name][0])[0])
+            each.replace(kind=each.KEYWORD_ONLY, annotation=types_of[name])
             for name, each in inspect.signature(kind).parameters.items()
             if name not in signature.parameters
         ]
@@ -229,9 +263,10 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _walk(config: Any, prefix: str, outer: frozenset[object] = frozenset()) -> Iterator[Setting]:
     """Every field, and behind a class its own."""
     helps = field_helps(type(config))
-    for name, (kind, marks) in _fields(type(config)).items():
+    for name, kind in _fields(type(config)).items():
         value = getattr(config, name)
-        setting = Setting(f"{prefix}{name}", kind, value, helps.get(name, ""), marks | outer)
+        marks = outer | {*getattr(kind, "__metadata__", ())}
+        setting = Setting(f"{prefix}{name}", kind, value, helps.get(name, ""), marks)
         yield setting
         if dataclasses.is_dataclass(value):
             yield from _walk(value, f"{prefix}{name}.", setting.marks)
@@ -287,8 +322,7 @@ def changed(
         elif is_group and isinstance(value, Mapping):
             inside[name] = {**value, **inside.get(name, {})}
         else:
-            path, kind = f"{prefix}{name}", fields[name][0]
-            values[name] = convert(path, _named(path, value, kind), kind)
+            values[name] = convert(f"{prefix}{name}", value, fields[name])
     for name, inner in inside.items():
         start = values.get(name, getattr(config, name))
         values[name] = changed(start, inner, f"{prefix}{name}.", strict=strict)
@@ -368,28 +402,20 @@ def read(words: Sequence[str], kind: Any) -> Any:
         words: One for most types, several for lists and NAME=VALUE pairs.
         kind: The type.
     """
-    kind, _ = _bare(kind)
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if list(words) in (["None"], ["none"]):
-            return None
-        return read(words, next(each for each in inner if each is not type(None)))
-    if origin is tuple:
-        if len(words) == 1 and words[0].startswith("["):
-            return _json(words[0])
+    base, inner, optional, _ = type_info(kind)
+    if optional and list(words) in (["None"], ["none"]):
+        return None
+    if base is tuple and not (len(words) == 1 and words[0].startswith("[")):
         return tuple(read([word], inner[0]) for word in words)
-    if origin is dict or kind is dict:
+    if base is dict:
         return pairs(words)
     word = " ".join(words)
-    if kind is bool:
+    if base is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
-    if kind in (int, float):
+    for number in (int, float) if base in (int, float) else ():
         with suppress(ValueError):
-            return int(word)
-        with suppress(ValueError):
-            return float(word)
-        return word
-    return _json(word) if kind is Any else word
+            return number(word)
+    return _json(word) if base in (Any, tuple) else word
 
 
 def pairs(texts: Sequence[str]) -> dict[str, Any]:
@@ -409,23 +435,23 @@ def pairs(texts: Sequence[str]) -> dict[str, Any]:
 
 def describe(kind: Any) -> str:
     """What may be given, in words: "a whole number, at least 1"."""
-    kind, ranges = _bare(kind)
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        known = [describe(each) for each in inner if each is not type(None)]
-        return " or ".join(known + ["None"] * (type(None) in inner))
-    if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}"
-    if origin is tuple:
+    base, inner, optional, ranges = type_info(kind)
+    if base is typing.Union:
+        text = " or ".join(map(describe, inner))
+    elif base is Literal:
+        text = f"one of {', '.join(map(str, inner))}"
+    elif base is tuple:
         many = "a list" if ... in inner or not inner else f"{len(inner)} values"
-        return f"{many}, each entry {describe(inner[0])}" if inner else many
-    if origin is dict or kind is dict:
-        return "NAME=VALUE pairs"
-    if dataclasses.is_dataclass(kind):
-        names = ", ".join(_instances(typing.cast(type, kind)))
-        return f"one of {names}" if names else "the settings inside it"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    words |= {Path: "a path"}
+        text = f"{many}, each entry {describe(inner[0])}" if inner else many
+    elif dataclasses.is_dataclass(base):
+        names = ", ".join(_instances(base))
+        text = f"one of {names}" if names else "the settings inside it"
+    else:
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        words |= {Path: "a path", dict: "NAME=VALUE pairs"}
+        text = words.get(base, "any value")
+        if base is dict and inner and inner[1] is not Any:
+            text += f", each value {describe(inner[1])}"
     bounds = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = [
         f"{word} {getattr(each, name):g}"
@@ -433,55 +459,21 @@ def describe(kind: Any) -> str:
         for name, word in bounds.items()
         if getattr(each, name) is not None
     ]
-    return words.get(kind, "any value") + (f", {' and '.join(limits)}" if limits else "")
+    return text + (f", {' and '.join(limits)}" if limits else "") + " or None" * optional
 
 
 @_cached
-def _fields(kind: type) -> Mapping[str, tuple[Any, frozenset[object]]]:
-    """The type, with its range, and the marks of each field of a class."""
+def _fields(kind: type) -> Mapping[str, Any]:
+    """The type of each field of a class, with its range and marks."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {
-        field.name: _without_marks(hints[field.name])
-        for field in dataclasses.fields(typing.cast(Any, kind))
-    }
+    return {each.name: hints[each.name] for each in dataclasses.fields(typing.cast(Any, kind))}
 
 
-def _without_marks(hint: Any) -> tuple[Any, frozenset[object]]:
-    inner, ranges = _bare(hint)
-    marks = frozenset(e for e in getattr(hint, "__metadata__", ()) if isinstance(e, Mark | Section))
-    return (typing.cast(Any, Annotated)[(inner, *ranges)] if ranges else inner), marks
-
-
-def _instances(kind: type) -> Mapping[str, Any]:
+def _instances(kind: Any) -> Mapping[str, Any]:
     """The instances that a configuration class offers, by name; empty if it offers none."""
     named = getattr(kind, "named", None)
     found: Mapping[str, Any] = named() if callable(named) else {}
     return found
-
-
-def _named(path: str, value: Any, kind: Any) -> Any:
-    """The instance that a name stands for, where a class inside offers names."""
-    if not isinstance(value, str) or not dataclasses.is_dataclass(kind):
-        return value
-    instances = _instances(typing.cast(type, kind))
-    if value in instances:
-        return instances[value]
-    raise SettingError(path, value, describe(kind))
-
-
-def _bare(kind: Any) -> tuple[Any, list[msgspec.Meta]]:
-    """A type without its annotations, and the ranges among them."""
-    if typing.get_origin(kind) is not typing.Annotated:
-        return kind, []
-    inner, *extras = typing.get_args(kind)
-    return inner, [each for each in extras if isinstance(each, msgspec.Meta)]
-
-
-def _is_integral(kind: Any) -> bool:
-    """Whether a type takes integers and no other numbers."""
-    inner, _ = _bare(kind)
-    kinds = {_bare(each)[0] for each in typing.get_args(inner)} or {inner}
-    return int in kinds and float not in kinds
 
 
 def _plain_value(value: Any) -> Any:
@@ -515,3 +507,51 @@ def _errors_under(prefix: str) -> Iterator[None]:
         yield
     except SettingError as error:
         raise SettingError(f"{prefix}{error.path}", error.value, error.range) from None
+
+
+# --- objects that a setting names as package.module:name -----------------------------------------
+
+
+def load_object(path: str) -> object:
+    """What `package.module:name` names; modules of the current directory are found as well.
+
+    Raises:
+        ConfigError: There is no such module or no such name in it, or it cannot be imported.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{path!r} names no object: write package.module:name.")
+    loaded = load_module(module, path)
+    try:
+        found: object = attrgetter(name)(loaded)
+    except AttributeError:
+        hint = did_you_mean(name, vars(loaded), "check the spelling.")
+        raise ConfigError(f"The module {module!r} has no {name!r}: {hint}") from None
+    return found
+
+
+def load_module(module: str, path: str) -> types.ModuleType:
+    """The module that is part of `path`, also from the current directory.
+
+    Raises:
+        ConfigError: There is no such module, or it cannot be imported.
+    """
+    if module.endswith(".py") or "/" in module:
+        file, name = PurePath(module.removesuffix(".py")), path.rpartition(":")[2]
+        dotted = file.name if file.is_absolute() else ".".join(file.parts)
+        raise ConfigError(f"{path!r} names a file: drop .py and write {dotted}:{name}.")
+    # Installed commands, unlike `python file.py`, do not look into the current directory. It goes
+    # last, so that nothing installed is shadowed.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that exists but imports one that does not has another problem.
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{module} cannot be imported: {error}; install it.") from error
+        raise ConfigError(
+            f"There is no module {module!r}, which {path!r} names: install it, or start from the "
+            "directory that holds it."
+        ) from None

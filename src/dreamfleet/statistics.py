@@ -75,8 +75,7 @@ def aggregate(
         drawn = [rng.choice(runs, len(runs)) for runs in tasks]
         return statistic(np.concatenate(drawn))
 
-    low, high = np.percentile([once() for _ in range(repeats)], [2.5, 97.5])
-    return Estimate(statistic(np.concatenate(tasks)), float(low), float(high))
+    return _bootstrap(statistic(np.concatenate(tasks)), once, repeats)
 
 
 def probability_of_improvement(
@@ -94,9 +93,12 @@ def probability_of_improvement(
         return float((x[:, None] > y).mean() + (x[:, None] == y).mean() / 2)
 
     def once() -> float:
-        return float(
-            np.mean([beats(rng.choice(x, len(x)), rng.choice(y, len(y))) for x, y in pairs])
-        )
+        drawn = [beats(rng.choice(x, len(x)), rng.choice(y, len(y))) for x, y in pairs]
+        return float(np.mean(drawn))
 
+    return _bootstrap(float(np.mean([beats(x, y) for x, y in pairs])), once, repeats)
+
+
+def _bootstrap(value: float, once: Callable[[], float], repeats: int) -> Estimate:
     low, high = np.percentile([once() for _ in range(repeats)], [2.5, 97.5])
-    return Estimate(float(np.mean([beats(x, y) for x, y in pairs])), float(low), float(high))
+    return Estimate(value, float(low), float(high))

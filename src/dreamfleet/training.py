@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,14 @@ from dreamfleet.config import RunConfig, read_config
 from dreamfleet.display import live, print_line
 from dreamfleet.envs.registry import PROGRAM, Task, is_shared, maker_of, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, keep, play
+from dreamfleet.evaluation import Evaluation, EvaluationError, EvaluationInterrupted, evaluate, keep
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import record_state
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
-from dreamfleet.metrics.evaluations import (
-    Played,
-    evaluation_from,
-    evaluation_metrics,
-)
+from dreamfleet.metrics.evaluations import evaluation_from, evaluation_metrics
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
 from dreamfleet.parallel import run_fleet
@@ -48,6 +43,9 @@ from dreamfleet.trust import Trust
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+OnLog = Callable[[int, dict[str, Any]], object] | None
+OnEpisode = Callable[[int, float, int], object] | None
+OnCheckpoint = Callable[[int, Path], object] | None
 
 
 def configure(
@@ -84,9 +82,9 @@ def train(
     preset: str | None = None,
     say: Say = print_line,
     display: Callable[[Path], AbstractContextManager[Say]] | None = live,
-    on_log: Callable[[int, dict[str, Any]], object] | None = None,
-    on_episode: Callable[[int, float, int], object] | None = None,
-    on_checkpoint: Callable[[int, Path], object] | None = None,
+    on_log: OnLog = None,
+    on_episode: OnEpisode = None,
+    on_checkpoint: OnCheckpoint = None,
     trust: Trust = False,
     **settings: Any,
 ) -> Evaluation | None:
@@ -102,7 +100,7 @@ def train(
             that returns an environment, also one of a script or a notebook; None for the task of
             the configuration.
         preset: The settings to start from; None for the default ones.
-        say: Takes lines for the person.
+        say: Takes lines for the user.
         display: Shows the run in this directory while it trains, and gives what takes the lines
             about progress; None lets `say` take them.
         on_log: Called in this process with the step and the metrics of every entry of
@@ -124,7 +122,7 @@ def train(
     Raises:
         ConfigError: The run cannot work; nothing was started.
         FleetError: A process failed, and the run ended because of it.
-        KeyboardInterrupt: The person ended the run; everything is saved.
+        KeyboardInterrupt: The user ended the run; everything is saved.
     """
     if config is not None and not isinstance(config, RunConfig):
         if env is not None:
@@ -143,10 +141,15 @@ def train(
             ", or a function that returns the object, which is called with the run's directory."
         )
     config = _config_of(config, env, preset, settings, trust, say)
-    callbacks = Callbacks(on_log, on_episode, on_checkpoint)
-    callbacks.check(config)
+    if on_log and "jsonl" not in config.outputs:
+        raise ConfigError("on_log is made from the output jsonl: add it to outputs.")
     if config.launcher == "ray" and config.hosts != 1:
-        return _train_on_nodes(config, env, callbacks, outputs, say)
+        if outputs or on_log or on_episode or on_checkpoint:
+            raise ConfigError(
+                "Hosts on a Ray cluster call no functions of this program: leave callbacks and "
+                "outputs that are classes out, or set hosts=1."
+            )
+        return _train_on_nodes(config, env, say)
     config = this_host(config)
     maker = _maker(config, env)
     with sigterm_interrupts():  # so that nothing is left behind
@@ -158,22 +161,22 @@ def train(
     start = time.monotonic()
     result = None
     with claim_directory(config.logdir, say):
-        follower = Follower(callbacks, config.logdir)
+        follower = Follower(config.logdir, on_log, on_episode, on_checkpoint)
         if not _is_over(config, say):
             make = partial(factories, env=maker, outputs=outputs, spaces=found.spaces)
             write_spaces(config, *found.spaces)
             _keep_output(config, found.output)
             try:
                 with display(config.logdir) if display else nullcontext(say) as progress:
-                    run_fleet(make, config, say, progress, follower.look)
-                    follower.look()
+                    run_fleet(make, config, say, progress, follower.poll)
+                    follower.poll()
             except StopTraining as reason:
                 say(f"The run was ended by a callback. {reason}".strip())
         if config.eval_episodes:
             record_state(config.logdir, "evaluating")
             result = final_evaluation(config, start, say, maker, outputs)
             with suppress(StopTraining):  # there is nothing left to end
-                follower.look()
+                follower.poll()
     if config.profile and (folder := config.logdir / "profile" / "jax").is_dir():
         say(
             f"{folder} holds a profile of a few training steps: https://ui.perfetto.dev opens its "
@@ -191,21 +194,10 @@ def _with_logged(config: RunConfig, names: Sequence[str]) -> RunConfig:
     return config.changed({"env_options": {**config.env_options, "log_info": log_info}})
 
 
-def _train_on_nodes(
-    config: RunConfig,
-    env: Task | None,
-    callbacks: Callbacks,
-    outputs: Sequence[MakeOutput],
-    say: Say,
-) -> Evaluation | None:
+def _train_on_nodes(config: RunConfig, env: Task | None, say: Say) -> Evaluation | None:
     """Train on the nodes of a Ray cluster, each of which is a host; returns what host 0 found."""
-    from dreamfleet.fleet.ray_hosts import run_hosts  # only who has Ray can
+    from dreamfleet.fleet.ray_hosts import run_hosts  # needs Ray
 
-    if callbacks != Callbacks() or outputs:
-        raise ConfigError(
-            "Hosts on a Ray cluster call no functions of this program: leave callbacks and outputs "
-            "that are classes out, or set hosts=1."
-        )
     evaluations = JsonlTail(config.logdir / EVALUATIONS, from_end=True)
     run_hosts(partial(train, env=env if callable(env) else None, display=None), config, say)
     final = [row for row in evaluations.read() if row.get("kind") == "final"]
@@ -231,26 +223,17 @@ def _config_of(
 ) -> RunConfig:
     """The configuration that the arguments of `train` stand for."""
     changes = _changes(env, settings)
-    place: dict[str, Any] = {key: changes[key] for key in ("task", "logdir") if key in changes}
-    _refuse_shared((config or RunConfig()).changed(place), "logdir" in changes)
+    there = (config or RunConfig()).changed({"task": changes["task"]} if "task" in changes else {})
+    if is_shared(there.task) and "logdir" not in changes and there.has_default_logdir:
+        raise ConfigError(
+            f"Another environment may be called {there.task.removeprefix(PROGRAM)} as well, and "
+            "would resume this run: pass logdir=..., or a class or function with a name of its own."
+        )
     if config is None:
         return configure(changes, preset, trust=trust, say=say)
     if preset is not None:
         raise ConfigError("A configuration has its settings already: leave the preset out.")
     return config.changed(changes) if changes else config
-
-
-def _refuse_shared(config: RunConfig, chosen: bool) -> None:
-    """Refuse a default directory that another environment would have as well."""
-    if (
-        is_shared(config.task)
-        and not chosen
-        and config.logdir == RunConfig(task=config.task).logdir
-    ):
-        raise ConfigError(
-            f"Another environment may be called {config.task.removeprefix(PROGRAM)} as well, and "
-            "would resume this run: pass logdir=..., or a class or function with a name of its own."
-        )
 
 
 def _changes(env: Task | None, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,16 +281,8 @@ def resume(logdir: Path | str, **arguments: Any) -> Evaluation | None:
 
     Args:
         logdir: Its directory.
-        arguments: Those of `train`: settings to change, the environment if it is one of this
-            program, `trust`, callbacks.
-
-    Returns:
-        The evaluation at the end; None if `eval_episodes` is 0.
-
-    Raises:
-        ConfigError: There is no run, or it cannot work; nothing was started.
-        FleetError: A process failed, and the run ended because of it.
-        KeyboardInterrupt: The person ended the run; everything is saved.
+        arguments: Those of `train`, which also says what is returned and raised: settings to
+            change, the environment if it is one of this program, `trust`, callbacks.
     """
     read_config(Path(logdir))  # there has to be one
     return train(logdir=logdir, **arguments)
@@ -343,17 +318,16 @@ def final_evaluation(
     """Evaluate the saved policy; say the result, keep it, and a video of the first episode.
 
     Raises:
-        KeyboardInterrupt: The person ended it. What was played until then is said and kept.
+        KeyboardInterrupt: The user ended it. What was played until then is said and kept.
     """
     try:
         with sigterm_interrupts():
             return _final_evaluation(config, start, say, env, outputs)
     except KeyboardInterrupt as interrupt:
-        found = interrupt.result if isinstance(interrupt, EvaluationInterrupted) else None
-        if found is None:
+        result = interrupt.result if isinstance(interrupt, EvaluationInterrupted) else None
+        if result is None:
             say("The evaluation was interrupted before an episode of it had ended.")
         else:
-            result = found.evaluation
             total = f"{len(result.returns)} of {config.eval_episodes} episodes"
             say(f"The evaluation was interrupted after {total}: mean score {result.summary()}")
         command = "resume" if 0 < config.steps <= steps_made(config.logdir) else "eval"
@@ -362,82 +336,62 @@ def final_evaluation(
 
 
 def _final_evaluation(
-    config: RunConfig,
-    start: float,
-    say: Say,
-    env: Task | None,
-    outputs: Sequence[MakeOutput],
+    config: RunConfig, start: float, say: Say, env: Task | None, outputs: Sequence[MakeOutput]
 ) -> Evaluation:
-    policy = Policy.load(config.logdir, agent=config.agent, trust=config.named_code)
+    checkpoints = Checkpoint(config.checkpoints)
+
+    def load(path: Path) -> Policy:
+        return Policy.load(path, agent=config.agent, trust=config.named_code)
+
+    play = partial(evaluate, env=env, episodes=config.eval_episodes, logdir=config.logdir, say=say)
+
+    def record(path: Path | None, result: Evaluation | None) -> None:
+        """Keep the score of a checkpoint, and the metrics."""
+        if path is not None:
+            rate = partial(checkpoints.rate, path, result.mean if result else None)
+            keep(say, "The score of the checkpoint", rate)
+        if result is not None:
+            keep(say, "The metrics", partial(_write_metrics, config, result, outputs))
+
+    policy = load(config.logdir)
+    if pending := checkpoints.pending():  # a round that the end of the run has interrupted
+        before, found = load(pending), None
+        if before.step < policy.step:  # else the evaluation at the end is this round
+            say(f"The round of evaluation that began at step {before.step:,} is played to its end.")
+            try:
+                found = play(before, kind="round")
+            except EvaluationError as error:
+                say(f"It failed: {error}")
+        record(pending, found)
     path = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
-    video: Path | None = path if "media" in config.outputs else None
-    no_encoder = ""
+    video, no_video = "media" in config.outputs, ""
     if video:
         try:
             find_encoder()
         except DreamfleetError as error:
-            video, no_encoder = None, str(error)
-    _finish_round(config, policy, env, say, outputs)
+            video, no_video = False, str(error)
     max_steps = config.eval_max_steps
     if not config.offline and not config.from_checkpoint:
         # An environment without an end must not play for hours after a run of minutes.
         max_steps = min(max_steps, max(1, policy.step))
-    result, played = play(
-        policy,
-        env,
-        config.eval_episodes,
-        max_steps=max_steps,
-        video=video,
-        logdir=config.logdir,
-        kind="final",
-        start=start,
-        say=say,
-    )
+    shown = path if video else None
+    result = play(policy, max_steps=max_steps, video=shown, kind="final", start=start)
     low, high = min(result.returns), max(result.returns)
     say(f"Evaluation: mean score {result.summary()}, lowest {low:.4g}, highest {high:.4g}")
     for note in result.notes():
         say(note)
-    if problem := no_encoder or result.video_error:
-        say(f"No video was recorded: {problem}")
+    if problem := no_video or result.video_error:
+        say(f"There is no video of it: {problem}")
     elif video:
         say(f"Video of its first episode: {path}")
-    checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
-    newest = checkpoints.latest()
-    if config.eval_every and newest is not None:
-        keep(say, "The score of the checkpoint", partial(checkpoints.rate, newest, result.mean))
-    keep(say, "The metrics", partial(_write_metrics, config, policy.step, played, outputs))
+    record(checkpoints.latest() if config.eval_every else None, result)
     return result
 
 
-def _finish_round(
-    config: RunConfig, last: Policy, env: Task | None, say: Say, outputs: Sequence[MakeOutput]
-) -> None:
-    """Play the round of evaluation that the end of the run has interrupted, if there is one."""
-    checkpoints = Checkpoint(config.logdir / "ckpt" / "agent")
-    path = checkpoints.pending()
-    if path is None:
-        return
-    policy = Policy.load(path, agent=config.agent, trust=config.named_code)
-    score = None
-    if policy.step < last.step:  # else the evaluation at the end is this round
-        say(f"The round of evaluation that began at step {policy.step:,} is played to its end.")
-        try:
-            result, played = play(
-                policy, env, config.eval_episodes, logdir=config.logdir, kind="round", say=say
-            )
-            score = result.mean
-            keep(say, "Its metrics", partial(_write_metrics, config, policy.step, played, outputs))
-        except EvaluationError as error:
-            say(f"It failed: {error}")
-    keep(say, "The score of its checkpoint", partial(checkpoints.rate, path, score))
-
-
-def _write_metrics(
-    config: RunConfig, step: int, played: Sequence[Played], more: Sequence[MakeOutput]
-) -> None:
+def _write_metrics(config: RunConfig, result: Evaluation, more: Sequence[MakeOutput]) -> None:
     """Add an evaluation to the run's outputs, whose process has ended."""
     outputs = logger(config, more)
-    outputs.write(step, evaluation_metrics(played, step))
+    outputs.write(result.step, evaluation_metrics(result.played, result.step))
     outputs.close()
 
 
@@ -453,53 +407,28 @@ class StopTraining(Exception):
     """Raise it in a callback to end a run as if its steps were over, with its evaluation."""
 
 
-@dataclass(frozen=True)
-class Callbacks:
-    """What is called when; None for nothing.
-
-    Calls are made every `log_every` seconds and once more at the end, in the order of the files. An
-    exception ends the run in order, with a checkpoint, and is raised by `train`.
-    """
-
-    on_log: Callable[[int, dict[str, Any]], object] | None = None
-    """Called with the step and the metrics of each entry of `metrics.jsonl`: numbers and text."""
-    on_episode: Callable[[int, float, int], object] | None = None
-    """Called with the step, the score and the length of each training episode that has ended."""
-    on_checkpoint: Callable[[int, Path], object] | None = None
-    """Called with the step and the directory of the newest checkpoint."""
-
-    def check(self, config: RunConfig) -> None:
-        """Refuse what would never be called.
-
-        Raises:
-            ConfigError: The run does not write what a callback is made from.
-        """
-        if self.on_log and "jsonl" not in config.outputs:
-            raise ConfigError("on_log is made from the output jsonl: add it to outputs.")
-
-
 class Follower:
-    """Calls callbacks for what a run writes from now on."""
+    """Calls callbacks for what a run writes from now on; None for nothing. See `train`."""
 
-    def __init__(self, callbacks: Callbacks, logdir: Path) -> None:
-        self._callbacks = callbacks
+    def __init__(
+        self, logdir: Path, on_log: OnLog, on_episode: OnEpisode, on_checkpoint: OnCheckpoint
+    ) -> None:
+        self._on_log, self._on_episode, self._on_checkpoint = on_log, on_episode, on_checkpoint
         self._metrics = JsonlTail(logdir / "metrics.jsonl", from_end=True)
         self._scores = JsonlTail(logdir / "scores.jsonl", from_end=True)
         self._checkpoints = Checkpoint(logdir / "ckpt" / "agent")
         self._newest = self._checkpoints.latest()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Make the calls for everything that is new."""
-        calls = self._callbacks
-        if calls.on_log:
+        if self._on_log:
             for row in self._metrics.read():
-                step = row.pop("step")
-                calls.on_log(step, row)
-        if calls.on_episode:
+                self._on_log(row.pop("step"), row)
+        if self._on_episode:
             for row in self._scores.read():
-                calls.on_episode(row["step"], row["episode/score"], row.get("episode/length", 0))
-        if calls.on_checkpoint:
+                self._on_episode(row["step"], row["episode/score"], row.get("episode/length", 0))
+        if self._on_checkpoint:
             newest = self._checkpoints.latest()
             if newest is not None and newest != self._newest:
                 self._newest = newest
-                calls.on_checkpoint(step_of(newest), newest)
+                self._on_checkpoint(step_of(newest), newest)

@@ -18,9 +18,6 @@ from dreamfleet.settings import is_under
 Trust = bool | str | Collection[str]
 """Whether code that a file names may be imported: all of it, none, or what is named here."""
 
-A_FILE = "a file does not choose code that is imported"
-A_MACHINE = "another machine does not choose code that is imported here"
-
 
 class CodeRef(NamedTuple):
     """Code outside of this package, and the setting that names it."""
@@ -59,7 +56,6 @@ def admit(
     trust: Trust = False,
     stated: Collection[str] = (),
     may_state: Collection[str] | None = None,
-    rule: str = A_FILE,
 ) -> None:
     """Refuse code that only a file names.
 
@@ -69,7 +65,6 @@ def admit(
         trust: What the user trusts.
         stated: Paths of the settings that the user has given; a group stands for all in it.
         may_state: Paths that the user may give here, for the message; None for all.
-        rule: What is broken, for the message.
 
     Raises:
         ConfigError: The user has neither named nor trusted it. The message says how to.
@@ -88,11 +83,11 @@ def admit(
     for ref in refused:
         if ref.path == "task" and ref.name.startswith(PROGRAM):  # trust would not find it either
             raise ConfigError(only_there(ref.name))
-    fix = "add --trust (trust=True in Python)"
+    fix = "--trust (trust=True in Python)"
     if may_state is None or {ref.path for ref in refused} <= set(may_state):
         flags = " ".join(f"--{p.replace('_', '-')} {name}{given}" for p, name, given in refused)
-        fix = f"add {flags}, or --trust (trust=True in Python)"
+        fix = f"{flags}, or {fix}"
     raise ConfigError(
         f"{source} names {' and '.join(ref.name for ref in refused)}, which is not part of "
-        f"Dreamfleet, and {rule}: {fix}."
+        f"Dreamfleet, and files and other machines do not choose code that is imported: add {fix}."
     )

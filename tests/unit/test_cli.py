@@ -1,4 +1,4 @@
-"""The command line, as a person types it."""
+"""The command line: commands, exit codes, streams."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_typing_error_suggests_the_right_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin"]) == 2
-    assert "Did you mean 'train'?" in capsys.readouterr().err
+    assert "did you mean 'train'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["bench", "chaos", "soak"])

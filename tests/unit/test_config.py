@@ -33,8 +33,11 @@ SOURCE = Path(dreamfleet.__file__).parent
         ({"from_checkpoint_regex": "actor"}, "from_checkpoint_regex needs from_checkpoint"),
         ({"remote_envs": True}, "remote_envs needs an actor_addr"),
         ({"remote_replay": True}, "remote_replay needs a replay_addr"),
-        ({"envs": 2, "actors": 3}, "actors=3 exceeds the 2 environments"),
-        ({"offline": ("runs/a",), "actors": 2}, "actors and offline are mutually exclusive"),
+        ({"envs": 2, "actors": 3}, "actors=3 has more servers than there are environments"),
+        (
+            {"offline": ("runs/a",), "actors": 2},
+            "without environments: leave bind, actors",
+        ),
         ({"offline": ("runs/a",), "pretrain": 5}, "use prefill, not offline"),
         ({"offline_fraction": 0.5, "replay_shards": 2}, "cannot be used with replay_shards=2"),
         ({"train_ratio": float("nan")}, "train_ratio=nan"),
@@ -169,7 +172,7 @@ def test_presets_need_no_jax() -> None:
 
 
 def test_sizes_that_follow_from_others_are_cut_to_them() -> None:
-    """Whoever changes the number of environments of a preset need not know its batch."""
+    """Another number of environments needs no other batch settings."""
     few = preset("default").changed({"envs": 2, "batch_length": 4})
     assert (few.policy_batch, few.report_window) == (2, 4)
     assert replace(few, batch_length=64).report_window == 32  # nothing was lost

@@ -35,7 +35,7 @@ LAYERS = [
     ["transport"],
     ["checkpoint", "clock"],
     ["spaces"],
-    ["files", "formatting", "imports", "memory", "numbers", "settings", "slots", "statistics"],
+    ["files", "formatting", "memory", "settings", "statistics"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from dreamfleet.agents.api import Agent, Player
 from dreamfleet.errors import ConfigError
-from dreamfleet.imports import load_object
+from dreamfleet.settings import load_object
 from dreamfleet.spaces import Space
 
 Config = TypeVar("Config")

@@ -2,12 +2,12 @@
 
 Each command is one module of this package with a function of its own name (`check-env` is
 `check_env`). The function's parameters are its options; those of `train`, `resume` and `sweep` are
-the settings of a run. A command is imported only when it is asked for, so that others stay quick.
+the settings of a run (`options_of` in their modules). A command is imported when it is asked for.
 """
 
 from __future__ import annotations
 
-import difflib
+import ast
 import errno
 import importlib
 import signal
@@ -15,29 +15,16 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from dreamfleet.cli.arguments import call, function_help
+from dreamfleet.cli.arguments import call, function_options, help_of
 from dreamfleet.cli.console import complain, open_streams, say
-from dreamfleet.errors import DreamfleetError
+from dreamfleet.errors import DreamfleetError, did_you_mean
 
-COMMANDS = {
-    "train": "train an agent",
-    "resume": "resume a run with its last settings",
-    "sweep": "train several seeds or settings, or search for settings",
-    "eval": "play episodes with a trained agent",
-    "status": "show what a run is doing",
-    "view": "show runs in a browser, live",
-    "export": "write a trained policy as ONNX or StableHLO",
-    "push": "upload a trained policy to the Hugging Face Hub",
-    "pull": "download a trained policy from the Hugging Face Hub",
-    "dataset": "write the steps of a run as a dataset",
-    "plot": "draw learning curves, with published ones",
-    "join": "join a run on another machine with environments of this one",
-    "invite": "list, make or revoke the lines that let machines join a run",
-    "role": "run one role of a run by hand, for example on a second computer",
-    "check-env": "test an environment and report its problems",
-    "doctor": "test this machine and report what is missing",
-}
+COMMANDS = (
+    "train", "resume", "sweep", "eval", "status", "view", "export", "push", "pull", "dataset",
+    "plot", "join", "invite", "role", "check-env", "doctor",
+)  # fmt: skip
 
 MOVED = {
     "bench": "make bench ARGS='fleet --json rows.json'",
@@ -47,6 +34,21 @@ MOVED = {
 """Former commands, and what runs them in a checkout."""
 
 EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "train": (
+        ("train", "gym:CartPole-v1, on two cores"),
+        ("train --task dmc:walker_walk", "another task"),
+        ("train --task my_package.my_module:my_factory", "your own environment"),
+        ("train --dreamer.model 1m --dreamer.loss.entropy-scale 0.001", "settings of the agent"),
+    ),
+    "resume": (
+        ("resume runs/gym-CartPole-v1", "as it was"),
+        ("resume runs/gym-CartPole-v1 --steps 60000", "and longer"),
+    ),
+    "sweep": (
+        ("sweep --seeds 0,1,2 --task gym:Acrobot-v1", "three seeds"),
+        ("sweep --set train_ratio=32,64 --parallel 2", "two settings at the same time"),
+        ("sweep --set dreamer.optimizer.learning_rate='log(1e-4,1e-2)' --trials 20", "a search"),
+    ),
     "eval": (
         ("eval runs/gym-CartPole-v1 --episodes 20", "twenty new episodes"),
         ("eval runs/gym-CartPole-v1 --video play.mp4 --json", "with a video, as one JSON object"),
@@ -94,9 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else " See 'dreamfleet --help'."
-        complain(f"There is no command {name!r}.{hint}")
+        hint = did_you_mean(name, COMMANDS, "see 'dreamfleet --help'.")
+        complain(f"There is no command {name!r}: {hint}")
         return 2
     try:
         with _signals():
@@ -147,15 +148,14 @@ def _signals() -> Iterator[None]:
 
 
 _FIXES = {
-    **dict.fromkeys(
-        (errno.EROFS, errno.EACCES, errno.EPERM), "fix its permissions, or use another place"
-    ),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or use another place"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
-    **dict.fromkeys(
-        (errno.ENOMEM, errno.EAGAIN),
-        "end other programs, or raise the limits of this shell (ulimit -a)",
-    ),
+    getattr(errno, name): fix
+    for names, fix in {
+        "EROFS EACCES EPERM": "fix its permissions, or use another place",
+        "ENOSPC EDQUOT": "make room, or use another place",
+        "EMFILE ENFILE": "allow more open files (ulimit -n)",
+        "ENOMEM EAGAIN": "end other programs, or raise the limits of this shell (ulimit -a)",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -170,25 +170,31 @@ def _about_machine(error: Exception) -> str:
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
-    function = name.replace("-", "_")
-    command = getattr(importlib.import_module(f"dreamfleet.cli.{function}"), function)
-    if name in (
-        "train",
-        "resume",
-        "sweep",
-    ):  # they read their options themselves: the settings of a run
+    module = importlib.import_module(f"dreamfleet.cli.{_function(name)}")
+    command, run_options = getattr(module, _function(name)), getattr(module, "options_of", None)
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        options = run_options(arguments) if run_options else function_options(command)
+        everything = "--help-all" in arguments
+        say(help_of(name, command, options, EXAMPLES.get(name, ()), everything=everything))
+    elif run_options:
         command(arguments)
-    elif {"-h", "--help"} & set(arguments):
-        say(function_help(name, command, EXAMPLES.get(name, ())))
     else:
         call(name, command, arguments)
 
 
+def _function(command: str) -> str:
+    return command.replace("-", "_")
+
+
 def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    """Every command with the first line of its docstring; none is imported for this."""
+    rows = []
+    for name in COMMANDS:
+        source = Path(__file__).with_name(f"{_function(name)}.py").read_text()
+        functions = (each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef))
+        docs = {each.name: ast.get_docstring(each) or "" for each in functions}
+        rows.append(f"  {name:<9}  {docs[_function(name)].splitlines()[0]}\n")
     return (
-        "usage: dreamfleet COMMAND [OPTIONS]\n\n"
-        f"commands:\n{rows}\n\n"
-        "'dreamfleet COMMAND --help' explains one. 'dreamfleet --version' prints the version."
+        f"usage: dreamfleet COMMAND [OPTIONS]\n\ncommands:\n{''.join(rows)}\n"
+        "'dreamfleet COMMAND --help' explains one. 'dreamfleet --version' tells the version."
     )

@@ -10,11 +10,10 @@ import argparse
 import dataclasses
 import inspect
 import re
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.constrain import Constrain
@@ -25,6 +24,7 @@ from rich.text import Text
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.settings import (
+    Section,
     Setting,
     closest_setting,
     convert,
@@ -33,6 +33,7 @@ from dreamfleet.settings import (
     read,
     settings,
     switchable_groups,
+    type_info,
 )
 
 _MAX_WIDTH = 100
@@ -60,13 +61,12 @@ class Option(Setting):
     @property
     def is_switch(self) -> bool:
         """Whether it takes no value: --greedy, and --no-greedy."""
-        return _bare(self.type) is bool
+        return type_info(self.type).base is bool
 
     @property
     def takes_several(self) -> bool:
         """Whether it takes several words."""
-        inner = [_bare(each) for each in (_bare(self.type), *typing.get_args(_bare(self.type)))]
-        return any(each is dict or typing.get_origin(each) in (tuple, dict) for each in inner)
+        return type_info(self.type).base in (tuple, dict)
 
 
 def function_options(function: Callable[..., Any]) -> list[Option]:
@@ -74,20 +74,17 @@ def function_options(function: Callable[..., Any]) -> list[Option]:
     Annotated[Any, mark]` stands for the settings of a run that have this mark."""
     hints = typing.get_type_hints(function, include_extras=True)
     _, _, arguments = (inspect.getdoc(function) or "").partition("\nArgs:")
-    entries = re.split(r"\n    (?=\w+: )", arguments.split("\n\n")[0])[1:]
-    helps = {name.strip(): " ".join(text.split()) for name, _, text in
-             (entry.partition(": ") for entry in entries)}  # fmt: skip
+    helps = dict(re.findall(r"\n    (\w+): (.*?)(?=\n    \w|\n\n|$)", arguments, re.DOTALL))
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             (mark,) = hints[name].__metadata__
             marked = [each for each in run_options(RunConfig()) if mark in each.marks]
-            found += [dataclasses.replace(each, value=None) for each in marked]
+            found += [dataclasses.replace(o, value=None, marks=frozenset()) for o in marked]
             continue
+        text = " ".join(helps.get(name, "").split())
         positional = parameter.kind is parameter.POSITIONAL_ONLY
-        found.append(
-            Option(name, hints[name], parameter.default, helps.get(name, ""), positional=positional)
-        )
+        found.append(Option(name, hints[name], parameter.default, text, positional=positional))
     return found
 
 
@@ -114,8 +111,7 @@ def call(command: str, function: Callable[..., Any], arguments: Sequence[str]) -
     values = parse(options, arguments)
     for option in options:
         if option.path in values:
-            value = values[option.path]
-            values[option.path] = convert(option.flag, value, option.type)
+            values[option.path] = convert(option.flag, values[option.path], option.type)
         elif option.value is _REQUIRED:
             raise ConfigError(f"{option.flag} is missing. See 'dreamfleet {command} --help'.")
     places = [values.pop(o.path) for o in options if o.positional and o.path in values]
@@ -132,9 +128,15 @@ def parse(
         ConfigError: An option does not exist, or has no value.
     """
     values, rest = parse_known(options, arguments)
-    if rest:
-        raise _unknown_option(rest[0], [*others, *options])
-    return values
+    if not rest:
+        return values
+    flag = rest[0].partition("=")[0]
+    if not flag.startswith("-"):
+        raise ConfigError(f"{rest[0]!r} belongs to no option. See --help.")
+    flags = {option.path: option.flag for option in (*others, *options)}
+    close = closest_setting(flag, flags)
+    hint = f"Did you mean {flags[close]}?" if close else "See --help."
+    raise ConfigError(f"There is no option {flag}. {hint}")
 
 
 def parse_known(
@@ -173,30 +175,54 @@ def parse_known(
     for option in options:
         if option.path in values and not option.is_switch:
             words = values[option.path]
-            words = [words] if isinstance(words, str) else words
-            values[option.path] = read(words, option.type)
+            values[option.path] = read([words] if isinstance(words, str) else words, option.type)
     return values, rest
+
+
+def _with_dashes(word: str) -> str:
+    """A flag that was typed with underscores, as settings have them."""
+    flag, equals, value = word.partition("=")
+    return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
+
+
+# --- help ----------------------------------------------------------------------------------------
 
 
 def help_of(
     command: str,
-    summary: str,
-    groups: Mapping[str, Sequence[Option]],
+    function: Callable[..., Any],
+    options: Sequence[Option],
+    examples: Iterable[tuple[str, str]],
     *,
-    examples: Iterable[tuple[str, str]] = (),
-    footer: str = "",
+    everything: bool,
 ) -> RenderableType:
-    """The help of a command: what it does, its options by the titles of their groups, examples."""
-    places = [o for members in groups.values() for o in members if o.positional]
+    """The help of a command: what it does, its options, and examples.
+
+    Of the settings of a run only those of a section are shown, unless everything is asked for.
+    """
+    groups: dict[str, list[Option]] = {"arguments": []}
+    others: dict[str, list[Option]] = {}
+    settings_of_run = any(isinstance(mark, Section) for o in options for mark in o.marks)
+    for option in options:
+        titles = [mark.title for mark in option.marks if isinstance(mark, Section)]
+        if option.positional:
+            groups["arguments"].append(option)
+        elif titles or not settings_of_run:
+            groups.setdefault(titles[0] if titles else "options", []).append(option)
+        else:
+            group = option.path.rpartition(".")[0] or "other settings of the run"
+            others.setdefault(group, []).append(option)
+    places = groups["arguments"]
     words = [o.flag + (" ..." if o.takes_several else "") for o in places]
     shown = [w if o.value is _REQUIRED else f"[{w}]" for o, w in zip(places, words, strict=True)]
     usage = " ".join(["usage: dreamfleet", command, *shown, "[OPTIONS]"])
-    parts: list[RenderableType] = [Text(usage), Text(), Text(summary), Text()]
-    for title, members in groups.items():
+    parts: list[RenderableType] = [Text(usage), Text(), Text(summary_of(function)), Text()]
+    for title, members in {**groups, **(others if everything else {})}.items():
         if members:
             parts += [Text(title, style="bold"), _rows(members), Text()]
-    if footer:
-        parts += [Text(footer), Text()]
+    if others and not everything:
+        every = f"'dreamfleet {command} --help-all' shows every setting, also of the agent."
+        parts += [Text(every), Text()]
     table = Table.grid(padding=(0, 3))
     # Of a command to be copied nothing may be cut off; what is said about it may wrap.
     table.add_column(no_wrap=True)
@@ -207,40 +233,9 @@ def help_of(
     return Constrain(Group(*parts), _MAX_WIDTH)
 
 
-def function_help(
-    command: str, function: Callable[..., Any], examples: Iterable[tuple[str, str]]
-) -> RenderableType:
-    """The help of a command that is a function."""
-    options = function_options(function)
-    groups = {
-        "arguments": [option for option in options if option.positional],
-        "options": [option for option in options if not option.positional],
-    }
-    return help_of(command, summary_of(function), groups, examples=examples)
-
-
 def summary_of(function: Callable[..., Any]) -> str:
     """What a docstring says before it comes to the arguments."""
     return (inspect.getdoc(function) or "").split("\nArgs:")[0].strip()
-
-
-def _with_dashes(word: str) -> str:
-    """A flag that was typed with underscores, as settings have them."""
-    flag, equals, value = word.partition("=")
-    return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
-
-
-def _unknown_option(word: str, options: Sequence[Option]) -> ConfigError:
-    flag = word.partition("=")[0]
-    if not flag.startswith("-"):
-        return ConfigError(f"Unexpected argument {word!r}. See --help.")
-    for option in options:
-        if option.positional and flag == f"--{option.path}":
-            return ConfigError(f"Give {option.flag} as a plain argument, without {flag}.")
-    flags = {option.path: option.flag for option in options if not option.positional}
-    close = closest_setting(flag, flags)
-    hint = f"Did you mean {flags[close]}?" if close else "See --help."
-    return ConfigError(f"There is no option {flag}. {hint}")
 
 
 def _rows(options: Sequence[Option]) -> RenderableType:
@@ -248,11 +243,10 @@ def _rows(options: Sequence[Option]) -> RenderableType:
     table.add_column(min_width=30, max_width=44)
     for option in options:
         text, default = Text(option.help), option.value
-        empty: tuple[Any, ...] = (_REQUIRED, None, (), "", False, {})
-        if default not in empty:
-            shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            if default is True:
-                shown = "on"
+        if default is not _REQUIRED and default:
+            shown = "on" if default is True else str(default)
+            if isinstance(default, tuple):
+                shown = " ".join(map(str, default))
             elif isinstance(default, dict):
                 shown = " ".join(f"{name}={value}" for name, value in default.items())
             text.append(f" ({shown})", style="dim")
@@ -265,23 +259,13 @@ def _rows(options: Sequence[Option]) -> RenderableType:
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
-def _bare(kind: Any) -> Any:
-    """A type without its range."""
-    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
-
-
 def _metavar(kind: Any) -> str:
     """A type in the help: INT, NUMBER, TEXT, PATH or the choices."""
-    kind = _bare(kind)
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_metavar(each) for each in inner if each is not type(None))
-    if origin is typing.Literal:
+    base, inner, _, _ = type_info(kind)
+    if base is typing.Literal:
         return "{" + ",".join(map(str, inner)) + "}"
-    if origin is tuple:
-        # The help says which names there are.
-        named = typing.get_origin(inner[0]) is typing.Literal
+    if base is tuple:  # the help says which names there are
+        named = type_info(inner[0]).base is typing.Literal
         return f"{'NAME' if named else _metavar(inner[0])} ..."
-    if origin is dict or kind is dict:
-        return "NAME=VALUE ..."
-    return {int: "INT", float: "NUMBER", str: "TEXT", bool: "", Path: "PATH"}.get(kind, "VALUE")
+    words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", dict: "NAME=VALUE ..."}
+    return words.get(base, "VALUE")

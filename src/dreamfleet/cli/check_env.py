@@ -6,15 +6,12 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from msgspec import Meta
-from rich.table import Table
 
 from dreamfleet.agents import SpaceError
 from dreamfleet.agents.dreamer.features import observed
@@ -27,7 +24,7 @@ from dreamfleet.envs.registry import rendering_options
 from dreamfleet.fleet.isolated import Reporter, run_isolated
 from dreamfleet.metrics.frames import contact_sheet, encode_png
 from dreamfleet.presets import PRESETS
-from dreamfleet.spaces import Space, spaces_from_json, spaces_to_json
+from dreamfleet.settings import Count, CountOrZero, ZeroOrMore
 
 _LARGEST_FRAME = 160
 _STEPS_PER_SECOND = 1000.0
@@ -40,9 +37,9 @@ def check_env(
     task: str,
     /,
     options: dict[str, Any] | None = None,
-    steps: Annotated[int, Meta(ge=1)] = 1000,
-    seed: Annotated[int, Meta(ge=0)] = 0,
-    timeout: Annotated[float, Meta(ge=0)] = RunConfig.env_timeout,
+    steps: Count = 1000,
+    seed: CountOrZero = 0,
+    timeout: ZeroOrMore = RunConfig.env_timeout,
     sheet: Path | None = Path("check-env.png"),
 ) -> None:
     """Test an environment with random actions and report each problem with its fix.
@@ -56,11 +53,8 @@ def check_env(
             as env_timeout in a run; 0 for no timeout.
         sheet: Where to put a picture of frames, if there are any; None for nowhere.
     """
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in (options or {}).items()
-    }
-    found = run_isolated(
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in (options or {}).items()}
+    lines, problems, verdict = run_isolated(
         partial(_diagnose, task, given, steps, seed, sheet),
         timeout=timeout,
         setting="--timeout",
@@ -68,13 +62,10 @@ def check_env(
         console=out,
         show_output=True,
     ).value
-    result = _from_json(found)
-    _print(result, found["frames"], sheet)
-    if result.problems:
-        count = len(result.problems)
-        raise EnvError(f"{task} has {count} problem{'s' if count > 1 else ''}, see above.")
-    say(f"\n{suggestion(task, given, result)}\n")
-    say(f"{task} is fine." if not result.hints else f"{task} can be used.")
+    say("\n".join(lines))
+    if problems:
+        raise EnvError(f"{task} has {problems} problem{'s' if problems > 1 else ''}, see above.")
+    say(verdict)
 
 
 def _diagnose(
@@ -84,7 +75,7 @@ def _diagnose(
     seed: int,
     sheet: Path | None,
     reporter: Reporter,
-) -> dict[str, Any]:
+) -> tuple[list[str], int, str]:
     """Play the environment, in a child process; the frames go to a file."""
 
     def visible(seed: int) -> Any:
@@ -99,97 +90,81 @@ def _diagnose(
         make_visible=visible,
         tell=reporter.call,
     )
-    frames, result.frames = result.frames, []
-    if sheet and frames:
-        write(sheet, encode_png(contact_sheet([_small(frame) for frame in frames])))
-    spaces = {key: spaces_to_json(getattr(result, key)) for key in ("obs_space", "act_space")}
-    result.obs_space, result.act_space = {}, {}
-    return {**asdict(result), **spaces, "frames": len(frames)}
-
-
-def _from_json(found: Mapping[str, Any]) -> Diagnosis:
-    """The result in this process, with what the default agent objects to."""
-    spaces = {key: spaces_from_json(found[key]) for key in ("obs_space", "act_space")}
-    findings = {key: [Finding(**each) for each in found[key]] for key in ("problems", "hints")}
-    result = Diagnosis(**{**found, **spaces, **findings, "frames": []})
+    reporter.call(None)  # the last call of user code
+    if sheet and result.frames:
+        write(sheet, encode_png(contact_sheet([_small(frame) for frame in result.frames])))
     config = RunConfig()
-    if result.obs_space:
-        try:
+    try:
+        if result.obs_space:
             config.agent_type.check(result.obs_space, result.act_space, config.agent_config)
-        except SpaceError as error:
-            result.problems.append(Finding(str(error), ""))
-    return result
+    except SpaceError as error:
+        result.problems.append(Finding(str(error), ""))
+    verdict = "is fine" if not result.hints else "can be used"
+    end = "" if result.problems else f"\n{suggestion(task, options, result)}\n\n{task} {verdict}."
+    return list(_report(result, sheet)), len(result.problems), end
 
 
-def _print(result: Diagnosis, frames: int, sheet: Path | None) -> None:
-    if result.obs_space:
-        table = Table("", "key", "dtype", "shape", "range", box=None, pad_edge=False)
-        for role, spaces in (("observation", result.obs_space), ("action", result.act_space)):
-            for key, space in spaces.items():
-                table.add_row(role, key, space.dtype.name, str(space.shape), space.range)
-        say(table)
+def _report(result: Diagnosis, sheet: Path | None) -> Iterator[str]:
+    """What was measured and found, in lines."""
+    rows = [("", "key", "dtype", "shape", "range")] if result.obs_space else []
+    for role, spaces in (("observation", result.obs_space), ("action", result.act_space)):
+        for key, space in spaces.items():
+            rows.append((role, key, space.dtype.name, str(space.shape), space.range))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
     for note in result.notes:
-        say(f"note    {note}")
+        yield f"note    {note}"
     if result.steps:
         episodes = f"{result.episodes} in {result.steps:,} random steps"
         if result.episodes:
             episodes += f", mean score {result.score:.4g}, mean length {result.length:.4g}"
-        say(f"\nepisodes       {episodes}")
-        say(
+        yield f"\nepisodes       {episodes}"
+        yield (
             f"speed          {result.steps_per_second:,.0f} steps/s, slowest reset "
             f"{1000 * result.slowest_reset:.1f} ms, made in {result.make_seconds:.2f} s"
         )
-    if sheet and frames:
-        say(f"frames         {frames} in {sheet}")
+    if sheet and result.frames:
+        yield f"frames         {len(result.frames)} in {sheet}"
     for title, findings in (("problem", result.problems), ("hint", result.hints)):
         for finding in findings:
-            say(f"{title:<8}{finding.what} {finding.fix}".rstrip())
+            yield f"{title:<8}{finding.what} {finding.fix}".rstrip()
             if finding.trace:
-                say(indent(finding.trace, "        "))
+                yield indent(finding.trace, "        ")
 
 
 def suggestion(task: str, options: Mapping[str, Any], result: Diagnosis) -> str:
     """A command to start with, by rule: `pixels` for images, resized to 64x64 if they are larger
     or fit no encoder; `dmc_cpu` for dm_control; `default` for everything else. Slow
     environments are spread over the cores."""
-    images = [space for space in observed(result.obs_space).values() if space.image]
-    if images:
+    sizes = {space.shape[:2] for space in observed(result.obs_space).values() if space.image}
+    if sizes:
         preset, reason = "pixels", "the task has images"
     elif task.startswith("dmc:"):
         preset, reason = "dmc_cpu", "the task is one of dm_control"
     else:
         preset, reason = "default", "the task has no images"
     given = dict(options)
-    if images and "size" not in options and not _fit(images):
+    fits = len(sizes) == 1 and all(
+        not (height % _IMAGE_MULTIPLE or width % _IMAGE_MULTIPLE) and height * width <= 64**2
+        for height, width in sizes
+    )
+    if sizes and "size" not in options and not fits:
         given["size"] = (64, 64)
     known = PRESETS[preset].env_options
     own = {name: value for name, value in given.items() if known.get(name) != value}
     words = ["dreamfleet", "train", "--task", task]
     words += ["--preset", preset] if preset != "default" else []
-    words += ["--env-options", *_pairs(own)] if own else []
+    words += ["--env-options"] if own else []
+    for name, value in own.items():
+        text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+        words.append(f"{name}={text}")
     envs = PRESETS[preset].envs
     if result.single:
         words += ["--envs", "1"]
     elif result.steps_per_second < _STEPS_PER_SECOND / envs:
         words += ["--envs-per-process", str(-(-envs // cores()))]
     return f"Suggestion: preset {preset}, because {reason}:\n\n{shlex.join(words)}"
-
-
-def _fit(images: list[Space]) -> bool:
-    """Whether the encoder takes the images as they are, and they are not large."""
-    height, width = images[0].shape[:2]
-    same = all(image.shape[:2] == (height, width) for image in images)
-    return (
-        same
-        and not (height % _IMAGE_MULTIPLE or width % _IMAGE_MULTIPLE)
-        and (height * width <= 64**2)
-    )
-
-
-def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-        yield f"{name}={text}"
 
 
 def cores() -> int:

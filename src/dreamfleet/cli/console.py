@@ -1,4 +1,4 @@
-"""The one place where commands speak to the person."""
+"""What commands print and write."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def complain(message: str) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file that the person asked for, in a directory that need not exist.
+    """Write a file that the user asked for, in a directory that need not exist.
 
     Raises:
         ConfigError: It cannot be written there.

@@ -33,6 +33,7 @@ from dreamfleet.errors import DreamfleetError, install_command
 from dreamfleet.fleet.isolated import Reporter, run_isolated
 from dreamfleet.metrics import TensorBoardOutput
 from dreamfleet.metrics.frames import write_mp4
+from dreamfleet.plotting import make_figure, save_figure
 from dreamfleet.transport import Client, Server
 
 _LITTLE_MEMORY, _LITTLE_DISK, _FEW_FILES = 4e9, 5e9, 1024
@@ -76,11 +77,9 @@ def doctor(logdir: Path = Path("runs")) -> None:
         table.add_row(_MARKS[each.state], each.what, words)
     say(table)
     say("\n✓ works (tried)   · looked up, not tried   - not installed   ! hint   ✗ problem")
-    problems = sum(each.state == "problem" for each in findings)
-    if problems:
-        raise DreamfleetError(
-            f"There {'is 1 problem' if problems == 1 else f'are {problems} problems'}, see above."
-        )
+    if problems := sum(each.state == "problem" for each in findings):
+        count = "is 1 problem" if problems == 1 else f"are {problems} problems"
+        raise DreamfleetError(f"There {count}, see above.")
     say("This machine is fit for training.")
 
 
@@ -96,22 +95,19 @@ def versions() -> Iterator[Check]:
 def jax() -> Iterator[Check]:
     """Devices, and a function compiled for them; a broken driver may hang or crash."""
     found, works = attempt(compile_function)
+    fix = ""
     if not works:
         fix = "Reinstall it (pip install --force-reinstall jax), or set JAX_PLATFORMS=cpu."
-        yield Check("JAX", "problem", found, fix)
     elif shutil.which("nvidia-smi") and "cpu" in found and "gpu" not in found:
         fix = f"There is a GPU that JAX does not use: {install_command('cuda')}"
-        yield Check("JAX", "problem", found, fix)
-    else:
-        yield Check("JAX", "fine", found)
+    yield Check("JAX", "problem" if fix else "fine", found, fix)
 
 
 def hardware() -> Iterator[Check]:
     """CPU and memory, and whether they are enough."""
     load = os.getloadavg()[0]
-    found = f"{cores()} cores, load {load:.1f}"
     fix = "Other programs keep it busy; training will be slower."
-    yield _enough("CPU", load <= cores(), found, fix)
+    yield _enough("CPU", load <= cores(), f"{cores()} cores, load {load:.1f}", fix)
     memory = psutil.virtual_memory()
     found = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB free"
     fix = "Close other programs, or use few environments."
@@ -191,7 +187,7 @@ def extras() -> Iterator[Check]:
             continue
         found, works = attempt(TRIES[extra])
         fix = f"It is installed but does not work; install it again: {install_command(extra)}"
-        yield Check(what, "fine" if works else "hint", f"{versions}: {found}", "" if works else fix)
+        yield _enough(what, works, f"{versions}: {found}", fix, tried=True)
 
 
 def _enough(what: str, enough: bool, found: str, fix: str, *, tried: bool = False) -> Check:
@@ -222,22 +218,20 @@ def _installed(name: str) -> bool:
 
 def attempt(function: Callable[[], str]) -> tuple[str, bool]:
     """What the function returns, or its error in one line; and whether it worked."""
-    run = partial(_attempt, function)
+
+    def run(reporter: Reporter) -> tuple[str, bool]:
+        reporter.call("check")
+        try:
+            return function(), True
+        except Exception as error:  # whatever a package raises that does not work
+            return f"{type(error).__name__}: {error}", False
+
+    wait: dict[str, Any] = {"timeout": _TIMEOUT_SECONDS, "setting": "the timeout"}
     try:
-        found, works = run_isolated(
-            run, timeout=_TIMEOUT_SECONDS, setting="the timeout", say=lambda _: None
-        ).value
+        found, works = run_isolated(run, say=lambda _: None, **wait).value
     except DreamfleetError as error:
         return str(error), False
     return found, works
-
-
-def _attempt(function: Callable[[], str], reporter: Reporter) -> tuple[str, bool]:
-    reporter.call("check")
-    try:
-        return function(), True
-    except Exception as error:  # whatever a package raises that does not work
-        return f"{type(error).__name__}: {error}", False
 
 
 def compile_function() -> str:
@@ -277,20 +271,10 @@ def write_file(name: str, write: Callable[[Path], object]) -> str:
     return f"wrote {name}"
 
 
-def _write_video(path: Path) -> None:
-    write_mp4(path, [np.zeros((64, 64, 3), np.uint8)] * 3)
-
-
 def _write_events(path: Path) -> None:
     output = TensorBoardOutput(path)
     output.write(1, {"metric": 1.0})
     output.close()
-
-
-def _write_plot(path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    Figure().savefig(path)
 
 
 TRIES: Mapping[str, Callable[[], str]] = {
@@ -299,8 +283,10 @@ TRIES: Mapping[str, Callable[[], str]] = {
     "crafter": partial(step, "crafter:reward"),
     "minigrid": partial(step, "minigrid:Empty-5x5-v0"),
     "classic": partial(step, "gym:CartPole-v1", render=True),
-    "video": partial(write_file, "video.mp4", _write_video),
+    "video": partial(
+        write_file, "video.mp4", partial(write_mp4, frames=[np.zeros((64, 64, 3), np.uint8)] * 3)
+    ),
     "tensorboard": partial(write_file, "events", _write_events),
-    "plot": partial(write_file, "plot.png", _write_plot),
+    "plot": partial(write_file, "plot.png", lambda path: save_figure(make_figure(1, 1), path)),
 }
 """How extras are tried."""

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated
-
-from msgspec import Meta
 
 from dreamfleet.cli.console import note, say
 from dreamfleet.errors import ConfigError
-from dreamfleet.evaluation import Evaluation, EvaluationInterrupted, play
+from dreamfleet.evaluation import Evaluation, EvaluationInterrupted, evaluate
 from dreamfleet.policy import Policy
+from dreamfleet.settings import AboveZero, Count, CountOrZero
 
 
 def eval(  # noqa: A001 - the command's name
     logdir: Path,
     /,
-    episodes: Annotated[int, Meta(ge=1)] = 10,
+    episodes: Count = 10,
     greedy: bool = False,
     video: Path | None = None,
     json: bool = False,
     keep: bool = True,
-    seed: Annotated[int, Meta(ge=0)] = 0,
-    fps: Annotated[float, Meta(gt=0)] = 20.0,
+    seed: CountOrZero = 0,
+    fps: AboveZero = 20.0,
     agent: str | None = None,
     best: bool = False,
-    envs: Annotated[int, Meta(ge=0)] = 0,
-    max_steps: Annotated[int, Meta(ge=0)] = 0,
+    envs: CountOrZero = 0,
+    max_steps: CountOrZero = 0,
     task: str | None = None,
     trust: bool = False,
 ) -> None:
@@ -61,10 +59,10 @@ def eval(  # noqa: A001 - the command's name
     assert policy.blueprint is not None
     tell(f"{task or policy.blueprint.config.task} after {policy.step:,} steps; {policy.protocol}")
     try:
-        result, _ = play(
+        result = evaluate(
             policy,
-            task,
-            episodes,
+            env=task,
+            episodes=episodes,
             envs=envs,
             max_steps=max_steps,
             seed=seed,
@@ -76,7 +74,7 @@ def eval(  # noqa: A001 - the command's name
             say=tell,
         )
     except EvaluationInterrupted as interrupt:
-        found = interrupt.result.evaluation if interrupt.result else None
+        found = interrupt.result
         tell(f"Interrupted after {len(found.returns) if found else 0} of {episodes} episodes")
         if found:
             _show(found, json)

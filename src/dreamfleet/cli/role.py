@@ -8,8 +8,6 @@ import signal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
-
 from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig, read_config, read_config_file
 from dreamfleet.errors import ConfigError
@@ -23,7 +21,7 @@ from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import end_signals
 from dreamfleet.roles.spaces_file import read_spaces
-from dreamfleet.settings import Mark
+from dreamfleet.settings import Count, Mark
 
 Name = Literal["actor", "agent", "env", "evaluator", "logger", "replay"]
 
@@ -34,7 +32,7 @@ def role(
     config: Path | None = None,
     first: int = 0,
     count: int | None = None,
-    number: Annotated[int, Meta(ge=1)] = 1,
+    number: Count = 1,
     shard: int = 0,
     trust: bool = False,
     **settings: Annotated[Any, Mark.PER_ROLE],

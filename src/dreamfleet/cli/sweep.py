@@ -10,25 +10,12 @@ from rich.table import Table
 
 from dreamfleet.cli.arguments import Option, parse_known
 from dreamfleet.cli.console import say
-from dreamfleet.cli.train import config_of, options_of, show_help, wants_help
+from dreamfleet.cli.train import config_of
+from dreamfleet.cli.train import options_of as train_options
 from dreamfleet.errors import ConfigError
 from dreamfleet.settings import Count, Section, convert
 from dreamfleet.statistics import mean_interval
 from dreamfleet.sweep import Sweep, read_values, results
-
-SUMMARY = """\
-Train with several seeds, with every combination of values, or search within ranges.
-
-Each run is an ordinary one in a directory of its own. The same command again goes on with what is
-missing. Values with commas between them are a grid. A range, log(1e-5,1e-3), uniform(0,1) or
-int(1,8), is searched by Optuna, which stops runs that fall behind; a machine that sees the same
-directory helps with the same command. All other options are those of 'dreamfleet train'."""
-
-EXAMPLES = (
-    ("sweep --seeds 0,1,2 --task gym:Acrobot-v1", "three seeds"),
-    ("sweep --set train_ratio=32,64 --parallel 2", "two settings at the same time"),
-    ("sweep --set dreamer.optimizer.learning_rate='log(1e-4,1e-2)' --trials 20", "a search"),
-)
 
 _WHAT = frozenset({Section("what")})
 _OWN = (
@@ -40,15 +27,20 @@ _OWN = (
 )
 
 
+def options_of(arguments: Sequence[str]) -> list[Option]:
+    """The options of the help."""
+    hidden = {"seed", "view", "print_config", *(option.path for option in _OWN)}
+    return [*_OWN, *(option for option in train_options(arguments) if option.path not in hidden)]
+
+
 def sweep(arguments: Sequence[str]) -> None:
-    """Train all that is missing, and show what was found."""
-    names = {option.path for option in _OWN}
-    if wants_help(arguments):
-        theirs = [
-            o for o in options_of([]) if o.path not in {*names, "seed", "view", "print_config"}
-        ]
-        show_help("sweep", SUMMARY, [*_OWN, *theirs], EXAMPLES, arguments)
-        return
+    """Train with several seeds, with every combination of values, or search within ranges.
+
+    Each run is an ordinary one in a directory of its own. The same command again goes on with what
+    is missing. Values with commas between them are a grid. A range, log(1e-5,1e-3), uniform(0,1) or
+    int(1,8), is searched by Optuna, which stops runs that fall behind; a machine that sees the same
+    directory helps with the same command. All other options are those of 'dreamfleet train'.
+    """
     typed, words = parse_known(_OWN, arguments)
     given: dict[str, Any] = {
         option.path: convert(option.flag, typed.get(option.path, option.value), option.type)

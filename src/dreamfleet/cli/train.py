@@ -9,14 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.cli.arguments import (
-    Option,
-    help_of,
-    parse,
-    parse_known,
-    run_options,
-    setting_options,
-)
+from dreamfleet.cli.arguments import Option, parse, parse_known, run_options, setting_options
 from dreamfleet.cli.console import out, say
 from dreamfleet.cli.view import page_beside
 from dreamfleet.config import RunConfig
@@ -26,19 +19,6 @@ from dreamfleet.presets import preset as find_preset
 from dreamfleet.resuming import Start, read_settings, settings_text
 from dreamfleet.settings import Section, read
 from dreamfleet.training import train as run
-
-SUMMARY = """\
-Train an agent with a fleet of processes. The same command again resumes the run.
-
-Without arguments it trains Dreamer on gym:CartPole-v1. What is not given is taken from the
-preset, or, if the directory holds a run, from that run."""
-
-EXAMPLES = (
-    ("train", "gym:CartPole-v1, on two cores"),
-    ("train --task dmc:walker_walk", "another task"),
-    ("train --task my_package.my_module:my_factory", "your own environment"),
-    ("train --dreamer.model 1m --dreamer.loss.entropy-scale 0.001", "settings of the agent"),
-)
 
 _WHAT = frozenset({Section("what")})
 _SHOWN = frozenset({Section("what is written and shown")})
@@ -61,16 +41,11 @@ _OWN = (
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Train, with the settings that were typed."""
-    if wants_help(arguments):
-        show_help("train", SUMMARY, options_of(arguments), EXAMPLES, arguments)
-    else:
-        run_line(arguments)
+    """Train an agent with a fleet of processes. The same command again resumes the run.
 
-
-def run_line(arguments: Sequence[str]) -> None:
-    """Do what a command line says: train, shown in the terminal, and in a browser if that is
-    wanted; or print the configuration."""
+    Without arguments it trains Dreamer on gym:CartPole-v1. What is not given is taken from the
+    preset, or, if the directory holds a run, from that run.
+    """
     config, own = read_line(arguments)
     if own.get("print_config"):
         say(settings_text(config))
@@ -116,36 +91,6 @@ def options_of(arguments: Sequence[str]) -> list[Option]:
     found += setting_options(config.agent_config, f"{config.agent_type.name}.")
     # The directory follows from the task.
     return [*_OWN, *(replace(o, value=None) if o.path == "logdir" else o for o in found)]
-
-
-def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether the command line asks for help."""
-    return not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
-
-
-def show_help(
-    command: str,
-    summary: str,
-    options: Sequence[Option],
-    examples: Sequence[tuple[str, str]],
-    arguments: Sequence[str],
-) -> None:
-    """The options that have a section in the short help, or all of them."""
-    groups: dict[str, list[Option]] = {}
-    others: dict[str, list[Option]] = {}
-    for option in options:
-        titles = [mark.title for mark in option.marks if isinstance(mark, Section)]
-        if option.positional:
-            groups = {"arguments": [option], **groups}
-        elif titles:
-            groups.setdefault(titles[0], []).append(option)
-        else:
-            group = option.path.rpartition(".")[0] or "other settings of the run"
-            others.setdefault(group, []).append(option)
-    footer = f"'dreamfleet {command} --help-all' shows every setting, also of the agent."
-    if "--help-all" in arguments:
-        groups, footer = {**groups, **others}, ""
-    say(help_of(command, summary, groups, examples=examples, footer=footer))
 
 
 def _typed(values: Mapping[str, Any], options: Sequence[Option]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ A problem breaks the contract; a hint is allowed but probably a mistake. Both co
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
 import time
 import traceback
@@ -37,7 +39,8 @@ _COMPARED_STEPS = 200
 _SLOW = 100.0
 _BRIEF = 4096
 _FORBIDS_ALL = "Allow at least one action while the episode continues, or end it there."
-_PACKAGE = str(Path(__file__).parents[1])
+_HEADER = "Traceback (most recent call last):\n"
+_OUR_FILE = f'  File "{Path(__file__).parents[1]}{os.sep}'
 
 ONLY_ONE = (
     "If there can be only one at a time, use --envs 1, without --eval-envs and --eval-every; if "
@@ -226,11 +229,20 @@ def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Findi
 
 def own_traceback(error: BaseException) -> str:
     """The traceback without the frames of this package that called user code."""
-    frame = error.__traceback__
-    while frame and frame.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.tb_next
-    lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
-    return "".join(lines).rstrip()
+    return trim_traceback("".join(traceback.format_exception(error)).rstrip())
+
+
+def trim_traceback(text: str) -> str:
+    """The tracebacks in a text, without the frames of this package that are above the user's."""
+    before, *blocks = text.split(_HEADER)
+    return _HEADER.join(["" if blocks else before, *map(_from_the_first_foreign, blocks)])
+
+
+def _from_the_first_foreign(frames: str) -> str:
+    """The frames of one exception, and what follows them."""
+    each = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
+    foreign = (at for at in range(1, len(each)) if not each[at].startswith(_OUR_FILE))
+    return "".join([each[0], *each[next(foreign, 1) :]])
 
 
 def _play(

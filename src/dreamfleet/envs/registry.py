@@ -36,8 +36,7 @@ from dreamfleet.envs.wrappers import (
     Wrapper,
 )
 from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean
-from dreamfleet.imports import load_object
-from dreamfleet.settings import Count, CountOrZero, convert
+from dreamfleet.settings import Count, CountOrZero, convert, load_object
 
 if TYPE_CHECKING:
     from dreamfleet.envs.lanes import Lanes

@@ -22,7 +22,6 @@ from dreamfleet.agents.api import Player
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
 from dreamfleet.envs.registry import Task, by_number, make_lanes
-from dreamfleet.imports import load_object
 from dreamfleet.metrics import (
     JsonlOutput,
     MediaOutput,
@@ -37,6 +36,7 @@ from dreamfleet.offline import find_source
 from dreamfleet.policy import Spaces
 from dreamfleet.replay import Replay, make_selector
 from dreamfleet.roles.runtime import Factories
+from dreamfleet.settings import load_object
 
 MakeOutput = Callable[[Path], Output]
 """A class, or a function, that is given the directory of the run."""

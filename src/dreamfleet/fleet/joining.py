@@ -58,7 +58,7 @@ from dreamfleet.roles.spaces_file import Spaces
 from dreamfleet.spaces import space_differences, spaces_from_json
 from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
 from dreamfleet.transport.address import Address, parse
-from dreamfleet.trust import A_MACHINE, admit, code_in
+from dreamfleet.trust import admit, code_in
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class _Machine:
             raise ConfigError(f"The run's task is {task}, not {named}: use --task {task}.")
         stated = ["task"] if named else []
         code = code_in([("task", task)])
-        admit("The run", code, trust=self._offer.trust, stated=stated, rule=A_MACHINE)
+        admit("The run", code, trust=self._offer.trust, stated=stated)
 
     def _probe_env(self, config: RunConfig, described: Description) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""

@@ -26,7 +26,6 @@ from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.formatting import readable
-from dreamfleet.imports import load_object
 from dreamfleet.memory import memory_free
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
@@ -36,7 +35,7 @@ from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.replay import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
-from dreamfleet.settings import Mark
+from dreamfleet.settings import Mark, load_object
 from dreamfleet.spaces import space_differences, summary, without_logs, without_reset
 from dreamfleet.transport.address import parse
 from dreamfleet.transport.wire import MAX_MESSAGE

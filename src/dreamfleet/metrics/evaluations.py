@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Evaluation:
     """Why there is no video, if one was asked for; it costs no score."""
     partial: bool = False
     """Whether it was interrupted before all its episodes had ended."""
+    played: Sequence[Played] = field(default=(), repr=False, compare=False)
+    """The episodes, also those that failed."""
 
     @property
     def mean(self) -> float:
@@ -64,11 +66,11 @@ class Evaluation:
         return float(np.std(self.returns, ddof=1) / np.sqrt(len(self.returns)))
 
     def record(self) -> dict[str, Any]:
-        """Everything, for a file; whether there is a video is none of its business."""
-        fields = {name: value for name, value in asdict(self).items() if name != "video_error"}
+        """The numbers, for a file; whether there is a video is none of its business."""
+        names = [each.name for each in fields(self) if each.name not in ("video_error", "played")]
         error = self.standard_error
         means = {"episodes": len(self.returns), "mean": self.mean, "standard_error": error}
-        return {**fields, **means}
+        return {**{name: getattr(self, name) for name in names}, **means}
 
     def summary(self) -> str:
         """The mean, in words."""
@@ -103,6 +105,7 @@ def evaluation_of(played: Sequence[Played], **about: Any) -> Evaluation | None:
         cut_short=sum(each.cut_short for each in played),
         failed=len(failures),
         error=last_line(failures[0].error) if failures else "",
+        played=played,
         **about,
     )
 

@@ -39,7 +39,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def explain(key: str) -> Entry | None:
-    """The row about a metric; None for a metric of a user's agent or environment."""
+    """The row about a metric; None for one that a user's agent or environment logs."""
     # A row that names the metric exactly says more than one that stands for many.
     fitting = [entry for entry in entries() if entry.pattern.fullmatch(key)]
     return min(fitting, key=lambda entry: entry.pattern.pattern.count(".+"), default=None)

@@ -22,8 +22,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from dreamfleet.files import atomic_write
-from dreamfleet.numbers import checksum
+from dreamfleet.files import atomic_write, checksum
 from dreamfleet.replay.storage.store import Store
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ Invariants, wherever any of the processes is killed and however often:
  5. With unchanged settings the limiter owes the same after a restart as before it. It never owes
     more than its tolerance allows, whatever the settings were before.
 
-The counts lie in a mapped file (`dreamfleet.numbers`). One is stored whole or not at all, and its
+The counts lie in a mapped file (`dreamfleet.files`). One is stored whole or not at all, and its
 page stays with the kernel when the process is killed, so the only question is the order of the
 stores; each method says why its order is right. A power cut may lose what came after the last
 `flush`, which is all that the counts of samples lose; steps follow from the tick that the replay
@@ -53,7 +53,7 @@ from typing import Protocol
 import numpy as np
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
+from dreamfleet.files import COUNTER_WORDS, DurableCounters, map_words
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Limiter(Protocol):
 def read_steps(path: Path) -> int:
     """The steps of a run that its replay has noted in a file; 0 if there is none."""
     try:
-        values = Numbers(np.fromfile(path, "<u8")).values
+        values = DurableCounters(np.fromfile(path, "<u8")).values
     except (OSError, ValueError):
         return 0
     return sum(value or 0 for value in (*values[_STEPS : _STEPS + 1], *values[_OTHERS:]))
@@ -94,8 +94,8 @@ class Positions:
 
     def __init__(self, path: Path | None, tick: int, shards: int = 1) -> None:
         self._lock = threading.Lock()  # a count is read, changed and stored
-        self._map = map_words(path, NUMBER_WORDS * (_OTHERS + shards - 1))
-        self._numbers = Numbers(np.frombuffer(self._map, "<u8"))
+        self._map = map_words(path, COUNTER_WORDS * (_OTHERS + shards - 1))
+        self._numbers = DurableCounters(np.frombuffer(self._map, "<u8"))
         self._tick = tick
         values = self._numbers.values
         if damaged := [values[n] for n, doubt in enumerate(self._numbers.doubtful) if doubt]:

@@ -28,6 +28,7 @@ from dreamfleet.agents.api import (
 )
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
+from dreamfleet.metrics.episodes import SlotTable
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.fences import ids_of
@@ -37,7 +38,6 @@ from dreamfleet.roles.logger import LoggerClient, video_env
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.roles.shards import Reply, ShardedReplay, replay_client
-from dreamfleet.slots import SlotTable
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Future
 from dreamfleet.transport.address import AUTO

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dreamfleet.clock import Gather, Said
+from dreamfleet.clock import Gather, Vote
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
@@ -490,8 +490,8 @@ class Hosts:
         self._meetings: dict[str, int] = {}
 
     def gather(
-        self, name: str, said: Said, on_wait: Callable[[list[int]], object] | None = None
-    ) -> list[Said]:
+        self, name: str, said: Vote, on_wait: Callable[[list[int]], object] | None = None
+    ) -> list[Vote]:
         """What every host says in its next meeting of this name; waits for all of them.
 
         Args:
@@ -507,7 +507,7 @@ class Hosts:
         while on_wait and not asked.wait(_ON_WAIT_SECONDS):
             if missing := self._client.missing(key).result():
                 on_wait(missing)
-        found: list[Said] = asked.result()
+        found: list[Vote] = asked.result()
         return found
 
     def meeting(self, name: str) -> Gather:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dreamfleet.checkpoint import add_prefix, strip_prefix
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.files import COUNTER_WORDS, DurableCounters, map_words
 from dreamfleet.metrics import (
     Aggregate,
     Episode,
@@ -29,7 +30,6 @@ from dreamfleet.metrics import (
     kind_of,
 )
 from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
-from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import Count, Step, Steps
 from dreamfleet.roles.health import Health, health_path
@@ -187,8 +187,8 @@ class Logger:
         self._taken: dict[str, int] = {}  # the newest message of each source
         # The newest step that metrics were written with: a logger that is started again goes on
         # from there. It goes with the run's other counts.
-        self._map = map_words(args.logdir / "ckpt" / "logger" / "step", NUMBER_WORDS)
-        self._written = Numbers(np.frombuffer(self._map, "<u8"))
+        self._map = map_words(args.logdir / "ckpt" / "logger" / "step", COUNTER_WORDS)
+        self._written = DurableCounters(np.frombuffer(self._map, "<u8"))
         step = self._written.values[0]
         self._step = _UNKNOWN if step is None else step
         self._health = Health(health_path(args, "logger"))

@@ -1,9 +1,8 @@
-"""Help that a person can read, options made from settings, and mistakes answered in a sentence."""
+"""Readable help, options made from settings, and mistakes answered in a sentence."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import shlex
 import typing
@@ -17,8 +16,8 @@ from dreamfleet import cli
 from dreamfleet.agents import size_preset
 from dreamfleet.cli import COMMANDS, main
 from dreamfleet.cli.arguments import Option, call, function_options, parse, summary_of
-from dreamfleet.cli.resume import EXAMPLES as RESUME_EXAMPLES
-from dreamfleet.cli.train import EXAMPLES, config_of, options_of
+from dreamfleet.cli.sweep import options_of as sweep_options
+from dreamfleet.cli.train import config_of, options_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
@@ -169,9 +168,7 @@ def test_whole_numbers_may_be_written_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [line for lines in (EXAMPLES, RESUME_EXAMPLES, *cli.EXAMPLES.values()) for line, _ in lines],
-    ids=str,
+    "line", [line for lines in cli.EXAMPLES.values() for line, _ in lines], ids=str
 )
 def test_every_example_is_a_command(line: str) -> None:
     """Parsed as it stands there; what it does is tested where the command is."""
@@ -179,13 +176,7 @@ def test_every_example_is_a_command(line: str) -> None:
     if command in ("train", "resume"):
         config_of(arguments if command == "train" else ["--logdir", *arguments])
         return
-    function = function_of(command)
-    given: dict[str, Any] = {}
-
-    def stand_in(*args: Any, **kwargs: Any) -> None:
-        given.update(inspect.signature(function).bind(*args, **kwargs).arguments)
-
-    options = function_options(function)
+    options = sweep_options([]) if command == "sweep" else function_options(function_of(command))
     values = parse(options, arguments)
     for option in options:
         if option.path in values:
@@ -218,7 +209,7 @@ def test_every_example_is_a_command(line: str) -> None:
         (["train", "--batch_size", "-x"], "--batch-size needs a value: a whole number, at least 1"),
         (["train", "--outputs"], "--outputs needs a value: a list"),
         (["eval", "runs", "--video"], "--video needs a value: a path"),
-        (["eval", "--logdir", "runs"], "Give LOGDIR as a plain argument, without --logdir."),
+        (["eval", "--logdir", "runs"], "no option --logdir. Did you mean LOGDIR?"),
         (["train", "--steps", "1.5"], "steps=1.5 is not valid: use a whole number, at least 0.\n"),
         (["train", "--steps", "1e300"], "steps=1e+300 is not valid: use a whole number"),
         (["train", "--steps", "inf"], "steps=inf is not valid: use a whole number"),

@@ -1,4 +1,4 @@
-"""`dreamfleet check-env` as a person types it."""
+"""`dreamfleet check-env` from the command line."""
 
 import re
 import shlex

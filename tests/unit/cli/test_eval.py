@@ -1,4 +1,4 @@
-"""`dreamfleet eval` as a person types it."""
+"""`dreamfleet eval` from the command line."""
 
 from __future__ import annotations
 

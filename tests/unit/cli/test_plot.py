@@ -1,4 +1,4 @@
-"""`dreamfleet plot` as a person types it."""
+"""`dreamfleet plot` from the command line."""
 
 from __future__ import annotations
 

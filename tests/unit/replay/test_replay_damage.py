@@ -12,7 +12,7 @@ import pytest
 from replay_history import History, add, open_replay, write_history
 from replay_model import all_items
 
-from dreamfleet.numbers import NUMBER_WORDS
+from dreamfleet.files import COUNTER_WORDS
 from dreamfleet.replay.storage.files import header_bytes, read_chunk
 from dreamfleet.replay.storage.journal import (
     _COMMITTED_WORD,
@@ -85,7 +85,7 @@ def test_a_zeroed_copy_of_the_committed_tick_loses_no_step(
         for number in range(batches):
             add(replay, made, number)
         shutil.copytree(live, killed)
-    half = NUMBER_WORDS // 2
+    half = COUNTER_WORDS // 2
     for word in range(_COMMITTED_WORD + copy * half, _COMMITTED_WORD + (copy + 1) * half):
         change(killed / "journal", word, None)
     with open_replay(killed) as replay:

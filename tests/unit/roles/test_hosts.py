@@ -66,9 +66,9 @@ def test_settings_of_a_host() -> None:
         ({"hosts": 2, "coordinator": "here"}, "coordinator=here is no address: write HOST:PORT"),
         ({"hosts": 3}, "multiple of 3"),
         ({"hosts": 2, "host_index": 2}, "numbered from 0"),
-        ({"hosts": 2, "launcher": "serial"}, "cannot be used with launcher=serial"),
-        ({"hosts": 2, "offline": ("run",)}, "cannot be used with offline"),
-        ({"hosts": 2, "remote_replay": True, "replay_addr": "tcp://a:1"}, "with remote_replay"),
+        ({"hosts": 2, "launcher": "serial"}, "leave launcher=serial, offline"),
+        ({"hosts": 2, "offline": ("run",)}, "leave launcher=serial, offline"),
+        ({"hosts": 2, "remote_replay": True, "replay_addr": "tcp://a:1"}, "and remote_replay"),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ from dreamfleet.agents.dreamer.features import (
     rssm_entries,
 )
 from dreamfleet.errors import ConfigError
-from dreamfleet.imports import load_object
+from dreamfleet.settings import load_object
 from dreamfleet.spaces import Space
 
 if TYPE_CHECKING:

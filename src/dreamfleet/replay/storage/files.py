@@ -31,7 +31,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from dreamfleet.numbers import reserve
+from dreamfleet.files import reserve
 from dreamfleet.replay.errors import (
     DirectoryInUseError,
     ReplayError,

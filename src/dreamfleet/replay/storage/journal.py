@@ -16,7 +16,7 @@ record has two copies: the one not in use is overwritten and carries the tick it
 committed at, so it takes effect with the same commit.
 
 Everything here has a checksum. What does not agree with its own is not believed: the committed tick
-has an older copy (`dreamfleet.numbers`), and whether steps behind it were committed too is then
+has an older copy (`dreamfleet.files`), and whether steps behind it were committed too is then
 answered by the chunks (`in_doubt`). A journal that is lost is made again from the chunks, and the
 damaged one is kept beside it.
 """
@@ -35,8 +35,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.files import atomic_write
-from dreamfleet.numbers import NUMBER_WORDS, Numbers, Words, checksum, map_words, reserve
+from dreamfleet.files import (
+    COUNTER_WORDS,
+    DurableCounters,
+    Words,
+    atomic_write,
+    checksum,
+    map_words,
+    reserve,
+)
 from dreamfleet.replay.errors import BatchOrderError, ReplayError, StorageFullError
 
 log = logging.getLogger(__name__)
@@ -55,7 +62,7 @@ _MAGIC = int.from_bytes(b"DFJOURN\x02", "little")
 _ANY_VERSION = (1 << 56) - 1
 # Magic, id, checksum of the id, and the committed tick.
 _MAGIC_WORD, _ID_WORD, _ID_CHECK_WORD, _COMMITTED_WORD = 0, 1, 3, 4
-_HEADER_WORDS = _COMMITTED_WORD + NUMBER_WORDS
+_HEADER_WORDS = _COMMITTED_WORD + COUNTER_WORDS
 # A record is a key of two words and two copies of four: newest number, mask, tick, checksum.
 _RECORD_WORDS = 10
 _COPY_AT = (2, 6)
@@ -369,8 +376,8 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _committed_number(words: Words) -> Numbers:
-    return Numbers(words[_COMMITTED_WORD:_HEADER_WORDS], salt=int(words[_ID_CHECK_WORD]))
+def _committed_number(words: Words) -> DurableCounters:
+    return DurableCounters(words[_COMMITTED_WORD:_HEADER_WORDS], salt=int(words[_ID_CHECK_WORD]))
 
 
 def _keep_damaged(directory: Path, content: bytes) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dreamfleet.slots import SlotTable
+from dreamfleet.metrics.episodes import SlotTable
 
 
 class Owner:
