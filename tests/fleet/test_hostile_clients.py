@@ -49,7 +49,7 @@ MAY: dict[str, dict[str, set[str]]] = {
         "evaluated": {"evaluator"},
         "status": {"agent", "replay", "evaluator", "watcher"},
     },
-    "nodes": {name: {"env"} for name in ("describe", "join", "poll", "leave")},
+    "nodes": {name: {"env"} for name in ("poll", "leave")},
 }
 """Whose keys open what, of every method of every server."""
 
@@ -184,7 +184,7 @@ class Attack:
             ("actor", "act", ({**good, "envid": -1 - ids},), 2),
             ("actor", "act", ({**good, "is_eval": ~no},), 2),
             ("actor", "act", (self._observation(range(100_000)),), 100_000),
-            ("nodes", "join", (7,), 0),
+            ("nodes", "poll", (7, 7, 7), 0),
         ]
         for name, method, args, rows in deadly:
             with self._client(name, self._keys) as client, pytest.raises(RemoteError) as refused:

@@ -182,8 +182,10 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
             for wrong in (None, 7, {"envs": -1}, {"version": "0.0.1"}):
                 with pytest.raises(RemoteError):
                     client.call("poll", "token", wrong, {}).result(LONG)
+            numbers = {"envs": 1, "eval_envs": 0, "envs_per_process": 1}
+            asked = {"version": "0.0.1", "digest": "", "host": "box", **numbers}
             with pytest.raises(RemoteError, match=r"and this machine 0\.0\.1"):
-                client.call("describe", "0.0.1").result(LONG)
+                client.call("poll", "token", asked, {}).result(LONG)
 
         # The run's supervisor starts a process of a joined machine again that was killed.
         children = psutil.Process(stays.process.pid).children()

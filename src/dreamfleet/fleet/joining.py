@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,7 +40,6 @@ from dreamfleet.fleet.nodes import (
     POLL_SECONDS,
     Answer,
     Asked,
-    Description,
     MachineReport,
     Order,
     WorkerReport,
@@ -131,7 +130,6 @@ class _Machine:
         self._address, self._offer, self._place = address, offer, place
         self._patience, self._say = patience, say
         self._token = secrets.token_urlsafe(24)
-        self._probed = ""  # the description whose environment was made here once
 
     def serve(self, client: Client) -> None:
         """Run environments until the run is over, anew if it was resumed with other settings."""
@@ -143,15 +141,15 @@ class _Machine:
 
     # --- joining ---------------------------------------------------------------------------------
 
-    def _describe(self, client: Client, *, wait: bool) -> Description:
+    def _describe(self, client: Client, *, wait: bool) -> Answer:
         """Ask what the run is, and make sure that it works here."""
         deadline = time.monotonic() + (self._patience if wait else 0.0)
         while True:
             try:
                 self._connect(client, first=not wait)
-                described: Description = self._ask(client, Description, "describe", __version__)
+                described = self._poll(client, self._asked(), MachineReport(), _CALL_SECONDS)
                 if not described.over:
-                    self._probe_env(self._config(described), described)
+                    self._probe_env(self._config(described), described.spaces)
                     self._try_ports(described.addresses)
                 return described
             except (Disconnected, Timeout) as error:
@@ -199,27 +197,32 @@ class _Machine:
                 if known or time.monotonic() >= deadline:
                     raise
 
-    def _ask(
-        self,
-        client: Client,
-        kind: type[Any],
-        method: str,
-        *arguments: Any,
-        timeout: float = _CALL_SECONDS,
-    ) -> Any:
+    def _asked(self, digest: str = "", envs_per_process: int = 1) -> Asked:
+        return Asked(
+            version=__version__,
+            digest=digest,
+            host=socket.gethostname()[:90] or "machine",
+            envs=self._offer.envs,
+            eval_envs=self._offer.eval_envs,
+            envs_per_process=envs_per_process,
+        )
+
+    def _poll(self, client: Client, asked: Asked, report: MachineReport, timeout: float) -> Answer:
+        """Ask what to run."""
+        plain = (msgspec.to_builtins(each) for each in (asked, report))
         try:
-            answer = client.call(method, *arguments).result(timeout)
+            answer = client.call("poll", self._token, *plain).result(timeout)
         except RemoteError as error:
             raise JoinError(_sentence(error)) from None
         try:
-            return msgspec.convert(answer, kind)
+            return msgspec.convert(answer, Answer)
         except msgspec.ValidationError as error:
             raise JoinError(
                 f"The run's answer is not what this version understands ({error}): use the same "
                 "version of Dreamfleet on both machines."
             ) from None
 
-    def _config(self, described: Description) -> RunConfig:
+    def _config(self, described: Answer) -> RunConfig:
         """The run as this machine's environments see it. It imports nothing that the run names."""
         config = RunConfig.from_json(described.config)
         self._check_task(config.task)
@@ -241,10 +244,8 @@ class _Machine:
         code = code_in([("task", task)])
         admit("The run", code, trust=self._offer.trust, stated=stated)
 
-    def _probe_env(self, config: RunConfig, described: Description) -> None:
+    def _probe_env(self, config: RunConfig, spaces: str) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""
-        if self._probed == described.digest:
-            return
         together = min(config.envs_per_process, max(self._offer.envs, self._offer.eval_envs))
         try:
             probe = probe_in_subprocess(
@@ -260,25 +261,17 @@ class _Machine:
             raise JoinError(
                 f"The environment of the run, {config.task}, cannot be made here. {error} {hint}."
             ) from None
-        _check_spaces(config.task, described.spaces, (probe.obs_space, probe.act_space))
+        _check_spaces(config.task, spaces, (probe.obs_space, probe.act_space))
         for note in probe.notes:
             self._say(note)
-        self._probed = described.digest
 
     # --- serving ---------------------------------------------------------------------------------
 
-    def _run(self, client: Client, described: Description) -> str:
+    def _run(self, client: Client, described: Answer) -> str:
         """Run what the run's supervisor says; returns how the run ended, or nothing if it has other
         settings now."""
         config = self._config(described)
-        asked = Asked(
-            version=__version__,
-            digest=described.digest,
-            host=socket.gethostname()[:90] or "machine",
-            envs=self._offer.envs,
-            eval_envs=self._offer.eval_envs,
-            envs_per_process=config.envs_per_process,
-        )
+        asked = self._asked(described.digest, config.envs_per_process)
         with LocalLauncher(self._place) as launcher, _Workers(launcher, config) as workers:
             try:
                 answer = self._follow(client, config.task, asked, workers)
@@ -304,9 +297,7 @@ class _Machine:
             if workers.steps != made:
                 made, moved, why, told = workers.steps, sent, "", False
             try:
-                plain = (msgspec.to_builtins(each) for each in (asked, report))
-                call = ("poll", self._token, *plain)
-                answer: Answer = self._ask(client, Answer, *call, timeout=_POLL_TIMEOUT)
+                answer = self._poll(client, asked, report, _POLL_TIMEOUT)
             except (TransportError, JoinError) as error:
                 if not name and isinstance(error, JoinError):
                     raise

@@ -1,10 +1,10 @@
 """Machines that join a run: each is a node that asks the run's supervisor what to start.
 
-A machine asks what the run is (`describe`), and then every second what to run (`poll`), with a
-random token. One that the run does not know, because it is new, was lost, or the run was resumed,
-joins with that. The answer lists workers as plain data, and where the actor and the evaluator
-listen. With each question the machine reports the health of its workers and how they ended. The
-supervisor restarts them by the same policy as its own workers.
+A machine asks every second what to run (`poll`), with a random token. One that does not know the
+run's settings is told them. One that the run does not know, because it is new, was lost, or the run
+was resumed, joins with that. The answer lists workers as plain data, and where the actor and the
+evaluator listen. With each question the machine reports the health of its workers and how they
+ended. The supervisor restarts them by the same policy as its own workers.
 
 Environments are fenced by incarnations (`dreamfleet.roles.fences`), so a machine that comes back
 after its ids were given to another one cannot act in them any more.
@@ -85,7 +85,8 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a machine offers, and what it knows of the run."""
 
     version: Name
-    digest: Name
+    digest: Line
+    """Of the settings that it knows; empty if it knows none."""
     host: Name
     envs: Annotated[int, Meta(ge=0, le=MAX_ENVS)]
     eval_envs: Annotated[int, Meta(ge=0, le=MAX_ENVS)]
@@ -126,20 +127,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     over: str
     """How the run ended; empty if it has not."""
     digest: str
-    """Of the description; a machine that knows another one asks again what the run is."""
+    """Of the run's settings and spaces, which follow for a machine that knows others."""
     addresses: dict[str, str]
+    config: str = ""
+    spaces: str = ""
     name: str = ""
     """Of the machine; empty if it has not joined."""
     dismissed: str = ""
     """Why the run does not want this machine any more."""
     workers: dict[str, Order] = {}
-
-
-class Description(Answer, frozen=True, kw_only=True):
-    """What the run is."""
-
-    config: str
-    spaces: str
 
 
 class MachineWorker:
@@ -312,9 +308,8 @@ class JoinedNodes:
         self._server = Server(address, "nodes", keys=run.server_keys, **hooks)
         # Nothing is doubled by a resend: a machine that does not ask again is lost.
         may: dict[str, Any] = {"repeatable": True, "roles": (ROLE,)}
-        self._server.bind("describe", self.describe, **may)
-        for name in ("poll", "leave"):
-            self._server.bind(name, getattr(self, name), pass_caller=True, **may)
+        self._server.bind("poll", self.poll, pass_caller=True, **may)
+        self._server.bind("leave", self.leave, pass_caller=True, **may)
         self._thread = threading.Thread(target=self._keep, name="nodes", daemon=True)
         with self._lock:
             self._write()  # nothing that a run before this one has started acts any more
@@ -353,29 +348,29 @@ class JoinedNodes:
 
     # --- what machines call ----------------------------------------------------------------------
 
-    def describe(self, version: Any) -> Any:
-        """What the run is, for a machine with this version of Dreamfleet."""
-        _check_version(_checked(version, Name))
-        return msgspec.to_builtins(Description(**self._description, **self._now()))
-
     def poll(self, caller: Caller, token: Any, asked: Any, report: Any) -> Any:
         """What a machine is to run now; one that is not known joins."""
         key, told = (caller.name, _checked(token, Name)), _checked(report, MachineReport)
         request: Asked = _checked(asked, Asked)
+        _check_version(request.version)
+        digest = self._description["digest"]
+        found: dict[str, Any] = {"digest": digest}
+        if request.digest != digest:
+            found = dict(self._description)
         with self._lock:
             self._drop_lost()
             node = self._nodes.get(key)
-            if node is None and not self._over and request.digest == self._description["digest"]:
+            if node is None and not self._over and request.digest == digest:
                 node = self._nodes[key] = self._make_node(request, caller.name)
                 log.info("%s has joined with %s", node.name, list(node.groups.values()))
                 self._supervisor.add(node, node.workers(self._run))
-            found: dict[str, Any] = {}
             if node is not None:
                 node.take(told, self._clock())
-                found = {"name": node.name, "dismissed": node.dismissed, "workers": node.orders()}
+                found |= {"name": node.name, "dismissed": node.dismissed, "workers": node.orders()}
                 if self._over or node.dismissed:
                     self._drop(key, node.dismissed)
-            answer = Answer(digest=self._description["digest"], **self._now(), **found)
+            told_addresses = addresses(self._run, self._host)
+            answer = Answer(over=self._over, addresses=told_addresses, **found)
         return msgspec.to_builtins(answer)
 
     def leave(self, caller: Caller, token: Any) -> None:
@@ -385,13 +380,9 @@ class JoinedNodes:
             if key in self._nodes:
                 self._drop(key, "")
 
-    def _now(self) -> dict[str, Any]:
-        return {"over": self._over, "addresses": addresses(self._run, self._host)}
-
     # --- environments ----------------------------------------------------------------------------
 
     def _make_node(self, asked: Asked, invitation: str) -> Machine:
-        _check_version(asked.version)
         if self._invited and invitation in self._invited.revoked():
             raise Refused("The key of this machine is not valid any more: it was revoked.")
         if not asked.envs + asked.eval_envs:

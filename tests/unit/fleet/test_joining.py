@@ -249,7 +249,7 @@ def test_another_version_is_refused_with_both_named(
 def test_answers_that_make_no_sense_are_not_believed(tmp_path: Path) -> None:
     keys = Keys.generate()
     server = Server("tcp://127.0.0.1:{auto}", keys=keys)
-    server.bind("describe", lambda version: {"config": 5, "version": version}, roles=("env",))
+    server.bind("poll", lambda *_: {"config": 5}, roles=("env",))
     line = f"dreamfleet://{server.address.removeprefix('tcp://')}/#{keys.for_role('env').text}"
     with server, pytest.raises(JoinError, match="same version of Dreamfleet on both"):
         joined(line)

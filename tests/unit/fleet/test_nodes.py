@@ -62,6 +62,13 @@ def poll(
     return answer
 
 
+def described(server: JoinedNodes) -> dict[str, Any]:
+    """What a machine is told that knows nothing of the run."""
+    answer = poll(server, digest="")
+    assert server.machines() == ()
+    return answer
+
+
 def names(server: JoinedNodes) -> list[tuple[str, str]]:
     return [(each.name, each.state) for each in server.machines()]
 
@@ -145,7 +152,7 @@ def test_a_machine_that_knows_other_settings_does_not_join_with_them(tmp_path: P
     server = nodes(tmp_path)
     answer = poll(server, digest="of another run")
     assert (answer["name"], answer["workers"]) == ("", {})
-    assert answer["digest"] == server.describe(__version__)["digest"]
+    assert answer["digest"] == server._description["digest"]
     assert server.machines() == ()
 
 
@@ -213,7 +220,7 @@ def request(server: JoinedNodes, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_machine_is_told_what_the_run_is_and_nothing_private(tmp_path: Path) -> None:
-    told = nodes(tmp_path / "secret-place", envs=3).describe(__version__)
+    told = described(nodes(tmp_path / "secret-place", envs=3))
     config = RunConfig.from_json(told["config"])
     assert (config.task, config.env_options) == ("bundled:dummy", {"length": 25, "size": (8, 8)})
     assert "secret-place" not in json.dumps(told)
@@ -226,16 +233,16 @@ def test_settings_that_environments_do_not_read_stay_here(tmp_path: Path) -> Non
         "ray_address": "ray://secret:10001",
         "outputs": ("secret.module:Output",),
     }
-    told = nodes(tmp_path, **private).describe(__version__)
+    told = described(nodes(tmp_path, **private))
     assert "secret" not in json.dumps(told)
     # A run that is resumed with another end is the same to a machine.
-    longer = nodes(tmp_path, steps=12_345, duration=5.0).describe(__version__)
+    longer = described(nodes(tmp_path, steps=12_345, duration=5.0))
     assert longer["digest"] == told["digest"]
-    assert nodes(tmp_path, env_timeout=7.0).describe(__version__)["digest"] != told["digest"]
+    assert described(nodes(tmp_path, env_timeout=7.0))["digest"] != told["digest"]
 
 
 def test_a_run_with_more_actors_than_environments_can_be_described(tmp_path: Path) -> None:
-    told = nodes(tmp_path, envs=1, actors=3).describe(__version__)
+    told = described(nodes(tmp_path, envs=1, actors=3))
     assert RunConfig.from_json(told["config"]).actors == 3
     assert list(told["addresses"]) == ["actor", "actor-1", "actor-2"]
 
@@ -243,8 +250,6 @@ def test_a_run_with_more_actors_than_environments_can_be_described(tmp_path: Pat
 def test_another_version_is_refused_with_both_named(tmp_path: Path) -> None:
     server = nodes(tmp_path)
     words = f"has Dreamfleet {__version__} and this machine 0.0.1: install {__version__}"
-    with pytest.raises(Refused, match=words):
-        server.describe("0.0.1")
     with pytest.raises(Refused, match=words):
         poll(server, version="0.0.1")
 
@@ -259,7 +264,9 @@ BAD: list[dict[str, Any]] = [
     {"envs": 10**12},
     {"envs": 0},
     {"host": ""},
-    {"digest": ""},
+    {"digest": "x" * 10_000},
+    {"version": 5},
+    {"version": "x" * 10_000},
     {"envs_per_process": 0},
     {"envs_per_process": 3},
     {"more": 1},
@@ -290,9 +297,6 @@ def test_arguments_of_other_types_cost_the_sender_an_error(tmp_path: Path) -> No
     for asked in (None, [1, 2]):
         with pytest.raises(Refused):
             server.poll(CALLER, "token", asked, {})
-    for version in (5, "x" * 10_000):
-        with pytest.raises(Refused):
-            server.describe(version)
     with pytest.raises(Refused):
         server.leave(CALLER, None)
 
