@@ -85,24 +85,24 @@ def _batches(
     cuts = new.searchsorted([tick for tick, name in begin.items() if name in repeated])
     edges = sorted({*range(0, len(new), steps), len(new), *cuts.tolist()})
     for low, high in pairwise(edges):
-        parts = []
+        ticks = new[low:high]
+        batch: Arrays = {}
+        streams = np.empty(len(ticks), object)
         for name, chain in zip(names, chains, strict=True):
-            start, stop = chain.ticks.searchsorted([new[low], new[high - 1] + 1]).tolist()
-            if start < stop:
-                parts.append((name, chain, start, stop))
-        order = np.argsort(np.concatenate([chain.ticks[a:b] for _, chain, a, b in parts]))
-        streams = [name for name, _, a, b in parts for _ in range(a, b)]
-        yield ImportedBatch(
-            {
-                key: np.concatenate([chain.read(key, a, b) for _, chain, a, b in parts])[order]
-                for key in chains[0].keys
-                if key not in without
-            },
-            [streams[row] for row in order.tolist()],
-            source,
-            int(new[high - 1]),
-            [name for tick, name in begin.items() if new[low] <= tick <= new[high - 1]],
-        )
+            start, stop = chain.ticks.searchsorted([ticks[0], ticks[-1] + 1]).tolist()
+            if start == stop:
+                continue
+            rows = ticks.searchsorted(chain.ticks[start:stop])
+            streams[rows] = name
+            for key in chain.keys:
+                if key in without:
+                    continue
+                values = chain.read(key, start, stop)
+                if key not in batch:
+                    batch[key] = np.empty((len(ticks), *values.shape[1:]), values.dtype)
+                batch[key][rows] = values
+        ended = [name for tick, name in begin.items() if ticks[0] <= tick <= ticks[-1]]
+        yield ImportedBatch(batch, streams.tolist(), source, int(ticks[-1]), ended)
 
 
 def _number(chain: StoredChain) -> int:

@@ -18,6 +18,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories, replay
 from dreamfleet.offline import copy_steps, find_source
+from dreamfleet.policy import Blueprint
 from dreamfleet.replay import Replay, SamplesPerInsert, Shares, make_selector, used_fractions
 from dreamfleet.replay.config import Fractions, PriorityConfig, ReplayConfig
 from dreamfleet.replay.positions import Positions
@@ -448,7 +449,8 @@ def test_steps_of_other_runs_are_spread_over_the_shards(
             for envids, number in history():
                 if mine := [envid for envid in envids if envid % theirs == shard]:
                     buffer.add_batch(steps(mine, number), mine)
-    monkeypatch.setattr("dreamfleet.offline.read_blueprint", lambda _: object())
+    blueprint = Blueprint(other, {}, {}, {})
+    monkeypatch.setattr("dreamfleet.offline.read_blueprint", lambda _: blueprint)
     folders = ["replay", "replay-1"][:theirs]
     assert [path.name for path in find_source(tmp_path / "other").directories] == folders
     one = find_source(tmp_path / "other" / "replay").directories

@@ -29,6 +29,7 @@ import itertools
 import logging
 import os
 import struct
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -395,6 +396,7 @@ def damaged_path(directory: Path, name: str) -> Path:
     return next(folder / each for each in names if not (folder / each).exists())
 
 
+@lru_cache(maxsize=64)
 def _key(source: Source) -> bytes:
     # Numpy's integers and strings name the same source as the plain ones.
     kind = "bytes" if isinstance(source, bytes) else "str" if isinstance(source, str) else "int"

@@ -88,7 +88,7 @@ class Store:
         self.changed: set[int] = set()
         """Slots with rows that were written, marked or erased since the last sync."""
         self._free = list(range(self.slots - 1, -1, -1))
-        self._index_bytes = np.arange(steps, dtype=">u4").view(np.uint8).reshape(steps, 4)
+        self._index_words = np.arange(steps, dtype=">u4").view(np.uint32)
         self._buffers = BufferPool()
 
     @property
@@ -219,10 +219,10 @@ class Store:
                 out[row, at : at + count] = source[slot, index : index + count]
             result[column.name] = out
         stepid = np.empty((batch, length, STEPID_BYTES), np.uint8)
+        words, ids = stepid.view(np.uint32), self.ids.view(np.uint32)
         for row, at, slot, index, count in pieces:
-            part = stepid[row, at : at + count]
-            part[:, :16] = self.ids[slot]
-            part[:, 16:] = self._index_bytes[index : index + count]
+            words[row, at : at + count, :4] = ids[slot]
+            words[row, at : at + count, 4] = self._index_words[index : index + count]
         result[STEPID] = stepid
         return result
 
