@@ -190,7 +190,9 @@ def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], l
         return
     found, saved = audit(logdir.glob("replay*")), steps_made(logdir)
     expect(not found.faults, str(found.faults), log)
-    good = saved == found.rows or plan.victim == "agent"
+    # A run that is stopped waits 5 s for its replay, and else saves the last position it knows.
+    late = plan.victim == "agent" or (saved <= found.rows and "replay" in plan.moment)
+    good = saved == found.rows or late
     expect(good, f"{saved} of {found.rows} steps are saved", log)
 
 

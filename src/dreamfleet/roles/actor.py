@@ -9,7 +9,7 @@ import uuid
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +34,13 @@ from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.health import health_path
 from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger import LoggerClient, video_env
-from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.progress import Progress, hang_up_in_time
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.roles.shards import Reply, ShardedReplay, replay_client
 from dreamfleet.slots import SlotTable
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
-from dreamfleet.transport import BatchServer, Client, Future
+from dreamfleet.transport import BatchServer, Client, Future, TransportError
 from dreamfleet.transport.address import AUTO
-from dreamfleet.transport.errors import Timeout
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ _GATHER_SECONDS = 0.025
 _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _LOGGED_IN_FLIGHT = 8  # the same to the logger
-_FLUSH_SECONDS, _STOP_SECONDS, _GIVE_UP_SECONDS = 60.0, 20.0, 1.0
+_MOST_FLUSH_SECONDS = 3600.0  # for one message to the replay, at the end of a complete run
 _PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
 _LOOK_SECONDS = 0.5
 BEGAN = "began"
@@ -96,6 +95,7 @@ def serve_actor(
     with (
         replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
         LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
+        hang_up_in_time(progress, replay, logger),
     ):
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
@@ -118,7 +118,7 @@ def serve_actor(
             # No more than the replay's limiter tolerates at once, so that it can hold acting and
             # learning in step.
             post_rows=args.limiter_tolerance,
-            on_post_error=progress.fail,
+            on_post_error=actor.on_send_error,
         )
         opening = Opening(args, progress, server, owners, index)
         server.start(block=False)
@@ -137,24 +137,13 @@ def serve_actor(
             if progress.error is None:
                 actor.log_metrics(server, held=opening.closed)
         finally:
-            # After a failure nobody waits for the replay or the logger any longer.
-            flush = actor.flush_seconds if progress.error is None else 0.0
-            with _given_up(flush):
-                server.close(flush=flush)
-        if progress.error is None:
-            actor.wait_for_replies(flush)
-
-
-@contextmanager
-def _given_up(seconds: float) -> Iterator[None]:
-    """At an end that has given up on replay and logger, and so waits so long for them, what they
-    have not confirmed is none of the run's steps."""
-    try:
-        yield
-    except Timeout as error:
-        if seconds > _GIVE_UP_SECONDS:
-            raise
-        log.warning("The run ends without what was on its way. %s", error)
+            flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
+            try:
+                server.close(flush=flush if progress.error is None else 0.0)
+                if progress.error is None:
+                    actor.wait_for_replies()
+            except TransportError as error:
+                actor.on_send_error(error)
 
 
 class Opening:
@@ -382,30 +371,23 @@ class Actor:
         while self._logged and self._logged[0].done():
             self._on_logged(self._logged.popleft().result())
 
-    def wait_for_replies(self, timeout: float) -> None:
+    def wait_for_replies(self) -> None:
         """Wait until the replay and the logger have confirmed everything that was sent."""
-        with _given_up(timeout):
-            while self._stored:
-                self._on_stored(*self._stored.popleft(), timeout)
-            while self._logged:
-                self._on_logged(self._logged.popleft().result(timeout))
+        while self._stored:
+            self._on_stored(*self._stored.popleft())
+        while self._logged:
+            self._on_logged(self._logged.popleft().result())
 
-    def _on_stored(self, reply: Reply, steps: int, timeout: float | None = None) -> None:
-        reply.result(timeout)
+    def _on_stored(self, reply: Reply, steps: int) -> None:
+        reply.result()
         self._progress.stored(steps)
 
-    @property
-    def flush_seconds(self) -> float:
-        """How long the replay and the logger may take nothing before the run's end gives up on
-        them. One that is not connected comes back only if somebody restarts it."""
-        if self._progress.stopped and self._progress.waiting():
-            return _GIVE_UP_SECONDS  # without a learner the replay may take nothing
-        for reply in (*(reply for reply, _ in self._stored), *self._logged):
-            reply.done()  # which notices that a connection has ended
-        connected = self._replay.stats()["connected"] and self._logger.stats()["connected"]
-        if not connected and self._args.on_failure == "stop":
-            return _GIVE_UP_SECONDS
-        return _STOP_SECONDS if self._progress.stopped else _FLUSH_SECONDS
+    def on_send_error(self, error: BaseException) -> None:
+        """End the run, unless it is stopped and only did not wait any longer."""
+        if self._progress.stopped and isinstance(error, TransportError):
+            log.warning("The run is stopped: unconfirmed steps are dropped. %s", error)
+        else:
+            self._progress.fail(error)
 
     def _on_logged(self, target_reached: bool) -> None:
         if target_reached and not self._progress.finished.is_set():

@@ -6,17 +6,14 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from dreamfleet.agents.api import Agent
-from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.actor import parallel_actor
-from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.hosts import Hosts, hosts_of
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.progress import Progress
@@ -27,12 +24,10 @@ from dreamfleet.roles.runtime import (
     stop_event,
     unpack,
 )
-from dreamfleet.transport import Client, TransportError
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS, _ACTORS_SECONDS = 1.0, 0.05
-_KEEP_UP_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 
 
 def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
@@ -88,27 +83,15 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, hosts: Hos
         threading.Thread(target=guarded, args=role, name=role[0].__name__, daemon=True)
         for role in ((parallel_actor,), (parallel_learner, hosts))
     )
+    progress.sending = actor.is_alive
     actor.start()
     learner.start()
     progress.finished.wait()
-
-    def sending() -> bool:
-        """Whether an actor has not sent all that it has; looks for a moment."""
-        actor.join(_ACTORS_SECONDS)
-        if actor.is_alive():
-            return True
-        return learner.is_alive() and progress.error is None and progress.actors_busy()
-
-    if not progress.acting:
-        _leave_if_unprepared(progress)
-    _wait_while(sending, progress, args)
-    progress.sent = True
-    while learner.is_alive() and (not progress.prepared or progress.updates_left()):
+    while learner.is_alive():  # the learner makes the end, see `Progress`
         _leave_if_unprepared(progress)
         learner.join(_LOOK_SECONDS)
-    if hosts.count == 1:  # several end together
-        progress.end_learning()
-    learner.join()
+    progress.wait_no_longer()
+    actor.join(progress.seconds_left())
     if progress.error is not None:
         raise progress.error
 
@@ -119,24 +102,3 @@ def _leave_if_unprepared(progress: Progress) -> None:
         log.info("The agent is asked to stop before it has learned anything: nothing is saved.")
         logging.shutdown()
         os._exit(STOPPED)
-
-
-def _wait_while(sending: Callable[[], bool], progress: Progress, args: RunConfig) -> None:
-    """Wait until actors have sent what they have.
-
-    The replay holds them back while learning is behind, so the learner goes on meanwhile. A run
-    that is asked to stop does not wait long for it: then the replay takes all that is left at once.
-    """
-    deadline = time.monotonic() + _KEEP_UP_SECONDS
-    may_ask = LocalClock(_LOOK_SECONDS, first=True)  # again and again: it may be restarted
-    with ExitStack() as stack:
-        replay: Client | None = None
-        while sending():
-            if not progress.stopped or time.monotonic() < deadline or not may_ask():
-                continue
-            if replay is None:
-                replay = Client(find_server(args, "replay"), "agent-end", keys=args.run_keys)
-                stack.callback(replay.close, 0.0)
-                log.info("Learning does not keep up: the replay is to take what is left at once.")
-            with suppress(TransportError):
-                replay.call("release").wait(_LOOK_SECONDS)

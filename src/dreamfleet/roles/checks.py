@@ -714,7 +714,7 @@ class ReplayChecks:
             most = self._args.steps or _MOST_STEPS
         require(_is_whole(steps, 0, most), f"No checkpoint is of a step above {most}.")
 
-    def grant(self, sequences: Any) -> None:
+    def finish(self, sequences: Any) -> None:
         most = self._known.most_granted()
         require(_is_whole(sequences, 0, most), f"{most} sequences at most are asked for at once.")
 

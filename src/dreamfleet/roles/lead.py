@@ -187,22 +187,17 @@ class Lead:
     def raise_position(self, steps: int) -> dict[str, int]:
         """The run has made at least this many steps, as a checkpoint of the agent knows."""
         self._wait_for_all()
-        self._limiter.release(False)
+        self._limiter.reopen()
         with self._limiter.lock:
             self._counted[0] += self._positions.raise_to(steps)
         return self.position()
 
-    def grant(self, sequences: int) -> bool:
-        """Let so many sequences be sampled for which no steps will be collected; returns whether
-        there are enough steps to sample from."""
+    def finish(self, sequences: int) -> bool:
+        """The actor has stopped: take all steps that are left, and let at least this many sequences
+        be sampled. May be repeated. Returns whether there are enough steps to sample from."""
         self._wait_for_all()
-        self._limiter.grant(sequences)
+        self._limiter.finish(sequences)
         return self._limiter.can_sample()
-
-    def release(self) -> None:
-        """Take all steps that are left at once: the run ends, and learning does not keep up."""
-        self._wait_for_all()
-        self._limiter.release()
 
     # --- the rest --------------------------------------------------------------------------------
 

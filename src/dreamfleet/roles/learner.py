@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.logger import LoggerClient
 from dreamfleet.roles.parameters import ParameterServer
-from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.progress import Progress, hang_up_in_time
 from dreamfleet.roles.replay import LOOK_AHEAD, most_owed
 from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
 from dreamfleet.transport import Client, Closed, Disconnected, TransportError
@@ -49,16 +49,14 @@ _ENOUGH_DATA = "waiting for enough data to train on"
 _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _ROUND_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
+_CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
-_END = object()  # of the batches
 _FLUSH_SECONDS = 10.0
 _COMPILING = (
     "compiling the agent; the first time takes 20 s with a small model and minutes with a large one"
 )
 _TRACE_FROM, _TRACED = 5, 5
 """Updates before those of which the agent writes a profile, and how many these are."""
-_END_SECONDS = 20.0
-"""After which learning that is over waits for nobody any more, and the agent is saved."""
 
 
 def parallel_learner(
@@ -107,38 +105,10 @@ def parallel_learner(
             barrier.wait()
             if early:
                 learner.compile(policy=False)
-            progress.updates_left = learner.updates_left
             progress.prepared = True
-            progress.on_learning_over(samples.close)
-            stack.enter_context(_waiting_for_nobody(progress, reports, updates, logger))
-            try:
-                learner.run(samples, parameters)
-            except TransportError as error:
-                if not (progress.stopped or progress.learning_over):
-                    raise
-                log.warning("The agent is saved although others are away: %s", error)
+            stack.enter_context(hang_up_in_time(progress, samples, reports, updates, logger))
+            learner.run(samples, parameters)
             saver.save()
-
-
-@contextmanager
-def _waiting_for_nobody(progress: Progress, *clients: ReplayClient) -> Iterator[None]:
-    """While the block runs: close these clients a while after learning is over, which ends all
-    waits for servers that are away or do not answer."""
-    over, done = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        over.wait()
-        if not done.wait(_END_SECONDS):
-            for client in clients:
-                client.close(0.0)
-
-    progress.on_learning_over(over.set)
-    threading.Thread(target=watch, name="learner-end", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-        over.set()
 
 
 class Saver:
@@ -414,8 +384,11 @@ class Learner:
         self._agent, self._args, self._progress = agent, args, progress
         self._saver, self._updates, self._logger = saver, updates, logger
         self._hosts = hosts or Hosts()
-        self._said_steps = 0  # in the last round of several hosts
-        self._ending = self._stopping = self._too_little = False
+        self._voted_steps = 0  # in the last round of several hosts
+        self._ending = self._stopping = self._learned = self._too_little = False
+        self._needed = 0  # updates in all, once the run ends
+        self._finishing: tuple[Reply, bool] | None = None  # and whether all was sent before
+        self._may_finish = LocalClock(_LOOK_SECONDS, first=True)
         self.aggregate = Aggregate()
         """Metrics of the updates since the last ones were logged."""
         self._timer, self._usage = Timer(), Usage()
@@ -425,7 +398,6 @@ class Learner:
         self._written: deque[Reply] = deque()  # states that are on their way to the replay
         self._since = (time.monotonic(), 0, 0)
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
-        self._asked = 0  # updates after which learning ends, once all steps are made
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
 
     def restore(self) -> None:
@@ -437,7 +409,7 @@ class Learner:
 
     def compile(self, *, policy: bool = True) -> None:
         """Get ready to train, and to act if the `policy` is not ready yet."""
-        if not self._progress.finished.is_set() or self._missing():
+        if not self._progress.finished.is_set() or self._owed(self._progress.step):
             self._show("learner/state", _COMPILING)
             try:
                 self._agent.compile(
@@ -454,44 +426,48 @@ class Learner:
         self._show("learner/state", _ENOUGH_DATA)
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 
-    def updates_left(self) -> int:
-        """How many updates are missing to the train ratio, once the run has made all its steps; the
-        replay lets them be made. Called again and again, because the replay may be restarted."""
-        missing = self._missing()
-        if not missing:
-            return 0
-        try:
-            if not self._asked:
-                self._asked = self._saver.updates + missing
-                self._show("learner/state", f"making the last {missing} updates (train_ratio)")
-            # Another host may have more to make up for than this one's replay grants at once.
-            most = min(missing, most_owed(self._args))
-            granted = self._updates.grant(most * self._args.host_batch)
-            if granted.wait(_STATE_SECONDS) and not granted.result():
-                return 0  # there is too little to train on
-        except TransportError as error:  # the learner has ended just now, or the replay restarts
-            log.debug("No updates were asked for: %s", error)
-        return missing
+    def begin_end(self, steps: int) -> None:
+        """The actors stop after so many steps: note how many updates are missing to these. Hosts
+        make as many as the one that owes most; they may have different numbers of environments."""
+        self._ending = True
+        owed = self._hosts.gather("owed", {"updates": self._owed(steps)})
+        self._needed = self._saver.updates + max(each["updates"] for each in owed)
+        if self.updates_left():
+            text = f"making the last {self.updates_left()} updates (train_ratio)"
+            self._logger.add(steps, {"learner/state": text})
 
-    def _missing(self) -> int:
+    def updates_left(self) -> int:
+        """How many updates are to be made before a run that is complete is saved."""
+        stopped = self._progress.stopped or self._progress.error is not None
+        return 0 if stopped else max(0, self._needed - self._saver.updates)
+
+    def finish_replay(self) -> None:
+        """Let the replay take the steps that are left, and give the batches that are missing; again
+        and again, because it may be restarted. Does not wait for its reply."""
+        if self._finishing is not None and self._finishing[0].done():
+            (reply, sent), self._finishing = self._finishing, None
+            try:
+                self._too_little = sent and not reply.result()
+            except TransportError as error:
+                log.debug("The replay has not heard of the end: %s", error)
+        if self._finishing is not None or not self._may_finish():
+            return
+        # Another host may have more to make up for than this one's replay allows at once.
+        batches, sent = min(self.updates_left(), most_owed(self._args)), self._progress.sent
+        try:
+            self._finishing = self._updates.finish(batches * self._args.host_batch), sent
+        except TransportError as error:
+            self._tolerate(error)
+
+    def _owed(self, steps: int) -> int:
         """Updates that `train_ratio` asks for and that were not made, because nothing was trained
         before the replay held enough steps. No more than that: a run whose ratio was raised does
         not make up for the time before."""
-        args, progress = self._args, self._progress
+        args = self._args
         if args.offline or args.train_ratio <= 0 or not args.catch_up:
             return 0
-        if progress.stopped or progress.error is not None:
+        if not 0 < args.steps <= steps:  # it ended at its target score
             return 0
-        if self._asked:
-            return max(0, self._asked - self._saver.updates)
-        # Or it ended at its target score. With several hosts a round tells how many are asked for.
-        if not 0 < args.steps <= progress.step or self._hosts.count > 1:
-            return 0
-        return self._owed(progress.step)
-
-    def _owed(self, steps: int) -> int:
-        """The same for a number of steps."""
-        args = self._args
         asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
         hosts, before = self._hosts.count, self._saver.most_hosts
         # Each of the hosts, then and now, had a replay to fill.
@@ -510,110 +486,115 @@ class Learner:
             samples: For requests of training batches.
             parameters: Offers the parameters to actors in other processes, if there are any.
         """
-        args, timer, several = self._args, self._timer, self._hosts.count > 1
+        args, timer = self._args, self._timer
         every = {"log": args.log_every, "report": args.report_every}
-        if several:
-            self._await_hosts()
+        self._await_hosts()
         clock = GlobalClock(every, self._hosts.meeting("round"))
         batches = _looked_for(self._agent.stream(self._batches(samples)))
         batch: Any = None
         while True:
             if batch is None:
                 with timer.section("wait"):
-                    batch = next(batches, _END)
-            if batch is _END or (self._progress.learning_over and not several):
+                    batch = next(batches, None)  # None as well when the end has closed the client
+            agreed = clock(ready=batch is not None, **self._vote())
+            if self._apply_round(agreed):
                 break
-            agreed = clock(ready=batch is not None, **self._said())
-            if several and self._hear(agreed):
-                break
+            if self._learned:
+                time.sleep(_CONFIRM_SECONDS)
+                continue
             ready = batch is not None and agreed.all("ready")
-            if ready:
-                self.update(batch)
-                batch = None
-                self._saver.note_end()
-                if parameters is not None:
-                    parameters.publish()
-                if not several and self._asked and self._saver.updates >= self._asked:
-                    break
-            if agreed.due("log"):
-                self.log(waiting=not ready)
-            if self._stopping if several else self._progress.stopped:
-                continue  # the end is all that is waited for
-            if agreed.due("report"):
-                self.report()
-            if agreed.due("save"):
-                with timer.section("save"):
-                    self._saver.save(wait=False)
-            self._saver.finish(wait=False)
-            if agreed.due("round"):
-                self._saver.save(pending=True, wait=False)
-        if several:
-            self._progress.end_learning()
-        self.process()
-        self.end_trace()
-        self.log()
-        # A reply to a later call: the last metrics have arrived before the client is closed.
-        self._logger.status().wait(_FLUSH_SECONDS)
+            try:
+                self._turn(agreed, batch if ready else None, parameters)
+            except TransportError as error:
+                self._tolerate(error)
+            batch = None if ready else batch
+        self._progress.wait_no_longer()
+        try:
+            self.process()
+            self.end_trace()
+            self.log()
+            # A reply to a later call: the last metrics have arrived before the client is closed.
+            self._logger.status().wait(_FLUSH_SECONDS)
+        except TransportError as error:
+            self._tolerate(error)
+
+    def _turn(self, agreed: Round, batch: Any, parameters: ParameterServer | None) -> None:
+        """Train on a batch, if all hosts have one, and do what is due."""
+        if batch is not None:
+            self.update(batch)
+            self._saver.note_end()
+            if parameters is not None:
+                parameters.publish()
+        if agreed.due("log"):
+            self.log(waiting=batch is None)
+        if agreed.due("report"):
+            self.report()
+        if agreed.due("save"):
+            with self._timer.section("save"):
+                self._saver.save(wait=False)
+        self._saver.finish(wait=False)
+        if agreed.due("round"):
+            self._saver.save(pending=True, wait=False)
+
+    def _tolerate(self, error: TransportError) -> None:
+        """Raise the error, unless the run ends and does not wait for other processes."""
+        if self._progress.seconds_left() == float("inf"):
+            raise error
+        log.warning("The agent is saved although other processes are away: %s", error)
 
     def _await_hosts(self) -> None:
         """Wait until all hosts have compiled."""
 
+        waited = False
+
         def on_wait(missing: list[int]) -> None:
+            nonlocal waited
+            waited = True
             names = " and ".join(f"host {index}" for index in missing)
             verb = "is" if len(missing) == 1 else "are"
             self._show("learner/state", f"waiting for {names}, which {verb} compiling")
 
         self._hosts.gather("compiled", {}, on_wait)
-        self._show("learner/state", _ENOUGH_DATA)
+        if waited:
+            self._show("learner/state", _ENOUGH_DATA)
 
-    def _said(self) -> dict[str, Any]:
+    def _vote(self) -> dict[str, Any]:
         """What the hosts decide from, as this one knows it."""
         saver, progress = self._saver, self._progress
-        first, self._said_steps = self._hosts.index == 0, progress.own
+        first, self._voted_steps = self._hosts.index == 0, progress.own
         return {
             "save": first and (saver.asked() or (saver.has_news and self._should_save())),
-            "round": first and not self._asked and saver.round_is_due(),
-            "steps": self._said_steps + saver.offset,
+            "round": first and not self._ending and saver.round_is_due(),
+            "steps": self._voted_steps + saver.offset,
             "finished": progress.finished.is_set(),
             "stop": progress.stopped or progress.error is not None,
-            "sent": progress.sent,
+            "sent": progress.finished.is_set() and progress.sent,
             "too little": self._too_little,
         }
 
-    def _hear(self, agreed: Round) -> bool:
-        """Several hosts: do what all of them do now; returns whether learning is over.
+    def _apply_round(self, agreed: Round) -> bool:
+        """Do what all hosts do now; returns whether learning is over.
 
         Nothing else than the round decides here, because all have to decide alike.
         """
         args, progress, total = self._args, self._progress, agreed.total("steps")
-        progress.elsewhere = total - self._said_steps
+        progress.elsewhere = total - self._voted_steps
         enough = 0 < args.steps <= total
-        if agreed.any("stop") or (self._ending and agreed.any("too little")):
+        if agreed.any("stop"):
+            if not self._stopping and progress.error is None:
+                progress.stop()
             self._stopping = True
-            progress.stop()
         elif (enough or agreed.any("finished")) and not self._ending:
-            self._ending = True
-            if enough and args.train_ratio > 0:
-                # Hosts may have different numbers of environments.
-                owed = self._hosts.gather("owed", {"updates": self._owed(total)})
-                self._asked = self._saver.updates + max(each["updates"] for each in owed)
             progress.finish()
-        made = self._stopping or self._saver.updates >= self._asked
-        if agreed.all("sent") and made:
-            return True
-        if progress.sent and not agreed.all("ready"):
-            # Others may have updates to make, and nothing is collected here any more.
-            self._too_little = not self._may_sample()
-        return False
-
-    def _may_sample(self) -> bool:
-        """Have the replay give one more batch; returns whether it can."""
-        try:
-            granted = self._updates.grant(self._args.host_batch)
-            return not granted.wait(_STATE_SECONDS) or bool(granted.result())
-        except TransportError as error:
-            log.debug("No batch was asked for: %s", error)
-            return True
+            self.begin_end(total)
+        if not (self._ending or self._stopping):
+            return False
+        enough = self._saver.updates >= self._needed or agreed.any("too little")
+        self._learned = self._stopping or enough
+        over = self._learned and agreed.all("sent")
+        if not over:
+            self.finish_replay()
+        return over
 
     def _batches(self, samples: ReplayClient) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, until learning is over."""
@@ -624,9 +605,7 @@ class Learner:
             try:
                 batch = stream.take()
             except Closed:
-                if self._progress.learning_over:
-                    return
-                raise
+                return
             assert batch is not None, "the replay waits until there is enough to train on"
             yield batch
 
@@ -729,10 +708,10 @@ def _looked_for(batches: Iterator[Any]) -> Iterator[Any]:
     thread = ThreadPoolExecutor(1, "learner-batches")
     try:
         while True:
-            wanted = thread.submit(next, batches, _END)
+            wanted = thread.submit(next, batches, None)
             while not wait([wanted], _BATCH_SECONDS).done:
                 yield None
-            if (batch := wanted.result()) is _END:
+            if (batch := wanted.result()) is None:
                 return
             yield batch
     finally:

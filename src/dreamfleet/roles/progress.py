@@ -6,23 +6,27 @@ An actor in a process of its own has a `SharedProgress` instead, which counts wi
 from __future__ import annotations
 
 import threading
+import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from dreamfleet.config import RunConfig
 from dreamfleet.transport import Client, Disconnected
 
 _LOOK_SECONDS = 0.5
+_END_SECONDS = 5.0
 
 
 class Progress:
     """The step counter, and how the run ends.
 
-    A run ends in two steps. First `finish`: the actor stops and sends what it has collected, while
-    the learner goes on, because the replay's rate limiter may hold inserts back until something was
-    sampled. It also makes the updates that are left (`updates_left`). Then `end_learning`: the
-    learner stops and saves.
+    Both ends are one sequence: the actor stops (`finished`); the learner calls `finish` of the
+    replay, which takes the steps that are left and allows the updates that are missing; the steps
+    are confirmed (`sent`); the learner saves. A complete run waits for its replay as long as that
+    takes. A run that is stopped, or has failed, makes no more updates and waits 5 s for other
+    processes at most (`seconds_left`): then unconfirmed steps are dropped, as after a kill.
     """
 
     def __init__(self, steps: int = 0) -> None:
@@ -35,8 +39,8 @@ class Progress:
         """Whether the learner has restored and compiled the agent. Before that there is nothing to
         save."""
         self.error: BaseException | None = None
-        self.updates_left: Callable[[], int] = lambda: 0
-        """How many updates the learner has to make before it ends, which sets this."""
+        self.sending: Callable[[], bool] = lambda: False
+        """Whether the actor of this process still acts or sends; set by the agent."""
         self.actors_busy: Callable[[], bool] = lambda: False
         """Whether actors in other processes still send what they have; set by the learner."""
         self.failures_elsewhere: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
@@ -47,15 +51,12 @@ class Progress:
         """Environments that are there, as far as this process knows."""
         self.begun = False
         """Whether the environments that the run expects were there."""
-        self.sent = False
-        """Whether the actors have ended, and everything that they have is in the replay."""
         self.elsewhere = 0
         """Steps of other hosts, as far as this one has heard of them."""
         self._limit = steps
         self._lock = threading.Lock()
         self._step = 0
-        self._learning_over = False
-        self._on_learning_over: list[Callable[[], None]] = []
+        self._end_by = float("inf")
 
     @property
     def step(self) -> int:
@@ -68,8 +69,17 @@ class Progress:
         return self._step
 
     @property
-    def learning_over(self) -> bool:
-        return self._learning_over
+    def sent(self) -> bool:
+        """Whether all steps of the actors are confirmed, or are not waited for any more."""
+        return not self.seconds_left() or not (self.sending() or self.actors_busy())
+
+    def seconds_left(self) -> float:
+        """How long the end may still wait for other processes."""
+        return max(0.0, self._end_by - time.monotonic())
+
+    def wait_no_longer(self) -> None:
+        """Wait for other processes only a few seconds from now on."""
+        self._end_by = min(self._end_by, time.monotonic() + _END_SECONDS)
 
     def restore(self, step: int) -> None:
         """Resume at a step of this host; a run that has made all its steps finishes at once."""
@@ -123,8 +133,9 @@ class Progress:
         self.finished.set()
 
     def stop(self) -> None:
-        """Somebody asks the run to stop."""
+        """The run is asked to stop."""
         self.stopped = True
+        self.wait_no_longer()
         self.finished.set()
 
     def fail(self, error: BaseException) -> None:
@@ -132,21 +143,35 @@ class Progress:
         with self._lock:
             if self.error is None:
                 self.error = error
+        self.wait_no_longer()
         self.finished.set()
 
-    def on_learning_over(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._learning_over:
-                self._on_learning_over.append(callback)
-                return
-        callback()
 
-    def end_learning(self) -> None:
-        with self._lock:
-            self._learning_over = True
-            callbacks, self._on_learning_over = self._on_learning_over, []
-        for callback in callbacks:
-            callback()
+class Closable(Protocol):
+    """A client."""
+
+    def close(self, flush: float = ..., /) -> None: ...
+
+
+@contextmanager
+def hang_up_in_time(progress: Progress, *clients: Closable) -> Iterator[None]:
+    """While the block runs: close the clients when the end may not wait for their servers any
+    longer. Every call that waits then fails with `Closed`."""
+    done = threading.Event()
+
+    def watch() -> None:
+        progress.finished.wait()
+        while not done.wait(min(_LOOK_SECONDS, progress.seconds_left())):
+            if not progress.seconds_left():
+                for client in clients:
+                    client.close(0.0)
+                return
+
+    threading.Thread(target=watch, name="end", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class SharedProgress(Progress):
@@ -244,8 +269,9 @@ class SharedProgress(Progress):
             self._known = acted
             self._step = reply["step"] + self._acted - acted
             self.heard = reply
-        self.stopped |= reply["stopped"]
-        if reply["finished"]:
+        if reply["stopped"]:
+            self.stop()
+        elif reply["finished"]:
             self.finished.set()
         return True
 

@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 LOOK_AHEAD = 2
 """Batches that a learner requests before they are needed."""
+_ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
 _IN_FLIGHT = 4  # calls of this process to each other one
 _REPLY_SECONDS = 0.2  # in which a last reply is on its way
 _ANSWERED = (
@@ -184,8 +185,7 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
             *("agent", 0),
             position=lead.position,
             raise_position=lead.raise_position,
-            grant=lead.grant,
-            release=lead.release,
+            finish=lead.finish,
         )
     if lead and args.replay_shards > 1:
         offer("agent", 1, permit=lead.permit)
@@ -273,9 +273,11 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
 
 def most_owed(args: RunConfig, fills: float = 1.0) -> int:
     """Updates that a run may be short of when it has made its steps, because nothing was trained
-    before the replay held enough of them, which happened `fills` times."""
+    before the replay held enough of them, which happened `fills` times, and because the replay
+    takes the steps that are on their way without a wait."""
     limiter = limiter_for(args)
-    held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt
+    on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
+    held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
     return int(fills * held / args.host_batch) + LOOK_AHEAD
 
 

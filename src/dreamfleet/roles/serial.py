@@ -274,7 +274,7 @@ class SerialRunner:
         # Environments write their next observations into the same arrays.
         actions, transitions = self._actor.act({k: value.copy() for k, value in obs.items()})
         self._actor.send([transitions])
-        self._actor.wait_for_replies(0.0)
+        self._actor.wait_for_replies()
         return actions
 
     def _follow(self, before: int) -> None:
@@ -306,7 +306,9 @@ class SerialRunner:
 
     def end(self) -> None:
         """Make the updates that are left, and save."""
-        while self._learner.updates_left() and not self._progress.stopped:
+        self._learner.begin_end(self._progress.step)
+        self._learner.finish_replay()
+        while self._learner.updates_left() and self._limiter.can_sample():
             self._learn()
         self._scores.poll()
         self._log()

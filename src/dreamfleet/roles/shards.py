@@ -117,8 +117,8 @@ class ShardedReplay:
     def raise_position(self, steps: int) -> Reply:
         return self._lead.call("raise_position", steps)
 
-    def grant(self, sequences: int) -> Any:
-        return self._lead.call("grant", sequences)
+    def finish(self, sequences: int) -> Reply:
+        return self._lead.call("finish", sequences)
 
     def add_batch(
         self,

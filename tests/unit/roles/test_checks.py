@@ -534,7 +534,7 @@ def guarded(run: RunConfig, gone: set[bytes] | None = None) -> tuple[Service, An
             return checked
         return lambda *args, caller=ACTOR: checked(caller, *args)
 
-    names = ("add_batch", "update", "raise_position", "grant", "opened", "inserted")
+    names = ("add_batch", "update", "raise_position", "finish", "opened", "inserted")
     return service, SimpleNamespace(**{name: method(name) for name in names})
 
 
@@ -676,11 +676,11 @@ def test_counts_are_whole_numbers_that_the_run_can_have(run: RunConfig) -> None:
     service, checked = checked_replay(replace(run, replay_shards=3))
     asked: dict[str, list[tuple[Any, ...]]] = {
         "raise_position": [(5001,), (10**10,)],
-        "grant": [(65,), (10**11,)],
+        "finish": [(65,), (10**11,)],
         "opened": [(1, 10**6, 0), (1, 0, 10**10), (3, 0, 0)],
         "inserted": [(2, 10**6), (-1, 0), (10**5, 0)],
     }
-    good = {"raise_position": (5000,), "grant": (64,), "opened": (1, 1100, 50), "inserted": (2, 0)}
+    good = {"raise_position": (5000,), "finish": (64,), "opened": (1, 1100, 50), "inserted": (2, 0)}
     for method, wrong in asked.items():
         kinds = [(value, *good[method][1:]) for value in (-1, 1.0, "1", None, True, np.int64(5))]
         for args in (*wrong, *kinds):

@@ -329,13 +329,13 @@ def test_without_data_there_is_no_batch_and_the_next_one_is_requested_again() ->
 
 
 class Granting:
-    """A client of a replay that grants everything, and of a logger that takes everything."""
+    """A client of a replay that can give batches or not, and of a logger that takes everything."""
 
     def __init__(self, *, enough: bool = True) -> None:
         self.granted: list[int] = []
         self._enough = enough
 
-    def grant(self, sequences: int) -> Granting:
+    def finish(self, sequences: int) -> Granting:
         self.granted.append(sequences)
         return self
 
@@ -343,6 +343,9 @@ class Granting:
         return self
 
     def wait(self, timeout: float) -> bool:
+        return True
+
+    def done(self) -> bool:
         return True
 
     def result(self) -> bool:
@@ -361,9 +364,11 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
         count = SimpleNamespace(updates=updates, most_hosts=hosts)
         client = client or Granting()
         learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
+        learner.begin_end(progress.step)
         found = learner.updates_left()
+        learner.finish_replay()
+        assert client.granted == [16 * min(found, most_owed(config))], "more is asked for later"
         if found:
-            assert client.granted == [16 * min(found, most_owed(config))], "more is asked for later"
             count.updates += found - 1
             assert learner.updates_left() == 1, "how many it is, is decided once"
             count.updates += 1
@@ -377,7 +382,6 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(0, train_ratio=4096.0, most_hosts=2) == 4096 * 1000 / 512
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
-    assert left(61, client=Granting(enough=False)) == 0
 
 
 class Stopping(CountingAgent):
@@ -391,7 +395,6 @@ class Stopping(CountingAgent):
     def train(self, carry: Any, batch: Any) -> Any:
         self.done.append("train")
         self._progress.stop()
-        self._progress.end_learning()
         return carry, {}, {}
 
     def report(self, carry: Any, batch: Any) -> Any:
@@ -643,9 +646,9 @@ def test_a_learner_that_waits_for_a_batch_logs_and_saves(tmp_path: Path) -> None
         wait_for(2)
         assert source.states[-1] == "waiting for a batch from the replay"
     finally:
-        progress.end_learning()
-        source.go.set()
+        progress.stop()
         thread.join()
+        source.go.set()
     for each in threading.enumerate():
         if each.name.startswith("learner-batches"):
             each.join(60)

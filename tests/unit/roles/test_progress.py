@@ -1,6 +1,10 @@
 """The step counter, and how a run ends."""
 
-from dreamfleet.roles.progress import Progress
+import threading
+
+import pytest
+
+from dreamfleet.roles.progress import Progress, hang_up_in_time
 
 
 def test_enough_steps_finish_the_run() -> None:
@@ -54,12 +58,37 @@ def test_the_first_error_counts() -> None:
     assert progress.finished.is_set()
 
 
-def test_callbacks_run_once_on_learning_over_or_at_once_if_it_is() -> None:
-    progress, called = Progress(), []
-    progress.on_learning_over(lambda: called.append(1))
-    assert called == []
-    progress.end_learning()
-    progress.end_learning()
-    assert called == [1]
-    progress.on_learning_over(lambda: called.append(2))
-    assert called == [1, 2]
+class Hung:
+    """A client whose server does not answer."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self, flush: float = 1.0) -> None:
+        self.closed.set()
+
+
+@pytest.mark.parametrize("how", ["stop", "fail", "wait_no_longer"])
+def test_an_end_that_may_not_wait_any_longer_hangs_up(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dreamfleet.roles.progress._END_SECONDS", 0.01)
+    progress, client = Progress(10), Hung()
+    progress.sending = lambda: True
+    with hang_up_in_time(progress, client):
+        progress.advance(10)
+        assert progress.seconds_left() == float("inf"), "a complete run waits"
+        assert not progress.sent
+        assert not client.closed.is_set()
+        getattr(progress, how)(*[ValueError()] if how == "fail" else [])
+        assert client.closed.wait(60)
+    assert progress.sent, "unconfirmed steps are dropped"
+
+
+def test_steps_are_sent_when_every_actor_has_ended() -> None:
+    progress, busy = Progress(), {"own", "other"}
+    progress.sending, progress.actors_busy = lambda: "own" in busy, lambda: "other" in busy
+    for name in ("own", "other"):
+        assert not progress.sent
+        busy.remove(name)
+    assert progress.sent
